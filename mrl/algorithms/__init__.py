@@ -1,0 +1,1 @@
+"""Algorithms: `base` and one file each."""

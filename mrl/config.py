@@ -1,0 +1,490 @@
+"""Every knob of mrl: sections, fields, defaults, and how a YAML file with overrides becomes a `Config`.
+
+Owns the schema and the only default of each field; YAML files hold differences. It imports no torch, and it knows no
+rule between fields: those live in `preflight.py`, which refuses a combination before any process group exists.
+
+A string under a field is its one line of documentation (unit and range). `None` in `algorithm` means "what the named
+algorithm defines"; the resolved value is written into the run folder.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, Optional, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mrl.errors import UserError
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The run folder and the process."""
+
+    output_dir: str = "runs/default"
+    """Run folder; everything that a run writes is in it."""
+    seed: int = 0
+    """Seeds initial weights, data order and sampling."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """auto: continue from the run folder's last checkpoint if there is one; never: refuse a folder that has one;
+    must: refuse to start without one."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where there is a device, else CPU with gloo."""
+    num_threads: int = 0
+    """CPU threads per rank; 0: cores divided by the ranks of this host."""
+    collective_timeout_s: float = 600.0
+    """A collective that waits longer ends the job, s."""
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised steps on (prompt, answer) before reinforcement learning."""
+
+    num_steps: int = 0
+    """Optimizer steps; 0: none."""
+    batch_size: int = 64
+    """Examples per step."""
+    lr: float = 1e-3
+    """Learning rate, constant after `lr_warmup_steps`."""
+    lr_warmup_steps: int = 0
+    """Steps of linear warm-up."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The loop."""
+
+    num_steps: int = 100
+    """Reinforcement learning steps (rollout, update)."""
+    batch_size: int = 32
+    """Prompts per step; each is sampled `rollout.n` times."""
+    minibatch_size: Optional[int] = None
+    """Prompts per optimizer step; null: `batch_size`. Must divide it."""
+    num_epochs: int = 1
+    """Passes over each batch."""
+    eval_interval: int = 0
+    """Steps between evaluations on the held-out prompts; 0: only before the first and after the last step."""
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What is trained."""
+
+    path: Optional[str] = None
+    """Hugging Face folder: config.json, safetensors, tokenizer. null: a preset with random weights."""
+    preset: Optional[str] = None
+    """Name in `mrl/models/presets.py`; random initial weights."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """config.json keys that replace the preset's (hidden_size, num_hidden_layers, ...); presets only."""
+    tokenizer: Optional[str] = None
+    """Folder with a Hugging Face tokenizer, or "char:<characters>"; null: the model folder's."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Parameters and activations of actor and reference; the optimizer keeps fp32 master weights."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Layout of the actor and the reference (Megatron's names); the data-parallel size is what the ranks leave."""
+
+    tensor_model_parallel_size: int = 1
+    """TP; ranks that share each layer."""
+    pipeline_model_parallel_size: int = 1
+    """PP; stages."""
+    virtual_pipeline_model_parallel_size: Optional[int] = None
+    """Model chunks per stage (interleaved schedule); needs PP above 1."""
+    sequence_parallel: bool = False
+    """Shard activations outside attention and MLP along the sequence over TP; needs TP above 1."""
+    context_parallel_size: int = 1
+    """CP; must be 1 in this version."""
+    expert_model_parallel_size: int = 1
+    """EP; must be 1 in this version."""
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    """Optimizer and training forward/backward."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the schedule."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after warm-up, over all optimizer steps of the run."""
+    lr_warmup_steps: int = 0
+    """Optimizer steps of linear warm-up from 0."""
+    weight_decay: float = 0.0
+    """Decoupled (AdamW); not on norms and biases."""
+    adam_beta1: float = 0.9
+    """First moment decay."""
+    adam_beta2: float = 0.95
+    """Second moment decay."""
+    adam_eps: float = 1e-8
+    """Adam epsilon."""
+    clip_grad: float = 1.0
+    """Global gradient norm is clipped to this; 0: not."""
+    max_tokens_per_microbatch: int = 16384
+    """Sequences are packed into microbatches of at most this many tokens."""
+    use_distributed_optimizer: bool = True
+    """Shard optimizer state over data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward runs."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recompute: core attention only, or whole layers."""
+    logprob_chunk_tokens: int = 1024
+    """Rows of logits that exist in fp32 at a time."""
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """The frozen policy of the KL term; it costs nothing while `algorithm.kl_in` is "none"."""
+
+    path: Optional[str] = None
+    """Hugging Face folder; null: the actor's weights when reinforcement learning starts."""
+    update_interval: int = 0
+    """Steps between copies of the actor into the reference; 0: never."""
+
+
+@dataclass(frozen=True)
+class ValConfig:
+    """Sampling for evaluation (verl's `val_kwargs`)."""
+
+    n: int = 1
+    """Samples per held-out prompt."""
+    do_sample: bool = False
+    """False: greedy."""
+    temperature: float = 1.0
+    """Used when `do_sample`."""
+    top_k: int = -1
+    """-1: all."""
+    top_p: float = 1.0
+    """Nucleus mass, (0, 1]."""
+
+
+@dataclass(frozen=True)
+class CheckpointEngineConfig:
+    """Transport of a refit."""
+
+    update_weights_bucket_megabytes: int = 2048
+    """Largest staging buffer of a refit, MiB; a larger tensor is split."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """The engine and the sampling distribution (verl's names)."""
+
+    name: Literal["native", "trtllm", "trtllm_engine"] = "native"
+    """Engine."""
+    n: int = 8
+    """Samples per prompt (the group)."""
+    temperature: float = 1.0
+    """Above 0; applied once, by sampler and scorer alike."""
+    top_k: int = -1
+    """-1: all."""
+    top_p: float = 1.0
+    """Nucleus mass, (0, 1]."""
+    min_p: float = 0.0
+    """Drop tokens below this fraction of the most likely one's probability, [0, 1)."""
+    do_sample: bool = True
+    """False: greedy."""
+    ignore_eos: bool = False
+    """Sample up to `response_length` whatever comes (benchmarks)."""
+    stop: list[str] = field(default_factory=list)
+    """Strings that end a response when they appear in it; they stay part of it."""
+    repetition_penalty: float = 1.0
+    """Must be 1: a penalty would not be modelled in the training log-probabilities."""
+    prompt_length: int = 512
+    """Longest prompt, tokens."""
+    response_length: int = 512
+    """Longest response, tokens."""
+    max_model_len: Optional[int] = None
+    """Prompt and response; null: their sum."""
+    dtype: Optional[Literal["float32", "bfloat16"]] = None
+    """Engine weights and KV cache; null: `model.dtype`."""
+    tensor_model_parallel_size: int = 1
+    """Ranks per replica; the replicas split the prompts."""
+    pipeline_model_parallel_size: int = 1
+    """Must be 1 on the native engine."""
+    expert_parallel_size: int = 1
+    """Must be 1 in this version."""
+    max_num_seqs: int = 256
+    """Sequences decoded at a time by a replica."""
+    max_num_batched_tokens: int = 8192
+    """Tokens in one forward of the engine."""
+    enable_chunked_prefill: bool = True
+    """Split prompts longer than `max_num_batched_tokens`; without it such a prompt is refused."""
+    enable_prefix_caching: bool = True
+    """Prefill a prompt once for its n samples; False: once per sample."""
+    gpu_memory_utilization: float = 0.5
+    """Part of the memory free at start that the KV cache may take, (0, 1); on a CPU, of free RAM."""
+    free_cache_engine: bool = True
+    """Free the KV cache while training."""
+    enforce_eager: bool = False
+    """No CUDA graphs."""
+    calculate_log_probs: bool = True
+    """Must be true: sampling-time log-probabilities are pi_old."""
+    val_kwargs: ValConfig = field(default_factory=ValConfig)
+    checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
+
+
+@dataclass(frozen=True)
+class OverlongConfig:
+    """DAPO's treatment of long responses (arXiv 2503.14476, section 3.4)."""
+
+    buffer_length: int = 0
+    """Tokens before `rollout.response_length` over which the penalty grows linearly; 0: no penalty."""
+    penalty: float = 1.0
+    """Penalty at full length, subtracted from the reward."""
+    mask_truncated: bool = False
+    """Do not train on responses cut at `rollout.response_length`."""
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """Advantages and loss. null means "what the named algorithm defines" (`mrl/algorithms/<name>.py`)."""
+
+    name: str = "grpo"
+    """File in `mrl/algorithms`, or 'package.module:Class'."""
+    advantage_std: Optional[Literal["unbiased", "population", "none"]] = None
+    """Divisor of group-relative advantages: sample (n-1) or population (n) deviation, or none."""
+    advantage_eps: Optional[float] = None
+    """Added to the deviation, above 0."""
+    singleton_group: Optional[Literal["error", "zero", "reward"]] = None
+    """Advantage of a group with one sample: refuse, 0, or its raw reward."""
+    loss_aggregation: Optional[
+        Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+    ] = None
+    """How per-token losses become one number; all counts are global over the minibatch."""
+    loss_norm_length: Optional[int] = None
+    """Divisor of seq_mean_token_sum_norm, tokens; null: `rollout.response_length`."""
+    clip_low: Optional[float] = None
+    """Ratio is kept >= 1 - clip_low, (0, 1)."""
+    clip_high: Optional[float] = None
+    """Ratio is kept <= 1 + clip_high, above 0."""
+    dual_clip: Optional[float] = None
+    """Lower bound c > 1 of the loss for negative advantages (arXiv 1912.09729); 0: off."""
+    kl_in: Literal["none", "loss", "reward"] = "none"
+    """Where the KL to the reference goes."""
+    kl_coef: float = 0.001
+    """Factor of the KL."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """http://joschu.net/blog/kl-approx.html"""
+    entropy_coef: float = 0.0
+    """Factor of the entropy bonus, subtracted from the loss."""
+    proximal: Literal["rollout", "recompute"] = "rollout"
+    """Denominator of the clipped ratio: sampling-time log-probabilities, or the actor's own at the rollout weights
+    (decoupled), corrected by `tis_clip`."""
+    tis_clip: float = 2.0
+    """Cap of the truncated importance weight exp(proximal - rollout); used when `proximal` is "recompute"; 0: no weight."""
+    dynamic_sampling: Optional[bool] = None
+    """Drop groups whose rewards are all equal and sample more prompts until the batch is full."""
+    max_sampling_rounds: int = 10
+    """Rounds after which dynamic sampling goes on with what it has."""
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+
+
+@dataclass(frozen=True)
+class RewardFunctionConfig:
+    """One term of the reward."""
+
+    name: str = "exact_match"
+    """File in `mrl/rewards`, or 'package.module:function'."""
+    weight: float = 1.0
+    """Factor in the sum."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the function."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """How a response becomes a number: the weighted sum of the functions."""
+
+    functions: list[RewardFunctionConfig] = field(default_factory=lambda: [RewardFunctionConfig()])
+    time_limit_s: float = 10.0
+    """A sample that takes longer counts as failed, s."""
+    num_workers: int = 1
+    """Worker processes per replica for functions that need one."""
+    error_value: float = 0.0
+    """Reward of a sample whose function failed."""
+    max_failed_frac: float = 0.5
+    """The job stops when more than this part of a step's samples failed, [0, 1]."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Prompts."""
+
+    task: Optional[str] = None
+    """Generator in `mrl/data/tasks.py` ("addition"); null: files."""
+    task_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the generator."""
+    train_files: list[str] = field(default_factory=list)
+    """JSONL or parquet."""
+    val_files: list[str] = field(default_factory=list)
+    """Held-out prompts; empty: no evaluation."""
+    prompt_key: str = "prompt"
+    """Column: a string, or a list of chat messages."""
+    answer_key: str = "answer"
+    """Column with the ground truth."""
+    system_prompt: Optional[str] = None
+    """Put before chat messages that have none."""
+    chat_template: Optional[str] = None
+    """File with a Jinja chat template; null: the tokenizer's."""
+    apply_chat_template: Literal["auto", "always", "never"] = "auto"
+    """auto: to chat messages, not to strings."""
+    shuffle: bool = True
+    """A new order in every epoch, from `run.seed`."""
+    overlong_prompts: Literal["error", "drop", "truncate_left"] = "error"
+    """What happens to prompts longer than `rollout.prompt_length`."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Commit points."""
+
+    interval: int = 0
+    """Steps between checkpoints; 0: only after the last step."""
+    keep_last: int = 2
+    """Newest checkpoints kept, at least 1."""
+    keep_best: int = 0
+    """Also keep this many with the best `best_metric`."""
+    best_metric: str = "val/accuracy"
+    """Metric that ranks checkpoints, larger is better."""
+    export_hf: bool = False
+    """Also write each checkpoint as a Hugging Face folder."""
+
+
+@dataclass(frozen=True)
+class ObserveConfig:
+    """What a run shows."""
+
+    console: Literal["rich", "plain", "off"] = "rich"
+    """Progress on the terminal; rich falls back to plain where there is no terminal."""
+    num_samples: int = 4
+    """Sample generations kept in samples.jsonl and shown per evaluation."""
+    tensorboard: bool = True
+    """Event files in the run folder."""
+    wandb_project: Optional[str] = None
+    """Weights & Biases project; null: off."""
+    report: bool = True
+    """Write report.html when the run ends."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The config of a YAML file and `section.key=value` overrides, every field typed and known.
+
+    Raises:
+        UserError: The file is missing or not YAML, a key is unknown (the nearest is named), or a value has the wrong type.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(
+            f"config file '{path}' does not exist. Give the path of a YAML file such as configs/quickstart.yaml."
+        )
+    for item in overrides:
+        if "=" not in item:
+            raise UserError(
+                f"override '{item}' has no '='. Write overrides as section.key=value, for example train.num_steps=10."
+            )
+    try:
+        given = OmegaConf.load(file)
+        if not isinstance(given, DictConfig):
+            raise UserError(
+                f"config file '{path}' holds {type(given).__name__}, expected sections such as 'train:' with keys."
+            )
+        given = OmegaConf.merge(given, OmegaConf.from_dotlist(list(overrides)))
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"config file '{path}' is not readable YAML: {error}") from error
+    raw = OmegaConf.to_container(given, resolve=False)
+    _refuse_unknown(raw, Config, "")
+    try:
+        merged = OmegaConf.merge(_writable(OmegaConf.structured(Config)), raw)
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", "") or ""
+        raise UserError(f"config key '{key}': {str(error).splitlines()[0]}. In '{path}' or an override.") from error
+    return config  # type: ignore[return-value]
+
+
+def to_yaml(config: Config) -> str:
+    """Every field of the config as YAML; `load` reads it back to an equal config."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def _writable(node: Any) -> Any:
+    """Frozen dataclasses make read-only nodes; merging needs writable ones."""
+    OmegaConf.set_readonly(node, False)
+    for key in node:
+        child = node._get_node(key)
+        if OmegaConf.is_dict(child) or OmegaConf.is_list(child):
+            OmegaConf.set_readonly(child, False)
+            if OmegaConf.is_dict(child):
+                _writable(child)
+    return node
+
+
+def _refuse_unknown(raw: Any, schema: type, prefix: str) -> None:
+    """Raise for the first key that `schema` does not have, naming the nearest one anywhere in the schema."""
+    if raw is None:
+        return
+    if not isinstance(raw, dict):
+        raise UserError(f"config key '{prefix.rstrip('.')}' is {raw!r}, expected a section with keys.")
+    hints = get_type_hints(schema)
+    known = {item.name: hints[item.name] for item in fields(schema)}
+    for key, value in raw.items():
+        full = f"{prefix}{key}"
+        if key not in known:
+            near = _nearest(full)
+            hint = f" Did you mean '{near}'?" if near else ""
+            raise UserError(f"config key '{full}' is unknown.{hint} Keys of this section: {', '.join(known)}.")
+        if is_dataclass(known[key]):
+            _refuse_unknown(value, known[key], f"{full}.")  # type: ignore[arg-type]
+
+
+def _nearest(full: str) -> str | None:
+    """The known dotted key most like `full`: first by its whole path, then by its last part in another section."""
+    known = all_keys()
+    near = difflib.get_close_matches(full, known, 1, cutoff=0.75)
+    if near:
+        return near[0]
+    last = full.rpartition(".")[2]
+    tails = {key.rpartition(".")[2]: key for key in known}
+    near = difflib.get_close_matches(last, list(tails), 1, cutoff=0.75)
+    return tails[near[0]] if near else None
+
+
+def all_keys(schema: type = Config, prefix: str = "") -> list[str]:
+    """Every dotted key of the schema, in order."""
+    keys: list[str] = []
+    hints = get_type_hints(schema)
+    for item in fields(schema):
+        kind = hints[item.name]
+        if is_dataclass(kind):
+            keys += all_keys(kind, f"{prefix}{item.name}.")  # type: ignore[arg-type]
+        else:
+            keys.append(f"{prefix}{item.name}")
+    return keys

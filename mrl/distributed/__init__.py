@@ -1,0 +1,1 @@
+"""Processes: launch environment, groups, collectives, device."""

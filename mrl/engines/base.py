@@ -1,0 +1,114 @@
+"""The interface of a rollout engine.
+
+Owns `RolloutEngine`, `SamplingConfig` and `WeightSlice`. An engine is one object per rank; the ranks of a replica call
+each method together, with the same arguments. Engines know no Megatron and no prompt source.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mrl.types import Prompt, Rollout
+from mrl.weights.layout import Layout, Region
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """The one distribution that the engine samples from and scores with (the sampling contract).
+
+    logits / temperature -> keep top_k, then top_p, then min_p -> log-softmax over what is kept of the true vocabulary.
+    `rollout_logprobs` are this log-softmax at the sampled token. Greedy takes the largest logit and scores it under the
+    same distribution.
+
+    Attributes:
+        n: Samples per prompt.
+        max_tokens: Longest response, tokens.
+        temperature: Above 0.
+        top_k: -1: all.
+        top_p: (0, 1].
+        min_p: [0, 1).
+        greedy: Take the most likely token.
+        ignore_eos: Sample on to `max_tokens`.
+        stop_token_ids: Tokens that end a response; they stay part of it.
+        stop: Strings that end a response when they appear in its text.
+        seed: With (prompt uid, sample index, position) the whole key of each random number.
+    """
+
+    n: int
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    greedy: bool = False
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class WeightSlice:
+    """New values for `region` of the engine's stored tensor `name`, in the stored dtype."""
+
+    name: str
+    region: Region
+    data: Tensor
+
+
+class RolloutEngine(ABC):
+    """Generates responses with weights that are replaced in place."""
+
+    policy_version: int
+    """Optimizer steps in the weights now held; -1 before the first refit."""
+
+    @abstractmethod
+    def layout(self) -> Layout:
+        """What this rank stores, in Hugging Face coordinates."""
+
+    @abstractmethod
+    def begin_update(self) -> None:
+        """From here until `finish_update` the engine refuses to generate; cached prefixes are dropped."""
+
+    @abstractmethod
+    def update_weights(self, bucket: Sequence[WeightSlice]) -> None:
+        """Copies a bucket into place. Addresses do not change; the bucket's buffers may be reused on return."""
+
+    @abstractmethod
+    def checksum(self) -> int:
+        """Order-free 64-bit sum over the bit patterns of all stored elements."""
+
+    @abstractmethod
+    def finish_update(self, policy_version: int) -> None:
+        """Declares the weights whole: the engine generates again, under the new version."""
+
+    @abstractmethod
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
+        """Collective over the replica: `sampling.n` rollouts of each prompt, ordered by prompt, then sample index.
+
+        The same prompts on every rank of the replica give the same rollouts on every rank.
+
+        Raises:
+            RuntimeError: The engine sleeps, or a refit was begun and not finished.
+            UserError: A prompt does not fit.
+        """
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Frees the KV cache until `wake`; weights stay."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Makes the KV cache ready."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, float]:
+        """Counts and seconds of the last `generate` (prefill_tokens, decode_steps, prefill_s, decode_s ...)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Releases everything."""

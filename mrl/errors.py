@@ -1,0 +1,12 @@
+"""The one exception that a user can mend.
+
+Owns `UserError`. The command line prints its message without a traceback and exits with status 2; every other
+exception is a defect or a broken cluster and keeps its traceback.
+"""
+
+
+class UserError(ValueError):
+    """A mistake in config, data or files.
+
+    The message says what came, what was expected, which key, file or tensor, and what to do.
+    """

@@ -1,0 +1,1 @@
+"""Pure tensor maths: torch only, no process state, no config."""

@@ -1,0 +1,1 @@
+"""The one folder that imports megatron.core: actor, reference, schedules, checkpoints."""

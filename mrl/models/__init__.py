@@ -1,0 +1,1 @@
+"""Model families: `base` and one table per family."""

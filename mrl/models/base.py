@@ -1,0 +1,109 @@
+"""What a model family is: an `ArchSpec` read from config.json, and a table of `ParamSpec` rows.
+
+Owns the vocabulary that tables are written in. A family is one file in this folder that defines `FAMILY`. It knows no
+layout: `weights/` turns (arch, table) into each rank's shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama-3 frequency scaling (transformers `rope_type: llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class ArchSpec:
+    """The structure of a decoder: everything that shapes its weights and its forward pass.
+
+    Attributes:
+        family: File in `mrl/models`.
+        vocab_size: True vocabulary, without padding: embedding rows of the Hugging Face checkpoint.
+        qkv_bias: Bias on the query, key and value projections.
+        qk_norm: RMSNorm over the head dimension of queries and keys.
+    """
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    tie_word_embeddings: bool
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    rope_scaling: RopeScaling | None = None
+
+
+class Kind(Enum):
+    """How a tensor is split; each layout has one rule per kind."""
+
+    REPLICATED = "replicated"
+    VOCAB = "vocab"
+    COLUMN = "column"
+    ROW = "row"
+    QKV = "qkv"
+    GATE_UP = "gate_up"
+
+
+class Place(Enum):
+    """Which pipeline stage holds a tensor."""
+
+    FIRST = "first"
+    LAYER = "layer"
+    LAST = "last"
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One row of a family's table; `{layer}` in a name stands for the layer's index.
+
+    Attributes:
+        hf: Hugging Face names, in the order in which Megatron fuses them (q, k, v; gate, up).
+        megatron: Megatron-Core name with its local (not TransformerEngine) layer spec.
+        megatron_te: The name under TransformerEngine's layer spec, where it differs.
+        native: Name in the native engine.
+        when: The row exists only where this holds (tied embeddings, biases ...).
+    """
+
+    hf: tuple[str, ...]
+    megatron: str
+    native: str
+    kind: Kind
+    place: Place
+    megatron_te: str | None = None
+    when: Callable[[ArchSpec], bool] = lambda arch: True
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family.
+
+    Attributes:
+        hf_model_type: `model_type` in config.json.
+        hf_architecture: `architectures[0]` in config.json.
+        params: The table.
+        arch_from_hf: config.json as a dict -> ArchSpec; raises UserError for a structure that mrl does not build.
+        arch_to_hf: ArchSpec -> config.json.
+    """
+
+    hf_model_type: str
+    hf_architecture: str
+    params: tuple[ParamSpec, ...]
+    arch_from_hf: Callable[[dict[str, Any]], ArchSpec]
+    arch_to_hf: Callable[[ArchSpec], dict[str, Any]]

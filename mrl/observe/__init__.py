@@ -1,0 +1,1 @@
+"""Metrics, timers, loggers, report."""

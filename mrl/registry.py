@@ -1,0 +1,52 @@
+"""Finds a plugin by name: the folder is the registry, and a dotted path outside mrl works too.
+
+Owns the lookup only. A family, algorithm, reward, engine or logger is added by adding one file to its folder; the file
+defines the attribute that the folder's `base` names (for example `ALGORITHM`, `REWARD`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from typing import Any
+
+from mrl.errors import UserError
+
+
+def names(folder: str) -> list[str]:
+    """The plugins in `mrl/<folder>`, sorted; `base` and private modules are none."""
+    package = importlib.import_module(f"mrl.{folder}")
+    found = (module.name for module in pkgutil.iter_modules(package.__path__))
+    return sorted(name for name in found if name != "base" and not name.startswith("_"))
+
+
+def find(folder: str, name: str, attribute: str) -> Any:
+    """The attribute of plugin `name` in `mrl/<folder>`, or of a dotted path `package.module:object`.
+
+    Raises:
+        UserError: There is no such plugin, or the dotted path does not import; the nearest name is offered.
+    """
+    if "." in name or ":" in name:
+        return _dotted(folder, name)
+    known = names(folder)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        raise UserError(
+            f"{folder}: there is no '{name}'.{hint} Known: {', '.join(known)}, or a path 'package.module:object'."
+        )
+    return getattr(importlib.import_module(f"mrl.{folder}.{name}"), attribute)
+
+
+def _dotted(folder: str, path: str) -> Any:
+    module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UserError(
+            f"{folder}: '{path}' does not import: {error}. Write it as 'package.module:object', and have the package on PYTHONPATH."
+        ) from error
+    if not hasattr(module, attribute):
+        raise UserError(f"{folder}: '{path}': module '{module_name}' has no '{attribute}'.")
+    return getattr(module, attribute)

@@ -1,0 +1,1 @@
+"""Reward functions: `base` and one file each."""

@@ -1,0 +1,142 @@
+"""What flows through the loop: Prompt -> Rollout -> RolloutBatch.
+
+Owns the data types that every folder speaks, and the legend of shape suffixes. It computes nothing.
+
+Shapes (suffixes in `functional/` and `engines/native/`):
+    B sequences        P packed tokens: prompts and responses of all sequences, one after the other, no padding
+    R packed response tokens, the same order       N heads    K KV heads    D head dim    H hidden    V vocabulary
+    T positions of one sequence    E experts
+
+Position rule, stated once: `logprobs_R[i]` scores response token i, that is, it is the log-probability of the token
+itself given everything before it in its sequence. Logarithms are natural; log-probabilities are fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of the stream.
+
+    Attributes:
+        uid: Position in the prompt stream, never reused in a run; seeds the sampler and is the `group_id` of the samples.
+        prompt_ids: Token ids, the chat template applied.
+        text: The prompt as a person reads it.
+        answer: Ground truth for the reward, None where the data has none.
+        extra: The other columns of the data row.
+        source: File or task that the row came from, and the row in it ("train.jsonl:17").
+    """
+
+    uid: int
+    prompt_ids: tuple[int, ...]
+    text: str
+    answer: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
+
+
+@dataclass
+class Rollout:
+    """One sampled response.
+
+    Attributes:
+        prompt: What was asked.
+        sample_index: 0 .. n-1 among the samples of this prompt.
+        response_ids: Sampled tokens, the end-of-sequence token included where one was sampled.
+        rollout_logprobs: Log-probability of each response token, captured at sampling time (pi_old), nats.
+        finish_reason: "stop" (end token or stop string) or "length".
+        policy_version: Optimizer steps in the weights that sampled.
+        response_text: Decoded response, set before scoring.
+        reward: Total reward, set by scoring.
+        reward_parts: Each reward function's own value, before its weight.
+        reward_error: Why scoring failed, None where it did not.
+    """
+
+    prompt: Prompt
+    sample_index: int
+    response_ids: list[int]
+    rollout_logprobs: list[float]
+    finish_reason: FinishReason
+    policy_version: int
+    response_text: str = ""
+    reward: float = 0.0
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    reward_error: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response tokens."""
+        return len(self.prompt.prompt_ids) + len(self.response_ids)
+
+
+@dataclass
+class RolloutBatch:
+    """Sequences to train on, ragged: no padding is ever stored.
+
+    Attributes:
+        tokens_P: Prompt and response ids of every sequence, one sequence after the other, int64.
+        prompt_lens_B: Prompt length of each sequence, int64.
+        response_lens_B: Response length of each sequence (at least 1), int64.
+        response_mask_R: True where the token is trained, bool.
+        rollout_logprobs_R: Captured at sampling time, fp32.
+        group_id_B: Which prompt a sample belongs to, int64.
+        rewards_B: Total outcome reward, fp32.
+        advantages_R: Set by `Algorithm.advantages`, fp32.
+        weights_R: Weight of each token in the loss sum, set by `Algorithm.weigh`, fp32; the sum of weight x loss over all
+            microbatches and data-parallel ranks is the loss.
+        ref_logprobs_R: By the frozen reference, fp32; None where no KL is used.
+        proximal_logprobs_R: Recomputed by the actor at the rollout weights, fp32; None unless decoupled.
+    """
+
+    tokens_P: Tensor
+    prompt_lens_B: Tensor
+    response_lens_B: Tensor
+    response_mask_R: Tensor
+    rollout_logprobs_R: Tensor
+    group_id_B: Tensor
+    rewards_B: Tensor
+    advantages_R: Tensor | None = None
+    weights_R: Tensor | None = None
+    ref_logprobs_R: Tensor | None = None
+    proximal_logprobs_R: Tensor | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """B."""
+        return self.prompt_lens_B.numel()
+
+    @property
+    def seq_lens_B(self) -> Tensor:
+        """Prompt plus response length of each sequence."""
+        return self.prompt_lens_B + self.response_lens_B
+
+    @property
+    def sequence_R(self) -> Tensor:
+        """Index of the sequence that each response token belongs to, int64."""
+        rows = torch.arange(self.num_sequences, device=self.response_lens_B.device)
+        return rows.repeat_interleave(self.response_lens_B)
+
+    def select(self, rows: list[int]) -> RolloutBatch:
+        """The given sequences, in the given order; every tensor is a copy."""
+        chosen: dict[str, Tensor] = {}
+        index = torch.tensor(rows, dtype=torch.int64)
+        lens = {"P": self.seq_lens_B.tolist(), "R": self.response_lens_B.tolist()}
+        for item in fields(self):
+            value: Tensor | None = getattr(self, item.name)
+            if value is None:
+                continue
+            suffix = item.name[-1]
+            if suffix == "B":
+                chosen[item.name] = value[index]
+            else:
+                parts = value.split(lens[suffix])
+                chosen[item.name] = torch.cat([parts[row] for row in rows]) if rows else value[:0]
+        return replace(self, **chosen)

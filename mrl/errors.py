@@ -9,4 +9,9 @@ class UserError(ValueError):
     """A mistake in config, data or files.
 
     The message says what came, what was expected, which key, file or tensor, and what to do.
+
+    Attributes:
+        everywhere: True where every rank of the job raises this same error, so that one rank prints it.
     """
+
+    everywhere: bool = False

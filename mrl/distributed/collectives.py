@@ -1,0 +1,82 @@
+"""Exchanges between ranks that torch.distributed has no single call for.
+
+Owns ragged all-gather and all-to-all, sums over a group, and errors that all ranks raise together. Every tensor that is
+sent is made contiguous first: gloo moves wrong bytes otherwise, without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl.errors import UserError
+
+
+def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Collective over `group`: the elementwise sum, on every rank; the input is unchanged."""
+    total = tensor.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def all_gather_ragged(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Collective over `group`: the ranks' rows, one rank after the other.
+
+    Args:
+        rows: [n, ...] with any n on each rank; dtype and trailing shape are the same everywhere.
+        group: Who takes part.
+    """
+    size = dist.get_world_size(group)
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(counts, torch.tensor([rows.size(0)]), group=group)
+    most = max(int(count) for count in counts)
+    padded = rows.new_zeros((most, *rows.shape[1:]))
+    padded[: rows.size(0)] = rows
+    parts = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
+
+
+def all_to_all_ragged(
+    parts: Sequence[Tensor], receive_counts: Sequence[int], group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Collective over `group`: sends `parts[r]` to rank r and returns what the ranks sent, in rank order.
+
+    Args:
+        parts: One 1-D tensor for each rank, the same dtype everywhere.
+        receive_counts: Elements that each rank sends to this one; all ranks know these beforehand.
+        group: Who takes part; None: the whole job.
+    """
+    received = parts[0].new_empty(sum(receive_counts))
+    dist.all_to_all_single(
+        received,
+        torch.cat(list(parts)).contiguous(),
+        list(receive_counts),
+        [part.numel() for part in parts],
+        group=group,
+    )
+    return received
+
+
+def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+    """Collective over `group`: returns if no rank has an error; else every rank raises the first failing rank's.
+
+    Raises:
+        UserError: The first failing rank has a UserError; the message is its message.
+        RuntimeError: It has another exception; the message names the rank and the exception.
+    """
+    mine = None if error is None else (isinstance(error, UserError), f"{type(error).__name__}: {error}", str(error))
+    found: list[tuple[bool, str, str] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    for rank, item in enumerate(found):
+        if item is None:
+            continue
+        is_user_error, described, message = item
+        if is_user_error:
+            together = UserError(message)
+            together.everywhere = True
+            raise together from error
+        raise RuntimeError(f"rank {rank} failed: {described}") from error

@@ -1,0 +1,127 @@
+"""Real ranks for tests: processes over gloo, started once per world size and reused by every test.
+
+    from tests.ranks import run_ranks
+    results = run_ranks(4, function, *args)     # [function(*args) on rank 0, ..., on rank 3]
+
+`function` is a module-level function (it is imported by name in the ranks); arguments and results are pickled. In it the
+default process group exists (`mrl.distributed.launch.start` ran); ranks are asked for by `torch.distributed.get_rank()`.
+A failing rank makes `run_ranks` raise RankFailure with that rank's traceback; the pool is then started anew.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import socket
+import traceback
+from multiprocessing.connection import Connection, wait
+from typing import Any, Callable
+
+START_TIMEOUT_S = 120
+CALL_TIMEOUT_S = 240
+
+
+class RankFailure(AssertionError):
+    pass
+
+
+def _worker(rank: int, size: int, port: int, pipe: Connection) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    from mrl.distributed import launch
+
+    launch.start("cpu", num_threads=1, timeout_s=CALL_TIMEOUT_S)
+    pipe.send(("ok", None))
+    while True:
+        try:
+            task = pipe.recv()
+        except EOFError:
+            os._exit(0)  # the test process is gone
+        if task is None:
+            break
+        function, args, kwargs = task
+        try:
+            pipe.send(("ok", function(*args, **kwargs)))
+        except BaseException:
+            pipe.send(("error", traceback.format_exc()))
+    launch.stop()
+
+
+class _Pool:
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_worker, args=(rank, size, port, theirs), daemon=False)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        self._collect(START_TIMEOUT_S)
+
+    def call(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send((function, args, kwargs))
+        return self._collect(CALL_TIMEOUT_S)
+
+    def _collect(self, timeout: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        while len(results) < len(self.pipes):
+            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in results}
+            ready = wait(list(waiting), timeout)
+            if not ready:
+                self.kill()
+                raise RankFailure(f"ranks {sorted(waiting.values())} gave no answer in {timeout} s")
+            for pipe in ready:
+                rank = waiting[pipe]
+                try:
+                    status, value = pipe.recv()
+                except EOFError:
+                    status, value = "error", "the process died"
+                if status == "error":
+                    self.kill()
+                    raise RankFailure(f"rank {rank}:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(len(self.pipes))]
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            try:
+                pipe.send(None)
+            except OSError:
+                pass
+        for process in self.processes:
+            process.join(5)
+        self.kill()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        if _POOLS.get(len(self.processes)) is self:
+            del _POOLS[len(self.processes)]
+
+
+_POOLS: dict[int, _Pool] = {}
+
+
+def run_ranks(size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """The results of `function(*args, **kwargs)` on each of `size` ranks."""
+    if size not in _POOLS:
+        _POOLS[size] = _Pool(size)
+    return _POOLS[size].call(function, args, kwargs)
+
+
+@atexit.register
+def _close_pools() -> None:
+    for pool in list(_POOLS.values()):
+        pool.close()

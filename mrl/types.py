@@ -94,6 +94,9 @@ class RolloutBatch:
             microbatches and data-parallel ranks is the loss.
         ref_logprobs_R: By the frozen reference, fp32; None where no KL is used.
         proximal_logprobs_R: Recomputed by the actor at the rollout weights, fp32; None unless decoupled.
+        metric_weights_R: Weight of each token in metrics (1 / trained tokens of the global minibatch, 0 where not trained),
+            set by `Algorithm.weigh`, fp32.
+        truncated_B: True where the response was cut at its length limit, bool; needed by `algorithm.overlong.mask_truncated`.
     """
 
     tokens_P: Tensor
@@ -107,6 +110,8 @@ class RolloutBatch:
     weights_R: Tensor | None = None
     ref_logprobs_R: Tensor | None = None
     proximal_logprobs_R: Tensor | None = None
+    metric_weights_R: Tensor | None = None
+    truncated_B: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:

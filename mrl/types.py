@@ -27,7 +27,7 @@ class Prompt:
     """One prompt of the stream.
 
     Attributes:
-        uid: Position in the prompt stream, never reused in a run; seeds the sampler and is the `group_id` of the samples.
+        uid: Position in the prompt stream, never reused in a run; seeds the sampler and is the samples' `group_id`.
         prompt_ids: Token ids, the chat template applied.
         text: The prompt as a person reads it.
         answer: Ground truth for the reward, None where the data has none.
@@ -90,13 +90,14 @@ class RolloutBatch:
         group_id_B: Which prompt a sample belongs to, int64.
         rewards_B: Total outcome reward, fp32.
         advantages_R: Set by `Algorithm.advantages`, fp32.
-        weights_R: Weight of each token in the loss sum, set by `Algorithm.weigh`, fp32; the sum of weight x loss over all
-            microbatches and data-parallel ranks is the loss.
+        weights_R: Weight of each token in the loss sum, set by `Algorithm.weigh`, fp32; the sum of weight x loss over
+            all microbatches and data-parallel ranks is the loss.
         ref_logprobs_R: By the frozen reference, fp32; None where no KL is used.
         proximal_logprobs_R: Recomputed by the actor at the rollout weights, fp32; None unless decoupled.
-        metric_weights_R: Weight of each token in metrics (1 / trained tokens of the global minibatch, 0 where not trained),
-            set by `Algorithm.weigh`, fp32.
-        truncated_B: True where the response was cut at its length limit, bool; needed by `algorithm.overlong.mask_truncated`.
+        metric_weights_R: Weight of each token in metrics, 1 / (trained tokens of the global minibatch), 0 where not
+            trained; set by `Algorithm.weigh`, fp32.
+        truncated_B: True where the response was cut at its length limit, bool; needed by
+            `algorithm.overlong.mask_truncated`.
     """
 
     tokens_P: Tensor
@@ -142,6 +143,6 @@ class RolloutBatch:
             if suffix == "B":
                 chosen[item.name] = value[index]
             else:
-                parts = value.split(lens[suffix])
+                parts = torch.split(value, lens[suffix])
                 chosen[item.name] = torch.cat([parts[row] for row in rows]) if rows else value[:0]
         return replace(self, **chosen)

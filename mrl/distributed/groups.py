@@ -46,7 +46,7 @@ class ProcessGroups:
 
 def make_rollout_group(grid: Grid, rank: int) -> dist.ProcessGroup:
     """Collective over the job: the group of this rank's rollout replica."""
-    own = None
+    own: dist.ProcessGroup | None = None
     for replica in range(grid.num_replicas):
         ranks = list(range(replica * grid.rollout_tp, (replica + 1) * grid.rollout_tp))
         group = dist.new_group(ranks)

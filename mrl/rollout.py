@@ -1,0 +1,240 @@
+"""Rollouts across ranks: prompts spread over engine replicas, samples brought together and balanced for training.
+
+Owns who generates what (`assign`), the table of facts about all samples that every rank knows (`gather_table`), and the
+exchange that moves samples from the replicas to the data-parallel ranks that train on them (`pack`). No rank ever holds
+all tokens: the table has a few numbers per sample, the exchange is a ragged all-to-all. Nothing here depends on which
+replica sampled: minibatches are cut from the order (prompt uid, sample index).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl.algorithms.base import Outcomes
+from mrl.data.packing import balance
+from mrl.distributed.collectives import all_gather_ragged, all_to_all_ragged
+from mrl.distributed.groups import ProcessGroups
+from mrl.engines.base import RolloutEngine, SamplingConfig
+from mrl.types import Prompt, Rollout, RolloutBatch
+
+HISTORY_LIMIT = 200_000
+"""Data rows whose response length is remembered; the oldest are forgotten."""
+
+COLUMNS = ("rank", "uid", "sample_index", "prompt_len", "response_len", "reward", "correct", "failed", "truncated")
+
+
+class LengthHistory:
+    """Mean response length of each data row seen so far: long answers start first and spread over the replicas.
+
+    Every rank keeps the same history, since each is fed from the same table.
+    """
+
+    def __init__(self, default_length: float) -> None:
+        self._default = default_length
+        self._lengths: dict[str, float] = {}
+
+    def expected(self, prompt: Prompt) -> float:
+        """Tokens that a response to this prompt is expected to have."""
+        return self._lengths.get(prompt.source, self._default)
+
+    def update(self, prompts: Iterable[Prompt], table: SampleTable) -> None:
+        """Takes in the lengths of a step's samples."""
+        by_uid: dict[int, list[float]] = {}
+        for uid, length in zip(table.column("uid").tolist(), table.column("response_len").tolist(), strict=True):
+            by_uid.setdefault(int(uid), []).append(length)
+        for prompt in prompts:
+            lengths = by_uid.get(prompt.uid)
+            if lengths:
+                self._lengths.pop(prompt.source, None)
+                self._lengths[prompt.source] = sum(lengths) / len(lengths)
+        if by_uid:
+            self._default = sum(map(sum, by_uid.values())) / sum(map(len, by_uid.values()))
+        while len(self._lengths) > HISTORY_LIMIT:
+            del self._lengths[next(iter(self._lengths))]
+
+    def state_dict(self) -> dict[str, object]:
+        """JSON-able state."""
+        return {"default": self._default, "lengths": self._lengths}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Takes back what `state_dict` gave."""
+        self._default = float(state["default"])  # type: ignore[arg-type]
+        self._lengths = dict(state["lengths"])  # type: ignore[call-overload]
+
+
+def assign(prompts: Sequence[Prompt], num_replicas: int, samples: int, history: LengthHistory) -> list[list[Prompt]]:
+    """Prompts of each replica: expected tokens are balanced, and within a replica the longest start first."""
+    costs = [len(prompt.prompt_ids) + samples * history.expected(prompt) for prompt in prompts]
+    bins = balance([round(cost) for cost in costs], num_replicas)
+    return [[prompts[i] for i in sorted(rows, key=lambda i: (-costs[i], prompts[i].uid))] for rows in bins]
+
+
+def generate(
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    sampling: SamplingConfig,
+    groups: ProcessGroups,
+    history: LengthHistory,
+) -> list[Rollout]:
+    """Collective over the job: the rollouts of this rank's replica for its part of the prompts.
+
+    All ranks pass the same prompts. The ranks of one replica get the same rollouts.
+    """
+    mine = assign(prompts, groups.grid.num_replicas, sampling.n, history)[groups.grid.replica(groups.rank)]
+    return engine.generate(mine, sampling) if mine else []
+
+
+class SampleTable:
+    """A few numbers for every sample of the job, ordered by (uid, sample index), the same on every rank."""
+
+    def __init__(self, rows: Tensor) -> None:
+        order = sorted(range(rows.size(0)), key=lambda i: (rows[i, 1].item(), rows[i, 2].item()))
+        self.rows = rows[order]
+
+    def column(self, name: str) -> Tensor:
+        """One column, fp64 [N]; names are in COLUMNS."""
+        return self.rows[:, COLUMNS.index(name)]
+
+    def __len__(self) -> int:
+        return self.rows.size(0)
+
+    def keep(self, mask_N: Tensor) -> SampleTable:
+        """The rows where the mask is True."""
+        return SampleTable(self.rows[mask_N])
+
+    def outcomes(self) -> Outcomes:
+        """What algorithms see of it."""
+        return Outcomes(
+            rewards_N=self.column("reward"),
+            group_id_N=self.column("uid").long(),
+            response_lens_N=self.column("response_len").long(),
+            truncated_N=self.column("truncated").bool(),
+        )
+
+
+def gather_table(rollouts: Sequence[Rollout], groups: ProcessGroups) -> SampleTable:
+    """Collective over the job: the facts of all samples; the first rank of each replica speaks for it."""
+    rows = [
+        [
+            groups.rank,
+            rollout.prompt.uid,
+            rollout.sample_index,
+            len(rollout.prompt.prompt_ids),
+            len(rollout.response_ids),
+            rollout.reward,
+            float(next(iter(rollout.reward_parts.values()), 0.0) >= 1.0),
+            rollout.reward_error is not None,
+            rollout.finish_reason == "length",
+        ]
+        for rollout in (rollouts if groups.leads_replica else ())
+    ]
+    local = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(COLUMNS))
+    world = dist.group.WORLD
+    if world is None:
+        raise RuntimeError("no default process group: distributed.launch.start was not called")
+    return SampleTable(all_gather_ragged(local, world))
+
+
+@dataclass
+class StepBatch:
+    """A step's samples on the rank that trains on them.
+
+    Attributes:
+        batch: This data-parallel index's sequences; all tp and pp ranks of the index hold the same.
+        minibatches: Rows of `batch` for each optimizer step; a minibatch may be empty here.
+        index_B: Where each row stands in the step's table, int64.
+    """
+
+    batch: RolloutBatch
+    minibatches: list[list[int]]
+    index_B: Tensor
+
+
+def pack(rollouts: Sequence[Rollout], table: SampleTable, groups: ProcessGroups, minibatch_size: int) -> StepBatch:
+    """Collective over the job: moves every sample of `table` to the ranks that train on it.
+
+    Minibatches are `minibatch_size` prompts in uid order, so that they hold the same samples at any layout; inside one,
+    sequences are spread over the data-parallel ranks so that each gets about as many tokens.
+
+    Args:
+        rollouts: This replica's samples; those not in the table are dropped.
+        table: All samples to train on.
+        groups: Who sits where.
+        minibatch_size: Prompts per optimizer step.
+    """
+    grid = groups.grid
+    keys = [(int(uid), int(sample)) for uid, sample in table.rows[:, 1:3].tolist()]
+    prompt_lens, response_lens = table.column("prompt_len").long(), table.column("response_len").long()
+    seq_lens = prompt_lens + response_lens
+    dp_rows = _rows_of_ranks(keys, seq_lens.tolist(), grid.dp, minibatch_size)
+    mine = [row for minibatch in dp_rows for row in minibatch[groups.coords.dp]]
+
+    held = {(rollout.prompt.uid, rollout.sample_index): rollout for rollout in rollouts if groups.leads_replica}
+    tokens: list[Tensor] = []
+    logprobs: list[Tensor] = []
+    for rank in range(grid.world_size):
+        wanted = [row for minibatch in dp_rows for row in minibatch[grid.coords(rank).dp]]
+        parts = [held[keys[row]] for row in wanted if keys[row] in held]
+        ids = [i for part in parts for i in (*part.prompt.prompt_ids, *part.response_ids)]
+        tokens.append(torch.tensor(ids, dtype=torch.int64))
+        logprobs.append(torch.tensor([x for part in parts for x in part.rollout_logprobs], dtype=torch.float32))
+
+    source = table.column("rank").long().tolist()
+    arrival = sorted(range(len(mine)), key=lambda i: source[mine[i]])  # stable: from each sender in the order of `mine`
+    received_P = _exchange(tokens, [(source[mine[i]], int(seq_lens[mine[i]])) for i in arrival], grid.world_size)
+    received_R = _exchange(logprobs, [(source[mine[i]], int(response_lens[mine[i]])) for i in arrival], grid.world_size)
+    back = sorted(range(len(mine)), key=lambda position: arrival[position])
+
+    index = torch.tensor(mine, dtype=torch.int64)
+    total_response = int(response_lens[index].sum())
+    batch = RolloutBatch(
+        tokens_P=_concatenate([received_P[i] for i in back], torch.int64),
+        prompt_lens_B=prompt_lens[index],
+        response_lens_B=response_lens[index],
+        response_mask_R=torch.ones(total_response, dtype=torch.bool),
+        rollout_logprobs_R=_concatenate([received_R[i] for i in back], torch.float32),
+        group_id_B=table.column("uid").long()[index],
+        rewards_B=table.column("reward")[index].float(),
+    )
+    return StepBatch(batch, _local_rows(dp_rows, groups.coords.dp), index)
+
+
+def _rows_of_ranks(
+    keys: Sequence[tuple[int, int]], seq_lens: Sequence[int], dp: int, minibatch_size: int
+) -> list[list[list[int]]]:
+    """Table rows by [minibatch][data-parallel index], each ascending."""
+    uids = sorted({uid for uid, _ in keys})
+    minibatch_of = {uid: i // minibatch_size for i, uid in enumerate(uids)}
+    members: list[list[int]] = [[] for _ in range(-(-len(uids) // minibatch_size))]
+    for row, (uid, _) in enumerate(keys):
+        members[minibatch_of[uid]].append(row)
+    return [
+        [sorted(rows[i] for i in part) for part in balance([seq_lens[row] for row in rows], dp)] for rows in members
+    ]
+
+
+def _local_rows(dp_rows: list[list[list[int]]], dp: int) -> list[list[int]]:
+    """Rows of the local batch that make up each minibatch: the batch is their concatenation."""
+    local: list[list[int]] = []
+    start = 0
+    for minibatch in dp_rows:
+        local.append(list(range(start, start + len(minibatch[dp]))))
+        start += len(minibatch[dp])
+    return local
+
+
+def _exchange(parts: list[Tensor], arriving: Sequence[tuple[int, int]], world_size: int) -> list[Tensor]:
+    """Sends `parts[rank]` to each rank; returns what arrives, cut into the given (sender, length) sequences."""
+    counts = [0] * world_size
+    for sender, length in arriving:
+        counts[sender] += length
+    return list(torch.split(all_to_all_ragged(parts, counts), [length for _, length in arriving]))
+
+
+def _concatenate(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)

@@ -1,0 +1,71 @@
+"""Ragged exchanges and joint errors, over real gloo ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mrl.distributed.collectives import all_gather_ragged, all_to_all_ragged, raise_together, sum_over
+from mrl.errors import UserError
+from tests.ranks import RankFailure, run_ranks
+
+
+def _gather():
+    rank = dist.get_rank()
+    return all_gather_ragged(torch.full((rank, 2), float(rank)), dist.group.WORLD).tolist()
+
+
+def test_all_gather_ragged_keeps_rank_order_and_takes_empty_parts():
+    expected = [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0], [3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
+    assert run_ranks(4, _gather) == [expected] * 4
+
+
+def _exchange():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parts = [torch.full((rank + to,), 10 * rank + to) for to in range(size)]
+    return all_to_all_ragged(parts, [source + rank for source in range(size)]).tolist()
+
+
+def test_all_to_all_ragged_sends_each_part_to_its_rank():
+    for rank, received in enumerate(run_ranks(4, _exchange)):
+        assert received == [10 * source + rank for source in range(4) for _ in range(source + rank)]
+
+
+def _sum_transposed():
+    matrix = torch.arange(6.0).view(2, 3).t()  # not contiguous: gloo alone would move the wrong bytes
+    return sum_over(matrix, dist.group.WORLD).tolist(), matrix.tolist()
+
+
+def test_sum_over_is_right_for_non_contiguous_input_and_leaves_it_alone():
+    for total, kept in run_ranks(4, _sum_transposed):
+        assert total == [[0.0, 12.0], [4.0, 16.0], [8.0, 20.0]]
+        assert kept == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+
+
+def _raise(user):
+    rank = dist.get_rank()
+    error = None
+    if rank in (2, 3):
+        error = UserError(f"file of rank {rank}") if user else KeyError(f"rank {rank}")
+    try:
+        raise_together(error)
+    except Exception as raised:
+        return type(raised).__name__, str(raised), getattr(raised, "everywhere", None)
+
+
+def test_all_ranks_raise_the_first_failing_ranks_user_error():
+    assert run_ranks(4, _raise, True) == [("UserError", "file of rank 2", True)] * 4
+
+
+def test_other_errors_name_the_rank():
+    assert run_ranks(4, _raise, False) == [("RuntimeError", "rank 2 failed: KeyError: 'rank 2'", None)] * 4
+
+
+def _fail_on_last():
+    if dist.get_rank() == 3:
+        raise ValueError("only here")
+
+
+def test_the_rank_pool_reports_a_failing_rank_and_recovers():
+    with pytest.raises(RankFailure, match="only here"):
+        run_ranks(4, _fail_on_last)
+    assert len(run_ranks(4, _gather)) == 4

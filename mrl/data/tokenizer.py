@@ -1,0 +1,325 @@
+"""Text to token ids and back: a Hugging Face tokenizer from a local folder, or a character tokenizer.
+
+Owns `Tokenizer`, which end-of-sequence ids a model has, and the tokenizer files of an export. It never runs code from a
+model folder and never looks outside the given folders.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mrl.config import DataConfig, ModelConfig
+from mrl.errors import UserError
+
+CHAR_PREFIX = "char:"
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+class Tokenizer(ABC):
+    """What mrl asks of a tokenizer.
+
+    Attributes:
+        name: Folder or spec it came from, for messages.
+        eos_ids: Tokens that end a response; the first one ends a supervised response.
+        pad_id: A token that may stand where nothing is read.
+        vocab_size: One more than the largest id that `encode` can give.
+        has_chat_template: Whether `apply_chat_template` works.
+    """
+
+    name: str
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    vocab_size: int
+    has_chat_template: bool
+
+    @abstractmethod
+    def encode(self, text: str, *, prompt: bool = False) -> list[int]:
+        """Token ids of a text as it stands.
+
+        Args:
+            text: Special tokens written out in it become their ids.
+            prompt: Start with the beginning-of-sequence token where the tokenizer puts one before a text.
+
+        Raises:
+            UserError: The text holds what the tokenizer cannot encode.
+        """
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens written out."""
+
+    @abstractmethod
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant begins to answer.
+
+        Raises:
+            UserError: There is no chat template, or it refuses the messages.
+        """
+
+    @abstractmethod
+    def save(self, folder: str | Path) -> None:
+        """Writes the files from which transformers' AutoTokenizer loads a tokenizer with the same ids."""
+
+
+class CharTokenizer(Tokenizer):
+    """One token per character; the last character of the spec ends a sequence."""
+
+    def __init__(self, characters: str) -> None:
+        """Args: characters: Each once, at least two; the id of a character is its position."""
+        if len(characters) < 2:
+            raise UserError(
+                f"model.tokenizer: '{CHAR_PREFIX}{characters}' has {len(characters)} characters, expected at least two; "
+                "the last one ends a sequence."
+            )
+        twice = sorted({character for character in characters if characters.count(character) > 1})
+        if twice:
+            raise UserError(
+                f"model.tokenizer: '{CHAR_PREFIX}{characters}' has {twice[0]!r} twice; write each character once."
+            )
+        self.name = f"{CHAR_PREFIX}{characters}"
+        self.vocab_size = len(characters)
+        self.eos_ids = (len(characters) - 1,)
+        self.pad_id = len(characters) - 1
+        self.has_chat_template = False
+        self._characters = characters
+        self._ids = {character: index for index, character in enumerate(characters)}
+
+    def encode(self, text: str, *, prompt: bool = False) -> list[int]:
+        """See `Tokenizer.encode`; a prompt starts with nothing special."""
+        try:
+            return [self._ids[character] for character in text]
+        except KeyError as error:
+            character = error.args[0]
+            raise UserError(
+                f"the character tokenizer '{self.name}' does not know {character!r} "
+                f"(position {text.index(character)} of {text[:60]!r}). Add it to model.tokenizer or clean the data."
+            ) from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer.decode`; an id without a character becomes U+FFFD."""
+        return "".join(self._characters[index] if 0 <= index < self.vocab_size else "\ufffd" for index in ids)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Always refused."""
+        raise UserError(
+            f"the character tokenizer '{self.name}' has no chat template. Use prompts that are strings, with "
+            "data.apply_chat_template=auto or never, or a Hugging Face tokenizer."
+        )
+
+    def save(self, folder: str | Path) -> None:
+        """See `Tokenizer.save`: a word-level model over single characters, which refuses unknown ones as this does."""
+        from tokenizers import Regex, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as FastTokenizer
+
+        end = self._characters[-1]
+        fast = FastTokenizer(models.WordLevel(self._ids))
+        fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+        fast.decoder = decoders.Fuse()
+        fast.add_special_tokens([end])
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        fast.save(str(target / "tokenizer.json"))
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": end,
+            "pad_token": end,
+            "clean_up_tokenization_spaces": False,
+        }
+        (target / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+class HFTokenizer(Tokenizer):
+    """A tokenizer from a local Hugging Face folder."""
+
+    def __init__(self, folder: Path, *, model_folder: Path | None = None, chat_template: str | None = None) -> None:
+        """Loads the tokenizer.
+
+        Args:
+            folder: Holds tokenizer.json, or what a slow tokenizer needs.
+            model_folder: Its config.json and generation_config.json name end tokens too.
+            chat_template: Jinja text that replaces the tokenizer's own.
+
+        Raises:
+            UserError: The folder holds no tokenizer that loads without its own code, or no end token is named.
+        """
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False, use_fast=True
+            )
+        except Exception as error:  # noqa: BLE001: transformers raises many kinds for one thing, an unusable folder
+            raise UserError(
+                f"model.tokenizer: no tokenizer could be loaded from '{folder}': {_first_line(error)}. "
+                "Expected tokenizer.json and tokenizer_config.json of a tokenizer that needs no code of its own."
+            ) from error
+        self.name = str(folder)
+        self._folder = folder
+        self._chat_template = chat_template
+        if chat_template is not None:
+            self._tokenizer.chat_template = chat_template
+        self.has_chat_template = self._tokenizer.chat_template is not None
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
+        self.eos_ids = self._end_ids(folder if model_folder is None else model_folder)
+        pad_id = self._tokenizer.pad_token_id
+        self.pad_id = self.eos_ids[0] if pad_id is None else int(pad_id)
+        bos_id = self._tokenizer.bos_token_id
+        starts_with_bos = bos_id is not None and self._tokenizer("", add_special_tokens=True)["input_ids"][:1] == [
+            bos_id
+        ]
+        self._prompt_prefix = [int(bos_id)] if starts_with_bos else []
+
+    def _end_ids(self, model_folder: Path) -> tuple[int, ...]:
+        """End tokens by the tokenizer, generation_config.json and config.json, in this order, each once."""
+        named: list[int] = []
+        if self._tokenizer.eos_token_id is not None:
+            named.append(int(self._tokenizer.eos_token_id))
+        for folder in dict.fromkeys((self._folder, model_folder)):
+            for file in ("generation_config.json", "config.json"):
+                value = _read_json(folder / file).get("eos_token_id") if (folder / file).is_file() else None
+                named += [int(item) for item in (value if isinstance(value, list) else [value]) if item is not None]
+        if not named:
+            raise UserError(
+                f"model.tokenizer: neither the tokenizer in '{self._folder}' nor generation_config.json nor config.json "
+                "names an end token (eos_token, eos_token_id), so no response could end. Add one."
+            )
+        return tuple(dict.fromkeys(named))
+
+    def encode(self, text: str, *, prompt: bool = False) -> list[int]:
+        """See `Tokenizer.encode`."""
+        try:
+            ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        except Exception as error:  # noqa: BLE001: the tokenizers library raises bare Exception
+            raise UserError(
+                f"the tokenizer '{self.name}' cannot encode {text[:60]!r}: {_first_line(error)}."
+            ) from error
+        return self._prompt_prefix + ids if prompt else ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer.decode`."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """See `Tokenizer.apply_chat_template`."""
+        if not self.has_chat_template:
+            raise UserError(
+                f"the tokenizer '{self.name}' has no chat template. Give one with data.chat_template=FILE, or use prompts "
+                "that are strings with data.apply_chat_template=auto or never."
+            )
+        try:
+            ids: list[int] = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=True, add_generation_prompt=True, return_dict=False
+            )
+        except Exception as error:  # noqa: BLE001: a template is a program of the user's, and may raise anything
+            raise UserError(f"the chat template of '{self.name}' failed: {_first_line(error)}.") from error
+        return ids
+
+    def save(self, folder: str | Path) -> None:
+        """See `Tokenizer.save`: the files as they are, and the chat template in use."""
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        for name in _TOKENIZER_FILES:
+            if (self._folder / name).is_file():
+                shutil.copyfile(self._folder / name, target / name)
+        if self._chat_template is not None:
+            (target / "chat_template.jinja").write_text(self._chat_template, encoding="utf-8")
+
+
+def load_tokenizer(model: ModelConfig, data: DataConfig, vocab_size: int | None = None) -> Tokenizer:
+    """The tokenizer that the config names.
+
+    Args:
+        model: `tokenizer` is a folder or "char:<characters>"; null means `path`.
+        data: `chat_template` and `apply_chat_template`.
+        vocab_size: The model's vocabulary; None skips the check against it.
+
+    Raises:
+        UserError: Nothing is named, a folder or file is missing, a chat template is needed and missing, or the tokenizer
+            has ids that the model has no embedding for.
+    """
+    tokenizer = _char(model.tokenizer, data) if _is_char(model.tokenizer) else _hugging_face(model, data)
+    if data.apply_chat_template == "always" and not tokenizer.has_chat_template:
+        raise UserError(
+            f"data.apply_chat_template=always, but the tokenizer '{tokenizer.name}' has no chat template. Give one with "
+            "data.chat_template=FILE, or set data.apply_chat_template=never."
+        )
+    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"the tokenizer '{tokenizer.name}' has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary has "
+            f"{vocab_size} tokens. Give the model's own tokenizer (model.tokenizer), or, with a preset, set "
+            f"model.overrides.vocab_size={tokenizer.vocab_size}."
+        )
+    return tokenizer
+
+
+def _is_char(spec: str | None) -> bool:
+    return spec is not None and spec.startswith(CHAR_PREFIX)
+
+
+def _char(spec: str | None, data: DataConfig) -> CharTokenizer:
+    if data.chat_template is not None:
+        raise UserError(
+            f"data.chat_template={data.chat_template!r} cannot be used with the character tokenizer '{spec}': its special "
+            "tokens would be spelled out in characters. Set data.chat_template=null."
+        )
+    return CharTokenizer((spec or "").removeprefix(CHAR_PREFIX))
+
+
+def _hugging_face(model: ModelConfig, data: DataConfig) -> HFTokenizer:
+    spec = model.tokenizer or model.path
+    key = "model.tokenizer" if model.tokenizer else "model.path"
+    if spec is None:
+        raise UserError(
+            "model.tokenizer is null and so is model.path: there is no tokenizer. Set model.tokenizer to a folder with a "
+            f"Hugging Face tokenizer or to '{CHAR_PREFIX}<characters>'."
+        )
+    folder = Path(spec)
+    if not folder.is_dir():
+        raise UserError(f"{key}: '{spec}' is not a folder. Give a local folder; nothing is downloaded.")
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        raise UserError(
+            f"{key}: '{spec}' holds no tokenizer (tokenizer.json, tokenizer_config.json or tokenizer.model). "
+            "Copy the model's tokenizer files there, or set model.tokenizer to the folder that has them."
+        )
+    template = None
+    if data.chat_template is not None:
+        try:
+            template = Path(data.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"data.chat_template: '{data.chat_template}' cannot be read: {error}. Expected a text file with a Jinja "
+                "template."
+            ) from error
+    return HFTokenizer(folder, model_folder=Path(model.path) if model.path else None, chat_template=template)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"'{file}' is not readable JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"'{file}' holds {type(content).__name__}, expected a JSON object.")
+    return content
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,147 @@
+"""From rewards to advantages.
+
+Owns group baselines, batch normalisation, reward-to-go, the overlong penalty and the choice of informative groups. It
+works on plain tensors: which of these an algorithm uses is in `algorithms/`. All of it is fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+StdKind = Literal["unbiased", "population", "none"]
+SingletonPolicy = Literal["error", "zero", "reward"]
+Baseline = Literal["mean", "leave_one_out"]
+
+ROUNDING = 1e-12
+"""Relative error that an fp64 mean over a batch stays well below."""
+
+
+def group_relative(
+    rewards_N: Tensor,
+    group_id_N: Tensor,
+    *,
+    baseline: Baseline = "mean",
+    std: StdKind,
+    eps: float = 0.0,
+    singleton: SingletonPolicy,
+) -> Tensor:
+    """Advantage of each sample against the other samples of its prompt, fp64 [N].
+
+    mean: (R_i - mean(R)) / (sigma + eps); leave_one_out: (R_i - mean of the others) / (sigma + eps), that is
+    n / (n - 1) times the former. A group whose rewards are all equal gets exactly 0.
+
+    Args:
+        rewards_N: One reward per sample.
+        group_id_N: Samples with the same id form a group, in any order.
+        baseline: What is subtracted.
+        std: Divisor sigma: the sample deviation (n - 1), the population deviation (n), or none (no division at all).
+        eps: Added to sigma.
+        singleton: Advantage of a group with one sample: refuse, 0, or its raw reward.
+
+    Raises:
+        ValueError: A group has one sample and `singleton` is "error".
+
+    Source: GRPO, arXiv 2402.03300, section 4.1.2; without sigma: Dr.GRPO, arXiv 2503.20783; leave-one-out: RLOO,
+    arXiv 2402.14740, eq. 8.
+    """
+    rewards_N = rewards_N.double()
+    ids_G, group_N = torch.unique(group_id_N, return_inverse=True)
+    zeros_G = rewards_N.new_zeros(ids_G.numel())
+    size_G = zeros_G.index_add(0, group_N, torch.ones_like(rewards_N))
+    alone_N = size_G[group_N] == 1
+    if singleton == "error" and bool(alone_N.any()):
+        first = int(group_id_N[alone_N][0])
+        raise ValueError(
+            f"group {first} has one sample, so it has no baseline. Sample at least 2 per prompt (rollout.n), or set "
+            "algorithm.singleton_group to 'zero' or 'reward'."
+        )
+    mean_G = zeros_G.index_add(0, group_N, rewards_N) / size_G
+    centred_N = rewards_N - mean_G[group_N]
+    centred_N = torch.where(_all_equal_N(rewards_N, group_N, ids_G.numel()), 0.0, centred_N)
+    advantages_N = centred_N
+    if baseline == "leave_one_out":
+        advantages_N = advantages_N * (size_G / (size_G - 1).clamp(min=1))[group_N]
+    if std != "none":
+        dof_G = size_G if std == "population" else (size_G - 1).clamp(min=1)
+        sigma_G = (zeros_G.index_add(0, group_N, centred_N.square()) / dof_G).sqrt()
+        # A group of equal rewards is 0 / (0 + eps); eps may be tiny, so its sigma is not relied on.
+        advantages_N = torch.where(centred_N == 0, 0.0, advantages_N / (sigma_G + eps)[group_N])
+    if singleton == "reward":
+        advantages_N = torch.where(alone_N, rewards_N, advantages_N)
+    return advantages_N
+
+
+def informative_groups(rewards_N: Tensor, group_id_N: Tensor) -> Tensor:
+    """Which samples belong to a group whose rewards are not all equal, bool [N]; the others carry no gradient.
+
+    Source: dynamic sampling, DAPO (arXiv 2503.14476), section 3.2.
+    """
+    ids_G, group_N = torch.unique(group_id_N, return_inverse=True)
+    return ~_all_equal_N(rewards_N.double(), group_N, ids_G.numel())
+
+
+def _all_equal_N(rewards_N: Tensor, group_N: Tensor, num_groups: int) -> Tensor:
+    """True where the sample's group has one reward value."""
+    empty_G = rewards_N.new_zeros(num_groups)
+    high_G = empty_G.scatter_reduce(0, group_N, rewards_N, "amax", include_self=False)
+    low_G = empty_G.scatter_reduce(0, group_N, rewards_N, "amin", include_self=False)
+    return (high_G == low_G)[group_N]
+
+
+def overlong_penalty(response_lens_N: Tensor, *, max_length: int, buffer_length: int, penalty: float) -> Tensor:
+    """What is added to the reward of long responses, fp64 [N]: 0 down to -penalty, linear over the last tokens.
+
+    Args:
+        response_lens_N: Response tokens.
+        max_length: Length at which the penalty is full.
+        buffer_length: Tokens before `max_length` over which it grows; 0: no penalty.
+        penalty: Full penalty, above 0.
+
+    Source: soft overlong punishment, DAPO (arXiv 2503.14476), eq. 13.
+    """
+    lens_N = response_lens_N.double()
+    if buffer_length == 0:
+        return torch.zeros_like(lens_N)
+    return -penalty * ((lens_N - (max_length - buffer_length)) / buffer_length).clamp(0.0, 1.0)
+
+
+def reward_to_go(rewards_R: Tensor, response_lens_B: Tensor) -> Tensor:
+    """Sum of a token's reward and those after it in the same response, undiscounted, fp64 [R]."""
+    rewards_R = rewards_R.double()
+    if rewards_R.numel() == 0:
+        return rewards_R
+    parts = torch.split(rewards_R, response_lens_B.tolist())
+    return torch.cat([part.flip(0).cumsum(0).flip(0) for part in parts])
+
+
+def whiten(
+    values_R: Tensor, mask_R: Tensor, reduce: Callable[[Tensor], Tensor], *, std: StdKind, eps: float = 0.0
+) -> Tensor:
+    """Collective over data-parallel: (x - mean) / (sigma + eps) over all trained tokens of all ranks, fp64 [R].
+
+    Args:
+        values_R: What is normalised.
+        mask_R: True where the token counts; elsewhere the result is 0.
+        reduce: Elementwise sum over the data-parallel ranks; called twice.
+        std: Kind of sigma; "none": only the mean is subtracted.
+        eps: Added to sigma.
+
+    Source: REINFORCE++, arXiv 2501.03262, section 3.
+    """
+    mask_R = mask_R.double()
+    values_R = values_R.double()
+    total, count = reduce(torch.stack([(values_R * mask_R).sum(), mask_R.sum()])).unbind()
+    mean = total / count.clamp(min=1)
+    centred_R = (values_R - mean) * mask_R
+    # Equal values differ from their mean by its rounding only: that is no signal, however small sigma + eps is.
+    centred_R = torch.where(centred_R.abs() <= ROUNDING * mean.abs(), 0.0, centred_R)
+    square_sum = reduce(centred_R.square().sum().reshape(1))[0]
+    if std == "none":
+        return centred_R
+    dof = count if std == "population" else count - 1
+    sigma = (square_sum / dof.clamp(min=1)).sqrt()
+    return torch.where(centred_R == 0, 0.0, centred_R / (sigma + eps))

@@ -1,0 +1,53 @@
+"""Ratios between two policies at the sampled tokens, kept finite.
+
+Owns the log-ratio clamp and the truncated importance weight of the decoupled form. What a ratio is used for is in
+`losses` and `kl`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to +-20 (as verl does): one broken token cannot give inf, and it gets no gradient."""
+
+
+def log_ratio(logprobs_R: Tensor, old_logprobs_R: Tensor) -> Tensor:
+    """log(pi / pi_old) of each token in fp32, clamped to +-MAX_LOG_RATIO; beyond the clamp the gradient is zero.
+
+    Args:
+        logprobs_R: Numerator, nats; may require grad.
+        old_logprobs_R: Denominator, nats; a constant, whatever graph it comes with.
+
+    Raises:
+        ValueError: The shapes differ (broadcasting here would be a silent mistake).
+    """
+    if logprobs_R.shape != old_logprobs_R.shape:
+        raise ValueError(
+            f"log-ratio of shapes {tuple(logprobs_R.shape)} and {tuple(old_logprobs_R.shape)}: "
+            "both must have one entry for each response token."
+        )
+    return (logprobs_R.float() - old_logprobs_R.detach().float()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def truncated_weights(proximal_logprobs_R: Tensor, rollout_logprobs_R: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """Truncated importance weights min(pi_proximal / pi_rollout, cap), without gradient.
+
+    They correct the expectation for tokens that were sampled by the engine (`rollout`) while the surrogate's ratio is
+    taken against the trainer's own log-probabilities at the same weights (`proximal`).
+
+    Args:
+        proximal_logprobs_R: Recomputed by the actor at the rollout weights, nats.
+        rollout_logprobs_R: Captured at sampling time, nats.
+        cap: Upper bound of a weight, above 0; 0: no weight, all ones.
+
+    Returns:
+        The weights, and the ratios before truncation; both fp32.
+
+    Source: Decoupled PPO objective, Hilton et al. 2021 (arXiv 2110.00641); truncation, Espeholt et al. 2018
+    (arXiv 1802.01561, section 4.1).
+    """
+    ratio_R = log_ratio(proximal_logprobs_R.detach(), rollout_logprobs_R).exp()
+    weights_R = ratio_R.clamp(max=cap) if cap > 0 else torch.ones_like(ratio_R)
+    return weights_R, ratio_R

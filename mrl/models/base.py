@@ -75,6 +75,7 @@ class ParamSpec:
 
     Attributes:
         hf: Hugging Face names, in the order in which Megatron fuses them (q, k, v; gate, up).
+        shapes: Shape of each Hugging Face tensor, as words of `dims` ("q hidden": [num_heads x head_dim, hidden_size]).
         megatron: Megatron-Core name with its local (not TransformerEngine) layer spec.
         megatron_te: The name under TransformerEngine's layer spec, where it differs.
         native: Name in the native engine.
@@ -82,12 +83,25 @@ class ParamSpec:
     """
 
     hf: tuple[str, ...]
+    shapes: tuple[str, ...]
     megatron: str
     native: str
     kind: Kind
     place: Place
     megatron_te: str | None = None
     when: Callable[[ArchSpec], bool] = lambda arch: True
+
+
+def dims(arch: ArchSpec) -> dict[str, int]:
+    """The words that `ParamSpec.shapes` is written in -> elements."""
+    return {
+        "vocab": arch.vocab_size,
+        "hidden": arch.hidden_size,
+        "ffn": arch.intermediate_size,
+        "q": arch.num_heads * arch.head_dim,
+        "kv": arch.num_kv_heads * arch.head_dim,
+        "head": arch.head_dim,
+    }
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,76 @@
+"""config.json of a Hugging Face folder -> ArchSpec, and ArchSpec -> family.
+
+Owns the reading of the file and the choice of the family by `model_type`. What the keys mean is the family's business.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+from mrl import registry
+from mrl.errors import UserError
+from mrl.models.base import ArchSpec, Family
+
+_NOT_FAMILIES = ("hf_config", "presets")
+
+
+def families() -> dict[str, Family]:
+    """Every family in this folder: file name -> Family."""
+    names = (name for name in registry.names("models") if name not in _NOT_FAMILIES)
+    return {name: cast(Family, registry.find("models", name, "FAMILY")) for name in names}
+
+
+def family_of(arch: ArchSpec) -> Family:
+    """The family that `arch` was read with."""
+    return cast(Family, registry.find("models", arch.family, "FAMILY"))
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """config.json of a folder, parsed.
+
+    Raises:
+        UserError: The folder or the file is missing, or it is not a JSON object.
+    """
+    folder = Path(folder)
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise UserError(f"model folder '{folder}' does not exist. Give a local Hugging Face folder with a config.json.")
+    if not path.is_file():
+        raise UserError(
+            f"'{folder}' has no config.json. A Hugging Face folder holds config.json, *.safetensors and a tokenizer."
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"'{path}' cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"'{path}' holds a JSON {type(config).__name__}; expected an object.")
+    return config
+
+
+def arch_from_config(config: dict[str, Any]) -> ArchSpec:
+    """A parsed config.json -> ArchSpec.
+
+    Raises:
+        UserError: Unknown `model_type`, or the family refuses the structure.
+    """
+    known = {family.hf_model_type: family for family in families().values()}
+    model_type = config.get("model_type")
+    if model_type not in known:
+        raise UserError(f"config.json: model_type is {model_type!r}; mrl has {', '.join(sorted(known))}.")
+    return known[model_type].arch_from_hf(config)
+
+
+def arch_from_folder(folder: str | Path) -> ArchSpec:
+    """The structure of the model in a Hugging Face folder.
+
+    Raises:
+        UserError: As `read_config` and `arch_from_config`; the message names the folder.
+    """
+    config = read_config(folder)
+    try:
+        return arch_from_config(config)
+    except UserError as error:
+        raise UserError(f"model folder '{folder}': {error}") from error

@@ -1,0 +1,131 @@
+"""Named structures for models with random weights: parts of a config.json, without a tokenizer or a checkpoint.
+
+Owns the table of presets and `arch_from_preset`. Tiny ones are for tests and the quickstart; the others have the shapes
+of public models, for rehearsals and benchmarks.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from mrl.errors import UserError
+from mrl.models._decoder import KEYS
+from mrl.models.base import ArchSpec
+from mrl.models.hf_config import arch_from_config
+
+_TINY: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+
+_LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "qwen2_tiny": {"model_type": "qwen2", **_TINY, "tie_word_embeddings": True},
+    "llama_tiny": {
+        "model_type": "llama",
+        **_TINY,
+        "tie_word_embeddings": False,
+        "rope_scaling": {**_LLAMA3_ROPE, "original_max_position_embeddings": 64},
+    },
+    "qwen3_tiny": {"model_type": "qwen3", **_TINY, "head_dim": 32, "tie_word_embeddings": True},
+    "qwen2.5_0.5b": {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5_7b": {
+        "model_type": "qwen2",
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+    },
+    "qwen3_0.6b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+    },
+    "llama3.1_8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": _LLAMA3_ROPE,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def arch_from_preset(name: str, overrides: Mapping[str, Any], vocab_size: int | None) -> ArchSpec:
+    """The structure of a preset.
+
+    Args:
+        name: Key of `PRESETS`.
+        overrides: config.json keys that replace the preset's.
+        vocab_size: The tokenizer's vocabulary, used unless `overrides` sets one; None: the preset's.
+
+    Raises:
+        UserError: Unknown preset or key (the nearest is named), or values that do not fit together.
+    """
+    if name not in PRESETS:
+        raise UserError(f"model.preset: there is no '{name}'.{_near(name, PRESETS)} Known: {', '.join(PRESETS)}.")
+    for key in overrides:
+        if key not in KEYS:
+            raise UserError(f"model.overrides: unknown key '{key}'.{_near(key, KEYS)} Known: {', '.join(KEYS)}.")
+    config = dict(PRESETS[name])
+    if vocab_size is not None:
+        config["vocab_size"] = vocab_size
+    try:
+        return arch_from_config({**config, **overrides})
+    except UserError as error:
+        raise UserError(f"model.preset={name} with model.overrides={dict(overrides)}: {error}") from error
+
+
+def _near(name: str, known: Mapping[str, Any] | tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f" Did you mean '{near[0]}'?" if near else ""

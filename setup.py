@@ -1,0 +1,49 @@
+"""Package metadata of mrl: `pip install -e .`, extras in brackets."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+
+def version() -> str:
+    """The `__version__` of the package, read without importing it."""
+    for line in (HERE / "mrl" / "__init__.py").read_text(encoding="utf-8").splitlines():
+        if line.startswith("__version__"):
+            return line.split('"')[1]
+    raise RuntimeError("mrl/__init__.py defines no __version__")
+
+
+setup(
+    name="mrl",
+    version=version(),
+    description="Reinforcement learning of language models at scale on Megatron-Core.",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    packages=find_packages(include=["mrl", "mrl.*"]),
+    python_requires=">=3.10",
+    install_requires=[
+        "torch>=2.6,<3",
+        "megatron-core>=0.16.1,<0.17",
+        "transformers>=5,<6",
+        "tokenizers>=0.21,<1",
+        "safetensors>=0.5,<1",
+        "omegaconf>=2.4,<2.5",
+        "numpy>=1.26,<3",
+        "pyarrow>=16",
+        "math-verify>=0.8,<1",
+        "psutil>=5.9",
+        "rich>=13",
+        "tensorboard>=2.16,<3",
+    ],
+    extras_require={
+        "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],
+        "trtllm": ["tensorrt-llm>=1.2,<1.4"],
+        "mpi": ["mpi4py>=4,<5"],
+        "wandb": ["wandb>=0.19,<1"],
+        "test": ["pytest>=8,<10", "trl>=1.16,<2", "ruff>=0.17,<0.18", "mypy>=2.4,<3"],
+        "bench": ["trl>=1.16,<2"],
+    },
+    entry_points={"console_scripts": ["mrl=mrl.cli:main"]},
+)

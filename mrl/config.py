@@ -1,7 +1,7 @@
 """Every knob of mrl: sections, fields, defaults, and how a YAML file with overrides becomes a `Config`.
 
 Owns the schema and the only default of each field; YAML files hold differences. It imports no torch, and it knows no
-rule between fields: those live in `preflight.py`, which refuses a combination before any process group exists.
+range and no rule between fields: those live in `preflight.py`, which refuses them before any process group exists.
 
 A string under a field is its one line of documentation (unit and range). `None` in `algorithm` means "what the named
 algorithm defines"; the resolved value is written into the run folder.
@@ -9,16 +9,18 @@ algorithm defines"; the resolved value is written into the run folder.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Optional, get_type_hints
+from typing import Any, Literal, Optional
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from mrl.errors import UserError
+from mrl.keys import leaves, nested
 
 
 @dataclass(frozen=True)
@@ -279,7 +281,7 @@ class AlgorithmConfig:
     """Denominator of the clipped ratio: sampling-time log-probabilities, or the actor's own at the rollout weights
     (decoupled), corrected by `tis_clip`."""
     tis_clip: float = 2.0
-    """Cap of the truncated importance weight exp(proximal - rollout); used when `proximal` is "recompute"; 0: no weight."""
+    """Cap of the truncated importance weight exp(proximal - rollout), where `proximal` is "recompute"; 0: no weight."""
     dynamic_sampling: Optional[bool] = None
     """Drop groups whose rewards are all equal and sample more prompts until the batch is full."""
     max_sampling_rounds: int = 10
@@ -395,39 +397,23 @@ class Config:
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The config of a YAML file and `section.key=value` overrides, every field typed and known.
 
+    A list is replaced whole (`data.val_files=[a.jsonl,b.jsonl]`) or changed in place (`reward.functions[0].weight=2`).
+
     Raises:
-        UserError: The file is missing or not YAML, a key is unknown (the nearest is named), or a value has the wrong type.
+        UserError: The file is missing or not YAML, a key is unknown (the nearest is named), or a type is wrong.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise UserError(
-            f"config file '{path}' does not exist. Give the path of a YAML file such as configs/quickstart.yaml."
-        )
+    node: Any = OmegaConf.structured(Config)
+    for key, value in leaves(_read(Path(path)), Config):
+        _set(node, key, value, f"in '{path}'")
     for item in overrides:
-        if "=" not in item:
-            raise UserError(
-                f"override '{item}' has no '='. Write overrides as section.key=value, for example train.num_steps=10."
-            )
-    try:
-        given = OmegaConf.load(file)
-        if not isinstance(given, DictConfig):
-            raise UserError(
-                f"config file '{path}' holds {type(given).__name__}, expected sections such as 'train:' with keys."
-            )
-        given = OmegaConf.merge(given, OmegaConf.from_dotlist(list(overrides)))
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"config file '{path}' is not readable YAML: {error}") from error
-    raw = OmegaConf.to_container(given, resolve=False)
-    _refuse_unknown(raw, Config, "")
-    try:
-        merged = OmegaConf.merge(_writable(OmegaConf.structured(Config)), raw)
-        config = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", "") or ""
-        raise UserError(f"config key '{key}': {str(error).splitlines()[0]}. In '{path}' or an override.") from error
-    return config  # type: ignore[return-value]
+        key, equals, text = item.partition("=")
+        if not (key and equals):
+            raise UserError(f"override '{item}' is not section.key=value, for example train.num_steps=10.")
+        for leaf, value in leaves(nested(key, _parse(text, item)), Config):
+            _set(node, leaf, value, f"in override '{item}'")
+    with _explained(f"in '{path}' or an override"):
+        config: Config = OmegaConf.to_object(node)  # type: ignore[assignment]
+    return config
 
 
 def to_yaml(config: Config) -> str:
@@ -435,56 +421,49 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def _writable(node: Any) -> Any:
-    """Frozen dataclasses make read-only nodes; merging needs writable ones."""
+def _read(file: Path) -> Any:
+    if not file.is_file():
+        raise UserError(
+            f"config file '{file}' does not exist. Give the path of a YAML file such as configs/quickstart.yaml."
+        )
+    try:
+        return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"config file '{file}' is not readable YAML: {_one_line(error)}.") from error
+
+
+def _parse(text: str, override: str) -> Any:
+    with _explained(f"in override '{override}'"):
+        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[index, call-overload]
+
+
+def _set(node: Any, key: str, value: Any, where: str) -> None:
+    _make_writable(node)
+    with _explained(where):
+        OmegaConf.update(node, key, value, merge=True)
+
+
+@contextmanager
+def _explained(where: str) -> Iterator[None]:
+    """Turns what OmegaConf and YAML raise into one line that names the key."""
+    try:
+        yield
+    except (YAMLError, OmegaConfBaseException) as error:
+        key = getattr(error, "full_key", None)
+        reason = _one_line(error).partition(" full_key:")[0].rstrip(".")
+        if reason.endswith("is not Optional"):
+            reason = "null came, a value is expected"
+        raise UserError(f"config key '{key}' {where}: {reason}." if key else f"{reason}, {where}.") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _make_writable(node: Any) -> None:
+    """Frozen dataclasses make read-only nodes; changing them needs writable ones."""
     OmegaConf.set_readonly(node, False)
-    for key in node:
+    for key in range(len(node)) if OmegaConf.is_list(node) else node:
         child = node._get_node(key)
-        if OmegaConf.is_dict(child) or OmegaConf.is_list(child):
-            OmegaConf.set_readonly(child, False)
-            if OmegaConf.is_dict(child):
-                _writable(child)
-    return node
-
-
-def _refuse_unknown(raw: Any, schema: type, prefix: str) -> None:
-    """Raise for the first key that `schema` does not have, naming the nearest one anywhere in the schema."""
-    if raw is None:
-        return
-    if not isinstance(raw, dict):
-        raise UserError(f"config key '{prefix.rstrip('.')}' is {raw!r}, expected a section with keys.")
-    hints = get_type_hints(schema)
-    known = {item.name: hints[item.name] for item in fields(schema)}
-    for key, value in raw.items():
-        full = f"{prefix}{key}"
-        if key not in known:
-            near = _nearest(full)
-            hint = f" Did you mean '{near}'?" if near else ""
-            raise UserError(f"config key '{full}' is unknown.{hint} Keys of this section: {', '.join(known)}.")
-        if is_dataclass(known[key]):
-            _refuse_unknown(value, known[key], f"{full}.")  # type: ignore[arg-type]
-
-
-def _nearest(full: str) -> str | None:
-    """The known dotted key most like `full`: first by its whole path, then by its last part in another section."""
-    known = all_keys()
-    near = difflib.get_close_matches(full, known, 1, cutoff=0.75)
-    if near:
-        return near[0]
-    last = full.rpartition(".")[2]
-    tails = {key.rpartition(".")[2]: key for key in known}
-    near = difflib.get_close_matches(last, list(tails), 1, cutoff=0.75)
-    return tails[near[0]] if near else None
-
-
-def all_keys(schema: type = Config, prefix: str = "") -> list[str]:
-    """Every dotted key of the schema, in order."""
-    keys: list[str] = []
-    hints = get_type_hints(schema)
-    for item in fields(schema):
-        kind = hints[item.name]
-        if is_dataclass(kind):
-            keys += all_keys(kind, f"{prefix}{item.name}.")  # type: ignore[arg-type]
-        else:
-            keys.append(f"{prefix}{item.name}")
-    return keys
+        if OmegaConf.is_config(child) and not child._is_none():
+            _make_writable(child)

@@ -1,0 +1,79 @@
+"""The command line: `mrl train|evaluate|report`, the same as `python -m mrl ...`.
+
+Owns arguments and exit statuses, no logic: 0 done, 2 a mistake that the user can mend (one message, no traceback), 130
+interrupted. What needs torch is imported inside the commands, so that `mrl --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from mrl import __version__
+from mrl.config import load
+from mrl.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns the exit status; `argv` is without the program's name."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.command(arguments)
+    except UserError as error:
+        print(f"mrl: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("mrl: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    config = load(arguments.config, arguments.overrides)
+    if arguments.dry_run:
+        from mrl.dryrun import describe
+
+        print(describe(config))
+        return
+    from mrl.train import train
+
+    train(config)
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    from mrl.train import evaluate
+
+    evaluate(load(arguments.config, arguments.overrides), arguments.checkpoint)
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    from mrl.observe.report import write_report
+
+    print(write_report(arguments.run))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mrl", description="Reinforcement learning of language models at scale.")
+    parser.add_argument("--version", action="version", version=f"mrl {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    train = commands.add_parser("train", help="train; continue where the run folder's last checkpoint is")
+    _add_config(train)
+    train.add_argument("--dry-run", action="store_true", help="print config, ranks and the refit's cost, start nothing")
+    train.set_defaults(command=_train)
+
+    evaluate = commands.add_parser("evaluate", help="score a checkpoint, or the initial model, on held-out prompts")
+    _add_config(evaluate)
+    evaluate.add_argument("--checkpoint", metavar="STEP|PATH", help="which one; default: the run folder's newest")
+    evaluate.set_defaults(command=_evaluate)
+
+    report = commands.add_parser("report", help="write report.html of a run folder")
+    report.add_argument("run", metavar="RUN", help="run folder")
+    report.set_defaults(command=_report)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="YAML file, for example configs/quickstart.yaml")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="section.key=value, after the file's")

@@ -84,7 +84,7 @@ class CharTokenizer(Tokenizer):
         """Args: characters: Each once, at least two; the id of a character is its position."""
         if len(characters) < 2:
             raise UserError(
-                f"model.tokenizer: '{CHAR_PREFIX}{characters}' has {len(characters)} characters, expected at least two; "
+                f"model.tokenizer: '{CHAR_PREFIX}{characters}' has {len(characters)} characters, expected two or more: "
                 "the last one ends a sequence."
             )
         twice = sorted({character for character in characters if characters.count(character) > 1})
@@ -164,7 +164,7 @@ class HFTokenizer(Tokenizer):
             self._tokenizer = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False, use_fast=True
             )
-        except Exception as error:  # noqa: BLE001: transformers raises many kinds for one thing, an unusable folder
+        except Exception as error:  # transformers raises many kinds for one thing, an unusable folder
             raise UserError(
                 f"model.tokenizer: no tokenizer could be loaded from '{folder}': {_first_line(error)}. "
                 "Expected tokenizer.json and tokenizer_config.json of a tokenizer that needs no code of its own."
@@ -196,8 +196,8 @@ class HFTokenizer(Tokenizer):
                 named += [int(item) for item in (value if isinstance(value, list) else [value]) if item is not None]
         if not named:
             raise UserError(
-                f"model.tokenizer: neither the tokenizer in '{self._folder}' nor generation_config.json nor config.json "
-                "names an end token (eos_token, eos_token_id), so no response could end. Add one."
+                f"model.tokenizer: neither the tokenizer in '{self._folder}' nor generation_config.json nor "
+                "config.json names an end token (eos_token, eos_token_id), so no response could end. Add one."
             )
         return tuple(dict.fromkeys(named))
 
@@ -205,7 +205,7 @@ class HFTokenizer(Tokenizer):
         """See `Tokenizer.encode`."""
         try:
             ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        except Exception as error:  # noqa: BLE001: the tokenizers library raises bare Exception
+        except Exception as error:  # the tokenizers library raises bare Exception
             raise UserError(
                 f"the tokenizer '{self.name}' cannot encode {text[:60]!r}: {_first_line(error)}."
             ) from error
@@ -220,14 +220,14 @@ class HFTokenizer(Tokenizer):
         """See `Tokenizer.apply_chat_template`."""
         if not self.has_chat_template:
             raise UserError(
-                f"the tokenizer '{self.name}' has no chat template. Give one with data.chat_template=FILE, or use prompts "
-                "that are strings with data.apply_chat_template=auto or never."
+                f"the tokenizer '{self.name}' has no chat template. Give one with data.chat_template=FILE, or use "
+                "prompts that are strings with data.apply_chat_template=auto or never."
             )
         try:
             ids: list[int] = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages], tokenize=True, add_generation_prompt=True, return_dict=False
             )
-        except Exception as error:  # noqa: BLE001: a template is a program of the user's, and may raise anything
+        except Exception as error:  # a template is a program of the user's, and may raise anything
             raise UserError(f"the chat template of '{self.name}' failed: {_first_line(error)}.") from error
         return ids
 
@@ -251,19 +251,19 @@ def load_tokenizer(model: ModelConfig, data: DataConfig, vocab_size: int | None 
         vocab_size: The model's vocabulary; None skips the check against it.
 
     Raises:
-        UserError: Nothing is named, a folder or file is missing, a chat template is needed and missing, or the tokenizer
-            has ids that the model has no embedding for.
+        UserError: Nothing is named, a folder or file is missing, a chat template is needed and missing, or the
+            tokenizer has ids that the model has no embedding for.
     """
     tokenizer = _char(model.tokenizer, data) if _is_char(model.tokenizer) else _hugging_face(model, data)
     if data.apply_chat_template == "always" and not tokenizer.has_chat_template:
         raise UserError(
-            f"data.apply_chat_template=always, but the tokenizer '{tokenizer.name}' has no chat template. Give one with "
-            "data.chat_template=FILE, or set data.apply_chat_template=never."
+            f"data.apply_chat_template=always, but the tokenizer '{tokenizer.name}' has no chat template. Give one "
+            "with data.chat_template=FILE, or set data.apply_chat_template=never."
         )
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise UserError(
-            f"the tokenizer '{tokenizer.name}' has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary has "
-            f"{vocab_size} tokens. Give the model's own tokenizer (model.tokenizer), or, with a preset, set "
+            f"the tokenizer '{tokenizer.name}' has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary "
+            f"has {vocab_size} tokens. Give the model's own tokenizer (model.tokenizer), or, with a preset, set "
             f"model.overrides.vocab_size={tokenizer.vocab_size}."
         )
     return tokenizer
@@ -276,8 +276,8 @@ def _is_char(spec: str | None) -> bool:
 def _char(spec: str | None, data: DataConfig) -> CharTokenizer:
     if data.chat_template is not None:
         raise UserError(
-            f"data.chat_template={data.chat_template!r} cannot be used with the character tokenizer '{spec}': its special "
-            "tokens would be spelled out in characters. Set data.chat_template=null."
+            f"data.chat_template={data.chat_template!r} cannot be used with the character tokenizer '{spec}': its "
+            "special tokens would be spelled out in characters. Set data.chat_template=null."
         )
     return CharTokenizer((spec or "").removeprefix(CHAR_PREFIX))
 
@@ -287,8 +287,8 @@ def _hugging_face(model: ModelConfig, data: DataConfig) -> HFTokenizer:
     key = "model.tokenizer" if model.tokenizer else "model.path"
     if spec is None:
         raise UserError(
-            "model.tokenizer is null and so is model.path: there is no tokenizer. Set model.tokenizer to a folder with a "
-            f"Hugging Face tokenizer or to '{CHAR_PREFIX}<characters>'."
+            "model.tokenizer is null and so is model.path: there is no tokenizer. Set model.tokenizer to a folder with "
+            f"a Hugging Face tokenizer or to '{CHAR_PREFIX}<characters>'."
         )
     folder = Path(spec)
     if not folder.is_dir():
@@ -304,8 +304,8 @@ def _hugging_face(model: ModelConfig, data: DataConfig) -> HFTokenizer:
             template = Path(data.chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
-                f"data.chat_template: '{data.chat_template}' cannot be read: {error}. Expected a text file with a Jinja "
-                "template."
+                f"data.chat_template: '{data.chat_template}' cannot be read: {error}. Expected a text file with a "
+                "Jinja template."
             ) from error
     return HFTokenizer(folder, model_folder=Path(model.path) if model.path else None, chat_template=template)
 

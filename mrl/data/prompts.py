@@ -1,0 +1,310 @@
+"""The prompt stream of a run: from rows to token ids, in an order that a resume repeats exactly.
+
+Owns how a row becomes a `Prompt`, the stateful training source and the held-out prompts. The stream is endless:
+position p is row `shuffle(p mod N)` of epoch `p div N`, and p is the prompt's uid. The whole state is therefore one
+number, and nothing is tokenised before its turn. Every rank runs the same source and sees the same prompts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mrl.config import DataConfig
+from mrl.data.rows import Row, Rows, TaskRows, open_files
+from mrl.data.shuffle import Shuffle
+from mrl.data.tasks import make_task
+from mrl.data.tokenizer import Tokenizer
+from mrl.errors import UserError
+from mrl.types import Prompt
+
+VALIDATION_UID = 1 << 48
+"""uid of the first held-out prompt; the training stream stays below."""
+
+
+class PromptEncoder:
+    """Turns a row into a `Prompt`, as `DataConfig` says."""
+
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer, prompt_length: int) -> None:
+        """Args: prompt_length: Longest prompt, tokens (`rollout.prompt_length`)."""
+        self._data = data
+        self._tokenizer = tokenizer
+        self._prompt_length = prompt_length
+        # A task's rows have these columns whatever the files of a config are called.
+        self._prompt_key = data.prompt_key if data.task is None else "prompt"
+        self._answer_key = data.answer_key if data.task is None else "answer"
+
+    def check(self, row: Row, source: str) -> None:
+        """Raises UserError where the row lacks a column or has one of the wrong type; the tokenizer is not asked."""
+        self._question(row, source)
+        self._answer(row, source)
+
+    def encode(self, row: Row, source: str, uid: int) -> Prompt | None:
+        """The prompt of a row; None where it is too long and `data.overlong_prompts` says "drop".
+
+        Raises:
+            UserError: The row cannot be used: it names the row, and what to do.
+        """
+        question = self._question(row, source)
+        answer = self._answer(row, source)
+        try:
+            if isinstance(question, str):
+                ids, text = self._tokenizer.encode(question, prompt=True), question
+            else:
+                ids = self._tokenizer.apply_chat_template(question)
+                text = self._tokenizer.decode(ids)
+        except UserError as error:
+            raise UserError(f"{source}: {error}") from error
+        if not ids:
+            raise UserError(f"{source}: the prompt {text!r} encodes to no tokens. Remove the row or give it a text.")
+        if len(ids) > self._prompt_length:
+            if self._data.overlong_prompts == "drop":
+                return None
+            if self._data.overlong_prompts == "error":
+                raise UserError(
+                    f"{source}: the prompt has {len(ids)} tokens, more than rollout.prompt_length={self._prompt_length}"
+                    ". Raise it, or set data.overlong_prompts to 'drop' or 'truncate_left'."
+                )
+            ids = ids[-self._prompt_length :]
+            text = self._tokenizer.decode(ids)
+        used = {self._prompt_key.partition(".")[0], self._answer_key.partition(".")[0]}
+        extra = {name: value for name, value in row.items() if name not in used}
+        return Prompt(uid=uid, prompt_ids=tuple(ids), text=text, answer=answer, extra=extra, source=source)
+
+    def _question(self, row: Row, source: str) -> str | list[dict[str, Any]]:
+        """The prompt as a string to encode as it stands, or as messages for the chat template."""
+        data = self._data
+        value = _column(row, self._prompt_key, source, "data.prompt_key")
+        if isinstance(value, str):
+            if data.apply_chat_template == "always":
+                return self._with_system([{"role": "user", "content": value}])
+            if data.system_prompt is not None:
+                raise UserError(
+                    f"{source}: data.system_prompt is set, but the prompt is a plain string, which gets none. Set "
+                    "data.apply_chat_template=always, or data.system_prompt=null."
+                )
+            return value
+        messages = _messages(value, source, self._prompt_key)
+        if data.apply_chat_template == "never":
+            raise UserError(
+                f"{source}: column '{self._prompt_key}' holds chat messages, which need the chat template, but "
+                "data.apply_chat_template=never. Set it to auto, or use strings."
+            )
+        return self._with_system(messages)
+
+    def _with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if self._data.system_prompt is None or messages[0]["role"] == "system":
+            return messages
+        return [{"role": "system", "content": self._data.system_prompt}, *messages]
+
+    def _answer(self, row: Row, source: str) -> str | None:
+        """The answer as a string. Numbers are accepted; a whole number in a float column (49.0) reads "49"."""
+        if not self._answer_key:
+            return None
+        value = _column(row, self._answer_key, source, "data.answer_key")
+        if value is None or isinstance(value, str):
+            return value
+        if isinstance(value, float) and value.is_integer():
+            return str(int(value))
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+            return str(value)
+        raise UserError(
+            f"{source}: column '{self._answer_key}' holds {_shown(value)}, expected a string or a number "
+            "(data.answer_key)."
+        )
+
+
+class PromptSource:
+    """The training stream. `next` moves the frontier; `state_dict` is the frontier."""
+
+    def __init__(self, rows: Rows, encoder: PromptEncoder, *, seed: int, shuffle: bool) -> None:
+        """Args: seed: With the epoch, the key of its order (`run.seed`). shuffle: False: rows in file order."""
+        self._rows = rows
+        self._encoder = encoder
+        self._seed = seed
+        self._shuffle = shuffle
+        self._position = 0
+        self._order: tuple[int, Shuffle] | None = None
+
+    @property
+    def position(self) -> int:
+        """Rows used so far, dropped ones included; the next prompt has this uid or a larger one."""
+        return self._position
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch."""
+        return len(self._rows)
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far."""
+        return self._position / len(self._rows)
+
+    def next(self, num_prompts: int) -> list[Prompt]:
+        """The next prompts of the stream; where it fails the frontier has not moved.
+
+        Raises:
+            UserError: A row cannot be used, or a whole epoch was dropped as too long.
+        """
+        prompts: list[Prompt] = []
+        position, dropped = self._position, 0
+        while len(prompts) < num_prompts:
+            index = self._row_at(position)
+            prompt = self._encoder.encode(self._rows.row(index), self._rows.source(index), position)
+            position += 1
+            if prompt is not None:
+                prompts.append(prompt)
+                dropped = 0
+                continue
+            dropped += 1
+            if dropped == len(self._rows):
+                raise UserError(
+                    f"all {dropped} prompts are longer than rollout.prompt_length and data.overlong_prompts=drop left "
+                    "none. Raise rollout.prompt_length or check the data."
+                )
+        self._position = position
+        return prompts
+
+    def state_dict(self) -> dict[str, Any]:
+        """The frontier, and what makes it meaningful: JSON-able."""
+        return {
+            "position": self._position,
+            "num_rows": len(self._rows),
+            "fingerprint": self._rows.fingerprint,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues at a frontier.
+
+        Raises:
+            UserError: The data, their order or the seed are not those of the state: prompts would be lost or repeated.
+        """
+        own = self.state_dict()
+        if state["fingerprint"] != own["fingerprint"]:
+            raise UserError(
+                f"the training data changed since the checkpoint: {state['num_rows']} rows with fingerprint "
+                f"{state['fingerprint'][:16]} then, {own['num_rows']} rows with {own['fingerprint'][:16]} now. "
+                "Put the same files back in data.train_files (or the same data.task), or start a new run.output_dir."
+            )
+        for name, key in (("shuffle", "data.shuffle"), ("seed", "run.seed")):
+            if state[name] != own[name]:
+                raise UserError(
+                    f"{key} is {own[name]}, but the checkpoint's prompts were ordered with {state[name]}. Set it back, "
+                    "or start a new run.output_dir."
+                )
+        self._position = int(state["position"])
+
+    def _row_at(self, position: int) -> int:
+        epoch, index = divmod(position, len(self._rows))
+        if not self._shuffle:
+            return index
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, Shuffle(len(self._rows), self._seed, epoch))
+        return self._order[1](index)
+
+
+def load_training(data: DataConfig, tokenizer: Tokenizer, *, prompt_length: int, seed: int) -> PromptSource:
+    """The training stream that the config names.
+
+    Args:
+        data: A task or files.
+        tokenizer: Encodes the prompts.
+        prompt_length: Longest prompt, tokens (`rollout.prompt_length`).
+        seed: Orders the epochs (`run.seed`).
+
+    Raises:
+        UserError: Nothing is named, or both a task and files are; or the data cannot be used.
+    """
+    encoder = PromptEncoder(data, tokenizer, prompt_length)
+    if data.task is None and not data.train_files:
+        raise UserError("data.train_files is empty and data.task is null: there are no prompts. Set one of them.")
+    if data.task is not None and (data.train_files or data.val_files):
+        raise UserError(
+            f"data.task='{data.task}' and data.train_files or data.val_files are both set; a task makes its own rows. "
+            "Set data.task=null to use the files."
+        )
+    rows = _rows(data, encoder, "train")
+    if not len(rows):
+        raise UserError(f"data.task='{data.task}' makes no training rows.")
+    return PromptSource(rows, encoder, seed=seed, shuffle=data.shuffle)
+
+
+def load_validation(data: DataConfig, tokenizer: Tokenizer, *, prompt_length: int) -> list[Prompt]:
+    """All held-out prompts in order, uids from `VALIDATION_UID`; empty where the config names none.
+
+    Raises:
+        UserError: The data cannot be used, or every prompt is too long.
+    """
+    if data.task is None and not data.val_files:
+        return []
+    encoder = PromptEncoder(data, tokenizer, prompt_length)
+    rows = _rows(data, encoder, "val")
+    encoded = [
+        encoder.encode(rows.row(index), rows.source(index), VALIDATION_UID + index) for index in range(len(rows))
+    ]
+    prompts = [prompt for prompt in encoded if prompt is not None]
+    if encoded and not prompts:
+        raise UserError(
+            f"data.val_files: all {len(encoded)} prompts are longer than rollout.prompt_length={prompt_length} and "
+            "data.overlong_prompts=drop left none. Raise rollout.prompt_length or check the data."
+        )
+    return prompts
+
+
+def supervised_example(prompt: Prompt, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Prompt ids, and the answer's ids with the end token: one example of a supervised warm start.
+
+    Raises:
+        UserError: The prompt has no answer, or the tokenizer cannot encode it.
+    """
+    if prompt.answer is None:
+        raise UserError(
+            f"{prompt.source}: there is no answer to learn from. A warm start (train.warm_start) needs data.answer_key."
+        )
+    try:
+        answer = tokenizer.encode(prompt.answer)
+    except UserError as error:
+        raise UserError(f"{prompt.source}: answer {prompt.answer!r}: {error}") from error
+    return list(prompt.prompt_ids), [*answer, tokenizer.eos_ids[0]]
+
+
+def _rows(data: DataConfig, encoder: PromptEncoder, side: str) -> Rows:
+    if data.task is None:
+        return open_files(data.train_files if side == "train" else data.val_files, f"data.{side}_files", encoder.check)
+    task = make_task(data.task, data.task_kwargs)
+    rows = TaskRows(task, data.task, data.task_kwargs, side)
+    if len(rows):
+        encoder.check(rows.row(0), rows.source(0))
+    return rows
+
+
+def _column(row: Row, key: str, source: str, config_key: str) -> Any:
+    """A column by its name, or a part of nested columns by "outer.inner"."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        if not isinstance(value, dict) or part not in value:
+            hint = " If the data has no answers, set it to ''." if config_key == "data.answer_key" else ""
+            raise UserError(f"{source}: there is no column '{key}' ({config_key}). Columns: {', '.join(row)}.{hint}")
+        value = value[part]
+    return value
+
+
+def _messages(value: Any, source: str, key: str) -> list[dict[str, Any]]:
+    wrong = f"{source}: column '{key}' holds {_shown(value)}, expected a string or a list of chat messages"
+    if not isinstance(value, list) or not value:
+        raise UserError(f"{wrong}, such as [{{'role': 'user', 'content': '...'}}].")
+    for message in value:
+        if not isinstance(message, dict) or not all(isinstance(message.get(name), str) for name in ("role", "content")):
+            raise UserError(f"{wrong}; the message {_shown(message)} lacks a 'role' or 'content' that is a string.")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

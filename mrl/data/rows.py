@@ -1,0 +1,240 @@
+"""Rows by index: JSONL files, parquet files, a task, or several of these one after the other.
+
+Owns random access to data without holding it: JSONL keeps the offset of each line, parquet keeps recently used row
+groups within a budget. Every JSONL line is parsed once when the file is opened, so that a bad line is found before a
+run starts, not in the middle of it. It knows no tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from array import array
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from mrl.data.tasks import Task
+from mrl.errors import UserError
+
+PARQUET_CACHE_BYTES = 1 << 30
+"""Decoded parquet row groups that one file keeps, at least one; a file below this size is decoded once."""
+
+Row = dict[str, Any]
+Check = Callable[[Row, str], None]
+"""Raises UserError for a row, given with its source, that cannot be used."""
+
+
+class Rows(ABC):
+    """An immutable list of rows.
+
+    Attributes:
+        fingerprint: Hash of the content; equal for equal rows in equal order, wherever the files lie.
+    """
+
+    fingerprint: str
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    @abstractmethod
+    def row(self, index: int) -> Row:
+        """The columns of a row."""
+
+    @abstractmethod
+    def source(self, index: int) -> str:
+        """Where a row comes from, for messages: "train.jsonl:17"."""
+
+
+class JsonlRows(Rows):
+    """One JSON object per line; blank lines are skipped."""
+
+    def __init__(self, path: str, check: Check) -> None:
+        """Reads the file once and checks every row.
+
+        Raises:
+            UserError: The file is missing, a line is not a JSON object, or `check` refuses it.
+        """
+        self._path = path
+        self._offsets = array("q")
+        self._lines = array("q")
+        content = blake2b(digest_size=16)
+        offset = 0
+        with _open(path) as file:
+            for number, line in enumerate(file, start=1):
+                content.update(line)
+                if line.strip():
+                    source = f"{path}:{number}"
+                    check(_parse(line, source), source)
+                    self._offsets.append(offset)
+                    self._lines.append(number)
+                offset += len(line)
+        self._file = _open(path)
+        self.fingerprint = content.hexdigest()
+
+    def __len__(self) -> int:
+        """See `Rows`."""
+        return len(self._offsets)
+
+    def row(self, index: int) -> Row:
+        """See `Rows.row`."""
+        self._file.seek(self._offsets[index])
+        return _parse(self._file.readline(), self.source(index))
+
+    def source(self, index: int) -> str:
+        """See `Rows.source`; lines count from 1."""
+        return f"{self._path}:{self._lines[index]}"
+
+
+class ParquetRows(Rows):
+    """A parquet file; nested columns become dicts and lists."""
+
+    def __init__(self, path: str, check: Check, cache_bytes: int = PARQUET_CACHE_BYTES) -> None:
+        """Hashes the file, reads its footer and checks the first row (all rows have its columns and types).
+
+        Raises:
+            UserError: The file is missing or not parquet, or `check` refuses the first row.
+        """
+        import pyarrow
+        import pyarrow.parquet
+
+        content = blake2b(digest_size=16)
+        with _open(path) as file:
+            while block := file.read(1 << 22):
+                content.update(block)
+        self.fingerprint = content.hexdigest()
+        self._path = path
+        try:
+            self._file = pyarrow.parquet.ParquetFile(path, memory_map=True)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise UserError(f"data: '{path}' is not a readable parquet file: {_first_line(error)}.") from error
+        metadata = self._file.metadata
+        self._starts = [0]
+        for group in range(metadata.num_row_groups):
+            self._starts.append(self._starts[-1] + metadata.row_group(group).num_rows)
+        self._cache: OrderedDict[int, Any] = OrderedDict()
+        self._cache_bytes = cache_bytes
+        if len(self):
+            check(self.row(0), self.source(0))
+
+    def __len__(self) -> int:
+        """See `Rows`."""
+        return self._starts[-1]
+
+    def row(self, index: int) -> Row:
+        """See `Rows.row`."""
+        group = bisect_right(self._starts, index) - 1
+        table = self._cache.pop(group, None)
+        if table is None:
+            table = self._file.read_row_group(group)
+        self._cache[group] = table
+        while len(self._cache) > 1 and sum(kept.nbytes for kept in self._cache.values()) > self._cache_bytes:
+            self._cache.popitem(last=False)
+        rows: list[Row] = table.slice(index - self._starts[group], 1).to_pylist()
+        return rows[0]
+
+    def source(self, index: int) -> str:
+        """See `Rows.source`; rows count from 0, as pandas and pyarrow count them."""
+        return f"{self._path}:{index}"
+
+
+class TaskRows(Rows):
+    """One side of a task."""
+
+    def __init__(self, task: Task, name: str, kwargs: Mapping[str, Any], side: str) -> None:
+        """Args: side: "train" or "val"; name and kwargs: What made the task, for the fingerprint."""
+        self._size = task.num_train if side == "train" else task.num_val
+        self._make = task.train_row if side == "train" else task.val_row
+        self._label = f"{name} {side}"
+        described = json.dumps([name, side, dict(kwargs)], sort_keys=True, default=str)
+        self.fingerprint = blake2b(described.encode(), digest_size=16).hexdigest()
+
+    def __len__(self) -> int:
+        """See `Rows`."""
+        return self._size
+
+    def row(self, index: int) -> Row:
+        """See `Rows.row`."""
+        return self._make(index)
+
+    def source(self, index: int) -> str:
+        """See `Rows.source`."""
+        return f"{self._label}:{index}"
+
+
+class ChainedRows(Rows):
+    """The rows of several lists, one after the other."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        """Args: parts: In order."""
+        self._parts = list(parts)
+        self._starts = [0]
+        for part in parts:
+            self._starts.append(self._starts[-1] + len(part))
+        self.fingerprint = "+".join(part.fingerprint for part in parts)
+
+    def __len__(self) -> int:
+        """See `Rows`."""
+        return self._starts[-1]
+
+    def _find(self, index: int) -> tuple[Rows, int]:
+        part = bisect_right(self._starts, index) - 1
+        return self._parts[part], index - self._starts[part]
+
+    def row(self, index: int) -> Row:
+        """See `Rows.row`."""
+        part, inner = self._find(index)
+        return part.row(inner)
+
+    def source(self, index: int) -> str:
+        """See `Rows.source`."""
+        part, inner = self._find(index)
+        return part.source(inner)
+
+
+def open_files(files: Sequence[str], key: str, check: Check) -> Rows:
+    """The rows of JSONL (.jsonl, .json) and parquet (.parquet) files.
+
+    Args:
+        files: Paths, in order.
+        key: Config key that names them, for messages.
+        check: Called with every JSONL row and with the first row of a parquet file.
+
+    Raises:
+        UserError: A file is missing, of another kind, unreadable or without rows.
+    """
+    parts: list[Rows] = []
+    for name in files:
+        suffix = Path(name).suffix
+        if suffix not in (".jsonl", ".json", ".parquet"):
+            raise UserError(f"{key}: '{name}' ends in '{suffix}', expected .jsonl or .parquet.")
+        part = ParquetRows(name, check) if suffix == ".parquet" else JsonlRows(name, check)
+        if len(part) == 0:
+            raise UserError(f"{key}: '{name}' holds no rows.")
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else ChainedRows(parts)
+
+
+def _open(path: str) -> Any:
+    try:
+        return Path(path).open("rb")
+    except OSError as error:
+        raise UserError(f"data: '{path}' cannot be read: {error.strerror}. Check the path.") from error
+
+
+def _parse(line: bytes, source: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{source}: not JSON: {error}. Expected one JSON object per line.") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{source}: holds {type(row).__name__}, expected one JSON object per line.")
+    return row
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,169 @@
+"""Prompts that are made, not read: generators with a held-out split.
+
+Owns `Task` and the tasks by name. A task makes each row from its index alone, so nothing is stored and a resume needs
+no more than the index. Another task is a class of the same shape, named by `data.task=package.module:Class`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from typing import Any
+
+from mrl import registry
+from mrl.errors import UserError
+
+
+class Task(ABC):
+    """A generator of rows.
+
+    Attributes:
+        num_train: Rows of an epoch.
+        num_val: Held-out rows; no training row asks the same.
+    """
+
+    num_train: int
+    num_val: int
+
+    @abstractmethod
+    def train_row(self, index: int) -> dict[str, Any]:
+        """Training row 0 .. num_train-1: "prompt" (string or chat messages), "answer", and any other columns."""
+
+    @abstractmethod
+    def val_row(self, index: int) -> dict[str, Any]:
+        """Held-out row 0 .. num_val-1, of the same form."""
+
+
+class Addition(Task):
+    """Sums: "<12+7+30>" asks, "49" answers.
+
+    Every sum belongs to one side by a hash of its sorted terms: a held-out sum never appears in training, in no order
+    of its terms. Training rows may repeat; held-out rows are all different.
+    """
+
+    def __init__(
+        self,
+        *,
+        min_terms: int = 2,
+        max_terms: int = 3,
+        max_value: int = 50,
+        num_train: int = 100_000,
+        num_val: int = 200,
+        held_out_frac: float = 0.1,
+        seed: int = 0,
+    ) -> None:
+        """Makes the generator.
+
+        Args:
+            min_terms: Fewest terms of a sum, at least 1.
+            max_terms: Most terms, at most 16; each number of terms is equally likely.
+            max_value: Terms are 0 .. max_value, each equally likely.
+            num_train: Rows of an epoch.
+            num_val: Held-out rows.
+            held_out_frac: Part of all sums that is kept from training, (0, 1).
+            seed: Chooses the rows and the split.
+
+        Raises:
+            UserError: A value is out of range, or there are too few held-out sums.
+        """
+        for name, value, low, high in (
+            ("min_terms", min_terms, 1, max_terms),
+            ("max_terms", max_terms, min_terms, 16),
+            ("max_value", max_value, 1, 10**9),
+            ("num_train", num_train, 1, 2**40),
+            ("num_val", num_val, 0, 10**6),
+        ):
+            # Config values come untyped: 2.5 or "3" is a user's mistake.
+            if type(value) is not int or not low <= value <= high:
+                raise UserError(f"data.task_kwargs.{name} is {value!r}, expected a whole number from {low} to {high}.")
+        if not 0 < held_out_frac < 1:
+            raise UserError(f"data.task_kwargs.held_out_frac is {held_out_frac!r}, expected above 0 and below 1.")
+        self.num_train = num_train
+        self.num_val = num_val
+        self._terms = (min_terms, max_terms)
+        self._max_value = max_value
+        self._held_out_frac = held_out_frac
+        self._seed = seed
+        self._val = self._held_out_sums()
+
+    def train_row(self, index: int) -> dict[str, Any]:
+        """See `Task.train_row`."""
+        attempt = 0
+        while self._is_held_out(terms := self._draw("train", index, attempt)):
+            attempt += 1
+        return _sum_row(terms)
+
+    def val_row(self, index: int) -> dict[str, Any]:
+        """See `Task.val_row`."""
+        return _sum_row(self._val[index])
+
+    def _held_out_sums(self) -> list[tuple[int, ...]]:
+        """The first `num_val` different held-out sums of the generator's own stream."""
+        found: dict[tuple[int, ...], None] = {}
+        tries = int(20 * (self.num_val + 100) / self._held_out_frac)
+        for index in range(tries):
+            if len(found) == self.num_val:
+                break
+            terms = self._draw("val", index, 0)
+            if self._is_held_out(terms):
+                found[terms] = None
+        if len(found) < self.num_val:
+            raise UserError(
+                f"data.task_kwargs.num_val is {self.num_val}, but only {len(found)} different held-out sums were found "
+                f"in {tries} draws. Lower num_val, or raise max_value, max_terms or held_out_frac."
+            )
+        return list(found)
+
+    def _draw(self, side: str, index: int, attempt: int) -> tuple[int, ...]:
+        rest = _number(self._seed, side, index, attempt)
+        low, high = self._terms
+        rest, extra = divmod(rest, high - low + 1)
+        terms = []
+        for _ in range(low + extra):
+            rest, term = divmod(rest, self._max_value + 1)
+            terms.append(term)
+        return tuple(terms)
+
+    def _is_held_out(self, terms: tuple[int, ...]) -> bool:
+        return _number(self._seed, "split", tuple(sorted(terms))) < self._held_out_frac * 2**512
+
+
+def _number(*key: object) -> int:
+    """A number below 2**512 that looks random and depends on the key alone."""
+    return int.from_bytes(blake2b(repr(key).encode(), digest_size=64).digest(), "little")
+
+
+def _sum_row(terms: tuple[int, ...]) -> dict[str, Any]:
+    return {"prompt": f"<{'+'.join(map(str, terms))}>", "answer": str(sum(terms)), "num_terms": len(terms)}
+
+
+TASKS: Mapping[str, Callable[..., Task]] = {"addition": Addition}
+
+
+def make_task(name: str, kwargs: Mapping[str, Any]) -> Task:
+    """The task of a name in `TASKS` or of a path "package.module:Class".
+
+    Raises:
+        UserError: There is no such task, or it does not take these arguments.
+    """
+    if name in TASKS:
+        factory = TASKS[name]
+    elif "." in name or ":" in name:
+        factory = registry.find("data", name, "")
+    else:
+        raise UserError(
+            f"data.task: there is no '{name}'. Known: {', '.join(TASKS)}, or a path 'package.module:Class'."
+        )
+    parameters = inspect.signature(factory)
+    try:
+        parameters.bind(**kwargs)
+    except TypeError as error:
+        raise UserError(
+            f"data.task_kwargs: {error}. '{name}' takes: {', '.join(parameters.parameters) or 'nothing'}."
+        ) from error
+    task = factory(**kwargs)
+    if not isinstance(task, Task):
+        raise UserError(f"data.task: '{name}' made a {type(task).__name__}, expected a mrl.data.tasks.Task.")
+    return task

@@ -1,20 +1,31 @@
 """The interface of an algorithm: advantages, weights of tokens, and the loss of a microbatch.
 
-Owns `Algorithm`. The loop and the Megatron actor know nothing else of an algorithm; adding one is adding a file that
-defines `ALGORITHM`.
+Owns `Algorithm`, and how a config becomes one: `resolve` fills what the config leaves open and refuses what the
+algorithm would ignore, `build` checks it against the rollout section and makes the object. The loop and the Megatron
+actor know nothing else of an algorithm; adding one is adding a file that defines `ALGORITHM`.
+
+A step calls, in this order: `shape_rewards`, (`informative_groups`,) `outcome_advantages`, `advantages`, and for each
+minibatch `weigh`, then `loss` for each of its microbatches.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from mrl.config import AlgorithmConfig, RolloutConfig
+from mrl.config import AlgorithmConfig, OverlongConfig, RolloutConfig
+from mrl.errors import UserError
+from mrl.functional import advantages as advantage_maths
+from mrl.functional.aggregation import token_weights
+from mrl.registry import find
 from mrl.types import RolloutBatch
+
+T = TypeVar("T")
 
 SumReduce = Callable[[Tensor], Tensor]
 """Collective over the data-parallel group: elementwise sum of the ranks' tensors (fp64), the same on every rank."""
@@ -43,9 +54,23 @@ class Algorithm(ABC):
     defaults: ClassVar[dict[str, Any]]
     """Values of the `AlgorithmConfig` fields that are null in the config."""
 
+    unused: ClassVar[frozenset[str]] = frozenset()
+    """`AlgorithmConfig` fields that mean nothing to this algorithm; a config that sets one is refused."""
+
+    kl_places: ClassVar[frozenset[str]] = frozenset({"none", "loss"})
+    """Values of `kl_in` that this algorithm honours."""
+
     def __init__(self, config: AlgorithmConfig, rollout: RolloutConfig) -> None:
         self.config = config
         self.rollout = rollout
+
+    def informative_groups(self, outcomes: Outcomes) -> Tensor:
+        """Which samples dynamic sampling keeps, bool [N]: those whose group's rewards are not all equal.
+
+        The loop gives the rewards as scored, before `shape_rewards`: a group of right answers of different lengths is
+        still one that teaches nothing about the task.
+        """
+        return advantage_maths.informative_groups(outcomes.rewards_N, outcomes.group_id_N)
 
     @property
     def needs_reference(self) -> bool:
@@ -63,15 +88,29 @@ class Algorithm(ABC):
 
     @abstractmethod
     def outcome_advantages(self, outcomes: Outcomes) -> Tensor:
-        """One advantage per sample from the whole step's rewards, fp64 [N]. Every rank computes the same."""
+        """One advantage per sample from the whole step's rewards, fp64 [N]. Every rank computes the same.
+
+        `outcomes.rewards_N` are the shaped rewards.
+        """
 
     @abstractmethod
     def advantages(self, batch: RolloutBatch, outcome_advantages_B: Tensor, reduce: SumReduce) -> None:
         """Collective over data-parallel: sets `batch.advantages_R` (and narrows `batch.response_mask_R`)."""
 
-    @abstractmethod
     def weigh(self, minibatch: RolloutBatch, reduce: SumReduce) -> None:
-        """Collective over data-parallel: sets `minibatch.weights_R` from counts over the global minibatch."""
+        """Collective over data-parallel: sets `minibatch.weights_R` from counts over the global minibatch.
+
+        Also sets `minibatch.metric_weights_R`. By `algorithm.loss_aggregation`; an algorithm with weights of its own
+        overrides this.
+        """
+        minibatch.weights_R, minibatch.metric_weights_R = token_weights(
+            minibatch.response_mask_R,
+            minibatch.sequence_R,
+            minibatch.num_sequences,
+            required(self.config.loss_aggregation, "algorithm.loss_aggregation"),
+            reduce,
+            norm_length=self.config.loss_norm_length or self.rollout.response_length,
+        )
 
     @abstractmethod
     def loss(self, logprobs_R: Tensor, entropy_R: Tensor, microbatch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -86,3 +125,134 @@ class Algorithm(ABC):
             Scalar whose sum over all microbatches and data-parallel ranks is the loss; and detached scalars that are
             summed the same way (names that end in "max" or "min" are reduced by that instead).
         """
+
+
+def required(value: T | None, name: str) -> T:
+    """The value, which an earlier phase must have set."""
+    if value is None:
+        raise RuntimeError(f"{name} is not set: the phase that sets it (see mrl/algorithms/base.py) has not run.")
+    return value
+
+
+def resolve(config: AlgorithmConfig) -> AlgorithmConfig:
+    """The config with every null that matters filled by the named algorithm; what cannot matter stays null.
+
+    Resolving a resolved config gives it back.
+
+    Raises:
+        UserError: An unknown algorithm, a value out of range, or a field set that would have no effect.
+    """
+    algorithm = _find(config.name)
+    fill = {name: value for name, value in algorithm.defaults.items() if getattr(config, name) is None}
+    filled = replace(config, **fill)
+    idle = _idle(filled, algorithm)
+    _refuse_idle(config, idle)
+    nulls: dict[str, Any] = {name: None for name in _NULLABLE if name in idle}
+    filled = replace(filled, **nulls)
+    open_ends = {*idle, "loss_norm_length"}
+    missing = [name for name in _NULLABLE if getattr(filled, name) is None and name not in open_ends]
+    if missing:
+        raise TypeError(f"algorithm '{config.name}' gives no default for {', '.join(missing)}: add it to `defaults`.")
+    _check_ranges(filled)
+    if filled.kl_in not in algorithm.kl_places:
+        raise UserError(
+            f"algorithm.kl_in='{filled.kl_in}' does not work with algorithm.name='{config.name}', which knows "
+            f"{sorted(algorithm.kl_places)}. A KL in the reward needs an advantage per token: use "
+            "algorithm.name='reinforce_pp' or 'reinforce_pp_baseline', or algorithm.kl_in='loss'."
+        )
+    return filled
+
+
+def build(config: AlgorithmConfig, rollout: RolloutConfig) -> Algorithm:
+    """The named algorithm, its config resolved and checked against the rollout section.
+
+    Raises:
+        UserError: As `resolve`, or a combination with `rollout` that cannot work.
+    """
+    config = resolve(config)
+    if rollout.n == 1 and config.singleton_group == "error":
+        raise UserError(
+            f"rollout.n=1 gives algorithm '{config.name}' groups of one sample, which have no baseline. Set rollout.n "
+            "to at least 2, or algorithm.singleton_group to 'zero' or 'reward'."
+        )
+    if rollout.n == 1 and config.dynamic_sampling:
+        raise UserError(
+            "algorithm.dynamic_sampling drops groups whose rewards are all equal; with rollout.n=1 that is every "
+            "group. Set rollout.n to at least 2, or algorithm.dynamic_sampling=false."
+        )
+    if config.overlong.buffer_length > rollout.response_length:
+        raise UserError(
+            f"algorithm.overlong.buffer_length={config.overlong.buffer_length} is longer than "
+            f"rollout.response_length={rollout.response_length}; it must be at most that."
+        )
+    return _find(config.name)(config, rollout)
+
+
+_NULLABLE = tuple(item.name for item in fields(AlgorithmConfig) if item.default is None)
+
+
+def _find(name: str) -> type[Algorithm]:
+    found = find("algorithms", name, "ALGORITHM")
+    if not (isinstance(found, type) and issubclass(found, Algorithm)):
+        raise UserError(f"algorithm.name='{name}' is {found!r}, expected a subclass of mrl.algorithms.base.Algorithm.")
+    return found
+
+
+def _idle(config: AlgorithmConfig, algorithm: type[Algorithm]) -> dict[str, str]:
+    """The fields without effect under `config`, each with the reason."""
+    idle = dict.fromkeys(sorted(algorithm.unused), f"algorithm.name is '{config.name}'")
+    conditions = [
+        (("advantage_eps",), config.advantage_std == "none", "algorithm.advantage_std is 'none'"),
+        (
+            ("loss_norm_length",),
+            config.loss_aggregation != "seq_mean_token_sum_norm",
+            f"algorithm.loss_aggregation is '{config.loss_aggregation}', not 'seq_mean_token_sum_norm'",
+        ),
+        (("kl_coef", "kl_estimator"), config.kl_in == "none", "algorithm.kl_in is 'none'"),
+        (("tis_clip",), config.proximal == "rollout", "algorithm.proximal is 'rollout'"),
+        (("max_sampling_rounds",), not config.dynamic_sampling, "algorithm.dynamic_sampling is off"),
+        (("overlong.penalty",), config.overlong.buffer_length == 0, "algorithm.overlong.buffer_length is 0"),
+    ]
+    for names, holds, reason in conditions:
+        if holds:
+            idle.update({name: reason for name in names if name not in idle})
+    return idle
+
+
+def _refuse_idle(config: AlgorithmConfig, idle: dict[str, str]) -> None:
+    """Raise for the first field that is set and would be ignored."""
+    for name, reason in idle.items():
+        given: Any = config
+        default: Any = AlgorithmConfig()
+        for part in name.split("."):
+            given, default = getattr(given, part), getattr(default, part)
+        if given != default:
+            shown = "" if isinstance(given, OverlongConfig) else f"={given}"
+            raise UserError(
+                f"algorithm.{name}{shown} would have no effect because {reason}. Remove it, or change that."
+            )
+
+
+def _check_ranges(config: AlgorithmConfig) -> None:
+    """Raise for the first value out of its range; null fields are not in use."""
+    for name, value, holds, expected in _ranges(config):
+        if value is not None and not (math.isfinite(value) and holds(value)):
+            raise UserError(f"algorithm.{name}={value} is out of range, expected {expected}.")
+
+
+def _ranges(config: AlgorithmConfig) -> list[tuple[str, float | None, Callable[[float], bool], str]]:
+    """Each number with its rule and the words for it."""
+    overlong = config.overlong
+    return [
+        ("advantage_eps", config.advantage_eps, lambda x: x > 0, "a number above 0"),
+        ("clip_low", config.clip_low, lambda x: 0 < x < 1, "a number in (0, 1)"),
+        ("clip_high", config.clip_high, lambda x: x > 0, "a number above 0"),
+        ("dual_clip", config.dual_clip, lambda x: x == 0 or x > 1, "0 (off) or a number above 1"),
+        ("loss_norm_length", config.loss_norm_length, lambda x: x >= 1, "at least 1 token"),
+        ("kl_coef", config.kl_coef, lambda x: x >= 0, "a number of at least 0"),
+        ("entropy_coef", config.entropy_coef, lambda x: x >= 0, "a number of at least 0"),
+        ("tis_clip", config.tis_clip, lambda x: x >= 0, "0 (no weight) or a number above 0"),
+        ("max_sampling_rounds", config.max_sampling_rounds, lambda x: x >= 1, "at least 1"),
+        ("overlong.buffer_length", overlong.buffer_length, lambda x: x >= 0, "at least 0 tokens"),
+        ("overlong.penalty", overlong.penalty, lambda x: x > 0, "a number above 0"),
+    ]

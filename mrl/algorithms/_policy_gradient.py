@@ -1,0 +1,161 @@
+"""What the clipped policy-gradient algorithms share; each of them is a table of differences from this.
+
+Owns the assembly of `functional/` pieces into one loss and its metrics. It holds no default: those are in each
+algorithm's file.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from mrl.algorithms.base import Algorithm, Outcomes, SumReduce, required
+from mrl.functional.advantages import StdKind, group_relative, overlong_penalty, reward_to_go, whiten
+from mrl.functional.importance import MAX_LOG_RATIO, truncated_weights
+from mrl.functional.kl import kl_penalty
+from mrl.functional.losses import clipped_surrogate
+from mrl.types import RolloutBatch
+
+
+class PolicyGradient(Algorithm):
+    """Advantage of the outcome, clipped surrogate, KL, entropy bonus and importance weight."""
+
+    baseline: ClassVar[Literal["none", "mean", "leave_one_out"]]
+    """What is subtracted from a sample's reward, within its group."""
+
+    whitens: ClassVar[bool] = False
+    """Normalise advantages over the trained tokens of the whole batch; `advantage_std` and `advantage_eps` then belong
+    to this normalisation, and the group's deviation is not used."""
+
+    def shape_rewards(self, outcomes: Outcomes) -> Tensor:
+        """Rewards plus the overlong penalty, fp64 [N]."""
+        overlong = self.config.overlong
+        return outcomes.rewards_N.double() + overlong_penalty(
+            outcomes.response_lens_N,
+            max_length=self.rollout.response_length,
+            buffer_length=overlong.buffer_length,
+            penalty=overlong.penalty,
+        )
+
+    def outcome_advantages(self, outcomes: Outcomes) -> Tensor:
+        """Reward minus the baseline, over the group's deviation where the algorithm uses it, fp64 [N]."""
+        if self.baseline == "none":
+            return outcomes.rewards_N.double()
+        return group_relative(
+            outcomes.rewards_N,
+            outcomes.group_id_N,
+            baseline=self.baseline,
+            std="none" if self.whitens else required(self.config.advantage_std, "algorithm.advantage_std"),
+            eps=self.config.advantage_eps or 0.0,
+            singleton=required(self.config.singleton_group, "algorithm.singleton_group"),
+        )
+
+    def advantages(self, batch: RolloutBatch, outcome_advantages_B: Tensor, reduce: SumReduce) -> None:
+        """Collective over data-parallel: every token of a response gets its outcome's advantage.
+
+        With KL in the reward, minus `kl_coef` times the KL of this token and those after it, estimated at the
+        log-probabilities that sampled. Narrows the mask by `overlong.mask_truncated` first.
+        """
+        sequence_R = batch.sequence_R
+        if self.config.overlong.mask_truncated:
+            batch.response_mask_R = batch.response_mask_R & ~required(batch.truncated_B, "truncated_B")[sequence_R]
+        mask_R = batch.response_mask_R
+        advantages_R = outcome_advantages_B.double()[sequence_R]
+        if self.config.kl_in == "reward":
+            penalty_R = reward_to_go(self._reward_kl_R(batch), batch.response_lens_B)
+            advantages_R = advantages_R - self.config.kl_coef * penalty_R
+        if self.whitens:
+            std: StdKind = required(self.config.advantage_std, "algorithm.advantage_std")
+            advantages_R = whiten(advantages_R, mask_R, reduce, std=std, eps=self.config.advantage_eps or 0.0)
+        batch.advantages_R = torch.where(mask_R, advantages_R, 0.0).float()
+
+    def loss(self, logprobs_R: Tensor, entropy_R: Tensor, microbatch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss sum of a microbatch, and metrics.
+
+        actor/loss = actor/pg_loss + kl_coef actor/kl_loss - entropy_coef actor/entropy_loss, each under the loss's own
+        aggregation; all other metrics are means over the trained tokens. Tokens that are not trained are replaced by
+        constants first, so that whatever they hold reaches neither the loss nor a gradient.
+        """
+        config = self.config
+        mask_R = microbatch.response_mask_R
+        weights_R = required(microbatch.weights_R, "weights_R")
+        advantages_R = required(microbatch.advantages_R, "advantages_R")
+        old_R = microbatch.rollout_logprobs_R
+        if self.needs_proximal:
+            old_R = required(microbatch.proximal_logprobs_R, "proximal_logprobs_R")
+        old_R = torch.where(mask_R, old_R, 0.0)
+        logprobs_R = torch.where(mask_R, logprobs_R.float(), old_R)
+        entropy_R = torch.where(mask_R, entropy_R.float(), 0.0)
+
+        surrogate = clipped_surrogate(
+            logprobs_R,
+            old_R,
+            advantages_R,
+            clip_low=required(config.clip_low, "algorithm.clip_low"),
+            clip_high=required(config.clip_high, "algorithm.clip_high"),
+            dual_clip=required(config.dual_clip, "algorithm.dual_clip"),
+        )
+        policy_loss_R = surrogate.loss_R
+        metrics = {
+            "actor/pg_clipfrac": _mean(surrogate.clipped_R, microbatch),
+            "actor/pg_clipfrac_lower": _mean(surrogate.clipped_lower_R, microbatch),
+            "actor/ppo_kl": _mean(-surrogate.log_ratio_R, microbatch),
+            "actor/entropy": _mean(entropy_R, microbatch),
+            "actor/ratio_mean": _mean(surrogate.ratio_R, microbatch),
+            "actor/ratio_max": _largest(surrogate.ratio_R, mask_R),
+            "actor/ratio_min": _smallest(surrogate.ratio_R, mask_R),
+        }
+        if self.needs_proximal:
+            rollout_R = torch.where(mask_R, microbatch.rollout_logprobs_R, old_R)
+            importance_R, raw_R = truncated_weights(old_R, rollout_R, config.tis_clip)
+            policy_loss_R = policy_loss_R * importance_R
+            metrics["rollout_corr/rollout_is_mean"] = _mean(importance_R, microbatch)
+            metrics["rollout_corr/rollout_is_ratio_fraction_high"] = _mean((raw_R > importance_R).float(), microbatch)
+            metrics["rollout_corr/rollout_is_max"] = _largest(raw_R, mask_R)
+            metrics["rollout_corr/rollout_is_min"] = _smallest(raw_R, mask_R)
+
+        loss = (weights_R * policy_loss_R).sum()
+        metrics["actor/pg_loss"] = _sum(policy_loss_R, weights_R)
+        if config.kl_in == "loss":
+            ref_R = torch.where(mask_R, required(microbatch.ref_logprobs_R, "ref_logprobs_R"), old_R)
+            kl_R = kl_penalty(logprobs_R, ref_R, config.kl_estimator)
+            loss = loss + config.kl_coef * (weights_R * kl_R).sum()
+            metrics["actor/kl_loss"] = _sum(kl_R, weights_R)
+        elif config.kl_in == "reward":
+            metrics["actor/reward_kl_penalty"] = _mean(self._reward_kl_R(microbatch), microbatch)
+        if config.entropy_coef != 0:
+            loss = loss - config.entropy_coef * (weights_R * entropy_R).sum()
+            metrics["actor/entropy_loss"] = _sum(entropy_R, weights_R)
+        metrics["actor/loss"] = loss.detach().double()
+        return loss, metrics
+
+    def _reward_kl_R(self, batch: RolloutBatch) -> Tensor:
+        """KL of the policy that sampled to the reference, at each token; 0 where not trained."""
+        mask_R = batch.response_mask_R
+        rollout_R = torch.where(mask_R, batch.rollout_logprobs_R, 0.0)
+        ref_R = torch.where(mask_R, required(batch.ref_logprobs_R, "ref_logprobs_R"), 0.0)
+        return kl_penalty(rollout_R, ref_R, self.config.kl_estimator)
+
+
+def _sum(values_R: Tensor, weights_R: Tensor) -> Tensor:
+    """Weighted sum in fp64, detached, so that parts add up to the same number however the minibatch was split."""
+    return (weights_R.double() * values_R.detach().double()).sum()
+
+
+def _mean(values_R: Tensor, microbatch: RolloutBatch) -> Tensor:
+    """This microbatch's part of the mean over the trained tokens of the global minibatch."""
+    return _sum(values_R, required(microbatch.metric_weights_R, "metric_weights_R"))
+
+
+def _largest(ratio_R: Tensor, mask_R: Tensor) -> Tensor:
+    """Largest ratio of the trained tokens; 0, below every ratio, where there is none."""
+    return torch.cat([torch.where(mask_R, ratio_R, 0.0), ratio_R.new_zeros(1)]).max().double()
+
+
+def _smallest(ratio_R: Tensor, mask_R: Tensor) -> Tensor:
+    """Smallest ratio of the trained tokens; exp(MAX_LOG_RATIO), above every ratio, where there is none."""
+    top = math.exp(MAX_LOG_RATIO)
+    return torch.cat([torch.where(mask_R, ratio_R, top), ratio_R.new_full((1,), top)]).min().double()

@@ -1,0 +1,29 @@
+"""DAPO: clip-higher, token-level loss, dynamic sampling; the overlong penalty is `algorithm.overlong`.
+
+Source: arXiv 2503.14476, eq. 8 and section 3. The buffer depends on the response length, so the config names it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from mrl.algorithms._policy_gradient import PolicyGradient
+
+
+class Dapo(PolicyGradient):
+    """(R - mean of the group) / (sigma + eps), every token of the batch weighing the same."""
+
+    baseline = "mean"
+    defaults: ClassVar[dict[str, Any]] = {
+        "advantage_std": "unbiased",
+        "advantage_eps": 1e-6,
+        "singleton_group": "error",
+        "loss_aggregation": "token_mean",
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "dual_clip": 0.0,
+        "dynamic_sampling": True,
+    }
+
+
+ALGORITHM = Dapo

@@ -1,0 +1,30 @@
+"""GRPO: group-relative advantages, each response weighing the same.
+
+Source: DeepSeekMath, arXiv 2402.03300, section 4.1. Peers differ in sigma and epsilon: unbiased and 1e-6 here and in
+verl, 1e-4 in TRL, population and 1e-4 in Megatron-LM.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from mrl.algorithms._policy_gradient import PolicyGradient
+
+
+class Grpo(PolicyGradient):
+    """(R - mean of the group) / (sigma + eps)."""
+
+    baseline = "mean"
+    defaults: ClassVar[dict[str, Any]] = {
+        "advantage_std": "unbiased",
+        "advantage_eps": 1e-6,
+        "singleton_group": "error",
+        "loss_aggregation": "seq_mean_token_mean",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "dual_clip": 0.0,
+        "dynamic_sampling": False,
+    }
+
+
+ALGORITHM = Grpo

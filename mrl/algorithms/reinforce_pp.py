@@ -1,0 +1,31 @@
+"""REINFORCE++: no group; reward-to-go (with KL in the reward, per token), normalised over the global batch.
+
+Source: arXiv 2501.03262, section 3. The paper puts the k1 KL in the reward: `kl_in=reward kl_estimator=k1`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from mrl.algorithms._policy_gradient import PolicyGradient
+
+
+class ReinforcePp(PolicyGradient):
+    """(return - mean over the batch's tokens) / (sigma + eps)."""
+
+    baseline = "none"
+    whitens = True
+    kl_places = frozenset({"none", "loss", "reward"})
+    unused = frozenset({"singleton_group"})
+    defaults: ClassVar[dict[str, Any]] = {
+        "advantage_std": "unbiased",
+        "advantage_eps": 1e-8,
+        "loss_aggregation": "token_mean",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "dual_clip": 0.0,
+        "dynamic_sampling": False,
+    }
+
+
+ALGORITHM = ReinforcePp

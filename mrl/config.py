@@ -306,6 +306,7 @@ class RewardConfig:
     """How a response becomes a number: the weighted sum of the functions."""
 
     functions: list[RewardFunctionConfig] = field(default_factory=lambda: [RewardFunctionConfig()])
+    """The terms; a list in YAML replaces this one."""
     time_limit_s: float = 10.0
     """A sample that takes longer counts as failed, s."""
     num_workers: int = 1

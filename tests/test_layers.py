@@ -1,0 +1,103 @@
+"""Imports point down, neighbours do not import each other, and heavy packages stay in their rooms."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.source import PACKAGE, ROOT, imports, modules, name_of, tree_of
+
+LAYERS = (
+    ("__main__",),
+    ("cli",),
+    ("train", "dryrun"),
+    ("preflight",),
+    ("refit", "rollout", "checkpoint"),
+    ("megatron", "engines", "observe"),
+    ("weights", "distributed", "rewards", "algorithms", "data"),
+    ("config", "functional", "models"),
+    ("types", "registry", "grid", "keys"),
+    ("errors",),
+)
+"""Top to bottom. A part may import itself and what stands in a lower row."""
+
+HEIGHT = {part: -row for row, parts in enumerate(LAYERS) for part in parts}
+
+ROOMS = {
+    "megatron": ("mrl/megatron/", "mrl/distributed/device.py"),
+    "tensorrt_llm": ("mrl/engines/trtllm/",),
+    "tensorrt": ("mrl/engines/trtllm/",),
+}
+"""Which files may import a package."""
+
+
+def part_of(module: str) -> str:
+    """mrl.weights.plan -> weights; the package itself -> ''"""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_every_part_of_the_package_has_a_layer():
+    parts = {part_of(name_of(path)) for path in modules()} - {""}
+    assert parts - set(HEIGHT) == set()
+
+
+@pytest.mark.parametrize("path", modules(), ids=relative)
+def test_imports_point_down(path):
+    own = part_of(name_of(path))
+    above = set()
+    for target in imports(path):
+        if target.split(".")[0] != "mrl":
+            continue
+        part = part_of(target)
+        if part in HEIGHT and part != own and HEIGHT[part] >= HEIGHT.get(own, 1):
+            above.add(target)
+    assert not above, f"{relative(path)} ({own}) imports from its own row or above"
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_heavy_packages_stay_in_their_rooms(package):
+    strangers = {
+        relative(path)
+        for path in modules()
+        if any(target.split(".")[0] == package for target in imports(path))
+        and not relative(path).startswith(ROOMS[package])
+    }
+    assert strangers == set()
+
+
+def test_only_launch_reads_the_environment():
+    readers = set()
+    for path in modules():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv", "environb"):
+                readers.add(relative(path))
+        if {"os.environ", "os.getenv"} & set(imports(path)):
+            readers.add(relative(path))
+    assert readers <= {"mrl/distributed/launch.py"}
+
+
+def test_no_assert_in_the_package():
+    asserting = {relative(p) for p in modules() if any(isinstance(n, ast.Assert) for n in ast.walk(tree_of(p)))}
+    assert asserting == set()
+
+
+def modules_loaded_by(module: str) -> set[str]:
+    code = f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("module", ["mrl.config", "mrl.cli", "mrl.preflight"])
+def test_config_command_line_and_preflight_import_no_torch(module):
+    assert not {"torch", "megatron", "transformers"} & modules_loaded_by(module)
+
+
+def test_each_guard_reads_the_whole_package():
+    assert PACKAGE / "types.py" in modules() and len(modules()) > 20

@@ -1,0 +1,66 @@
+"""One word for one thing: the glossary's synonyms appear nowhere, and no file is a drawer for leftovers."""
+
+import ast
+import re
+
+import pytest
+
+from tests.source import ROOT, modules, tree_of
+
+SYNONYMS = {
+    r"(old|behaviou?r|sampling|sampler|generation)_?log_?probs?": "rollout_logprobs",
+    r"(prox|proximal)_log_probs?": "proximal_logprobs",
+    r"(ref|reference)_log_probs?|reference_logprobs?": "ref_logprobs",
+    r"log_probs?|logps?|per_token_logps": "logprobs",
+    r"completions?(_ids|_mask|_length)?": "response",
+    r"loss_mask|action_mask": "response_mask",
+    r"(sync|load|push|broadcast|transfer)_weights|weight_sync": "refit, update_weights",
+    r"weight_version|model_version": "policy_version",
+    r"prompt_group|group_index": "group_id",
+    r"micro_batch\w*|mini_batch\w*": "microbatch, minibatch",
+    r"(n|nb)_[a-z]+s": "num_*",
+    r"\w+_(seconds?|secs?|millis|ms)": "*_s",
+    r"\w+_(pct|percent|fraction)": "*_frac",
+}
+"""Identifier, whole -> the word of mrl."""
+
+ALLOWED = {("mrl/functional", "old_logprobs_R")}
+"""Folder and name: the maths of a ratio takes either rollout_logprobs or proximal_logprobs as its denominator."""
+
+DRAWERS = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "base_utils"}
+
+
+def identifiers(tree: ast.Module):
+    """Names that the file itself gives: variables, arguments, attributes it sets, functions and classes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name, node.lineno
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_synonym_of_a_glossary_word(path):
+    folder = path.parent.relative_to(ROOT).as_posix()
+    found = [
+        f"line {line}: '{name}' is called '{word}' here"
+        for name, line in identifiers(tree_of(path))
+        for pattern, word in SYNONYMS.items()
+        if re.fullmatch(f"_?({pattern})(_[A-Z]+)?", name) and (folder, name) not in ALLOWED
+    ]
+    assert found == []
+
+
+def test_no_file_is_a_drawer():
+    drawers = [p for top in ("mrl", "tests", "tools") for p in (ROOT / top).rglob("*.py") if p.stem in DRAWERS]
+    assert drawers == []
+
+
+def test_the_pattern_finds_a_planted_synonym():
+    planted = ast.parse("old_log_probs_R = 1\ndef f(micro_batches): pass")
+    names = {name for name, _ in identifiers(planted)}
+    assert sum(any(re.fullmatch(f"_?({p})(_[A-Z]+)?", n) for p in SYNONYMS) for n in names) == 2

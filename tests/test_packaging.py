@@ -1,0 +1,84 @@
+"""What is installed is what is in the tree, and it asks for what it imports."""
+
+import ast
+import shutil
+import subprocess
+import sys
+import zipfile
+
+from setuptools import find_packages
+
+from tests.source import PACKAGE, ROOT, imports, modules, name_of, tree_of
+
+IMPORT_NAMES = {"megatron-core": "megatron", "math-verify": "math_verify", "pyyaml": "yaml"}
+"""Where a distribution's import name is not its own name."""
+
+EXTRAS = {"gpu": "transformer_engine", "trtllm": "tensorrt_llm", "mpi": "mpi4py", "wandb": "wandb"}
+"""Extra -> the package that mrl imports only where the extra is installed."""
+
+NEEDED_BY_OTHERS = {"jinja2", "accelerate"}
+"""Requirements that mrl does not import: transformers needs jinja2 for chat templates."""
+
+
+def setup_keyword(name: str):
+    for node in ast.walk(tree_of(ROOT / "setup.py")):
+        if isinstance(node, ast.keyword) and node.arg == name:
+            return ast.literal_eval(node.value)
+    raise LookupError(name)
+
+
+def import_name(requirement: str) -> str:
+    bare = requirement.split("[")[0]
+    for sign in "<>=!~":
+        bare = bare.split(sign)[0]
+    return IMPORT_NAMES.get(bare.strip(), bare.strip().replace("-", "_"))
+
+
+def test_find_packages_equals_the_folders_on_disk():
+    folders = {name_of(path / "__init__.py") for path in [PACKAGE, *PACKAGE.rglob("*")] if list(path.glob("*.py"))}
+    assert set(find_packages(str(ROOT), include=["mrl", "mrl.*"])) == folders
+
+
+def test_every_import_is_a_requirement_and_every_requirement_is_imported():
+    outside = {target.split(".")[0] for path in modules() for target in imports(path)}
+    outside -= set(sys.stdlib_module_names) | {"mrl"}
+    required = {import_name(item) for item in setup_keyword("install_requires")}
+    assert outside - required <= set(EXTRAS.values())
+    assert required - outside <= NEEDED_BY_OTHERS
+
+
+def test_extras_are_the_documented_ones():
+    extras = setup_keyword("extras_require")
+    assert set(extras) == {*EXTRAS, "test", "bench"}
+    for extra, package in EXTRAS.items():
+        assert package in {import_name(item) for item in extras[extra]}
+
+
+def test_requirements_have_ranges():
+    loose = [item for item in setup_keyword("install_requires") if ">=" not in item or "<" not in item]
+    assert loose == []
+
+
+def test_the_wheel_holds_every_module_and_imports(tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(PACKAGE, source / "mrl", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "README.md"):
+        shutil.copy(ROOT / name, source / name)
+    build = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("mrl-*.whl")
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("mrl/")}
+    assert held == {path.relative_to(ROOT).as_posix() for path in modules()}
+
+    code = f"import sys; sys.path.insert(0, {str(wheel)!r}); import mrl.cli, mrl; print(mrl.__file__)"
+    done = subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(str(wheel))
+
+
+def test_the_top_level_is_the_documented_one():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if tracked.returncode != 0:
+        return  # an unpacked archive, not a checkout
+    top = {line.split("/")[0] for line in tracked.stdout.splitlines()}
+    visible = {name for name in top if not name.startswith(".")}
+    assert visible <= {"setup.py", "README.md", "mrl", "launch", "configs", "tests", "tools"}

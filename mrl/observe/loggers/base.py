@@ -1,0 +1,61 @@
+"""The interface of a logger. A logger is a file in this folder that defines `LOGGER`; it says itself when it is wanted.
+
+Owns `Logger` and `Opening`. Loggers exist on rank 0 only.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mrl.config import Config
+from mrl.observe.run_dir import RunDir
+
+Phase = Literal["warm_start", "train", "val"]
+"""warm_start counts its own steps; train and val share the steps of reinforcement learning."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a logger is made from.
+
+    Attributes:
+        config: Resolved.
+        run: The run folder, started.
+        resume_step: Reinforcement learning steps that were done before; None: a run from nothing.
+    """
+
+    config: Config
+    run: RunDir
+    resume_step: int | None
+
+
+class Logger(ABC):
+    """One place that metrics go to."""
+
+    @classmethod
+    @abstractmethod
+    def open(cls, opening: Opening) -> Logger | None:
+        """The logger, or None where the config does not want it.
+
+        Raises:
+            UserError: It is wanted and cannot work (package missing).
+        """
+
+    @abstractmethod
+    def record(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
+        """Values of a step. A step may come several times, with further names."""
+
+    def samples(self, phase: Phase, step: int, rows: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027 - optional
+        """Sample generations, see `run_log.sample_rows`."""
+
+    def note(self, text: str) -> None:  # noqa: B027 - optional
+        """Something that happened, in words."""
+
+    def phase(self, where: str) -> None:  # noqa: B027 - optional
+        """What runs now, `Timers.where`."""
+
+    def close(self) -> None:  # noqa: B027 - optional
+        """Everything is written; called once."""

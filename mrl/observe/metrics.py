@@ -1,0 +1,270 @@
+"""Turns the facts of a step into metrics with the names of verl's dashboards.
+
+Owns the names and formulas of everything that the loop reports besides what the loss itself returns: rewards, lengths,
+groups, evaluation, throughput, memory and model-FLOPs utilisation. All functions are pure, except `memory_metrics`,
+which reads this process. It writes nothing: `run_log.py` does.
+
+A sample is correct (`val/accuracy`) when the first function of `reward.functions` gives it more than 0.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import psutil
+import torch
+from torch import Tensor
+
+from mrl.models.base import ArchSpec
+from mrl.types import Rollout
+
+WALL_CLOCK_PREFIXES = ("timing_s/", "timing_per_token_ms/", "perf/")
+CORRECT_ABOVE = 0.5
+GIB = 1024**3
+
+PEAK_BF16_FLOPS = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989.4e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H200": 989.4e12,
+}
+"""Dense bf16 tensor-core rate by `torch.cuda.get_device_name()`, FLOP/s, from the vendor's data sheets. A device that
+is not here gets no `perf/mfu/actor`."""
+
+
+def is_wall_clock(name: str) -> bool:
+    """Whether a metric differs between two identical runs: times, rates, memory (`timing_s/`, `perf/`, `..._s`)."""
+    return name.startswith(WALL_CLOCK_PREFIXES) or name.endswith("_s")
+
+
+def outcome_metrics(
+    *,
+    scores_N: Tensor,
+    rewards_N: Tensor,
+    advantages_N: Tensor,
+    group_id_N: Tensor,
+    prompt_lens_N: Tensor,
+    response_lens_N: Tensor,
+    truncated_N: Tensor,
+) -> dict[str, float]:
+    """Rewards, lengths and groups of one step, over the samples of all ranks.
+
+    Args:
+        scores_N: Reward as the reward functions gave it.
+        rewards_N: Reward after shaping (overlong penalty).
+        advantages_N: Outcome advantage of each sample.
+        group_id_N: Prompt of each sample, int64.
+        prompt_lens_N: Tokens.
+        response_lens_N: Tokens.
+        truncated_N: True where the response was cut at its length limit.
+
+    Returns:
+        `critic/{score,rewards,advantages}/{mean,max,min}`, `prompt_length/*`, `response_length/*` with `clip_ratio`
+        (part of the responses that were cut), and `group_metrics` of the scores. All tensors are one row per sample, in
+        one order on every rank, so that every rank computes the same numbers.
+
+    Raises:
+        ValueError: There is no sample, or the tensors differ in length.
+    """
+    columns = {
+        "critic/score": scores_N,
+        "critic/rewards": rewards_N,
+        "critic/advantages": advantages_N,
+        "prompt_length": prompt_lens_N,
+        "response_length": response_lens_N,
+    }
+    sizes = {name: values.numel() for name, values in columns.items()}
+    sizes |= {"group_id_N": group_id_N.numel(), "truncated_N": truncated_N.numel()}
+    if len(set(sizes.values())) != 1 or not scores_N.numel():
+        raise ValueError(f"outcome_metrics needs one row per sample in every tensor, got {sizes}.")
+    metrics: dict[str, float] = {}
+    for name, values in columns.items():
+        metrics |= _spread(name, values)
+    metrics["response_length/clip_ratio"] = truncated_N.double().mean().item()
+    return metrics | group_metrics(scores_N, group_id_N)
+
+
+def group_metrics(rewards_N: Tensor, group_id_N: Tensor) -> dict[str, float]:
+    """How much the groups can teach: a group whose rewards are all equal has no advantage.
+
+    Returns:
+        `group/zero_variance_frac` (groups with equal rewards), `group/reward_std/mean` (population deviation) and
+        `group/best/mean` (mean of each group's best reward).
+    """
+    groups = _groups(rewards_N, group_id_N)
+    stds = torch.stack([group.std(correction=0) for group in groups])
+    flat = torch.stack([group.max() == group.min() for group in groups])
+    best = torch.stack([group.max() for group in groups])
+    return {
+        "group/zero_variance_frac": flat.double().mean().item(),
+        "group/reward_std/mean": stds.mean().item(),
+        "group/best/mean": best.mean().item(),
+    }
+
+
+def reward_part_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """`reward/<function>/mean` over the samples that the function scored, and `reward/failed_frac`."""
+    parts: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.reward_parts.items():
+            parts.setdefault(name, []).append(value)
+    metrics = {f"reward/{name}/mean": _mean(values) for name, values in sorted(parts.items())}
+    metrics["reward/failed_frac"] = _mean([float(rollout.reward_error is not None) for rollout in rollouts])
+    return metrics
+
+
+def is_correct(rollout: Rollout) -> bool:
+    """Whether the first reward function gave more than 0.5; a sample whose scoring failed is not correct."""
+    if rollout.reward_error is not None:
+        return False
+    first = next(iter(rollout.reward_parts.values()), rollout.reward)
+    return first > CORRECT_ABOVE
+
+
+def evaluation_metrics(
+    *, correct_N: Tensor, rewards_N: Tensor, group_id_N: Tensor, response_lens_N: Tensor, truncated_N: Tensor
+) -> dict[str, float]:
+    """Held-out results, over the samples of all ranks.
+
+    Args:
+        correct_N: `is_correct` of each sample, bool.
+        rewards_N: Total reward.
+        group_id_N: Prompt of each sample.
+        response_lens_N: Tokens.
+        truncated_N: True where the response was cut at its length limit.
+
+    Returns:
+        `val/accuracy`, `val/reward/{mean,max,min}`, `val/response_length/{mean,max,min,clip_ratio}`,
+        `val/num_prompts`; with n samples per prompt (n > 1, the same for all) also
+        `val/{accuracy,reward}/best@n` (mean over prompts of the best sample: for accuracy, pass@n) and `.../mean@n`.
+
+    Raises:
+        ValueError: There is no sample.
+    """
+    if not rewards_N.numel():
+        raise ValueError("evaluation_metrics got no sample.")
+    metrics = {"val/accuracy": correct_N.double().mean().item()}
+    metrics |= _spread("val/reward", rewards_N)
+    metrics |= _spread("val/response_length", response_lens_N)
+    metrics["val/response_length/clip_ratio"] = truncated_N.double().mean().item()
+    groups = {"val/accuracy": _groups(correct_N, group_id_N), "val/reward": _groups(rewards_N, group_id_N)}
+    metrics["val/num_prompts"] = float(len(groups["val/reward"]))
+    sizes = {len(group) for group in groups["val/reward"]}
+    if len(sizes) == 1 and (n := sizes.pop()) > 1:
+        for name, members in groups.items():
+            metrics[f"{name}/mean@{n}"] = torch.stack([group.mean() for group in members]).mean().item()
+            metrics[f"{name}/best@{n}"] = torch.stack([group.max() for group in members]).mean().item()
+    return metrics
+
+
+def progress_metrics(*, global_step: int, epoch: float) -> dict[str, float]:
+    """`training/global_step` (reinforcement learning steps done) and `training/epoch` (passes over the prompts)."""
+    return {"training/global_step": float(global_step), "training/epoch": float(epoch)}
+
+
+def throughput_metrics(
+    timings: Mapping[str, float], *, num_tokens: int, num_response_tokens: int, world_size: int
+) -> dict[str, float]:
+    """Rates of one step.
+
+    Args:
+        timings: `Timers.metrics()` of the step.
+        num_tokens: Prompt and response tokens of all samples, over all ranks.
+        num_response_tokens: Response tokens alone.
+        world_size: Ranks.
+
+    Returns:
+        `perf/total_num_tokens`, `perf/time_per_step` (s), `perf/throughput` (tokens per second and rank, over the whole
+        step, as in verl), and where "gen" and "update_actor" were timed `perf/gen_tokens_per_s` (response tokens, all
+        ranks), `timing_per_token_ms/gen` and `timing_per_token_ms/update_actor`.
+    """
+    metrics = {"perf/total_num_tokens": float(num_tokens)}
+    step_s = timings.get("timing_s/step", 0.0)
+    if step_s > 0:
+        metrics["perf/time_per_step"] = step_s
+        metrics["perf/throughput"] = num_tokens / step_s / world_size
+    gen_s = timings.get("timing_s/gen", 0.0)
+    if gen_s > 0 and num_response_tokens:
+        metrics["perf/gen_tokens_per_s"] = num_response_tokens / gen_s
+        metrics["timing_per_token_ms/gen"] = 1000 * gen_s / num_response_tokens
+    update_s = timings.get("timing_s/update_actor", 0.0)
+    if update_s > 0 and num_tokens:
+        metrics["timing_per_token_ms/update_actor"] = 1000 * update_s / num_tokens
+    return metrics
+
+
+def forward_flops(arch: ArchSpec, seq_lens: Sequence[int]) -> float:
+    """Floating-point operations of one forward pass over sequences, without padding, recompute or sampling.
+
+    A multiply-add counts 2. Per token: 2 x the weights that it is multiplied with (q, k, v and output projections,
+    gate, up and down, and the output layer; the embedding is a look-up). Per sequence of T tokens and layer: causal
+    attention has T (T + 1) / 2 pairs, each 2 x 2 x heads x head_dim (scores and values). Norms, softmax and activations
+    are left out.
+
+    Source: Narayanan et al. 2021 (arXiv 2104.04473, appendix), with only the causal half counted and a gated MLP.
+    """
+    heads_dim = arch.num_heads * arch.head_dim
+    kv_dim = arch.num_kv_heads * arch.head_dim
+    attention = arch.hidden_size * (2 * heads_dim + 2 * kv_dim)
+    mlp = 3 * arch.hidden_size * arch.intermediate_size
+    weights = arch.num_layers * (attention + mlp) + arch.hidden_size * arch.vocab_size
+    num_tokens = sum(seq_lens)
+    pairs = sum(length * (length + 1) // 2 for length in seq_lens)
+    return 2.0 * num_tokens * weights + 4.0 * heads_dim * arch.num_layers * pairs
+
+
+def mfu_metrics(
+    arch: ArchSpec, seq_lens: Sequence[int], *, update_s: float, num_passes: int, world_size: int, device_name: str
+) -> dict[str, float]:
+    """`perf/mfu/actor`: model FLOPs of the update over what the devices could have done in its time; {} where unknown.
+
+    Args:
+        arch: The actor.
+        seq_lens: Tokens of every sequence of the step, over all ranks.
+        update_s: Seconds of the update.
+        num_passes: Times that each sequence was trained on (`train.num_epochs`).
+        world_size: Devices.
+        device_name: `torch.cuda.get_device_name()`; bf16 rates only, so pass "" for an fp32 actor or a CPU.
+
+    Returns:
+        Forward and backward count 3 x `forward_flops`; recomputed activations count nothing (so MFU, not HFU).
+    """
+    peak = PEAK_BF16_FLOPS.get(device_name)
+    if peak is None or update_s <= 0:
+        return {}
+    return {"perf/mfu/actor": 3 * num_passes * forward_flops(arch, seq_lens) / (update_s * world_size * peak)}
+
+
+def memory_metrics() -> dict[str, float]:
+    """This process: `perf/cpu_memory_used_gb` (resident), and on CUDA `perf/max_memory_{allocated,reserved}_gb`.
+
+    GB means GiB (2^30 bytes) here, as in verl.
+    """
+    metrics = {"perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / GIB}
+    if torch.cuda.is_available():
+        metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / GIB
+        metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / GIB
+    return metrics
+
+
+def _spread(name: str, values_N: Tensor) -> dict[str, float]:
+    values_N = values_N.double()
+    return {
+        f"{name}/mean": values_N.mean().item(),
+        f"{name}/max": values_N.max().item(),
+        f"{name}/min": values_N.min().item(),
+    }
+
+
+def _groups(values_N: Tensor, group_id_N: Tensor) -> list[Tensor]:
+    """Values of each group, fp64, groups in ascending order of their id."""
+    order = torch.argsort(group_id_N, stable=True)
+    _, counts = torch.unique_consecutive(group_id_N[order], return_counts=True)
+    return list(values_N.double()[order].tensor_split(counts.cumsum(0)[:-1]))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,113 @@
+"""The one object that the loop talks to about what it sees.
+
+Owns `RunLog` and the shape of sample rows. It computes no metric (`metrics.py`) and knows no format (`loggers/`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from mrl import registry
+from mrl.config import Config
+from mrl.observe.loggers.base import Logger, Opening, Phase
+from mrl.observe.run_dir import RunDir
+from mrl.types import Rollout
+
+
+class RunLog:
+    """Spreads metrics, samples and notes over the loggers. On every rank but 0 all methods do nothing."""
+
+    def __init__(self, config: Config, run: RunDir, resume_step: int | None, *, rank: int = 0) -> None:
+        """Opens every logger in `observe/loggers` that the config wants.
+
+        Args:
+            config: Resolved.
+            run: Its `start` was called (rank 0).
+            resume_step: Reinforcement learning steps in the checkpoint that the run goes on from: later lines are cut
+                off. None: a run from nothing; lines of a run that never reached a checkpoint are cut off.
+            rank: Global rank of this process.
+
+        Raises:
+            UserError: A wanted logger cannot work.
+        """
+        self._loggers: list[Logger] = []
+        if rank == 0:
+            opening = Opening(config, run, resume_step)
+            for name in registry.names("observe.loggers"):
+                logger = registry.find("observe.loggers", name, "LOGGER").open(opening)
+                if logger is not None:
+                    self._loggers.append(logger)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of reinforcement learning step `step` (1 is the first). Further calls for a step add to its line."""
+        for logger in self._loggers:
+            logger.record("train", step, metrics)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Held-out metrics after `step` steps (0: before the first); they join the line of that step."""
+        for logger in self._loggers:
+            logger.record("val", step, metrics)
+
+    def warm_start(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of supervised step `step` (1 is the first), named `warm_start/...`."""
+        for logger in self._loggers:
+            logger.record("warm_start", step, metrics)
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Sample generations of `step`, from `sample_rows`; their "phase" says from where."""
+        phases: tuple[Phase, ...] = ("train", "val")
+        for phase in phases:
+            chosen = [{key: row[key] for key in row if key != "phase"} for row in rows if row["phase"] == phase]
+            for logger in self._loggers if chosen else ():
+                logger.samples(phase, step, chosen)
+
+    def note(self, text: str) -> None:
+        """Something that happened, in one line (resumed from ..., checkpoint written ...)."""
+        for logger in self._loggers:
+            logger.note(text)
+
+    def phase(self, where: str) -> None:
+        """What runs now; give it to `Timers(on_phase=...)`."""
+        for logger in self._loggers:
+            logger.phase(where)
+
+    def close(self) -> None:
+        """Writes out and closes every logger."""
+        while self._loggers:
+            self._loggers.pop().close()
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def sample_rows(rollouts: Sequence[Rollout], *, phase: str, num_samples: int) -> list[dict[str, Any]]:
+    """The first `num_samples` rollouts as rows of samples.jsonl.
+
+    Args:
+        rollouts: Scored; evaluations in the order of the held-out prompts, so that all show the same ones.
+        phase: "train" or "val".
+        num_samples: `observe.num_samples`.
+    """
+    return [
+        {
+            "phase": phase,
+            "uid": rollout.prompt.uid,
+            "sample_index": rollout.sample_index,
+            "prompt": rollout.prompt.text,
+            "response": rollout.response_text,
+            "answer": rollout.prompt.answer,
+            "reward": rollout.reward,
+            "reward_parts": rollout.reward_parts,
+            "reward_error": rollout.reward_error,
+            "finish_reason": rollout.finish_reason,
+            "response_length": len(rollout.response_ids),
+        }
+        for rollout in rollouts[:num_samples]
+    ]

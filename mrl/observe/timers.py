@@ -1,0 +1,88 @@
+"""Times the phases of a step, and knows which phase runs now.
+
+Owns `Timers`. Every rank has one; only rank 0's times are logged. Error messages and the watchdog ask `where`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Timers:
+    """Wall-clock seconds of named phases, summed over one step.
+
+    Names follow verl: gen, update_weights, reward, old_log_prob, ref, adv, update_actor, testing,
+    save_checkpoint. Phases nest: the inner one is part of the outer one and is recorded as "outer/inner", so that the
+    phases without a slash add up.
+    """
+
+    def __init__(self, device: str | torch.device = "cpu", on_phase: Callable[[str], None] | None = None) -> None:
+        """Times on `device`: a CUDA device is synchronised where a phase begins and ends.
+
+        Args:
+            device: Where the work of the phases runs.
+            on_phase: Called with `where` whenever a phase begins (`RunLog.phase` shows it on the console).
+        """
+        self._synchronize = torch.device(device).type == "cuda"
+        self._on_phase = on_phase
+        self._seconds: dict[str, float] = {}
+        self._stack: list[str] = []
+        self._failed: str | None = None
+        self._step: int | None = None
+        self._step_began: float | None = None
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """One step: forgets the phases of the step before; its own time is `timing_s/step`."""
+        self._seconds = {}
+        self._step = step
+        self._step_began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds["step"] = time.perf_counter() - self._step_began
+            self._step_began = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Times what runs inside; repeats in a step add up. After an error `where` names the phase that failed."""
+        self._stack.append(name)
+        self._failed = None
+        path = "/".join(self._stack)
+        if self._on_phase is not None:
+            self._on_phase(self.where)
+        began = self._now()
+        try:
+            yield
+            self._seconds[path] = self._seconds.get(path, 0.0) + self._now() - began
+        except BaseException:
+            self._fail(path)
+            raise
+        finally:
+            self._stack.pop()
+
+    def metrics(self) -> dict[str, float]:
+        """`timing_s/<phase>` of the step so far; `timing_s/step` is the time up to now while the step runs."""
+        seconds = dict(self._seconds)
+        if self._step_began is not None:
+            seconds["step"] = time.perf_counter() - self._step_began
+        return {f"timing_s/{name}": value for name, value in seconds.items()}
+
+    @property
+    def where(self) -> str:
+        """What runs now, for people: "step 12, update_actor/forward"; the failed phase after an error."""
+        phase = self._failed or "/".join(self._stack) or "between phases"
+        return phase if self._step is None else f"step {self._step}, {phase}"
+
+    def _fail(self, path: str) -> None:
+        if self._failed is None:
+            self._failed = path
+
+    def _now(self) -> float:
+        if self._synchronize:
+            torch.cuda.synchronize()
+        return time.perf_counter()

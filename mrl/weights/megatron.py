@@ -106,3 +106,15 @@ def _cut(segments: list[Segment], start: int, stop: int) -> list[Segment]:
             found.append((index, first + low - offset, first + high - offset))
         offset += last - first
     return found
+
+
+def megatron_layouts(arch: ArchSpec, grid: Grid, *, dtype: str, te: bool) -> dict[int, Layout]:
+    """Rank -> `megatron_layout`; data-parallel copies share one object."""
+    shared: dict[tuple[int, int], Layout] = {}
+    found = {}
+    for rank in range(grid.world_size):
+        coords = grid.coords(rank)
+        if (coords.tp, coords.pp) not in shared:
+            shared[coords.tp, coords.pp] = megatron_layout(arch, grid, rank, dtype=dtype, te=te)
+        found[rank] = shared[coords.tp, coords.pp]
+    return found

@@ -6,6 +6,7 @@ heads. With fewer key/value heads than ranks, neighbouring ranks hold the same h
 
 from __future__ import annotations
 
+from mrl.grid import Grid
 from mrl.models.base import ArchSpec, Place
 from mrl.weights.layout import Layout
 from mrl.weights.shards import Segment, TensorShard, check_divides, shard_row, table
@@ -40,3 +41,9 @@ def _by_projection(arch: ArchSpec, shard: TensorShard) -> list[Segment]:
     first = shard.rank * arch.num_kv_heads // shard.size
     keys = (first * arch.head_dim, (first + kv_heads) * arch.head_dim)
     return [(0, shard.rank * queries, (shard.rank + 1) * queries), (1, *keys), (2, *keys)]
+
+
+def native_layouts(arch: ArchSpec, grid: Grid, dtype: str) -> dict[int, Layout]:
+    """Rank -> `native_layout`; the replicas share their objects."""
+    shared = [native_layout(arch, grid.rollout_tp, position, dtype) for position in range(grid.rollout_tp)]
+    return {rank: shared[grid.rollout_tp_rank(rank)] for rank in range(grid.world_size)}

@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mrl.config import CheckpointConfig
-from mrl.distributed.collectives import raise_together
+from mrl.distributed.collectives import together
 from mrl.errors import UserError
 
 FORMAT = 1
@@ -124,17 +124,14 @@ class Checkpoints:
 
     def _together(self, action: Callable[[], object]) -> None:
         """Runs the action; if it fails on any rank, all ranks raise that rank's error."""
-        failure: Exception | None = None
-        try:
-            action()
-        except OSError as error:
-            failure = UserError(
-                f"checkpoint in '{self.folder}' failed: {error}. Free space or make the folder writable, then start "
-                "the same command again: it continues from the last whole checkpoint."
-            )
-        except Exception as error:  # noqa: BLE001 -- whatever it is, the other ranks must learn of it
-            failure = error
-        raise_together(failure)
+        with together():
+            try:
+                action()
+            except OSError as error:
+                raise UserError(
+                    f"checkpoint in '{self.folder}' failed: {error}. Free space or make the folder writable, then "
+                    "start the same command again: it continues from the last whole checkpoint."
+                ) from error
 
 
 def committed_steps(folder: Path) -> list[int]:

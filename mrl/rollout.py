@@ -8,24 +8,23 @@ replica sampled: minibatches are cut from the order (prompt uid, sample index).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mrl.algorithms.base import Outcomes
 from mrl.data.packing import balance
-from mrl.distributed.collectives import all_gather_ragged, all_to_all_ragged
+from mrl.distributed.collectives import all_gather_ragged, all_to_all_ragged, everyone
 from mrl.distributed.groups import ProcessGroups
 from mrl.engines.base import RolloutEngine, SamplingConfig
-from mrl.types import Prompt, Rollout, RolloutBatch
+from mrl.observe.metrics import is_correct
+from mrl.types import Prompt, Rollout, RolloutBatch, SampleTable
 
 HISTORY_LIMIT = 200_000
 """Data rows whose response length is remembered; the oldest are forgotten."""
-
-COLUMNS = ("rank", "uid", "sample_index", "prompt_len", "response_len", "reward", "correct", "failed", "truncated")
 
 
 class LengthHistory:
@@ -45,7 +44,7 @@ class LengthHistory:
     def update(self, prompts: Iterable[Prompt], table: SampleTable) -> None:
         """Takes in the lengths of a step's samples."""
         by_uid: dict[int, list[float]] = {}
-        for uid, length in zip(table.column("uid").tolist(), table.column("response_len").tolist(), strict=True):
+        for uid, length in zip(table["uid"].tolist(), table["response_len"].tolist(), strict=True):
             by_uid.setdefault(int(uid), []).append(length)
         for prompt in prompts:
             lengths = by_uid.get(prompt.uid)
@@ -89,36 +88,14 @@ def generate(
     return engine.generate(mine, sampling) if mine else []
 
 
-class SampleTable:
-    """A few numbers for every sample of the job, ordered by (uid, sample index), the same on every rank."""
+def gather_table(rollouts: Sequence[Rollout], groups: ProcessGroups, reward_names: Sequence[str]) -> SampleTable:
+    """Collective over the job: the facts of all samples; the first rank of each replica speaks for it.
 
-    def __init__(self, rows: Tensor) -> None:
-        order = sorted(range(rows.size(0)), key=lambda i: (rows[i, 1].item(), rows[i, 2].item()))
-        self.rows = rows[order]
-
-    def column(self, name: str) -> Tensor:
-        """One column, fp64 [N]; names are in COLUMNS."""
-        return self.rows[:, COLUMNS.index(name)]
-
-    def __len__(self) -> int:
-        return self.rows.size(0)
-
-    def keep(self, mask_N: Tensor) -> SampleTable:
-        """The rows where the mask is True."""
-        return SampleTable(self.rows[mask_N])
-
-    def outcomes(self) -> Outcomes:
-        """What algorithms see of it."""
-        return Outcomes(
-            rewards_N=self.column("reward"),
-            group_id_N=self.column("uid").long(),
-            response_lens_N=self.column("response_len").long(),
-            truncated_N=self.column("truncated").bool(),
-        )
-
-
-def gather_table(rollouts: Sequence[Rollout], groups: ProcessGroups) -> SampleTable:
-    """Collective over the job: the facts of all samples; the first rank of each replica speaks for it."""
+    Args:
+        rollouts: Scored, on the first rank of each replica; ignored on the others.
+        groups: Who sits where.
+        reward_names: Keys of `Rollout.reward_parts`, in the config's order.
+    """
     rows = [
         [
             groups.rank,
@@ -127,17 +104,26 @@ def gather_table(rollouts: Sequence[Rollout], groups: ProcessGroups) -> SampleTa
             len(rollout.prompt.prompt_ids),
             len(rollout.response_ids),
             rollout.reward,
-            float(next(iter(rollout.reward_parts.values()), 0.0) >= 1.0),
-            rollout.reward_error is not None,
-            rollout.finish_reason == "length",
+            float(is_correct(rollout)),
+            float(rollout.reward_error is not None),
+            float(rollout.finish_reason == "length"),
+            *(rollout.reward_parts.get(name, math.nan) for name in reward_names),
         ]
         for rollout in (rollouts if groups.leads_replica else ())
     ]
-    local = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(COLUMNS))
-    world = dist.group.WORLD
-    if world is None:
-        raise RuntimeError("no default process group: distributed.launch.start was not called")
-    return SampleTable(all_gather_ragged(local, world))
+    columns = (*SampleTable.FACTS, *(f"reward/{name}" for name in reward_names))
+    local = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(columns))
+    return SampleTable(columns, all_gather_ragged(local, everyone()))
+
+
+def outcomes(table: SampleTable) -> Outcomes:
+    """What algorithms see of the table."""
+    return Outcomes(
+        rewards_N=table["reward"],
+        group_id_N=table["uid"].long(),
+        response_lens_N=table["response_len"].long(),
+        truncated_N=table["truncated"].bool(),
+    )
 
 
 @dataclass
@@ -168,8 +154,8 @@ def pack(rollouts: Sequence[Rollout], table: SampleTable, groups: ProcessGroups,
         minibatch_size: Prompts per optimizer step.
     """
     grid = groups.grid
-    keys = [(int(uid), int(sample)) for uid, sample in table.rows[:, 1:3].tolist()]
-    prompt_lens, response_lens = table.column("prompt_len").long(), table.column("response_len").long()
+    keys = [(int(uid), int(sample)) for uid, sample in torch.stack([table["uid"], table["sample_index"]], 1).tolist()]
+    prompt_lens, response_lens = table["prompt_len"].long(), table["response_len"].long()
     seq_lens = prompt_lens + response_lens
     dp_rows = _rows_of_ranks(keys, seq_lens.tolist(), grid.dp, minibatch_size)
     mine = [row for minibatch in dp_rows for row in minibatch[groups.coords.dp]]
@@ -184,7 +170,7 @@ def pack(rollouts: Sequence[Rollout], table: SampleTable, groups: ProcessGroups,
         tokens.append(torch.tensor(ids, dtype=torch.int64))
         logprobs.append(torch.tensor([x for part in parts for x in part.rollout_logprobs], dtype=torch.float32))
 
-    source = table.column("rank").long().tolist()
+    source = table["rank"].long().tolist()
     arrival = sorted(range(len(mine)), key=lambda i: source[mine[i]])  # stable: from each sender in the order of `mine`
     received_P = _exchange(tokens, [(source[mine[i]], int(seq_lens[mine[i]])) for i in arrival], grid.world_size)
     received_R = _exchange(logprobs, [(source[mine[i]], int(response_lens[mine[i]])) for i in arrival], grid.world_size)
@@ -198,8 +184,9 @@ def pack(rollouts: Sequence[Rollout], table: SampleTable, groups: ProcessGroups,
         response_lens_B=response_lens[index],
         response_mask_R=torch.ones(total_response, dtype=torch.bool),
         rollout_logprobs_R=_concatenate([received_R[i] for i in back], torch.float32),
-        group_id_B=table.column("uid").long()[index],
-        rewards_B=table.column("reward")[index].float(),
+        group_id_B=table["uid"].long()[index],
+        rewards_B=table["reward"][index].float(),
+        truncated_B=table["truncated"].bool()[index],
     )
     return StepBatch(batch, _local_rows(dp_rows, groups.coords.dp), index)
 

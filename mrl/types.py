@@ -14,7 +14,7 @@ itself given everything before it in its sequence. Logarithms are natural; log-p
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -146,3 +146,44 @@ class RolloutBatch:
                 parts = torch.split(value, lens[suffix])
                 chosen[item.name] = torch.cat([parts[row] for row in rows]) if rows else value[:0]
         return replace(self, **chosen)
+
+
+class SampleTable:
+    """A few numbers for every sample of the job, ordered by (uid, sample index), the same on every rank.
+
+    `table["reward"]` is a column, fp64 [N]. Columns are FACTS (`rank` is the one that holds the tokens; `correct`,
+    `failed` and `truncated` are 0 or 1) and "reward/<function>" for each reward function, NaN where it gave none.
+    """
+
+    FACTS: ClassVar = (
+        "rank",
+        "uid",
+        "sample_index",
+        "prompt_len",
+        "response_len",
+        "reward",
+        "correct",
+        "failed",
+        "truncated",
+    )
+
+    def __init__(self, columns: tuple[str, ...], rows_NC: Tensor) -> None:
+        uid, sample = columns.index("uid"), columns.index("sample_index")
+        keys = [(row[uid], row[sample]) for row in rows_NC.tolist()]
+        self.columns = columns
+        self.rows_NC = rows_NC[sorted(range(len(keys)), key=keys.__getitem__)]
+
+    def __getitem__(self, column: str) -> Tensor:
+        return self.rows_NC[:, self.columns.index(column)]
+
+    def __len__(self) -> int:
+        return self.rows_NC.size(0)
+
+    def keep(self, mask_N: Tensor) -> SampleTable:
+        """The rows where the mask is True."""
+        return SampleTable(self.columns, self.rows_NC[mask_N])
+
+    @staticmethod
+    def join(tables: list[SampleTable]) -> SampleTable:
+        """The rows of all tables, which have the same columns."""
+        return SampleTable(tables[0].columns, torch.cat([table.rows_NC for table in tables]))

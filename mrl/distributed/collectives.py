@@ -6,13 +6,22 @@ sent is made contiguous first: gloo moves wrong bytes otherwise, without an erro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mrl.errors import UserError
+
+
+def everyone() -> dist.ProcessGroup:
+    """The group of all ranks of the job."""
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("there is no process group: distributed.launch.start was not called")
+    return group
 
 
 def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -80,3 +89,17 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
             together.everywhere = True
             raise together from error
         raise RuntimeError(f"rank {rank} failed: {described}") from error
+
+
+@contextmanager
+def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Collective over `group`: what raises inside on one rank raises on all, by `raise_together`.
+
+    Inside there must be no collective that a failing rank would leave the others waiting in.
+    """
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 -- whatever it is, the other ranks must learn of it
+        raise_together(error, group)
+    else:
+        raise_together(None, group)

@@ -1,0 +1,51 @@
+"""Supervised steps on (prompt, answer): the warm start before reinforcement learning, and `algorithm.name=sft`.
+
+Owns the batch of a supervised step. Every rank reads the same prompts and keeps its share, so nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mrl.data.packing import balance
+from mrl.data.prompts import supervised_example
+from mrl.data.tokenizer import Tokenizer
+from mrl.distributed.groups import ProcessGroups
+from mrl.errors import UserError
+from mrl.types import Prompt, RolloutBatch
+
+
+def supervised_batch(prompts: list[Prompt], tokenizer: Tokenizer, groups: ProcessGroups, limit: int) -> RolloutBatch:
+    """This data-parallel index's share of the prompts, each with its answer as the response.
+
+    Args:
+        prompts: The same on every rank.
+        tokenizer: Encodes the answers.
+        groups: Who sits where.
+        limit: Longest response, tokens (`rollout.response_length`).
+
+    Raises:
+        UserError: A prompt has no answer, or one that is too long.
+    """
+    pairs = [supervised_example(prompt, tokenizer) for prompt in prompts]
+    for prompt, (_, response) in zip(prompts, pairs, strict=True):
+        if len(response) > limit:
+            raise UserError(
+                f"{prompt.source}: the answer has {len(response)} tokens with its end token, more than "
+                f"rollout.response_length={limit}. Raise it, or shorten the answer."
+            )
+    shares = balance([len(ids) + len(response) for ids, response in pairs], groups.grid.dp)
+    rows = sorted(shares[groups.coords.dp])
+    prompt_lens = torch.tensor([len(pairs[row][0]) for row in rows], dtype=torch.int64)
+    response_lens = torch.tensor([len(pairs[row][1]) for row in rows], dtype=torch.int64)
+    num_response = int(response_lens.sum())
+    return RolloutBatch(
+        tokens_P=torch.tensor([i for row in rows for i in (*pairs[row][0], *pairs[row][1])], dtype=torch.int64),
+        prompt_lens_B=prompt_lens,
+        response_lens_B=response_lens,
+        response_mask_R=torch.ones(num_response, dtype=torch.bool),
+        rollout_logprobs_R=torch.zeros(num_response),
+        group_id_B=torch.tensor([prompts[row].uid for row in rows], dtype=torch.int64),
+        rewards_B=torch.zeros(len(rows)),
+        truncated_B=torch.zeros(len(rows), dtype=torch.bool),
+    )

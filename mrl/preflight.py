@@ -1,0 +1,354 @@
+"""Refuses a run that cannot work, before any process group exists: ranges, rules between fields, rules with the model.
+
+Owns every rule that needs no tensor and no rank but this one. What a section alone decides stays with its owner: the
+algorithm's own fields in `algorithms/base.py`, rows of data in `data/`, values' types in `config.py`. All broken rules
+are told at once. It imports no torch.
+
+    check_config(config, world_size=8)                                     # as soon as the config is loaded
+    check(config, arch, world_size=8, tokenizer_vocab_size=151665)         # the same and the rules with the model
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mrl.config import Config
+from mrl.errors import UserError
+from mrl.grid import Grid
+from mrl.models.base import ArchSpec
+from mrl.weights.megatron import num_layers_per_chunk
+from mrl.weights.shards import TensorShard, check_divides
+
+RANGES = {
+    "run.seed": "[0, 4294967296)",
+    "run.num_threads": "[0, inf)",
+    "run.collective_timeout_s": "(0, inf)",
+    "train.num_steps": "[0, inf)",
+    "train.batch_size": "[1, inf)",
+    "train.minibatch_size": "[1, inf)",
+    "train.num_epochs": "[1, inf)",
+    "train.eval_interval": "[0, inf)",
+    "train.warm_start.num_steps": "[0, inf)",
+    "train.warm_start.batch_size": "[1, inf)",
+    "train.warm_start.lr": "(0, inf)",
+    "train.warm_start.lr_warmup_steps": "[0, inf)",
+    "parallel.tensor_model_parallel_size": "[1, inf)",
+    "parallel.pipeline_model_parallel_size": "[1, inf)",
+    "parallel.virtual_pipeline_model_parallel_size": "[1, inf)",
+    "parallel.context_parallel_size": "[1, inf)",
+    "parallel.expert_model_parallel_size": "[1, inf)",
+    "actor.lr": "[0, inf)",
+    "actor.min_lr": "[0, inf)",
+    "actor.lr_warmup_steps": "[0, inf)",
+    "actor.weight_decay": "[0, inf)",
+    "actor.adam_beta1": "[0, 1)",
+    "actor.adam_beta2": "[0, 1)",
+    "actor.adam_eps": "(0, inf)",
+    "actor.clip_grad": "[0, inf)",
+    "actor.max_tokens_per_microbatch": "[1, inf)",
+    "actor.logprob_chunk_tokens": "[1, inf)",
+    "reference.update_interval": "[0, inf)",
+    "rollout.n": "[1, inf)",
+    "rollout.temperature": "(0, inf)",
+    "rollout.top_k": "-1 or [1, inf)",
+    "rollout.top_p": "(0, 1]",
+    "rollout.min_p": "[0, 1)",
+    "rollout.repetition_penalty": "(0, inf)",
+    "rollout.prompt_length": "[1, inf)",
+    "rollout.response_length": "[1, inf)",
+    "rollout.max_model_len": "[2, inf)",
+    "rollout.tensor_model_parallel_size": "[1, inf)",
+    "rollout.pipeline_model_parallel_size": "[1, inf)",
+    "rollout.expert_parallel_size": "[1, inf)",
+    "rollout.max_num_seqs": "[1, inf)",
+    "rollout.max_num_batched_tokens": "[1, inf)",
+    "rollout.gpu_memory_utilization": "(0, 1)",
+    "rollout.val_kwargs.n": "[1, inf)",
+    "rollout.val_kwargs.temperature": "(0, inf)",
+    "rollout.val_kwargs.top_k": "-1 or [1, inf)",
+    "rollout.val_kwargs.top_p": "(0, 1]",
+    "rollout.checkpoint_engine.update_weights_bucket_megabytes": "[1, inf)",
+    "reward.time_limit_s": "(0, inf)",
+    "reward.num_workers": "[1, inf)",
+    "reward.error_value": "(-inf, inf)",
+    "reward.max_failed_frac": "[0, 1]",
+    "checkpoint.interval": "[0, inf)",
+    "checkpoint.keep_last": "[1, inf)",
+    "checkpoint.keep_best": "[0, inf)",
+    "observe.num_samples": "[0, inf)",
+}
+"""Values of every number outside `algorithm`: intervals, or single values."""
+
+FIXED = {
+    "parallel.context_parallel_size": (1, "this version does not split sequences over ranks"),
+    "parallel.expert_model_parallel_size": (1, "this version has no mixture of experts"),
+    "rollout.pipeline_model_parallel_size": (1, "the native engine has no pipeline"),
+    "rollout.expert_parallel_size": (1, "this version has no mixture of experts"),
+    "rollout.repetition_penalty": (1.0, "the log-probabilities that train would not be those that sampled"),
+    "rollout.calculate_log_probs": (True, "log-probabilities captured at sampling time are pi_old"),
+    "rollout.name": ("native", "this version has no other engine"),
+}
+"""Fields that take one value in this version, and why."""
+
+Rule = Callable[[Config, Grid], Iterator[str]]
+
+
+def check_config(config: Config, *, world_size: int) -> None:
+    """All rules that need no model.
+
+    Raises:
+        UserError: Each broken rule, with the keys and what to do.
+    """
+    _raise([*_ranges(config), *_fixed(config)])
+    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    if world_size % (tp * pp):
+        raise UserError(
+            f"parallel.tensor_model_parallel_size={tp} x parallel.pipeline_model_parallel_size={pp} = {tp * pp} does "
+            f"not divide the {world_size} rank(s) of this job. Start a multiple of {tp * pp} ranks, or lower one."
+        )
+    grid = grid_of(config, world_size)
+    rules: tuple[Rule, ...] = (_parallel, _steps, _lengths, _sampling, _model, _data, _evaluation, _idle)
+    _raise([message for rule in rules for message in rule(config, grid)])
+
+
+def check(config: Config, arch: ArchSpec, *, world_size: int, tokenizer_vocab_size: int) -> None:
+    """All rules, those with the model and its tokenizer too.
+
+    Args:
+        config: What was asked for.
+        arch: The model's structure.
+        world_size: Ranks of the job.
+        tokenizer_vocab_size: One more than the largest id that the tokenizer gives.
+
+    Raises:
+        UserError: Each broken rule, with the keys and what to do.
+    """
+    check_config(config, world_size=world_size)
+    grid = grid_of(config, world_size)
+    broken = list(_fit(config, arch, grid))
+    if tokenizer_vocab_size > arch.vocab_size:
+        broken.append(
+            f"the tokenizer gives ids up to {tokenizer_vocab_size - 1}, the model has embeddings for {arch.vocab_size} "
+            "tokens. Set model.tokenizer to the model's own."
+        )
+    _raise(broken)
+
+
+def grid_of(config: Config, world_size: int) -> Grid:
+    """The parallel layout that the config asks for."""
+    return Grid(
+        world_size=world_size,
+        tp=config.parallel.tensor_model_parallel_size,
+        pp=config.parallel.pipeline_model_parallel_size,
+        vpp=config.parallel.virtual_pipeline_model_parallel_size or 1,
+        rollout_tp=config.rollout.tensor_model_parallel_size,
+    )
+
+
+def max_model_len(config: Config) -> int:
+    """Longest sequence of a run, prompt and response, tokens."""
+    rollout = config.rollout
+    return rollout.max_model_len or rollout.prompt_length + rollout.response_length
+
+
+def _raise(broken: list[str]) -> None:
+    if len(broken) == 1:
+        raise UserError(broken[0])
+    if broken:
+        raise UserError(f"the config breaks {len(broken)} rules:" + "".join(f"\n  - {message}" for message in broken))
+
+
+def _value(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _ranges(config: Config) -> Iterator[str]:
+    for key, allowed in RANGES.items():
+        value = _value(config, key)
+        if value is not None and not any(_within(value, part) for part in allowed.split(" or ")):
+            yield f"{key}={value} is out of range; expected {allowed}."
+    for index, function in enumerate(config.reward.functions):
+        if not _within(function.weight, "(-inf, inf)"):
+            yield f"reward.functions[{index}].weight={function.weight} is out of range; expected a finite number."
+
+
+def _within(value: float, allowed: str) -> bool:
+    """Whether a number lies in "[low, high)" or is the one given; not-a-number lies nowhere."""
+    if allowed[0] not in "[(":
+        return value == float(allowed)
+    low, high = (float(bound) for bound in allowed[1:-1].split(","))
+    above = low <= value if allowed[0] == "[" else low < value
+    return above and (value <= high if allowed[-1] == "]" else value < high)
+
+
+def _fixed(config: Config) -> Iterator[str]:
+    for key, (only, reason) in FIXED.items():
+        value = _value(config, key)
+        if value != only:
+            yield f"{key}={value} is refused; it must be {only}: {reason}."
+
+
+def _parallel(config: Config, grid: Grid) -> Iterator[str]:
+    if grid.vpp > 1 and grid.pp == 1:
+        yield (
+            f"parallel.virtual_pipeline_model_parallel_size={grid.vpp} needs "
+            "parallel.pipeline_model_parallel_size above 1: chunks are interleaved over stages."
+        )
+    if config.parallel.sequence_parallel and grid.tp == 1:
+        yield "parallel.sequence_parallel=true needs parallel.tensor_model_parallel_size above 1."
+    if grid.world_size % grid.rollout_tp:
+        yield (
+            f"rollout.tensor_model_parallel_size={grid.rollout_tp} does not divide the {grid.world_size} rank(s) of "
+            "this job: replicas are equal groups of ranks."
+        )
+
+
+def _steps(config: Config, grid: Grid) -> Iterator[str]:
+    train = config.train
+    minibatch = train.minibatch_size or train.batch_size
+    if train.batch_size % minibatch:
+        yield f"train.minibatch_size={minibatch} does not divide train.batch_size={train.batch_size}."
+    if minibatch * config.rollout.n < grid.dp:
+        yield (
+            f"a minibatch of {minibatch} prompts x rollout.n={config.rollout.n} samples is smaller than the "
+            f"data-parallel size {grid.dp}: some ranks would never train. Raise train.minibatch_size or rollout.n."
+        )
+    if train.warm_start.num_steps and train.warm_start.batch_size < grid.dp:
+        yield f"train.warm_start.batch_size={train.warm_start.batch_size} is below the data-parallel size {grid.dp}."
+    if not train.num_steps and not train.warm_start.num_steps:
+        yield "train.num_steps and train.warm_start.num_steps are both 0: there is nothing to do."
+    actor = config.actor
+    if actor.min_lr > actor.lr:
+        yield f"actor.min_lr={actor.min_lr} is above actor.lr={actor.lr}."
+    total = train.num_steps * train.num_epochs * (train.batch_size // minibatch)
+    if actor.lr_schedule != "constant" and 0 < total <= actor.lr_warmup_steps:
+        yield (
+            f"actor.lr_warmup_steps={actor.lr_warmup_steps} leaves nothing of the run's {total} optimizer steps for "
+            f"actor.lr_schedule={actor.lr_schedule}."
+        )
+
+
+def _lengths(config: Config, grid: Grid) -> Iterator[str]:
+    rollout = config.rollout
+    both = rollout.prompt_length + rollout.response_length
+    longest = max_model_len(config)
+    if longest < both:
+        yield (
+            f"rollout.max_model_len={longest} is below rollout.prompt_length={rollout.prompt_length} + "
+            f"rollout.response_length={rollout.response_length} = {both}."
+        )
+    if config.actor.max_tokens_per_microbatch < both:
+        yield (
+            f"actor.max_tokens_per_microbatch={config.actor.max_tokens_per_microbatch} is below the longest sequence, "
+            f"rollout.prompt_length + rollout.response_length = {both}: a sequence is never split."
+        )
+    if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < rollout.prompt_length:
+        yield (
+            f"rollout.max_num_batched_tokens={rollout.max_num_batched_tokens} is below rollout.prompt_length="
+            f"{rollout.prompt_length} and rollout.enable_chunked_prefill=false: such a prompt could not be read."
+        )
+
+
+def _sampling(config: Config, grid: Grid) -> Iterator[str]:
+    rollout, val = config.rollout, config.rollout.val_kwargs
+    if not rollout.do_sample and rollout.n > 1:
+        yield f"rollout.do_sample=false makes rollout.n={rollout.n} equal samples of a prompt. Set rollout.n=1."
+    if not val.do_sample and val.n > 1:
+        yield f"rollout.val_kwargs.n={val.n} with do_sample=false scores the same answer {val.n} times."
+    if any(not text for text in rollout.stop):
+        yield "rollout.stop holds an empty string, which would end every response at once."
+
+
+def _model(config: Config, grid: Grid) -> Iterator[str]:
+    model = config.model
+    if (model.path is None) == (model.preset is None):
+        came = "neither" if model.path is None else "both"
+        yield f"{came} of model.path and model.preset set: give one, a Hugging Face folder or the name of a preset."
+    if model.path is not None and not Path(model.path).is_dir():
+        yield f"model.path={model.path} is not a folder. Give a local Hugging Face folder; nothing is downloaded."
+    if model.path is None and model.tokenizer is None:
+        yield 'a preset has no tokenizer: set model.tokenizer to a folder, or to "char:<characters>".'
+    if config.reference.path is not None and not Path(config.reference.path).is_dir():
+        yield f"reference.path={config.reference.path} is not a folder. Give a local Hugging Face folder."
+
+
+def _data(config: Config, grid: Grid) -> Iterator[str]:
+    data = config.data
+    if data.task is None and not data.train_files:
+        yield "there are no prompts: set data.train_files, or data.task."
+    if data.task is not None and (data.train_files or data.val_files):
+        yield f"data.task={data.task} makes its own rows; data.train_files and data.val_files must be empty."
+    for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
+        for file in files:
+            if not Path(file).is_file():
+                yield f"{key}: '{file}' does not exist."
+    if data.chat_template is not None and not Path(data.chat_template).is_file():
+        yield f"data.chat_template='{data.chat_template}' does not exist."
+    if not config.reward.functions:
+        yield "reward.functions is empty: no response would have a reward."
+
+
+def _evaluation(config: Config, grid: Grid) -> Iterator[str]:
+    held_out = config.data.task is not None or bool(config.data.val_files)
+    if config.train.eval_interval and not held_out:
+        yield f"train.eval_interval={config.train.eval_interval} needs held-out prompts: set data.val_files."
+    if config.checkpoint.keep_best and not (held_out and config.train.eval_interval):
+        yield (
+            f"checkpoint.keep_best={config.checkpoint.keep_best} ranks checkpoints by evaluations: set "
+            "train.eval_interval, and data.val_files where there is no data.task."
+        )
+    if not config.checkpoint.best_metric.startswith("val/"):
+        yield f"checkpoint.best_metric={config.checkpoint.best_metric} is no evaluation metric, such as val/accuracy."
+
+
+def _idle(config: Config, grid: Grid) -> Iterator[str]:
+    """Fields that are set and would be ignored."""
+    val, no_kl = config.rollout.val_kwargs, config.algorithm.kl_in == "none"
+    cases = (
+        ("model.overrides", bool(config.model.overrides) and config.model.path is not None, "model.path is set"),
+        ("data.task_kwargs", bool(config.data.task_kwargs) and config.data.task is None, "data.task is null"),
+        ("reference.path", config.reference.path is not None and no_kl, "algorithm.kl_in is none"),
+        ("reference.update_interval", config.reference.update_interval > 0 and no_kl, "algorithm.kl_in is none"),
+        (
+            "actor.min_lr",
+            config.actor.min_lr > 0 and config.actor.lr_schedule == "constant",
+            "actor.lr_schedule is constant",
+        ),
+        (
+            "data.chat_template",
+            config.data.chat_template is not None and config.data.apply_chat_template == "never",
+            "data.apply_chat_template is never",
+        ),
+        (
+            "rollout.val_kwargs.temperature, top_k or top_p",
+            not val.do_sample and (val.temperature, val.top_k, val.top_p) != (1.0, -1, 1.0),
+            "rollout.val_kwargs.do_sample is false",
+        ),
+    )
+    for key, ignored, reason in cases:
+        if ignored:
+            yield f"{key} is set, but would have no effect because {reason}. Remove it, or change that."
+
+
+def _fit(config: Config, arch: ArchSpec, grid: Grid) -> Iterator[str]:
+    """Rules between the layout, the lengths and the model."""
+    attempts: tuple[Callable[[], object], ...] = (
+        lambda: check_divides(arch, TensorShard(grid.tp, 0, "parallel.tensor_model_parallel_size")),
+        lambda: check_divides(arch, TensorShard(grid.rollout_tp, 0, "rollout.tensor_model_parallel_size")),
+        lambda: num_layers_per_chunk(arch, grid),
+    )
+    for attempt in attempts:
+        try:
+            attempt()
+        except UserError as error:
+            yield str(error)
+    longest = max_model_len(config)
+    if longest > arch.max_position_embeddings:
+        yield (
+            f"sequences of {longest} tokens (rollout.max_model_len, or rollout.prompt_length + "
+            f"rollout.response_length) exceed the model's max_position_embeddings={arch.max_position_embeddings}."
+        )

@@ -1,0 +1,135 @@
+"""The loss, its gradient and the metrics do not depend on how the batch is cut, ordered or spread over ranks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from mrl.algorithms.base import SumReduce, build
+from mrl.config import AlgorithmConfig, OverlongConfig, RolloutConfig
+from mrl.types import RolloutBatch
+from tests.algorithms.ragged import advantages_of, alone, make_batch, on_ranks
+
+SUM_ORDER = 1e-6  # fp32 losses of about 60 tokens, added in another order
+
+CONFIGS = [
+    AlgorithmConfig(name="grpo", kl_in="loss", entropy_coef=0.1, proximal="recompute"),
+    AlgorithmConfig(name="grpo", overlong=OverlongConfig(mask_truncated=True), dual_clip=2.0),
+    AlgorithmConfig(name="dr_grpo"),
+    AlgorithmConfig(name="dapo", overlong=OverlongConfig(buffer_length=3)),
+    AlgorithmConfig(name="rloo"),
+    AlgorithmConfig(name="reinforce_pp", kl_in="reward", kl_estimator="k1", kl_coef=0.2),
+    AlgorithmConfig(name="reinforce_pp_baseline"),
+    AlgorithmConfig(name="sft"),
+]
+ROLLOUT = RolloutConfig(n=3, response_length=7)
+
+
+def _id(config: AlgorithmConfig) -> str:
+    return f"{config.name} {config.kl_in}"
+
+
+def _policy(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies that depend on a token's own values only, so that they follow the token."""
+    rollout_R = batch.rollout_logprobs_R
+    return rollout_R * 0.9 - 0.4 * (rollout_R * 50).sin() - 0.5, 1.0 + (rollout_R * 20).cos()
+
+
+def _run(config: AlgorithmConfig, parts: list[RolloutBatch], outcome_N: Tensor, rows: list[list[int]], cut: int):
+    """Loss, metrics and the gradient of each sequence, from `parts` on ranks, in microbatches of `cut` sequences."""
+    algorithm = build(config, ROLLOUT)
+    losses: list[float] = []
+    metrics: dict[str, list[float]] = {}
+    grads: dict[int, Tensor] = {}
+
+    def work(part: RolloutBatch, reduce: SumReduce, rank: int) -> None:
+        algorithm.advantages(part, outcome_N[rows[rank]], reduce)
+        algorithm.weigh(part, reduce)
+        for start in range(0, part.num_sequences, cut):
+            chosen = list(range(part.num_sequences))[start : start + cut]
+            microbatch = part.select(chosen)
+            logprobs_R, entropy_R = (tensor.requires_grad_() for tensor in _policy(microbatch))
+            loss, found = algorithm.loss(logprobs_R, entropy_R, microbatch)
+            grad_R = torch.cat(
+                [
+                    torch.stack(
+                        torch.autograd.grad(loss, (logprobs_R, entropy_R), allow_unused=True, materialize_grads=True)
+                    )
+                ],
+                1,
+            )
+            for row, grad in zip(chosen, grad_R.split(microbatch.response_lens_B.tolist(), 1), strict=True):
+                grads[rows[rank][row]] = grad
+            losses.append(loss.item())
+            for key, value in found.items():
+                metrics.setdefault(key, []).append(value.item())
+
+    on_ranks(parts, work)
+    pick = {"max": max, "min": min}
+    reduced = {key: pick.get(key[-3:], sum)(values) for key, values in metrics.items()}
+    return sum(losses), reduced, grads
+
+
+def _spread(batch: RolloutBatch, rows: list[list[int]]) -> list[RolloutBatch]:
+    return [batch.select(part) for part in rows]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=_id)
+def test_cut_order_and_ranks_change_nothing(config: AlgorithmConfig) -> None:
+    batch = make_batch(seed=7)
+    outcome_N = advantages_of(build(config, ROLLOUT), batch)
+    everything = [list(range(12))]
+    loss, metrics, grads = _run(config, _spread(batch, everything), outcome_N, everything, cut=12)
+    assert any(grad.abs().sum() > 0 for grad in grads.values())
+    shuffled = [torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()]
+    uneven = [[5, 0, 11], [1, 2, 3, 4, 6, 7, 8], [10, 9]]
+    for rows, cut in [(everything, 5), (everything, 1), (shuffled, 4), (uneven, 2), ([*uneven, []], 12)]:
+        got_loss, got_metrics, got_grads = _run(config, _spread(batch, rows), outcome_N, rows, cut)
+        assert got_loss == pytest.approx(loss, rel=SUM_ORDER, abs=SUM_ORDER)
+        assert got_metrics == pytest.approx(metrics, rel=SUM_ORDER, abs=SUM_ORDER)
+        assert got_grads.keys() == grads.keys()
+        for row, grad in grads.items():
+            torch.testing.assert_close(got_grads[row], grad, rtol=SUM_ORDER, atol=SUM_ORDER)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=_id)
+def test_untrained_tokens_reach_neither_loss_nor_gradient(config: AlgorithmConfig) -> None:
+    batch = make_batch(seed=8)
+    algorithm = build(config, ROLLOUT)
+    outcome_N = advantages_of(algorithm, batch)
+    spoiled = replace(batch)
+    results = []
+    for current in (batch, spoiled):
+        if current is spoiled:
+            for name in ("rollout_logprobs_R", "proximal_logprobs_R", "ref_logprobs_R"):
+                value_R = getattr(spoiled, name)
+                setattr(spoiled, name, torch.where(spoiled.response_mask_R, value_R, float("nan")))
+        algorithm.advantages(current, outcome_N, alone)
+        algorithm.weigh(current, alone)
+        logprobs_R, entropy_R = _policy(batch)
+        if current is spoiled:
+            logprobs_R = torch.where(current.response_mask_R, logprobs_R, -float("inf"))
+            entropy_R = torch.where(current.response_mask_R, entropy_R, float("nan"))
+        logprobs_R.requires_grad_()
+        loss, metrics = algorithm.loss(logprobs_R, entropy_R, current)
+        (grad_R,) = torch.autograd.grad(loss, logprobs_R)
+        assert (grad_R[~current.response_mask_R] == 0).all()
+        results.append((loss.item(), {key: value.item() for key, value in metrics.items()}, grad_R))
+    assert results[0][:2] == results[1][:2]
+    assert torch.equal(results[0][2], results[1][2])
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=_id)
+def test_a_batch_without_any_trained_token_gives_zero_and_no_nan(config: AlgorithmConfig) -> None:
+    batch = make_batch(seed=9)
+    batch.response_mask_R = torch.zeros_like(batch.response_mask_R)
+    algorithm = build(config, ROLLOUT)
+    algorithm.advantages(batch, advantages_of(algorithm, batch), alone)
+    algorithm.weigh(batch, alone)
+    logprobs_R, entropy_R = (tensor.requires_grad_() for tensor in _policy(batch))
+    loss, metrics = algorithm.loss(logprobs_R, entropy_R, batch)
+    (grad_R,) = torch.autograd.grad(loss, logprobs_R)
+    assert loss.item() == 0
+    assert (grad_R == 0).all()
+    assert all(torch.isfinite(value) for value in metrics.values())

@@ -36,7 +36,7 @@ class RunLog:
         if rank == 0:
             opening = Opening(config, run, resume_step)
             for name in registry.names("observe.loggers"):
-                logger = registry.find("observe.loggers", name, "LOGGER").open(opening)
+                logger = registry.find("observe.loggers", name, "LOGGER")(opening)
                 if logger is not None:
                     self._loggers.append(logger)
 

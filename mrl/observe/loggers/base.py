@@ -1,6 +1,7 @@
-"""The interface of a logger. A logger is a file in this folder that defines `LOGGER`; it says itself when it is wanted.
+"""The interface of a logger. A logger is a file in this folder that defines `LOGGER`, a function of an `Opening`.
 
-Owns `Logger` and `Opening`. Loggers exist on rank 0 only.
+Owns `Logger` and `Opening`. `LOGGER` returns the logger, or None where the config does not want it, and raises
+UserError where it is wanted and cannot work (package missing). Loggers exist on rank 0 only.
 """
 
 from __future__ import annotations
@@ -34,15 +35,6 @@ class Opening:
 
 class Logger(ABC):
     """One place that metrics go to."""
-
-    @classmethod
-    @abstractmethod
-    def open(cls, opening: Opening) -> Logger | None:
-        """The logger, or None where the config does not want it.
-
-        Raises:
-            UserError: It is wanted and cannot work (package missing).
-        """
 
     @abstractmethod
     def record(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:

@@ -35,11 +35,6 @@ class Files(Logger):
         self._samples = os.open(run.samples, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._notes = os.open(run.notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
-    @classmethod
-    def open(cls, opening: Opening) -> Files:
-        """Always wanted."""
-        return cls(opening)
-
     def record(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
         """Evaluations join the line of their step."""
         phase = "train" if phase == "val" else phase

@@ -24,20 +24,6 @@ class TensorBoard(Logger):
         self._opening = opening
         self._writers: dict[str, SummaryWriter] = {}
 
-    @classmethod
-    def open(cls, opening: Opening) -> TensorBoard | None:
-        """The logger where `observe.tensorboard` is set."""
-        if not opening.config.observe.tensorboard:
-            return None
-        try:
-            import torch.utils.tensorboard  # noqa: F401
-        except ImportError as error:
-            raise UserError(
-                "observe.tensorboard is true, and the package 'tensorboard' is not installed. "
-                "Run `pip install tensorboard`, or set observe.tensorboard=false."
-            ) from error
-        return cls(opening)
-
     def record(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
         """One scalar per metric."""
         writer = self._writer(phase)
@@ -67,4 +53,18 @@ class TensorBoard(Logger):
         return self._writers[name]
 
 
-LOGGER = TensorBoard
+def open_tensorboard(opening: Opening) -> TensorBoard | None:
+    """The logger where `observe.tensorboard` is set."""
+    if not opening.config.observe.tensorboard:
+        return None
+    try:
+        import torch.utils.tensorboard  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            "observe.tensorboard is true, and the package 'tensorboard' is not installed. "
+            "Run `pip install tensorboard`, or set observe.tensorboard=false."
+        ) from error
+    return TensorBoard(opening)
+
+
+LOGGER = open_tensorboard

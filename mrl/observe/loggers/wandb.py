@@ -37,20 +37,6 @@ class WandB(Logger):
         self._run.define_metric("*", step_metric="training/global_step")
         self._run.define_metric("warm_start/*", step_metric="warm_start/step")
 
-    @classmethod
-    def open(cls, opening: Opening) -> WandB | None:
-        """The logger where `observe.wandb_project` is set."""
-        if opening.config.observe.wandb_project is None:
-            return None
-        try:
-            import wandb
-        except ImportError as error:
-            raise UserError(
-                f"observe.wandb_project is '{opening.config.observe.wandb_project}', and the package 'wandb' is not "
-                "installed. Run `pip install mrl[wandb]`, or set observe.wandb_project=null."
-            ) from error
-        return cls(opening, wandb)
-
     def record(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
         """All metrics of a step."""
         axis = "warm_start/step" if phase == "warm_start" else "training/global_step"
@@ -67,4 +53,18 @@ class WandB(Logger):
         self._run.finish()
 
 
-LOGGER = WandB
+def open_wandb(opening: Opening) -> WandB | None:
+    """The logger where `observe.wandb_project` is set."""
+    if opening.config.observe.wandb_project is None:
+        return None
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError(
+            f"observe.wandb_project is '{opening.config.observe.wandb_project}', and the package 'wandb' is not "
+            "installed. Run `pip install mrl[wandb]`, or set observe.wandb_project=null."
+        ) from error
+    return WandB(opening, wandb)
+
+
+LOGGER = open_wandb

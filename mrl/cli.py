@@ -17,11 +17,12 @@ from mrl.errors import UserError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit status; `argv` is without the program's name."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     try:
         arguments.command(arguments)
     except UserError as error:
-        print(f"mrl: error: {error}", file=sys.stderr)
+        if _speaks(error):
+            print(f"mrl: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("mrl: interrupted", file=sys.stderr)
@@ -29,12 +30,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _speaks(error: UserError) -> bool:
+    """Whether this rank prints an error: the first rank does what every rank raises, a rank alone does its own."""
+    if not error.everywhere:
+        return True
+    from mrl.distributed.launch import environment
+
+    return environment().rank == 0
+
+
 def _train(arguments: argparse.Namespace) -> None:
     config = load(arguments.config, arguments.overrides)
     if arguments.dry_run:
+        from mrl.distributed.launch import environment
         from mrl.dryrun import describe
 
-        print(describe(config))
+        described = describe(config, arguments.world_size or environment().world_size)
+        if environment().rank == 0:
+            print(described)
         return
     from mrl.train import train
 
@@ -53,6 +66,17 @@ def _report(arguments: argparse.Namespace) -> None:
     print(write_report(arguments.run))
 
 
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Overrides may stand before and after options, which argparse alone does not accept."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and ("overrides" not in arguments or any(item.startswith("-") for item in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mrl", description="Reinforcement learning of language models at scale.")
     parser.add_argument("--version", action="version", version=f"mrl {__version__}")
@@ -61,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train; continue where the run folder's last checkpoint is")
     _add_config(train)
     train.add_argument("--dry-run", action="store_true", help="print config, ranks and the refit's cost, start nothing")
+    train.add_argument("--world-size", type=int, metavar="N", help="with --dry-run: ranks to plan for")
     train.set_defaults(command=_train)
 
     evaluate = commands.add_parser("evaluate", help="score a checkpoint, or the initial model, on held-out prompts")

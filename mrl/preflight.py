@@ -4,8 +4,8 @@ Owns every rule that needs no tensor and no rank but this one. What a section al
 algorithm's own fields in `algorithms/base.py`, rows of data in `data/`, values' types in `config.py`. All broken rules
 are told at once. It imports no torch.
 
-    check_config(config, world_size=8)                                     # as soon as the config is loaded
-    check(config, arch, world_size=8, tokenizer_vocab_size=151665)         # the same and the rules with the model
+    check_config(config, world_size)                   # needs no model
+    check(config, arch, world_size, vocab_size)        # the same rules, and those with the model and its tokenizer
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ FIXED = {
 Rule = Callable[[Config, Grid], Iterator[str]]
 
 
-def check_config(config: Config, *, world_size: int) -> None:
+def check_config(config: Config, world_size: int) -> None:
     """All rules that need no model.
 
     Raises:
@@ -113,7 +113,7 @@ def check_config(config: Config, *, world_size: int) -> None:
     _raise([message for rule in rules for message in rule(config, grid)])
 
 
-def check(config: Config, arch: ArchSpec, *, world_size: int, tokenizer_vocab_size: int) -> None:
+def check(config: Config, arch: ArchSpec, world_size: int, tokenizer_vocab_size: int) -> None:
     """All rules, those with the model and its tokenizer too.
 
     Args:
@@ -125,7 +125,7 @@ def check(config: Config, arch: ArchSpec, *, world_size: int, tokenizer_vocab_si
     Raises:
         UserError: Each broken rule, with the keys and what to do.
     """
-    check_config(config, world_size=world_size)
+    check_config(config, world_size)
     grid = grid_of(config, world_size)
     broken = list(_fit(config, arch, grid))
     if tokenizer_vocab_size > arch.vocab_size:

@@ -1,7 +1,13 @@
-"""The interface of a reward function, and how several become one number.
+"""The interface of a reward function.
 
-A reward is a file in this folder that defines `REWARD`, or any importable function of the same signature. Nothing here
-runs model output; scoring with time limits is in `scorer.py`.
+A reward is a file in this folder that defines
+
+- `REWARD`, the function, and
+- `IN_PROCESS`: True where it is quick and cannot hang whatever the model writes, so that it needs no worker process;
+
+or any importable function of the same signature, named "package.module:function", which always runs in a worker.
+Nothing here runs model output. Scoring with time limits is in `scorer.py`. This folder's functions and `_worker.py`
+import no torch: a worker starts in the time that Python takes.
 """
 
 from __future__ import annotations
@@ -12,9 +18,10 @@ from typing import Any, Protocol
 class RewardFunction(Protocol):
     """Scores one response.
 
-    `prompt` and `response` are text, `answer` is the ground truth (None where the data has none), `extra` holds the other
-    columns of the data row and the keys "response_length" (tokens) and "finish_reason"; keyword arguments come from the
-    config's `kwargs`. Returns a finite number.
+    `prompt` and `response` are text, `answer` is the ground truth (None where the data has none), `extra` holds the
+    other columns of the data row and the keys "response_length" (tokens) and "finish_reason"; keyword arguments come
+    from the config's `kwargs`. The response comes without its end token. Returns a finite number; what it raises is
+    reported with the sample.
     """
 
     def __call__(

@@ -1,0 +1,213 @@
+"""GRPO's first optimizer step against TRL's GRPOTrainer, on the batch that TRL itself sampled, scored and normalised.
+
+TRL generates completions, calls the reward, makes the advantages and the loss; mrl gets the same tokens and rewards,
+scores them without padding through its own reading of the logits, and must arrive at the same advantages, loss,
+gradients and weights.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mrl.algorithms.base import build
+from mrl.config import AlgorithmConfig, RolloutConfig
+from mrl.types import RolloutBatch
+from tests.algorithms.ragged import advantages_of, alone
+
+LOSS = 1e-6  # absolute; fp32 losses of order 1 over about 30 tokens
+GRADIENT = 1e-5  # of the gradient's norm; padded and unpadded attention differ in fp32
+WEIGHT = 1e-2  # of the learning rate: how far Adam may move a weight differently
+PROMPTS = ["1+2", "1+2", "1+2", "12+7+3", "12+7+3", "12+7+3"]
+GROUP_SIZE, MAX_COMPLETION, LEARNING_RATE, ADAM_EPS = 3, 6, 1e-3, 1e-6
+CHARACTERS = "_#0123456789+ab"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same algorithm in both languages."""
+
+    trl: dict[str, Any]
+    mrl: dict[str, Any] = field(default_factory=dict)
+
+
+PAIRS = {
+    "grpo": Pair({"loss_type": "grpo"}, {"name": "grpo"}),
+    "grpo with kl": Pair(
+        {"loss_type": "grpo", "beta": 0.2}, {"name": "grpo", "kl_in": "loss", "kl_coef": 0.2, "kl_estimator": "k3"}
+    ),
+    "dapo": Pair(
+        {"loss_type": "dapo", "epsilon_high": 0.28, "entropy_coef": 0.01}, {"name": "dapo", "entropy_coef": 0.01}
+    ),
+    "dapo with kl": Pair(
+        {"loss_type": "dapo", "epsilon_high": 0.28, "beta": 0.2}, {"name": "dapo", "kl_in": "loss", "kl_coef": 0.2}
+    ),
+    "dr_grpo": Pair({"loss_type": "dr_grpo", "scale_rewards": "none"}, {"name": "dr_grpo"}),
+    "dr_grpo with kl": Pair(
+        {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.2},
+        {"name": "dr_grpo", "kl_in": "loss", "kl_coef": 0.2},
+    ),
+    "grpo dual clip": Pair({"loss_type": "grpo", "delta": 1.5}, {"name": "grpo", "dual_clip": 1.5}),
+}
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny qwen2 with random weights; TRL loads its reference from the same folder."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=len(CHARACTERS),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("trl") / "model"
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path) -> torch.nn.Module:
+    """The model in fp32; TRL patches the forward of its own."""
+    from transformers import Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {character: index for index, character in enumerate(CHARACTERS)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="_"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="_", eos_token="#")
+
+
+def _sampled(pair: Pair, folder: Path, off_policy: float) -> tuple[Any, dict[str, Any], list[float]]:
+    """A real trainer, the inputs it made for one step, and the rewards it was given."""
+    from datasets import Dataset
+    from transformers import set_seed
+    from trl import GRPOConfig, GRPOTrainer
+
+    rewards: list[float] = []
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        rewards[:] = [sum(ids) % 7 / 4 for ids in completion_ids]
+        return rewards
+
+    args = GRPOConfig(
+        output_dir=str(folder.parent / "out"),
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=len(PROMPTS),
+        num_generations=GROUP_SIZE,
+        max_completion_length=MAX_COMPLETION,
+        report_to=[],
+        save_strategy="no",
+        use_bias_correction_kl=False,  # TRL otherwise multiplies its KL by the ratio; mrl does not
+        **pair.trl,
+    )
+    trainer = GRPOTrainer(
+        model=load(folder),
+        reward_funcs=reward,
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        processing_class=_tokenizer(),
+    )
+    set_seed(11)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    inputs = trainer._generate_and_score_completions([{"prompt": prompt} for prompt in PROMPTS])
+    if off_policy > 0:
+        drawn = torch.randn(inputs["completion_ids"].shape, generator=torch.Generator().manual_seed(3))
+        with torch.no_grad():
+            tokens, mask = (torch.cat([inputs[f"prompt_{k}"], inputs[f"completion_{k}"]], 1) for k in ("ids", "mask"))
+            logprobs, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, tokens, mask, MAX_COMPLETION)
+        inputs["old_per_token_logps"] = logprobs + off_policy * drawn
+        if "ref_per_token_logps" in inputs:
+            inputs["ref_per_token_logps"] = logprobs - off_policy * drawn.flip(0)
+    return trainer, inputs, rewards
+
+
+def _score(model: torch.nn.Module, prompt_ids: Tensor, response_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability of each response token and the entropies, one unpadded sequence, plain log-softmax."""
+    logits_TV = model(torch.cat([prompt_ids, response_ids])[None]).logits[0, prompt_ids.numel() - 1 : -1]
+    logprobs_TV = logits_TV.log_softmax(-1)
+    return logprobs_TV.gather(1, response_ids[:, None])[:, 0], -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+
+
+def _pack(inputs: dict[str, Any], rewards: list[float]) -> tuple[list[tuple[Tensor, Tensor]], RolloutBatch]:
+    """TRL's padded rectangle as unpadded sequences and a ragged batch; on-policy log-probabilities are set later."""
+    keep = inputs["completion_mask"].bool()
+    prompts = [ids[mask.bool()] for ids, mask in zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True)]
+    responses = [ids[mask] for ids, mask in zip(inputs["completion_ids"], keep, strict=True)]
+    lens_B = torch.tensor([ids.numel() for ids in responses])
+    old = inputs.get("old_per_token_logps")
+    ref = inputs.get("ref_per_token_logps")
+    batch = RolloutBatch(
+        tokens_P=torch.cat([torch.cat(pair) for pair in zip(prompts, responses, strict=True)]),
+        prompt_lens_B=torch.tensor([ids.numel() for ids in prompts]),
+        response_lens_B=lens_B,
+        response_mask_R=torch.ones(int(lens_B.sum()), dtype=torch.bool),
+        rollout_logprobs_R=torch.zeros(int(lens_B.sum())) if old is None else old[keep],
+        group_id_B=torch.arange(len(PROMPTS)) // GROUP_SIZE,
+        rewards_B=torch.tensor(rewards),
+        ref_logprobs_R=None if ref is None else ref[keep],
+        truncated_B=torch.zeros(len(PROMPTS), dtype=torch.bool),
+    )
+    return list(zip(prompts, responses, strict=True)), batch
+
+
+def _adam_step(model: torch.nn.Module) -> list[Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=ADAM_EPS, weight_decay=0.0)
+    optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("off_policy", [0.0, 0.4], ids=["first step", "ratios that clip"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_step_is_the_one_of_trl(name: str, off_policy: float, model_folder: Path) -> None:
+    pytest.importorskip("trl")
+    pair = PAIRS[name]
+    trainer, inputs, rewards = _sampled(pair, model_folder, off_policy)
+    model = load(model_folder)
+    want = trainer.compute_loss(trainer.model, inputs)
+    want.backward()
+    want_grads = [parameter.grad for parameter in trainer.model.parameters()]
+
+    eps = {} if name.startswith("dr_grpo") else {"advantage_eps": 1e-4}  # TRL's epsilon
+    config = AlgorithmConfig(**{**pair.mrl, **eps})
+    algorithm = build(config, RolloutConfig(n=GROUP_SIZE, response_length=MAX_COMPLETION))
+    sequences, batch = _pack(inputs, rewards)
+    scored = [_score(model, *sequence) for sequence in sequences]
+    logprobs_R, entropy_R = (torch.cat([pair[part] for pair in scored]) for part in (0, 1))
+    if off_policy == 0:
+        batch.rollout_logprobs_R = logprobs_R.detach()
+    outcome_B = advantages_of(algorithm, batch)
+    torch.testing.assert_close(outcome_B.float(), inputs["advantages"], rtol=LOSS, atol=LOSS)
+    algorithm.advantages(batch, outcome_B, alone)
+    algorithm.weigh(batch, alone)
+    got, metrics = algorithm.loss(logprobs_R, entropy_R, batch)
+    got.backward()
+    got_grads = [parameter.grad for parameter in model.parameters()]
+
+    assert batch.response_lens_B.unique().numel() > 1  # lengths differ, or the aggregations could not be told apart
+    assert inputs["advantages"].abs().max() > 0
+    assert (metrics["actor/pg_clipfrac"] > 0) == (off_policy > 0)
+    assert got.item() == pytest.approx(want.item(), abs=LOSS)
+    norm = torch.stack([grad.norm() for grad in want_grads]).norm()  # type: ignore[union-attr]
+    error = torch.stack([(a - b).norm() for a, b in zip(got_grads, want_grads, strict=True)]).norm()  # type: ignore[operator]
+    assert norm > 0
+    assert error <= GRADIENT * norm
+    for got_weight, want_weight in zip(_adam_step(model), _adam_step(trainer.model), strict=True):
+        torch.testing.assert_close(got_weight, want_weight, rtol=0, atol=WEIGHT * LEARNING_RATE)

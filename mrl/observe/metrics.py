@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mrl.models.base import ArchSpec
-from mrl.types import Rollout
+from mrl.types import Rollout, SampleTable
 
 WALL_CLOCK_PREFIXES = ("timing_s/", "timing_per_token_ms/", "perf/")
 CORRECT_ABOVE = 0.5
@@ -40,51 +40,35 @@ def is_wall_clock(name: str) -> bool:
     return name.startswith(WALL_CLOCK_PREFIXES) or name.endswith("_s")
 
 
-def outcome_metrics(
-    *,
-    scores_N: Tensor,
-    rewards_N: Tensor,
-    advantages_N: Tensor,
-    group_id_N: Tensor,
-    prompt_lens_N: Tensor,
-    response_lens_N: Tensor,
-    truncated_N: Tensor,
-) -> dict[str, float]:
+def outcome_metrics(table: SampleTable, *, rewards_N: Tensor, advantages_N: Tensor) -> dict[str, float]:
     """Rewards, lengths and groups of one step, over the samples of all ranks.
 
     Args:
-        scores_N: Reward as the reward functions gave it.
+        table: One row per sample, at least one; the same on every rank, so that every rank computes the same numbers.
         rewards_N: Reward after shaping (overlong penalty).
         advantages_N: Outcome advantage of each sample.
-        group_id_N: Prompt of each sample, int64.
-        prompt_lens_N: Tokens.
-        response_lens_N: Tokens.
-        truncated_N: True where the response was cut at its length limit.
 
     Returns:
-        `critic/{score,rewards,advantages}/{mean,max,min}`, `prompt_length/*`, `response_length/*` with `clip_ratio`
-        (part of the responses that were cut), and `group_metrics` of the scores. All tensors are one row per sample, in
-        one order on every rank, so that every rank computes the same numbers.
-
-    Raises:
-        ValueError: There is no sample, or the tensors differ in length.
+        `critic/{score,rewards,advantages}/{mean,max,min}` (score: as the reward functions gave it), `prompt_length/*`,
+        `response_length/*` with `clip_ratio` (part of the responses that were cut), `reward/<function>/mean` over the
+        samples that the function scored, `reward/failed_frac`, and `group_metrics` of the scores.
     """
     columns = {
-        "critic/score": scores_N,
+        "critic/score": table["reward"],
         "critic/rewards": rewards_N,
         "critic/advantages": advantages_N,
-        "prompt_length": prompt_lens_N,
-        "response_length": response_lens_N,
+        "prompt_length": table["prompt_len"],
+        "response_length": table["response_len"],
     }
-    sizes = {name: values.numel() for name, values in columns.items()}
-    sizes |= {"group_id_N": group_id_N.numel(), "truncated_N": truncated_N.numel()}
-    if len(set(sizes.values())) != 1 or not scores_N.numel():
-        raise ValueError(f"outcome_metrics needs one row per sample in every tensor, got {sizes}.")
     metrics: dict[str, float] = {}
     for name, values in columns.items():
         metrics |= _spread(name, values)
-    metrics["response_length/clip_ratio"] = truncated_N.double().mean().item()
-    return metrics | group_metrics(scores_N, group_id_N)
+    metrics["response_length/clip_ratio"] = table["truncated"].mean().item()
+    for name in table.columns:
+        if name.startswith("reward/"):
+            metrics[f"{name}/mean"] = table[name].nanmean().item()
+    metrics["reward/failed_frac"] = table["failed"].mean().item()
+    return metrics | group_metrics(table["reward"], table["uid"].long())
 
 
 def group_metrics(rewards_N: Tensor, group_id_N: Tensor) -> dict[str, float]:
@@ -105,17 +89,6 @@ def group_metrics(rewards_N: Tensor, group_id_N: Tensor) -> dict[str, float]:
     }
 
 
-def reward_part_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """`reward/<function>/mean` over the samples that the function scored, and `reward/failed_frac`."""
-    parts: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        for name, value in rollout.reward_parts.items():
-            parts.setdefault(name, []).append(value)
-    metrics = {f"reward/{name}/mean": _mean(values) for name, values in sorted(parts.items())}
-    metrics["reward/failed_frac"] = _mean([float(rollout.reward_error is not None) for rollout in rollouts])
-    return metrics
-
-
 def is_correct(rollout: Rollout) -> bool:
     """Whether the first reward function gave more than 0.5; a sample whose scoring failed is not correct."""
     if rollout.reward_error is not None:
@@ -124,33 +97,23 @@ def is_correct(rollout: Rollout) -> bool:
     return first > CORRECT_ABOVE
 
 
-def evaluation_metrics(
-    *, correct_N: Tensor, rewards_N: Tensor, group_id_N: Tensor, response_lens_N: Tensor, truncated_N: Tensor
-) -> dict[str, float]:
+def evaluation_metrics(table: SampleTable) -> dict[str, float]:
     """Held-out results, over the samples of all ranks.
 
     Args:
-        correct_N: `is_correct` of each sample, bool.
-        rewards_N: Total reward.
-        group_id_N: Prompt of each sample.
-        response_lens_N: Tokens.
-        truncated_N: True where the response was cut at its length limit.
+        table: One row per sample, at least one.
 
     Returns:
         `val/accuracy`, `val/reward/{mean,max,min}`, `val/response_length/{mean,max,min,clip_ratio}`,
-        `val/num_prompts`; with n samples per prompt (n > 1, the same for all) also
-        `val/{accuracy,reward}/best@n` (mean over prompts of the best sample: for accuracy, pass@n) and `.../mean@n`.
-
-    Raises:
-        ValueError: There is no sample.
+        `val/num_prompts`; with n samples per prompt (n > 1, the same for all) also `val/{accuracy,reward}/best@n` (mean
+        over prompts of the best sample: for accuracy, pass@n) and `.../mean@n`.
     """
-    if not rewards_N.numel():
-        raise ValueError("evaluation_metrics got no sample.")
-    metrics = {"val/accuracy": correct_N.double().mean().item()}
-    metrics |= _spread("val/reward", rewards_N)
-    metrics |= _spread("val/response_length", response_lens_N)
-    metrics["val/response_length/clip_ratio"] = truncated_N.double().mean().item()
-    groups = {"val/accuracy": _groups(correct_N, group_id_N), "val/reward": _groups(rewards_N, group_id_N)}
+    metrics = {"val/accuracy": table["correct"].mean().item()}
+    metrics |= _spread("val/reward", table["reward"])
+    metrics |= _spread("val/response_length", table["response_len"])
+    metrics["val/response_length/clip_ratio"] = table["truncated"].mean().item()
+    group_id_N = table["uid"].long()
+    groups = {"val/accuracy": _groups(table["correct"], group_id_N), "val/reward": _groups(table["reward"], group_id_N)}
     metrics["val/num_prompts"] = float(len(groups["val/reward"]))
     sizes = {len(group) for group in groups["val/reward"]}
     if len(sizes) == 1 and (n := sizes.pop()) > 1:
@@ -158,6 +121,13 @@ def evaluation_metrics(
             metrics[f"{name}/mean@{n}"] = torch.stack([group.mean() for group in members]).mean().item()
             metrics[f"{name}/best@{n}"] = torch.stack([group.max() for group in members]).mean().item()
     return metrics
+
+
+def combine(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One step's metrics from those of its optimizer steps: the mean, or the extreme where a name ends in max or min."""
+    names = dict.fromkeys(name for one in stats for name in one)
+    values = {name: [one[name] for one in stats if name in one] for name in names}
+    return {name: _reduced(name, found) for name, found in values.items()}
 
 
 def progress_metrics(*, global_step: int, epoch: float) -> dict[str, float]:
@@ -266,5 +236,7 @@ def _groups(values_N: Tensor, group_id_N: Tensor) -> list[Tensor]:
     return list(values_N.double()[order].tensor_split(counts.cumsum(0)[:-1]))
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+def _reduced(name: str, values: Sequence[float]) -> float:
+    if name.endswith("max"):
+        return max(values)
+    return min(values) if name.endswith("min") else sum(values) / len(values)

@@ -35,10 +35,14 @@ class RunLog:
         self._loggers: list[Logger] = []
         if rank == 0:
             opening = Opening(config, run, resume_step)
-            for name in registry.names("observe.loggers"):
-                logger = registry.find("observe.loggers", name, "LOGGER")(opening)
-                if logger is not None:
-                    self._loggers.append(logger)
+            try:
+                for name in registry.names("observe.loggers"):
+                    logger = registry.find("observe.loggers", name, "LOGGER")(opening)
+                    if logger is not None:
+                        self._loggers.append(logger)
+            except BaseException:
+                self.close()
+                raise
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics of reinforcement learning step `step` (1 is the first). Further calls for a step add to its line."""

@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mrl.observe.loggers.base import Logger, Opening, Phase
+from mrl.observe.words import clock, short, visible
 
 WATCHED: tuple[tuple[str, str], ...] = (
     ("reward", "critic/score/mean"),
@@ -48,7 +49,6 @@ CELL_WIDTH = 38
 VALUE_WIDTH = 8
 WORD_WIDTH = max(len(word) for word, _ in WATCHED)
 SPARK_WIDTH = 16
-TEXT_WIDTH = 240
 PACE_STEPS = 20
 PLAIN_WARM_START_LINES = 10
 
@@ -266,30 +266,3 @@ def spark(values: Sequence[float], most: int) -> str:
     means = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     low, span = min(means), (max(means) - min(means)) or 1.0
     return "".join(BLOCKS[round((mean - low) / span * (len(BLOCKS) - 1))] for mean in means)
-
-
-def short(value: float) -> str:
-    """Three significant digits: 0.812, 12.3k, 3.2e-05."""
-    if not math.isfinite(value):
-        return str(value)
-    size = abs(value)
-    for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if size >= unit:
-            return f"{value / unit:.3g}{letter}"
-    return f"{value:.1e}" if 0 < size < 1e-3 else f"{value:.3g}"
-
-
-def clock(seconds: float | None) -> str:
-    """1:02:03 or 2:03; "?" for None."""
-    if seconds is None:
-        return "?"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def visible(text: str) -> str:
-    """Text on one line: line ends and other control characters as escapes, the middle of a long one left out."""
-    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-    half = TEXT_WIDTH // 2
-    return line if len(line) <= TEXT_WIDTH else f"{line[:half]} … {line[-half:]}"

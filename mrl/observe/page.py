@@ -1,0 +1,154 @@
+"""The shell of the report: style, script and small pieces of HTML. Nothing is loaded from outside.
+
+Owns how the page looks. All text passes through `escape`: model output is never markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+STYLE = """
+:root { color-scheme:light dark; --bg:#f6f7f9; --card:#fff; --ink:#1b2330; --soft:#667085; --line:#e3e7ee;
+  --good:#0a7d4f; --bad:#c0352b;
+  --c0:#2f6fde; --c1:#e07b24; --c2:#1d9a6c; --c3:#b0469f; --c4:#8a6d1f; --c5:#5b57c9; --c6:#c8454a; --c7:#4a93a8 }
+@media screen and (prefers-color-scheme:dark) {
+  :root { --bg:#12151b; --card:#1b2029; --ink:#e6e9ef; --soft:#98a2b3; --line:#2c333f; --good:#4cc38a; --bad:#ff7b72;
+  --c0:#6ea3ff; --c1:#f5a25d; --c2:#4cc9a0; --c3:#d987cc; --c4:#cfb25c; --c5:#9d9af0; --c6:#f08589; --c7:#7cc3d6 }
+}
+* { box-sizing:border-box }
+body { margin:0; background:var(--bg); color:var(--ink);
+  font:15px/1.5 system-ui,"Segoe UI",Roboto,"DejaVu Sans",sans-serif }
+main { max-width:1160px; margin:0 auto; padding:32px 24px 64px }
+h1 { font-size:26px; line-height:1.2; margin:0 0 4px; overflow-wrap:anywhere }
+h2 { font-size:18px; margin:40px 0 12px }
+p.lead, p.hint { color:var(--soft); margin:0 0 8px }
+p.hint { font-size:13px; margin-top:-8px }
+p.warn { color:var(--bad); font-size:12px; margin:4px 0 0 }
+.cards { display:grid; grid-template-columns:repeat(auto-fit,minmax(180px,1fr)); gap:12px; margin:20px 0 0 }
+.card, figure, .box { background:var(--card); border:1px solid var(--line); border-radius:10px }
+.card { padding:14px 16px }
+.card b { display:block; font-size:25px; line-height:1.25; font-weight:650; font-variant-numeric:tabular-nums }
+.card b small { color:var(--soft); font-weight:400; font-size:20px }
+.card span, .card em { color:var(--soft); font-size:13px; font-style:normal; display:block }
+.grid2, .grid3 { display:grid; gap:14px; align-items:start }
+.grid2 { grid-template-columns:repeat(2,minmax(0,1fr)) }
+.grid3 { grid-template-columns:repeat(3,minmax(0,1fr)) }
+.grid2 + .grid2 { margin-top:14px }
+figure { margin:0; padding:12px 12px 8px; position:relative; break-inside:avoid }
+figcaption { font-weight:600; font-size:14px; padding-left:4px; overflow-wrap:anywhere }
+svg { width:100%; height:auto; display:block }
+svg text { fill:var(--soft); font-size:11px; font-variant-numeric:tabular-nums }
+svg .grid { stroke:var(--line); stroke-width:1 }
+svg .axis { stroke:var(--soft); stroke-width:1; opacity:.6 }
+svg .line { fill:none; stroke-width:2; stroke-linejoin:round }
+svg .raw { fill:none; stroke-width:1; opacity:.35 }
+svg .bad { stroke:var(--bad); stroke-width:2 }
+svg .cursor { stroke:var(--soft); stroke-width:1; stroke-dasharray:3 3 }
+.legend { display:flex; flex-wrap:wrap; gap:2px 14px; font-size:12px; color:var(--soft); padding:2px 4px }
+.legend i, .key { display:inline-block; width:10px; height:10px; border-radius:3px; margin-right:6px }
+.tip { position:absolute; pointer-events:none; background:var(--ink); color:var(--card); font-size:12px;
+  line-height:1.4; padding:4px 8px; border-radius:6px; white-space:pre; z-index:2; display:none }
+.box { overflow-x:auto }
+table { border-collapse:collapse; width:100%; font-size:13.5px }
+th { text-align:left; color:var(--soft); font-weight:500; font-size:12.5px }
+th, td { padding:7px 12px; border-bottom:1px solid var(--line); vertical-align:top }
+tr:last-child td { border-bottom:0 }
+td.num, th.num { text-align:right; font-variant-numeric:tabular-nums; white-space:nowrap }
+td.text { font:12.5px/1.5 ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mono",monospace; white-space:pre-wrap;
+  overflow-wrap:anywhere; min-width:90px }
+.good { color:var(--good) }
+.poor { color:var(--bad) }
+.share { display:flex; height:18px; border-radius:5px; overflow:hidden; margin:14px 12px 4px }
+.share i { display:block; height:100% }
+details summary { cursor:pointer; color:var(--soft); margin:32px 0 12px }
+@media screen and (max-width:820px) { .grid2, .grid3 { grid-template-columns:minmax(0,1fr) } }
+@media print {
+  :root { --bg:#fff }
+  body { font-size:12px }
+  main { max-width:none; padding:0 }
+  h2 { break-after:avoid; margin-top:24px }
+  tr { break-inside:avoid }
+  * { print-color-adjust:exact }
+}
+"""
+
+SCRIPT = """
+for (const svg of document.querySelectorAll('svg[data-chart]')) {
+  const chart = JSON.parse(svg.dataset.chart), figure = svg.closest('figure'), cursor = svg.querySelector('.cursor');
+  const tip = figure.appendChild(document.createElement('div'));
+  tip.className = 'tip';
+  svg.addEventListener('pointermove', event => {
+    const box = svg.getBoundingClientRect(), view = svg.viewBox.baseVal, scale = view.width / box.width;
+    const at = chart.low + ((event.clientX - box.left) * scale - chart.left) / (chart.right - chart.left)
+      * (chart.high - chart.low);
+    const nearest = points => points.reduce((a, b) => Math.abs(b[0] - at) < Math.abs(a[0] - at) ? b : a);
+    const found = chart.series.map(s => [s.name, ...nearest(s.points)]);
+    const x = found.reduce((a, b) => Math.abs(b[1] - at) < Math.abs(a[1] - at) ? b : a)[1];
+    const px = chart.left + (x - chart.low) / (chart.high - chart.low) * (chart.right - chart.left);
+    cursor.setAttribute('d', `M${px} 8V${view.height - 30}`);
+    tip.textContent = `step ${+x.toFixed(1)}\\n` + found.map(f => `${f[0]}: ${f[2]}`).join('\\n');
+    tip.style.display = 'block';
+    const room = figure.clientWidth - tip.offsetWidth - 12;
+    tip.style.left = Math.max(4, Math.min(px / scale + 24, room)) + 'px';
+    tip.style.top = svg.offsetTop + 14 + 'px';
+  });
+  svg.addEventListener('pointerleave', () => { tip.style.display = 'none'; cursor.setAttribute('d', ''); });
+}
+"""
+
+
+def page(title: str, body: str) -> str:
+    """A whole document; `body` is HTML."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
+        "script-src 'unsafe-inline'\">"
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body><main>{body}</main>"
+        f"<script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+def header(title: str, lead: str, cards: Sequence[str]) -> str:
+    """The top of the page: title, one line below, headline numbers."""
+    words = f'<h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p>'
+    return f'<header>{words}<div class="cards">{"".join(cards)}</div></header>\n'
+
+
+def section(title: str, body: str, hint: str = "") -> str:
+    """A heading with what belongs to it; "" where there is no body."""
+    if not body:
+        return ""
+    note = f'<p class="hint">{escape(hint)}</p>' if hint else ""
+    return f"<section><h2>{escape(title)}</h2>{note}{body}</section>\n"
+
+
+def grid(figures: Sequence[str], columns: int = 2) -> str:
+    """Figures side by side; "" where all are empty."""
+    body = "".join(figures)
+    return f'<div class="grid{columns}">{body}</div>' if body else ""
+
+
+def card(name: str, value: str, more: str = "", before: str = "") -> str:
+    """A headline number, with what it was before and a line below."""
+    start = f"<small>{escape(before)} → </small>" if before else ""
+    below = f"<em>{escape(more)}</em>" if more else ""
+    return f'<div class="card"><span>{escape(name)}</span><b>{start}{escape(value)}</b>{below}</div>'
+
+
+def cell(text: str, kind: str = "") -> str:
+    """A table cell; kinds: "num", "text" (model output, verbatim)."""
+    return f'<td class="{kind}">{escape(text)}</td>' if kind else f"<td>{escape(text)}</td>"
+
+
+def table(heads: Sequence[str], rows: Sequence[str]) -> str:
+    """A table of rows of cells; a head that begins with ">" is right-aligned; "" where there is no row."""
+    if not rows:
+        return ""
+    names = "".join(
+        f'<th class="num">{escape(head[1:])}</th>' if head.startswith(">") else f"<th>{escape(head)}</th>"
+        for head in heads
+    )
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f'<div class="box"><table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>'

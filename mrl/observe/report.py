@@ -1,0 +1,341 @@
+"""`mrl report RUN`: one self-contained page about a run, finished or not.
+
+Owns what the page says: which metrics are headlines, which charts stand together, what is compared. It reads only the
+run folder. Drawing is in `charts.py`, the look in `page.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mrl import config as config_module
+from mrl.config import Config
+from mrl.errors import UserError
+from mrl.observe.charts import Point, Series, colour, line_chart, stacked_bars
+from mrl.observe.page import card, cell, grid, header, page, section, table
+from mrl.observe.run_dir import RunDir, flat, read_facts, replace_file
+from mrl.observe.step_file import Row, number, read_rows
+from mrl.observe.words import clock, short, visible
+
+EDGE_STEPS = 5
+"""Headline rewards are means over this many first and last steps."""
+
+Drawing = tuple[str, tuple[tuple[str, str], ...]]
+"""Title, and (legend, metric) of each line."""
+
+LEARNING: tuple[Drawing, ...] = (
+    ("Reward", (("mean", "critic/score/mean"), ("shaped mean", "critic/rewards/mean"))),
+    ("Held-out accuracy", (("accuracy", "val/accuracy"),)),
+    ("Response length, tokens", (("mean", "response_length/mean"), ("max", "response_length/max"))),
+    (
+        "Groups and cut responses, fraction",
+        (("groups with equal rewards", "group/zero_variance_frac"), ("responses cut", "response_length/clip_ratio")),
+    ),
+)
+POLICY: tuple[Drawing, ...] = (
+    ("KL to the policy that sampled (ppo_kl)", (("ppo_kl", "actor/ppo_kl"),)),
+    ("KL to the reference", (("kl_loss", "actor/kl_loss"), ("in reward", "actor/reward_kl_penalty"))),
+    ("Entropy, nats", (("entropy", "actor/entropy"),)),
+    ("Gradient norm", (("before clipping", "actor/grad_norm"),)),
+    ("Clipped tokens, fraction", (("upper", "actor/pg_clipfrac"), ("lower (dual)", "actor/pg_clipfrac_lower"))),
+    ("Policy loss", (("pg_loss", "actor/pg_loss"),)),
+)
+MISMATCH: tuple[Drawing, ...] = (
+    (
+        "|p engine - p actor|",
+        (("max", "training/rollout_probs_diff_max"), ("mean", "training/rollout_probs_diff_mean")),
+    ),
+    ("Correlation of the two", (("pearson", "training/rollout_actor_probs_pearson_corr"),)),
+)
+SPEED: tuple[Drawing, ...] = (
+    ("Tokens per second and rank", (("throughput", "perf/throughput"),)),
+    ("Response tokens per second, generation", (("tokens/s", "perf/gen_tokens_per_s"),)),
+    ("Model FLOPs utilisation", (("update", "perf/mfu/actor"),)),
+    (
+        "Memory, GiB",
+        (("host", "perf/cpu_memory_used_gb"), ("device, peak", "perf/max_memory_allocated_gb")),
+    ),
+)
+
+
+def write_report(run_dir: Path) -> Path:
+    """Writes report.html into a run folder and returns its path; a half-written last line of a file is left out.
+
+    Raises:
+        UserError: The folder does not exist or holds no metrics, a file is damaged, or the page cannot be written.
+    """
+    run = RunDir(Path(run_dir))
+    if not run.root.is_dir():
+        raise UserError(f"'{run_dir}' is not a folder. Give a run folder, the run.output_dir of a training run.")
+    history = History(run)
+    if not history.steps and not history.warm_start:
+        raise UserError(f"'{run_dir}' holds no metrics ({run.metrics.name} is missing or empty): nothing was trained.")
+    config = _config(run)
+    facts = read_facts(run)
+    name = run.root.resolve().name
+    body = "".join(
+        (
+            _headline(name, history, config, facts),
+            section("Learning", _drawings(history.steps, LEARNING)),
+            section("Before and after", _samples(read_rows(run.samples)), "The same held-out prompts."),
+            section("Policy", _drawings(history.steps, POLICY)),
+            section(
+                "Engine against actor",
+                _drawings(history.steps, MISMATCH),
+                "Probabilities of the sampled tokens: captured while sampling, and recomputed by the actor.",
+            ),
+            section("Warm start", _warm_start(history), "Supervised steps before reinforcement learning."),
+            section("Where the time went", _timing(history.times) + _drawings(history.times, SPEED)),
+            section("Refit", _refit(history), "The actor's weights copied into the engine."),
+            section("Settings that differ from the defaults", _differences(config)),
+            section("Starts", _starts(facts)),
+            section("Notes", _notes(read_rows(run.notes))),
+            _rest(history),
+        )
+    )
+    try:
+        replace_file(run.report, page(f"mrl: {name}", body).encode("utf-8", "replace"))
+    except OSError as error:
+        raise UserError(f"the report '{run.report}' cannot be written: {error.strerror}.") from error
+    return run.report
+
+
+class History:
+    """All metrics of a run by step: {metric: [(step, value)]} for training, its times, and the warm start."""
+
+    def __init__(self, run: RunDir) -> None:
+        """Reads metrics.jsonl and timings.jsonl."""
+        metrics, times = read_rows(run.metrics), read_rows(run.timings)
+        self.steps = _columns(metrics, "train")
+        self.times = _columns(times, "train")
+        self.warm_start = _columns(metrics, "warm_start")
+        self.warm_start_times = _columns(times, "warm_start")
+
+    @property
+    def last_step(self) -> int:
+        """Reinforcement learning steps recorded."""
+        return int(max((points[-1][0] for points in self.steps.values()), default=0))
+
+
+def _columns(rows: Sequence[Row], phase: str) -> dict[str, list[Point]]:
+    columns: dict[str, list[Point]] = {}
+    for row in rows:
+        step = number(row.get("step"))
+        if row.get("phase") != phase or step is None:
+            continue
+        for name, value in row.items():
+            y = number(value)
+            if name not in ("step", "phase") and y is not None:
+                columns.setdefault(name, []).append((step, y))
+    return columns
+
+
+def _config(run: RunDir) -> Config | None:
+    """The run's config; None where config.yaml is missing or of another version of mrl."""
+    try:
+        return config_module.load(run.config)
+    except UserError:
+        return None
+
+
+def _headline(name: str, history: History, config: Config | None, facts: Mapping[str, Any]) -> str:
+    cards = []
+    accuracy = history.steps.get("val/accuracy", [])
+    if accuracy:
+        best = max(accuracy, key=lambda point: point[1])
+        more = f"best {best[1]:.3f} after step {best[0]:.0f}"
+        before = f"{accuracy[0][1]:.3f}" if len(accuracy) > 1 else ""
+        cards.append(card("Held-out accuracy", f"{accuracy[-1][1]:.3f}", more, before))
+    reward = [y for _, y in history.steps.get("critic/score/mean", []) if math.isfinite(y)]
+    if reward:
+        edge = min(EDGE_STEPS, max(1, len(reward) // 2))
+        first, last = sum(reward[:edge]) / edge, sum(reward[-edge:]) / edge
+        cards.append(card("Reward", f"{last:.3f}", f"mean of {edge} first and last steps", f"{first:.3f}"))
+    total = config.train.num_steps if config else None
+    more = "finished" if total == history.last_step else (f"of {total}" if total else "")
+    cards.append(card("Steps", str(history.last_step), more))
+    seconds = [sum(y for _, y in times.get("timing_s/step", [])) for times in (history.times, history.warm_start_times)]
+    if any(seconds):
+        parts = f"of these warm start {clock(seconds[1])}" if seconds[1] else "sum over the steps"
+        cards.append(card("Time", clock(sum(seconds)), parts))
+    throughput = history.times.get("perf/throughput", [])
+    if throughput:
+        middle = sorted(y for _, y in throughput)[len(throughput) // 2]
+        cards.append(card("Throughput", short(middle), "tokens per second and rank, median"))
+    return header(name, _lead(config, facts), cards)
+
+
+def _lead(config: Config | None, facts: Mapping[str, Any]) -> str:
+    """What was trained, how and on what, in one line."""
+    words = []
+    if config:
+        words = [config.algorithm.name, f"model {config.model.path or config.model.preset}"]
+        words.append(f"data {config.data.task or ', '.join(config.data.train_files)}")
+        layout = config.parallel
+        sizes = {
+            "TP": layout.tensor_model_parallel_size,
+            "PP": layout.pipeline_model_parallel_size,
+            "VPP": layout.virtual_pipeline_model_parallel_size or 1,
+            "rollout TP": config.rollout.tensor_model_parallel_size,
+        }
+        words.append(" ".join(f"{key}={size}" for key, size in sizes.items() if size > 1))
+    if starts := facts.get("starts"):
+        last = starts[-1]
+        ranks = last.get("world_size", "?")
+        words += [
+            f"{ranks} {'rank' if ranks == 1 else 'ranks'} on {last.get('device', '?')}",
+            str(last.get("time", "")),
+        ]
+    return " · ".join(word for word in words if word)
+
+
+def _drawings(columns: Mapping[str, list[Point]], drawings: Sequence[Drawing]) -> str:
+    figures = []
+    for title, lines in drawings:
+        found = [
+            Series(legend, columns[name], dots=name.startswith("val/")) for legend, name in lines if name in columns
+        ]
+        if len(found) == 2 and found[0].points == found[1].points:
+            found.pop()
+        figures.append(line_chart(title, found))
+    return grid(figures)
+
+
+def _warm_start(history: History) -> str:
+    figures = [
+        line_chart(name.removeprefix("warm_start/"), [Series(name, points)], x_label="warm-start step")
+        for name, points in history.warm_start.items()
+        if len({y for _, y in points}) > 1
+    ]
+    return grid(figures)
+
+
+def _timing(times: Mapping[str, list[Point]]) -> str:
+    """Seconds per phase: shares of the whole run, then stacked over the steps."""
+    phases = {
+        name.removeprefix("timing_s/"): dict(points)
+        for name, points in times.items()
+        if name.startswith("timing_s/") and name.count("/") == 1 and name != "timing_s/step"
+    }
+    whole = dict(times.get("timing_s/step", []))
+    if not phases or not whole:
+        return ""
+    order = sorted(phases, key=lambda name: -sum(phases[name].values()))
+    xs = sorted(whole)
+    layers = [(name, [phases[name].get(x, 0.0) for x in xs]) for name in order]
+    other = [max(0.0, whole[x] - sum(values[i] for _, values in layers)) for i, x in enumerate(xs)]
+    if sum(other) > 0.005 * sum(whole.values()):
+        layers.append(("other", other))
+    total = sum(sum(values) for _, values in layers) or 1.0
+    rows, bar = [], []
+    for index, (name, values) in enumerate(layers):
+        share = sum(values) / total
+        bar.append(f'<i style="width:{100 * share:.3f}%;background:{colour(index)}"></i>')
+        key = f'<i class="key" style="background:{colour(index)}"></i>'
+        average, longest = sum(values) / len(values), max(values)
+        label = cell(name).replace("<td>", f"<td>{key}", 1)
+        numbers = (clock(sum(values)), f"{100 * share:.1f} %", f"{average:.3g}", f"{longest:.3g}")
+        rows.append(label + "".join(cell(word, "num") for word in numbers))
+    heads = ("phase", ">total", ">share", ">mean, s/step", ">longest, s")
+    listing = table(heads, rows).replace("<table>", f'<div class="share">{"".join(bar)}</div><table>', 1)
+    return grid([stacked_bars("Time per step", xs, layers, y_label="s"), listing])
+
+
+def _refit(history: History) -> str:
+    """Every `refit/...` metric: first, median and last value, and the rate over the steps."""
+    columns = {name: points for name, points in (history.steps | history.times).items() if name.startswith("refit/")}
+    rows = []
+    for name, points in sorted(columns.items()):
+        values = [y for _, y in points]
+        trio = (values[0], sorted(values)[len(values) // 2], values[-1])
+        rows.append(cell(name) + "".join(cell(f"{y:,.0f}" if y == int(y) else f"{y:.4g}", "num") for y in trio))
+    rates = [line_chart(name, [Series(name, points)]) for name, points in columns.items() if "per_s" in name]
+    listing = table(("", ">first", ">median", ">last"), rows)
+    return grid([*rates, listing])
+
+
+def _samples(rows: Sequence[Row]) -> str:
+    """Held-out responses of the first and the last evaluation, side by side; training samples where there is none."""
+    held_out = [row for row in rows if row.get("phase") == "val"]
+    rows = held_out or list(rows)
+    steps = sorted({row["step"] for row in rows})
+    if not steps:
+        return ""
+    first, last = ({_identity(row): row for row in rows if row["step"] == step} for step in (steps[0], steps[-1]))
+    heads = ["prompt", "expected", f"after step {steps[-1]}", ">reward"]
+    if not held_out or len(steps) == 1:
+        return table(heads, [_prompt(row) + _answered(row) for row in last.values()])
+    heads[2:2] = [f"after step {steps[0]}", ">reward"]
+    both = [(first[key], last[key]) for key in first if key in last]
+    return table(heads, [_prompt(before) + _answered(before) + _answered(after) for before, after in both])
+
+
+def _identity(row: Row) -> tuple[Any, ...]:
+    return row.get("prompt"), row.get("answer"), row.get("sample_index")
+
+
+def _prompt(row: Row) -> str:
+    answer = row.get("answer")
+    return cell(_clean(row.get("prompt", "")), "text") + cell("" if answer is None else _clean(answer), "text")
+
+
+def _answered(row: Row) -> str:
+    reward = number(row.get("reward"))
+    cut = " ⋯ (cut at the length limit)" if row.get("finish_reason") == "length" else ""
+    tone = "good" if reward is not None and reward > 0 else "poor"
+    value = "" if reward is None else short(reward)
+    return cell(_clean(row.get("response", "")) + cut, "text") + cell(value, f"num {tone}")
+
+
+def _clean(text: Any) -> str:
+    """Model output for a page: line ends and tabs stay, other control characters become escapes."""
+    return "".join(c if c in "\n\t" else visible(c) for c in str(text))
+
+
+def _differences(config: Config | None) -> str:
+    if config is None:
+        return ""
+    mine, default = flat(asdict(config)), flat(asdict(Config()))
+    keys = [key for key in mine if mine[key] != default.get(key)]
+    rows = [
+        cell(key, "text") + cell(_value(mine[key]), "text") + cell(_value(default.get(key)), "text") for key in keys
+    ]
+    return table(("key", "this run", "default"), rows)
+
+
+def _value(value: Any) -> str:
+    return "" if value in ({}, None) else (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+
+
+def _starts(facts: Mapping[str, Any]) -> str:
+    rows = []
+    for start in facts.get("starts", []):
+        resumed = start.get("resume_step")
+        versions = ", ".join(f"{name} {number}" for name, number in start.get("versions", {}).items())
+        where = f"{start.get('world_size', '?')} x {start.get('device', '?')}, {start.get('num_cores', '?')} cores"
+        words = (start.get("time", ""), "from the beginning" if resumed is None else f"from step {resumed}", where)
+        changes = "; ".join(start.get("changes", []))
+        rows.append("".join(cell(str(word)) for word in (*words, versions, changes)))
+    return table(("time", "began", "ranks", "versions", "changed settings"), rows)
+
+
+def _notes(rows: Sequence[Row]) -> str:
+    return table(("time", "note"), [cell(str(row.get("time", ""))) + cell(_clean(row.get("text", ""))) for row in rows])
+
+
+def _rest(history: History) -> str:
+    """Every metric that no chart above shows, small, folded away."""
+    shown = {name for part in (LEARNING, POLICY, MISMATCH, SPEED) for _, lines in part for _, name in lines}
+    columns = history.steps | history.times
+    figures = [
+        line_chart(name, [Series(name, points, dots=name.startswith("val/"))])
+        for name, points in sorted(columns.items())
+        if name not in shown and not name.startswith(("refit/", "timing_s/", "training/global_step"))
+    ]
+    body = grid(figures, 3)
+    return f"<details><summary>All other metrics ({len(figures)})</summary>{body}</details>" if body else ""

@@ -60,6 +60,9 @@ class Algorithm(ABC):
     kl_places: ClassVar[frozenset[str]] = frozenset({"none", "loss"})
     """Values of `kl_in` that this algorithm honours."""
 
+    supervised: ClassVar[bool] = False
+    """Trains on the answers of the data; nothing is sampled or scored, and only `weigh` and `loss` are called."""
+
     def __init__(self, config: AlgorithmConfig, rollout: RolloutConfig) -> None:
         self.config = config
         self.rollout = rollout

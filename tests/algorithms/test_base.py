@@ -1,0 +1,188 @@
+"""Every algorithm honours the contract; every contradiction in the config ends in one clear message."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from mrl.algorithms.base import Algorithm, Outcomes, build, required, resolve
+from mrl.config import AlgorithmConfig, OverlongConfig, RolloutConfig
+from mrl.errors import UserError
+from mrl.registry import names
+from tests.algorithms.ragged import advantages_of, alone, make_batch
+
+ROLLOUT = RolloutConfig(n=3, response_length=7)
+ALGORITHMS = names("algorithms")
+
+
+def test_the_algorithms_are_the_promised_ones() -> None:
+    assert ALGORITHMS == ["dapo", "dr_grpo", "grpo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sft"]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_resolving_is_idempotent_and_leaves_null_only_what_cannot_matter(name: str) -> None:
+    resolved = resolve(AlgorithmConfig(name=name))
+    assert resolve(resolved) == resolved
+    kind = type(build(resolved, ROLLOUT))
+    for item in fields(AlgorithmConfig):
+        if getattr(resolved, item.name) is None:
+            idle = item.name in kind.unused or item.name in ("loss_norm_length", "advantage_eps")
+            assert idle, f"{name} leaves {item.name} open"
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_contract(name: str) -> None:
+    algorithm = build(AlgorithmConfig(name=name), ROLLOUT)
+    assert isinstance(algorithm, Algorithm)
+    assert not algorithm.needs_reference
+    assert not algorithm.needs_proximal
+    batch = replace(make_batch(), ref_logprobs_R=None, proximal_logprobs_R=None)
+    outcome_N = advantages_of(algorithm, batch)
+    assert outcome_N.dtype == torch.float64
+    assert outcome_N.shape == (12,)
+    algorithm.advantages(batch, outcome_N, alone)
+    algorithm.weigh(batch, alone)
+    for value_R in (batch.advantages_R, batch.weights_R, batch.metric_weights_R):
+        assert value_R is not None
+        assert value_R.dtype == torch.float32
+        assert value_R.shape == batch.response_mask_R.shape
+        assert (value_R[~batch.response_mask_R] == 0).all()
+    logprobs_R = (batch.rollout_logprobs_R * 0.9).requires_grad_()
+    loss, metrics = algorithm.loss(logprobs_R, torch.ones_like(logprobs_R), batch)
+    assert loss.shape == ()
+    assert loss.requires_grad
+    for key, value in metrics.items():
+        assert value.shape == (), key
+        assert not value.requires_grad, key
+        assert torch.isfinite(value), key
+    assert {"actor/loss", "actor/entropy"} <= metrics.keys()
+    assert metrics["actor/entropy"].item() == pytest.approx(1.0)
+
+
+def test_the_parts_of_the_loss_add_up_to_it() -> None:
+    config = AlgorithmConfig(name="grpo", kl_in="loss", kl_coef=0.3, entropy_coef=0.2)
+    algorithm = build(config, ROLLOUT)
+    batch = make_batch()
+    algorithm.advantages(batch, advantages_of(algorithm, batch), alone)
+    algorithm.weigh(batch, alone)
+    logprobs_R = batch.rollout_logprobs_R * 0.9
+    _, metrics = algorithm.loss(logprobs_R, torch.rand_like(logprobs_R), batch)
+    total = metrics["actor/pg_loss"] + 0.3 * metrics["actor/kl_loss"] - 0.2 * metrics["actor/entropy_loss"]
+    assert metrics["actor/loss"].item() == pytest.approx(total.item(), rel=1e-5)
+
+
+def test_only_sft_is_supervised() -> None:
+    supervised = [name for name in ALGORITHMS if build(AlgorithmConfig(name=name), ROLLOUT).supervised]
+    assert supervised == ["sft"]
+
+
+def test_needs_follow_the_config() -> None:
+    assert build(AlgorithmConfig(kl_in="loss"), ROLLOUT).needs_reference
+    assert build(AlgorithmConfig(name="reinforce_pp", kl_in="reward"), ROLLOUT).needs_reference
+    assert build(AlgorithmConfig(proximal="recompute"), ROLLOUT).needs_proximal
+
+
+def test_kl_in_the_reward_is_reported_as_a_token_mean() -> None:
+    config = AlgorithmConfig(name="reinforce_pp", kl_in="reward", kl_estimator="k1")
+    algorithm = build(config, ROLLOUT)
+    batch = make_batch()
+    algorithm.weigh(batch, alone)
+    algorithm.advantages(batch, advantages_of(algorithm, batch), alone)
+    _, metrics = algorithm.loss(batch.rollout_logprobs_R, torch.zeros_like(batch.rollout_logprobs_R), batch)
+    want = (batch.rollout_logprobs_R - batch.ref_logprobs_R)[batch.response_mask_R].mean()  # type: ignore[operator]
+    assert metrics["actor/reward_kl_penalty"].item() == pytest.approx(want.item(), rel=1e-5)
+
+
+def test_overlong_penalty_shapes_the_reward_and_masking_narrows_the_mask() -> None:
+    overlong = OverlongConfig(buffer_length=4, penalty=2.0, mask_truncated=True)
+    algorithm = build(AlgorithmConfig(overlong=overlong), ROLLOUT)
+    outcomes = Outcomes(
+        torch.ones(3), torch.zeros(3, dtype=torch.int64), torch.tensor([3, 5, 7]), torch.tensor([False, False, True])
+    )
+    assert algorithm.shape_rewards(outcomes).tolist() == [1.0, 0.0, -1.0]
+    batch = make_batch(seed=1)
+    before_R, cut_R = batch.response_mask_R.clone(), batch.truncated_B[batch.sequence_R]  # type: ignore[index]
+    algorithm.advantages(batch, advantages_of(algorithm, batch), alone)
+    assert cut_R.any()
+    assert torch.equal(batch.response_mask_R, before_R & ~cut_R)
+    batch.truncated_B = None
+    with pytest.raises(RuntimeError, match="truncated_B is not set"):
+        algorithm.advantages(batch, torch.zeros(12), alone)
+
+
+def test_dynamic_sampling_keeps_groups_whose_rewards_differ() -> None:
+    algorithm = build(AlgorithmConfig(name="dapo"), ROLLOUT)
+    assert algorithm.config.dynamic_sampling
+    outcomes = Outcomes(
+        torch.tensor([1.0, 1.0, 0.0, 1.0]), torch.tensor([1, 1, 2, 2]), torch.ones(4), torch.zeros(4, dtype=torch.bool)
+    )
+    assert algorithm.informative_groups(outcomes).tolist() == [False, False, True, True]
+
+
+def test_a_phase_that_did_not_run_is_named() -> None:
+    algorithm = build(AlgorithmConfig(), ROLLOUT)
+    with pytest.raises(RuntimeError, match="weights_R is not set"):
+        algorithm.loss(torch.zeros(1), torch.zeros(1), make_batch())
+    assert required(0, "zero") == 0
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"name": "gropo"}, "Did you mean 'grpo'"),
+        ({"name": "torch:Tensor"}, "expected a subclass"),
+        ({"clip_low": 0.0}, "clip_low=0.0 is out of range"),
+        ({"clip_low": 1.0}, "clip_low=1.0 is out of range"),
+        ({"clip_high": -0.1}, "clip_high=-0.1 is out of range"),
+        ({"clip_high": float("nan")}, "clip_high=nan is out of range"),
+        ({"clip_high": float("inf")}, "clip_high=inf is out of range"),
+        ({"dual_clip": 1.0}, "dual_clip=1.0 is out of range"),
+        ({"advantage_eps": 0.0}, "advantage_eps=0.0 is out of range"),
+        ({"entropy_coef": -0.1}, "entropy_coef=-0.1 is out of range"),
+        ({"kl_in": "loss", "kl_coef": -1.0}, "kl_coef=-1.0 is out of range"),
+        ({"proximal": "recompute", "tis_clip": -1.0}, "tis_clip=-1.0 is out of range"),
+        ({"dynamic_sampling": True, "max_sampling_rounds": 0}, "max_sampling_rounds=0 is out of range"),
+        ({"name": "dr_grpo", "loss_norm_length": 0}, "loss_norm_length=0 is out of range"),
+        ({"overlong": OverlongConfig(buffer_length=-1)}, "overlong.buffer_length=-1 is out of range"),
+        ({"overlong": OverlongConfig(buffer_length=3, penalty=0.0)}, "overlong.penalty=0.0 is out of range"),
+        ({"overlong": OverlongConfig(buffer_length=8)}, "longer than rollout.response_length=7"),
+        ({"kl_in": "reward"}, "kl_in='reward' does not work with algorithm.name='grpo'"),
+        ({"kl_coef": 0.1}, "kl_coef=0.1 would have no effect because algorithm.kl_in is 'none'"),
+        ({"kl_estimator": "k1"}, "kl_estimator=k1 would have no effect"),
+        ({"tis_clip": 5.0}, "tis_clip=5.0 would have no effect because algorithm.proximal is 'rollout'"),
+        ({"max_sampling_rounds": 3}, "max_sampling_rounds=3 would have no effect"),
+        ({"loss_norm_length": 7}, "loss_norm_length=7 would have no effect"),
+        ({"name": "dr_grpo", "advantage_eps": 1e-4}, "advantage_eps=0.0001 would have no effect"),
+        ({"overlong": OverlongConfig(penalty=2.0)}, "overlong.penalty=2.0 would have no effect"),
+        ({"name": "reinforce_pp", "singleton_group": "zero"}, "singleton_group=zero would have no effect"),
+        ({"name": "sft", "kl_in": "loss"}, "kl_in=loss would have no effect because algorithm.name is 'sft'"),
+        ({"name": "sft", "clip_low": 0.1}, "clip_low=0.1 would have no effect"),
+        ({"name": "sft", "overlong": OverlongConfig(mask_truncated=True)}, "algorithm.overlong would have no effect"),
+    ],
+    ids=str,
+)
+def test_contradictions_are_refused(knobs: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        build(AlgorithmConfig(**knobs), ROLLOUT)  # type: ignore[arg-type]
+    assert message in str(caught.value)
+
+
+def test_one_sample_per_prompt_needs_a_policy() -> None:
+    single = RolloutConfig(n=1)
+    with pytest.raises(UserError, match="groups of one sample"):
+        build(AlgorithmConfig(), single)
+    build(AlgorithmConfig(singleton_group="reward"), single)
+    build(AlgorithmConfig(name="reinforce_pp"), single)
+    with pytest.raises(UserError, match="that is every group"):
+        build(AlgorithmConfig(name="dapo", singleton_group="zero"), single)
+
+
+class Open(Algorithm):
+    """An algorithm from outside that forgot its defaults."""
+
+    defaults = {"loss_aggregation": "token_mean"}  # noqa: RUF012
+
+
+def test_an_algorithm_from_a_dotted_path_must_give_its_defaults() -> None:
+    with pytest.raises(TypeError, match="gives no default for advantage_std"):
+        resolve(AlgorithmConfig(name=f"{__name__}:Open"))

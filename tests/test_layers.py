@@ -15,7 +15,7 @@ LAYERS = (
     ("train", "dryrun"),
     ("job",),
     ("preflight",),
-    ("refit", "rollout", "checkpoint", "supervised"),
+    ("refit", "export", "rollout", "checkpoint", "supervised"),
     ("megatron", "engines", "observe"),
     ("transfer",),
     ("weights", "distributed", "rewards", "algorithms", "data"),

@@ -11,47 +11,13 @@ A layout shared by several ranks (data-parallel copies, replicas) should be one 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from mrl.weights.buckets import peak_staging_bytes
+from mrl.weights.copies import ITEM_BYTES, Copy
 from mrl.weights.layout import Layout, Region, StoredTensor
-from mrl.weights.regions import intersect, split, translate, union_volume, volume, whole, without
-
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-"""Bytes of an element, for each dtype that a layout may name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """`target_name[target_region]` on `target_rank` := `source_name[source_region]` on `source_rank`.
-
-    Attributes:
-        wire_dtype: The narrower of the two stored dtypes; what is sent.
-    """
-
-    source_rank: int
-    target_rank: int
-    source_name: str
-    source_region: Region
-    target_name: str
-    target_region: Region
-    wire_dtype: str
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on the wire."""
-        return volume(self.target_region) * ITEM_BYTES[self.wire_dtype]
-
-    def parts(self, max_bytes: int) -> Iterator[Copy]:
-        """The same copy, in parts of at most `max_bytes`."""
-        if self.num_bytes <= max_bytes:
-            yield self
-            return
-        for part in split(self.target_region, max_bytes // ITEM_BYTES[self.wire_dtype]):
-            source = translate(part, self.target_region, self.source_region)
-            yield Copy(
-                self.source_rank, self.target_rank, self.source_name, source, self.target_name, part, self.wire_dtype
-            )
+from mrl.weights.regions import intersect, translate, union_volume, volume, whole, without
 
 
 @dataclass(frozen=True)
@@ -72,65 +38,26 @@ class Plan:
     lower_bound_bytes: int
     link_bytes: dict[tuple[int, int], int]
 
-    def local_buckets(self, rank: int, bucket_bytes: int) -> list[list[Copy]]:
-        """The copies inside `rank`, in buckets of at most `bucket_bytes`; a larger one is split."""
-        buckets: list[list[Copy]] = []
-        room = 0
-        for copy in self.copies:
-            if copy.source_rank == copy.target_rank == rank:
-                for part in copy.parts(bucket_bytes):
-                    if part.num_bytes > room:
-                        buckets.append([])
-                        room = bucket_bytes
-                    buckets[-1].append(part)
-                    room -= part.num_bytes
-        return buckets
-
-    def rounds(self, bucket_bytes: int) -> list[list[Copy]]:
-        """The copies between ranks, in rounds: in none does a rank send, or receive, more than `bucket_bytes`.
-
-        A larger copy is split. The order of a sender's and a receiver's copies is kept.
-        """
-        rounds: list[list[Copy]] = []
-        sent: dict[tuple[int, int], int] = defaultdict(int)
-        received: dict[tuple[int, int], int] = defaultdict(int)
-        last_send: dict[int, int] = defaultdict(int)
-        last_receive: dict[int, int] = defaultdict(int)
-        for large in self.copies:
-            sender, receiver = large.source_rank, large.target_rank
-            if sender == receiver:
-                continue
-            for copy in large.parts(bucket_bytes):
-                size = copy.num_bytes
-                index = max(last_send[sender], last_receive[receiver])
-                while max(sent[sender, index], received[receiver, index]) + size > bucket_bytes:
-                    index += 1
-                last_send[sender] = last_receive[receiver] = index
-                sent[sender, index] += size
-                received[receiver, index] += size
-                rounds.extend([] for _ in range(index + 1 - len(rounds)))
-                rounds[index].append(copy)
-        return rounds
-
     def peak_staging_bytes(self, bucket_bytes: int) -> int:
-        """The largest sum of send and receive buffers that any rank holds at a time."""
-        peak = 0
-        for copies in self.rounds(bucket_bytes):
-            held: dict[int, int] = defaultdict(int)
-            for copy in copies:
-                held[copy.source_rank] += copy.num_bytes
-                held[copy.target_rank] += copy.num_bytes
-            peak = max(peak, *held.values())
-        return peak
+        """The largest sum of send and receive buffers that any rank holds in a round of the transfer."""
+        return peak_staging_bytes(self.copies, bucket_bytes)
 
 
 @dataclass
 class _Shard:
-    """A region of a Hugging Face tensor and everyone who stores it: rank -> (name, region of the stored tensor)."""
+    """A region of a Hugging Face tensor, and who stores it: rank -> (name, region of the stored tensor)."""
 
     region: Region
     dtype: str
     holders: dict[int, tuple[str, Region]] = field(default_factory=dict)
+
+
+@dataclass
+class _Cell:
+    """A part of a wanted piece that its holders have whole: rank -> (name, region of the stored tensor, dtype)."""
+
+    region: Region
+    holders: dict[int, tuple[str, Region, str]] = field(default_factory=dict)
     by_host: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
 
 
@@ -152,40 +79,26 @@ def make_plan(
     for layout in _distinct(sources) + _distinct(targets):
         for name, stored in layout.items():
             check_cover(name, stored)
-    index = _index(sources, host)
+    shards = _index(sources)
     sent: dict[int, int] = defaultdict(int)
     copies: list[tuple[int, Copy]] = []
     ranks_of: dict[int, list[int]] = defaultdict(list)
     for rank, layout in targets.items():
         ranks_of[id(layout)].append(rank)
     for layout in _distinct(targets):
-        ranks = ranks_of[id(layout)]
         for position, (name, stored) in enumerate(layout.items()):
             for piece in stored.pieces:
-                overlaps = [
-                    (shard, both)
-                    for shard in index.get(piece.hf_name, ())
-                    if (both := intersect(shard.region, piece.src)) is not None
-                ]
-                for rank in ranks:
-                    chosen = _choose(piece.src, overlaps, rank, host(rank), sent)
-                    if chosen is None:
-                        raise RuntimeError(
-                            f"no rank holds all of '{piece.hf_name}'{list(piece.src)}, which '{name}' needs"
-                        )
-                    for shard, source_rank, region in chosen:
-                        source_name, start = shard.holders[source_rank]
-                        copy = Copy(
-                            source_rank,
-                            rank,
-                            source_name,
-                            translate(region, shard.region, start),
-                            name,
-                            translate(region, piece.src, piece.dst),
-                            min(stored.dtype, shard.dtype, key=ITEM_BYTES.__getitem__),
-                        )
-                        if source_rank != rank:
-                            sent[source_rank] += copy.num_bytes
+                for cell in _cells(piece.src, shards.get(piece.hf_name, []), host):
+                    if not cell.holders:
+                        raise RuntimeError(f"'{name}' needs '{piece.hf_name}'{list(cell.region)}, which no rank holds")
+                    target = translate(cell.region, piece.src, piece.dst)
+                    for rank in ranks_of[id(layout)]:
+                        source = _nearest(cell, rank, host, sent)
+                        source_name, region, dtype = cell.holders[source]
+                        wire = dtype if ITEM_BYTES[dtype] < ITEM_BYTES[stored.dtype] else stored.dtype
+                        copy = Copy(source, rank, source_name, region, name, target, wire)
+                        if source != rank:
+                            sent[source] += copy.num_bytes
                         copies.append((position, copy))
     copies.sort(key=lambda item: item[0])
     return _cost(tuple(copy for _, copy in copies), _lower_bound(sources, targets))
@@ -216,48 +129,52 @@ def _distinct(layouts: Mapping[int, Layout]) -> list[Layout]:
     return list({id(layout): layout for layout in layouts.values()}.values())
 
 
-def _index(sources: Mapping[int, Layout], host: Callable[[int], int]) -> dict[str, list[_Shard]]:
+def _index(sources: Mapping[int, Layout]) -> dict[str, list[_Shard]]:
     """Hugging Face name -> its distinct stored regions."""
     shards: dict[str, dict[tuple[Region, str], _Shard]] = defaultdict(dict)
     for rank, layout in sources.items():
         for name, stored in layout.items():
             for piece in stored.pieces:
                 shard = shards[piece.hf_name].setdefault((piece.src, stored.dtype), _Shard(piece.src, stored.dtype))
-                if rank not in shard.holders:
-                    shard.holders[rank] = (name, piece.dst)
-                    shard.by_host[host(rank)].append(rank)
+                shard.holders.setdefault(rank, (name, piece.dst))
     return {name: list(found.values()) for name, found in shards.items()}
 
 
-def _choose(
-    wanted: Region, overlaps: list[tuple[_Shard, Region]], rank: int, host: int, sent: Mapping[int, int]
-) -> list[tuple[_Shard, int, Region]] | None:
-    """(shard, source rank, region) for each part of `wanted`: own first, then the same host, then any; None: a hole."""
-    left = [wanted]
-    chosen: list[tuple[_Shard, int, Region]] = []
-    for shard, both, holders in _offers(overlaps, rank, host):
-        parts = [part for region in left if (part := intersect(region, both)) is not None]
-        if parts:
-            source = min(holders, key=lambda holder: (sent.get(holder, 0), holder))
-            chosen += [(shard, source, part) for part in parts]
-            left = [rest for region in left for rest in without(region, both)]
-            if not left:
-                return chosen
-    return None
+def _cells(wanted: Region, shards: Iterable[_Shard], host: Callable[[int], int]) -> list[_Cell]:
+    """Cuts `wanted` so that each shard holds a cell whole or not at all; a cell without holders is a hole."""
+    cut: list[tuple[Region, list[_Shard]]] = [(wanted, [])]
+    for shard in shards:
+        if intersect(wanted, shard.region) is None:
+            continue
+        finer: list[tuple[Region, list[_Shard]]] = []
+        for region, inside in cut:
+            both = intersect(region, shard.region)
+            if both is None:
+                finer.append((region, inside))
+            else:
+                finer.append((both, [*inside, shard]))
+                finer += [(rest, inside) for rest in without(region, both)]
+        cut = finer
+    cells = []
+    for region, inside in cut:
+        cell = _Cell(region)
+        for shard in inside:
+            regions: dict[Region, Region] = {}
+            for rank, (name, stored) in shard.holders.items():
+                if rank not in cell.holders:
+                    if stored not in regions:
+                        regions[stored] = translate(region, shard.region, stored)
+                    cell.holders[rank] = (name, regions[stored], shard.dtype)
+                    cell.by_host[host(rank)].append(rank)
+        cells.append(cell)
+    return cells
 
 
-def _offers(
-    overlaps: list[tuple[_Shard, Region]], rank: int, host: int
-) -> Iterator[tuple[_Shard, Region, Iterable[int]]]:
-    """(shard, region, who could send it), the nearest first."""
-    for shard, both in overlaps:
-        if rank in shard.holders:
-            yield shard, both, (rank,)
-    for shard, both in overlaps:
-        if host in shard.by_host:
-            yield shard, both, shard.by_host[host]
-    for shard, both in overlaps:
-        yield shard, both, shard.holders
+def _nearest(cell: _Cell, rank: int, host: Callable[[int], int], sent: dict[int, int]) -> int:
+    """Who sends a cell to `rank`: itself, else the least loaded on its host, else the least loaded."""
+    if rank in cell.holders:
+        return rank
+    return min(cell.by_host.get(host(rank)) or cell.holders, key=sent.__getitem__)
 
 
 def _lower_bound(sources: Mapping[int, Layout], targets: Mapping[int, Layout]) -> int:

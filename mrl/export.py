@@ -1,0 +1,175 @@
+"""The actor as a Hugging Face folder: config.json, sharded safetensors, tokenizer.
+
+Owns `export_to_hf`. The weights go from all ranks to the writers by the same kind of plan as a refit, one file at a
+time: no rank holds more of the model than its own shard and a file. The folder appears whole or not at all: it is
+written under another name and renamed last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial as bind
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mrl.distributed.collectives import raise_together
+from mrl.errors import UserError
+from mrl.models.base import ArchSpec
+from mrl.models.hf_config import family_of, read_config
+from mrl.transfer import DTYPES, Arrival, Transfer
+from mrl.weights.copies import ITEM_BYTES
+from mrl.weights.hf import hf_layout
+from mrl.weights.layout import Layout
+from mrl.weights.load import INDEX, SINGLE
+from mrl.weights.plan import make_plan
+from mrl.weights.regions import slices, volume, whole
+
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Files of a model folder that are copied as they are, where they exist."""
+
+
+def export_to_hf(
+    folder: str | Path,
+    arch: ArchSpec,
+    layouts: Mapping[int, Layout],
+    tensors: Mapping[str, Tensor],
+    *,
+    dtype: str,
+    like: str | Path | None = None,
+    max_file_bytes: int = 2 << 30,
+    bucket_bytes: int = 256 << 20,
+    writers: Sequence[int] = (0,),
+) -> None:
+    """Collective over the job: writes the model that the ranks hold together.
+
+    Args:
+        folder: To be made; must not exist.
+        arch: The model.
+        layouts: Rank -> what it holds (`megatron_layouts`), the same on every rank.
+        tensors: What this rank holds, by the names of its layout.
+        dtype: Of the files, "float32" or "bfloat16".
+        like: Model folder whose tokenizer, generation settings and further config.json keys are copied; None: none.
+        max_file_bytes: Largest safetensors file, unless one tensor is larger; also what a writer holds in memory.
+        bucket_bytes: Largest staging buffer.
+        writers: Ranks that write the files, in turn; all see the same file system.
+
+    Raises:
+        UserError: The folder exists, or cannot be written.
+        RuntimeError: A rank failed; on every rank.
+    """
+    rank = dist.get_rank()
+    target = Path(folder)
+    partial = target.with_name(target.name + ".partial")
+    _together(lambda: _prepare(target, partial), when=rank == 0)
+    files = assign_files(hf_layout(arch, dtype), max_file_bytes)
+    writer_of = {file: writers[number % len(writers)] for number, file in enumerate(files)}
+    wanted: dict[int, Layout] = {writer: {} for writer in writers}
+    for file, content in files.items():
+        wanted[writer_of[file]].update(content)
+    copies = make_plan(layouts, wanted).copies
+    names = list(files)
+    for first in range(0, len(names), len(writers)):
+        batch = names[first : first + len(writers)]
+        now = {name for file in batch for name in files[file]}
+        mine = [file for file in batch if writer_of[file] == rank]
+        content = {name: stored for file in mine for name, stored in files[file].items()}
+        arrived = {name: torch.empty(stored.shape, dtype=DTYPES[stored.dtype]) for name, stored in content.items()}
+        transfer = Transfer(
+            [copy for copy in copies if copy.target_name in now],
+            tensors,
+            {name: stored.dtype for name, stored in content.items()},
+            rank=rank,
+            bucket_bytes=bucket_bytes,
+        )
+        transfer.run(bind(_write, arrived))
+        _together(bind(_save, partial, mine, arrived), when=bool(mine))
+    _together(lambda: _finish(target, partial, arch, files, dtype, like), when=rank == 0)
+
+
+def assign_files(layout: Layout, max_file_bytes: int) -> dict[str, Layout]:
+    """File name -> its tensors: the layout's order, cut before a file would grow above `max_file_bytes`."""
+    parts: list[Layout] = []
+    room = 0
+    for name, stored in layout.items():
+        size = _num_bytes(layout, name)
+        if size > room:
+            parts.append({})
+            room = max_file_bytes
+        parts[-1][name] = stored
+        room -= size
+    if len(parts) == 1:
+        return {SINGLE: parts[0]}
+    return {f"model-{index:05}-of-{len(parts):05}.safetensors": part for index, part in enumerate(parts, 1)}
+
+
+def _num_bytes(layout: Layout, name: str) -> int:
+    return volume(whole(layout[name].shape)) * ITEM_BYTES[layout[name].dtype]
+
+
+def _together(action: Callable[[], None], *, when: bool = True) -> None:
+    """Collective over the job: ranks with `when` act; where one fails, all raise."""
+    error: Exception | None = None
+    try:
+        if when:
+            action()
+    except OSError as caught:
+        error = UserError(f"the export cannot be written: {caught}")
+        error.__cause__ = caught
+    except Exception as caught:  # noqa: BLE001 - the other ranks must hear of any failure
+        error = caught
+    raise_together(error)
+
+
+def _prepare(target: Path, partial: Path) -> None:
+    if target.exists():
+        raise UserError(f"the export folder '{target}' exists. Name a new one, or remove it.")
+    if partial.exists():  # left by an export that was cut off
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+
+
+def _write(into: Mapping[str, Tensor], arrivals: Sequence[Arrival]) -> None:
+    for item in arrivals:
+        into[item.name][slices(item.region)].copy_(item.data)
+
+
+def _save(folder: Path, files: Sequence[str], tensors: dict[str, Tensor]) -> None:
+    (file,) = files
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+
+
+def _finish(
+    target: Path, partial: Path, arch: ArchSpec, files: Mapping[str, Layout], dtype: str, like: str | Path | None
+) -> None:
+    """Everything that is not a weight; then the folder gets its name."""
+    config = family_of(arch).arch_to_hf(arch)
+    if like is not None:
+        config = {**read_config(like), **config}
+        for name in COMPANIONS:
+            if (Path(like) / name).is_file():
+                shutil.copyfile(Path(like) / name, partial / name)
+    config |= {"dtype": dtype, "torch_dtype": dtype}
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if len(files) > 1:
+        sizes = [_num_bytes(content, name) for content in files.values() for name in content]
+        weight_map = {name: file for file, content in files.items() for name in content}
+        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+        (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, target)

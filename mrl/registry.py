@@ -36,7 +36,10 @@ def find(folder: str, name: str, attribute: str) -> Any:
         raise UserError(
             f"{folder}: there is no '{name}'.{hint} Known: {', '.join(known)}, or a path 'package.module:object'."
         )
-    return getattr(importlib.import_module(f"mrl.{folder}.{name}"), attribute)
+    module = importlib.import_module(f"mrl.{folder}.{name}")
+    if not hasattr(module, attribute):
+        raise UserError(f"{folder}: '{name}' is no plugin: mrl/{folder}/{name}.py defines no {attribute}.")
+    return getattr(module, attribute)
 
 
 def _dotted(folder: str, path: str) -> Any:

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import logging
 import re
+from functools import lru_cache
 from typing import Any
+
+import math_verify
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about the time limits that are off
 
 IN_PROCESS = False
 
@@ -43,10 +48,12 @@ def math(
     """
     if answer is None:
         raise ValueError("the row has no answer to compare with")
-    gold = _parse(answer if "\\boxed" in answer or "$" in answer else f"\\boxed{{{answer}}}")
+    boxed = last_boxed(response)
+    if boxed is not None and boxed.strip() == answer.strip():
+        return correct
+    gold = _gold(answer)
     if not gold:
         raise ValueError(f"the answer {answer!r} is not a mathematical expression")
-    boxed = last_boxed(response)
     if boxed is None and require_boxed:
         return wrong
     if boxed is not None and len(boxed) > max_chars:
@@ -69,23 +76,18 @@ def last_boxed(text: str) -> str | None:
     return None if last is None else text[last[0] : last[1]]
 
 
-def _parse(text: str) -> list[Any]:
-    _silence()
-    from math_verify import parse
+@lru_cache(maxsize=1024)  # the samples of a prompt share their answer
+def _gold(answer: str) -> list[Any]:
+    return _parse(answer if "\\boxed" in answer or "$" in answer else f"\\boxed{{{answer}}}")
 
-    parsed: list[Any] = parse(text, parsing_timeout=None)
+
+def _parse(text: str) -> list[Any]:
+    parsed: list[Any] = math_verify.parse(text, parsing_timeout=None)
     return parsed
 
 
 def _equal(gold: list[Any], found: list[Any]) -> bool:
-    from math_verify import verify
-
-    return bool(verify(gold, found, timeout_seconds=None))
-
-
-def _silence() -> None:
-    """math-verify warns about the time limits that are off."""
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return bool(math_verify.verify(gold, found, timeout_seconds=None))
 
 
 REWARD = math

@@ -1,0 +1,148 @@
+"""Scores rollouts: the weighted sum of the reward functions, with time limits and failures that name their sample.
+
+Owns which function runs where, what a failed sample is worth and when failures stop the job. A reward function that
+raises, returns no finite number, hangs or kills its process fails its sample only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from mrl import registry
+from mrl.config import RewardConfig
+from mrl.errors import UserError
+from mrl.rewards._call import Outcome, RewardCall, Sample
+from mrl.rewards._pool import WorkerPool
+from mrl.types import Rollout
+
+_EXCERPT_CHARS = 200
+
+
+class Scorer:
+    """Built once per scoring rank; holds the worker processes until `close`."""
+
+    def __init__(
+        self, config: RewardConfig, decode: Callable[[Sequence[int]], str], eos_ids: Sequence[int] = ()
+    ) -> None:
+        """Imports the functions and starts the workers, where any function needs one.
+
+        Args:
+            config: Functions, weights, limits.
+            decode: Token ids to text, end tokens written out (`Tokenizer.decode`).
+            eos_ids: An end token at the end of a response is cut off before the functions see it.
+
+        Raises:
+            UserError: No function is named, or one cannot be imported or called with its kwargs.
+        """
+        if not config.functions:
+            raise UserError("reward.functions is empty: name at least one, such as [{name: exact_match}].")
+        self._config = config
+        self._decode = decode
+        self._eos_ids = frozenset(eos_ids)
+        self._labels = _labels([function.name for function in config.functions])
+        self._local: dict[int, RewardCall] = {}
+        self._remote: list[int] = []
+        for index, function in enumerate(config.functions):
+            if _runs_in_process(function.name):
+                self._local[index] = RewardCall(function.name, function.kwargs)
+            else:
+                self._remote.append(index)
+        self._pool: WorkerPool | None = None
+        if self._remote:
+            self._pool = WorkerPool(
+                [(config.functions[index].name, config.functions[index].kwargs) for index in self._remote],
+                num_workers=max(1, config.num_workers),
+                time_limit_s=config.time_limit_s,
+            )
+
+    def score(self, rollouts: Sequence[Rollout]) -> None:
+        """Sets `reward`, `reward_parts` and `reward_error` of each rollout, and `response_text` where it is empty.
+
+        A failed sample's reward, and the failed function's part, is `reward.error_value`.
+
+        Raises:
+            UserError: More than `reward.max_failed_frac` of the rollouts failed; the first failure is named.
+        """
+        samples = [self._sample(rollout) for rollout in rollouts]
+        allowed = math.floor(self._config.max_failed_frac * len(samples))
+        remote = self._pool.run(samples, allowed) if self._pool is not None else {}
+        num_failed, first_failure = 0, ""
+        for row, (rollout, sample) in enumerate(zip(rollouts, samples, strict=True)):
+            if self._pool is not None and row not in remote:
+                continue  # the pool gave up: too many failed
+            outcomes = {index: call(sample) for index, call in self._local.items()}
+            outcomes.update(zip(self._remote, remote.get(row, ()), strict=True))
+            self._set(rollout, outcomes)
+            if rollout.reward_error is not None:
+                num_failed += 1
+                first_failure = first_failure or rollout.reward_error
+        if num_failed > allowed:
+            raise UserError(
+                f"{num_failed} of {len(samples)} samples could not be scored, more than reward.max_failed_frac="
+                f"{self._config.max_failed_frac:g}. The first: {first_failure}"
+            )
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def __enter__(self) -> Scorer:
+        """Itself; `close` follows at the end of the block."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """See `close`."""
+        self.close()
+
+    def _sample(self, rollout: Rollout) -> Sample:
+        ids = rollout.response_ids
+        kept = ids[:-1] if ids and ids[-1] in self._eos_ids else ids
+        response = self._decode(kept)
+        if not rollout.response_text:
+            rollout.response_text = response + self._decode(ids[len(kept) :])
+        prompt = rollout.prompt
+        extra = {**prompt.extra, "response_length": len(ids), "finish_reason": rollout.finish_reason}
+        return Sample(prompt.text, response, prompt.answer, extra)
+
+    def _set(self, rollout: Rollout, outcomes: dict[int, Outcome]) -> None:
+        failed = {index: outcome for index, outcome in sorted(outcomes.items()) if outcome.error}
+        parts = {
+            label: self._config.error_value if index in failed else outcomes[index].value
+            for index, label in enumerate(self._labels)
+        }
+        rollout.reward_parts = parts
+        rollout.reward_error = self._describe(rollout, failed) if failed else None
+        if failed:
+            rollout.reward = self._config.error_value
+        else:
+            weights = [function.weight for function in self._config.functions]
+            rollout.reward = math.fsum(weight * value for weight, value in zip(weights, parts.values(), strict=True))
+
+    def _describe(self, rollout: Rollout, failed: dict[int, Outcome]) -> str:
+        names = " or ".join(f"'{self._config.functions[index].name}'" for index in failed)
+        text = rollout.response_text
+        excerpt = text if len(text) <= _EXCERPT_CHARS else f"{text[:_EXCERPT_CHARS]}..."
+        return (
+            f"reward {names} failed on {rollout.prompt.source or 'a prompt'} (uid {rollout.prompt.uid}, sample "
+            f"{rollout.sample_index}): {next(iter(failed.values())).error}. Response: {excerpt!r}"
+        )
+
+
+def _runs_in_process(name: str) -> bool:
+    """Whether a built-in says so of itself; a dotted path is foreign code and never does."""
+    return "." not in name and ":" not in name and bool(registry.find("rewards", name, "IN_PROCESS"))
+
+
+def _labels(names: Sequence[str]) -> list[str]:
+    """Keys of `reward_parts`: the function's own name, with a number where it comes twice."""
+    labels: list[str] = []
+    for name in names:
+        short = name.replace(":", ".").rpartition(".")[2]
+        same = sum(label.partition("#")[0] == short for label in labels)
+        labels.append(short if same == 0 else f"{short}#{same + 1}")
+    return labels

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial as bind
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,13 +22,14 @@ from mrl.distributed.collectives import raise_together
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import family_of, read_config
-from mrl.transfer import DTYPES, Arrival, Transfer
+from mrl.transfer import Arrival, Transfer
 from mrl.weights.copies import ITEM_BYTES
 from mrl.weights.hf import hf_layout
 from mrl.weights.layout import Layout
 from mrl.weights.load import INDEX, SINGLE
 from mrl.weights.plan import make_plan
 from mrl.weights.regions import slices, volume, whole
+from mrl.weights.tensors import allocate
 
 COMPANIONS = (
     "tokenizer.json",
@@ -90,7 +90,7 @@ def export_to_hf(
         now = {name for file in batch for name in files[file]}
         mine = [file for file in batch if writer_of[file] == rank]
         content = {name: stored for file in mine for name, stored in files[file].items()}
-        arrived = {name: torch.empty(stored.shape, dtype=DTYPES[stored.dtype]) for name, stored in content.items()}
+        arrived = allocate(content)
         transfer = Transfer(
             [copy for copy in copies if copy.target_name in now],
             tensors,

@@ -21,10 +21,10 @@ from torch import Tensor
 from mrl.config import CheckpointEngineConfig
 from mrl.distributed.collectives import raise_together
 from mrl.engines.base import RolloutEngine, WeightSlice
-from mrl.transfer import DTYPES, Arrival, Transfer
+from mrl.transfer import Arrival, Transfer
 from mrl.weights.layout import Layout
 from mrl.weights.plan import Plan, make_plan
-from mrl.weights.regions import volume
+from mrl.weights.tensors import DTYPES, check_tensors
 
 MIB = 1 << 20
 
@@ -123,7 +123,6 @@ class Refit:
             WeightSlice(name, region, torch.zeros([stop - start for start, stop in region], dtype=DTYPES[stored.dtype]))
             for name, stored in self._target_layout.items()
             for region in stored.padding
-            if volume(region)
         ]
 
 
@@ -139,15 +138,3 @@ def gather_layouts(layout: Layout) -> dict[int, Layout]:
             dist.broadcast_object_list(box, src=rank)
             shared[found] = layout if box[0] is None else box[0]
     return {rank: shared[found] for rank, found in enumerate(digests)}
-
-
-def check_tensors(layout: Layout, tensors: Mapping[str, Tensor]) -> None:
-    """Raises RuntimeError unless there is a tensor of the right shape and dtype for each name of the layout."""
-    for name, stored in layout.items():
-        if name not in tensors:
-            raise RuntimeError(f"no tensor '{name}'; the layout and the model disagree")
-        tensor = tensors[name]
-        if tuple(tensor.shape) != stored.shape or tensor.dtype != DTYPES[stored.dtype]:
-            raise RuntimeError(
-                f"'{name}' is {list(tensor.shape)} {tensor.dtype}; the layout says {list(stored.shape)} {stored.dtype}"
-            )

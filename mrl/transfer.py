@@ -23,9 +23,7 @@ from mrl.weights.checksum import MODULUS, bit_sum
 from mrl.weights.copies import Copy
 from mrl.weights.layout import Region
 from mrl.weights.regions import slices
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""The dtypes that layouts name."""
+from mrl.weights.tensors import DTYPES
 
 _ALIGNMENT = 8
 """Each part of a message starts at a multiple of this, bytes, so that it can be viewed in its dtype."""

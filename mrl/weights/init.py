@@ -16,9 +16,9 @@ from torch import Tensor
 from mrl.models.base import ArchSpec, Kind
 from mrl.weights.hf import hf_layout
 from mrl.weights.layout import Layout, Piece
-from mrl.weights.load import check_shape
 from mrl.weights.regions import intersect, slices, translate, whole
 from mrl.weights.shards import table
+from mrl.weights.tensors import check_tensors
 
 INITIALIZER_RANGE = 0.02
 """Standard deviation of matrices, transformers' default `initializer_range`."""
@@ -36,12 +36,12 @@ def random_init(arch: ArchSpec, layout: Layout, tensors: Mapping[str, Tensor], s
         tensors: Name -> tensor to fill in place; values are drawn in fp32 and cast.
         seed: The same seed gives the same model under every layout.
     """
+    check_tensors(layout, tensors, dtypes=False)
     constants = _constants(arch)
     shapes = {name: stored.shape for name, stored in hf_layout(arch, "float32").items()}
     matrices: dict[str, list[tuple[Piece, Tensor]]] = {}
     with torch.no_grad():
         for name, stored in layout.items():
-            check_shape(name, stored.shape, tensors)
             target = tensors[name]
             for region in stored.padding:
                 target[slices(region)] = 0

@@ -22,6 +22,7 @@ from mrl.models.base import ArchSpec
 from mrl.weights.hf import hf_layout
 from mrl.weights.layout import Layout
 from mrl.weights.regions import slices, split, translate
+from mrl.weights.tensors import check_tensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -98,9 +99,9 @@ class HfWeights:
         for name, stored in layout.items():
             for index, piece in enumerate(stored.pieces):
                 by_file.setdefault(self._file_of[piece.hf_name], []).append((name, index))
+        check_tensors(layout, tensors, dtypes=False)
         with torch.no_grad():
             for name, stored in layout.items():
-                check_shape(name, stored.shape, tensors)
                 for region in stored.padding:
                     tensors[name][slices(region)] = 0
             for items in by_file.values():
@@ -177,11 +178,3 @@ def load_from_hf(folder: str | Path, arch: ArchSpec, layout: Layout, tensors: Ma
     with HfWeights(folder) as weights:
         weights.check(arch)
         weights.fill(layout, tensors)
-
-
-def check_shape(name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> None:
-    """Raises RuntimeError where `tensors[name]` is missing or has another shape than the layout says."""
-    if name not in tensors:
-        raise RuntimeError(f"no tensor '{name}' to fill; the layout and the model disagree")
-    if tuple(tensors[name].shape) != shape:
-        raise RuntimeError(f"'{name}' has shape {list(tensors[name].shape)}, the layout says {list(shape)}")

@@ -41,7 +41,7 @@ class Scorer:
         self._config = config
         self._decode = decode
         self._eos_ids = frozenset(eos_ids)
-        self._labels = _labels([function.name for function in config.functions])
+        self._labels = part_names(config)
         self._local: dict[int, RewardCall] = {}
         self._remote: list[int] = []
         for index, function in enumerate(config.functions):
@@ -138,11 +138,11 @@ def _runs_in_process(name: str) -> bool:
     return "." not in name and ":" not in name and bool(registry.find("rewards", name, "IN_PROCESS"))
 
 
-def _labels(names: Sequence[str]) -> list[str]:
-    """Keys of `reward_parts`: the function's own name, with a number where it comes twice."""
+def part_names(config: RewardConfig) -> list[str]:
+    """Keys of `reward_parts`: each function's own name, with a number where it comes twice."""
     labels: list[str] = []
-    for name in names:
-        short = name.replace(":", ".").rpartition(".")[2]
+    for function in config.functions:
+        short = function.name.replace(":", ".").rpartition(".")[2]
         same = sum(label.partition("#")[0] == short for label in labels)
         labels.append(short if same == 0 else f"{short}#{same + 1}")
     return labels

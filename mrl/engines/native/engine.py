@@ -1,0 +1,240 @@
+"""The embedded engine: generates on the training ranks themselves, in plain PyTorch.
+
+Owns the engine's life: weights that are replaced in place, and the KV cache that sleeps and wakes. The parts are one
+noun each: `generation` (the loop), `scheduler` (who runs where), `rows` (device state), `kv_cache`, `memory`, `model`,
+`attention`, `sampler`, `stopping`, `cuda_graphs`.
+
+On CPU it is tested against transformers. On CUDA the same code runs, decoding through CUDA graphs unless
+`rollout.enforce_eager`; that path has not been run on real hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl.config import RolloutConfig
+from mrl.engines.base import RolloutEngine, SamplingConfig, WeightSlice
+from mrl.engines.native.attention import DecodeAttention
+from mrl.engines.native.cuda_graphs import DecodeGraphs
+from mrl.engines.native.generation import Generation
+from mrl.engines.native.kv_cache import KVCache
+from mrl.engines.native.memory import kv_budget
+from mrl.engines.native.model import Decoder
+from mrl.engines.native.rows import Rows
+from mrl.engines.native.scheduler import Scheduler
+from mrl.engines.native.stopping import Stopping
+from mrl.errors import UserError
+from mrl.models.base import ArchSpec
+from mrl.types import Prompt, Rollout
+from mrl.weights.checksum import MODULUS, bit_sum
+from mrl.weights.layout import Layout
+from mrl.weights.native import native_layout
+from mrl.weights.regions import slices
+
+
+class NativeEngine(RolloutEngine):
+    """One rank of a replica.
+
+    Args:
+        config: `rollout` section.
+        arch: The model.
+        tp_group: Ranks of the replica, in the order of their shards; None: this rank alone.
+        device: Where weights and cache are.
+        dtype: Weights, activations and cache: torch.float32 or torch.bfloat16.
+        decode: Token ids -> text, for stop strings.
+
+    Raises:
+        UserError: The ranks of the replica cannot share the model.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        arch: ArchSpec,
+        *,
+        tp_group: dist.ProcessGroup | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        self.policy_version = -1
+        self._config = config
+        self._arch = arch
+        self._device = device
+        self._decode = decode
+        tp_size = 1 if tp_group is None else dist.get_world_size(tp_group)
+        tp_rank = 0 if tp_group is None else dist.get_rank(tp_group)
+        self._layout = native_layout(arch, tp_size, tp_rank, str(dtype).removeprefix("torch."))
+        self._weights = {
+            name: torch.zeros(stored.shape, dtype=dtype, device=device) for name, stored in self._layout.items()
+        }
+        self._max_len = config.max_model_len or config.prompt_length + config.response_length
+        self._model = Decoder(arch, self._weights, tp_group=tp_group, max_positions=self._max_len)
+        self._cache = KVCache(
+            num_layers=arch.num_layers,
+            num_kv_heads=self._model.num_kv_heads,
+            head_dim=arch.head_dim,
+            dtype=dtype,
+            device=device,
+            budget_bytes=kv_budget(device, config.gpu_memory_utilization, tp_group),
+        )
+        self._rows: Rows | None = None
+        self._graphs: DecodeGraphs | None = None
+        self._asleep = False
+        self._whole = False
+        self._stats: dict[str, float] = {}
+
+    # weights ----------------------------------------------------------------------------------------------------------
+
+    def layout(self) -> Layout:
+        """What this rank stores, in Hugging Face coordinates."""
+        return self._layout
+
+    def begin_update(self) -> None:
+        """From here until `finish_update` the engine refuses to generate. No prefix outlives a `generate`."""
+        self._whole = False
+
+    def update_weights(self, bucket: Sequence[WeightSlice]) -> None:
+        """Copies a bucket into place.
+
+        Raises:
+            RuntimeError: No update was begun, or a slice does not fit what is stored.
+        """
+        if self._whole:
+            raise RuntimeError("update_weights outside an update: call begin_update first")
+        for item in bucket:
+            stored = self._weights.get(item.name)
+            if stored is None:
+                raise RuntimeError(f"'{item.name}' is not a tensor of the engine")
+            target = stored[slices(item.region)]
+            if target.shape != item.data.shape or stored.dtype != item.data.dtype:
+                raise RuntimeError(
+                    f"'{item.name}' {item.region}: got {list(item.data.shape)} {item.data.dtype}, "
+                    f"expected {list(target.shape)} {stored.dtype}"
+                )
+            target.copy_(item.data)
+
+    def checksum(self) -> int:
+        """Order-free 64-bit sum over the bit patterns of all stored elements."""
+        return sum(bit_sum(tensor) for tensor in self._weights.values()) % MODULUS
+
+    def finish_update(self, policy_version: int) -> None:
+        """Declares the weights whole under the new version."""
+        self.policy_version = policy_version
+        self._whole = True
+
+    # memory -----------------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Frees the KV cache until `wake`; weights stay."""
+        self._drop_cache()
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Lets the next `generate` allocate the KV cache, in the shape that its prompts need."""
+        self._asleep = False
+
+    def close(self) -> None:
+        """Releases everything; the engine cannot be used again."""
+        self.sleep()
+        self._whole = False
+        self._weights.clear()
+
+    def stats(self) -> dict[str, float]:
+        """Of the last `generate`: tokens and seconds of prefill and decoding, decode_steps, max_running, kv_cache_bytes."""
+        return dict(self._stats)
+
+    def _drop_cache(self) -> None:
+        self._graphs = None
+        self._rows = None
+        self._cache.free()
+
+    # generation -------------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
+        """Collective over the replica: `sampling.n` rollouts of each prompt, ordered by prompt, then sample index.
+
+        Raises:
+            RuntimeError: The engine sleeps, its weights are not whole, or the model gives no distribution for a prompt.
+            UserError: A prompt does not fit.
+        """
+        if self._asleep:
+            raise RuntimeError("the engine sleeps: call wake before generate")
+        if not self._whole:
+            raise RuntimeError("the engine's weights are not whole: no update was finished since the last begin_update")
+        if not prompts:
+            return []
+        self._check(prompts, sampling)
+        limit = min(self._config.max_num_seqs, self._config.max_num_batched_tokens, len(prompts) * sampling.n)
+        longest = max(len(prompt.prompt_ids) for prompt in prompts)
+        self._rows = self._reserve(limit, longest + sampling.max_tokens, sampling.max_tokens)
+        try:
+            generation = Generation(
+                model=self._model,
+                cache=self._cache,
+                rows=self._rows,
+                decode_step=self._graphs.run if self._graphs is not None else self._decode_eagerly,
+                scheduler=Scheduler(
+                    prompts, sampling.n, self._cache.num_rows, share_prefill=self._config.enable_prefix_caching
+                ),
+                sampling=sampling,
+                stopping=Stopping(sampling, self._decode, self._device),
+                max_prefill_tokens=self._config.max_num_batched_tokens,
+            )
+            rollouts = generation.run(self.policy_version)
+        except RuntimeError:
+            self._drop_cache()  # what is not a number must not outlive the call in masked slots
+            raise
+        self._stats = {**generation.stats, "kv_cache_bytes": float(self._cache.allocated_bytes)}
+        return rollouts
+
+    def _check(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> None:
+        """Raises UserError for a prompt that cannot be generated from."""
+        config = self._config
+        for prompt in prompts:
+            length = len(prompt.prompt_ids)
+            where = f"prompt {prompt.source or prompt.uid}"
+            if length == 0:
+                raise UserError(f"{where} has no tokens.")
+            if length + sampling.max_tokens > self._max_len:
+                raise UserError(
+                    f"{where} has {length} tokens; with a response of {sampling.max_tokens} it exceeds the engine's "
+                    f"{self._max_len}. Raise rollout.max_model_len or rollout.prompt_length, or shorten the prompt."
+                )
+            if not config.enable_chunked_prefill and length > config.max_num_batched_tokens:
+                raise UserError(
+                    f"{where} has {length} tokens, more than rollout.max_num_batched_tokens="
+                    f"{config.max_num_batched_tokens}. Raise it, or set rollout.enable_chunked_prefill=true."
+                )
+            if not 0 <= min(prompt.prompt_ids) <= max(prompt.prompt_ids) < self._arch.vocab_size:
+                raise UserError(
+                    f"{where} has a token id outside the model's vocabulary of {self._arch.vocab_size}. "
+                    "The tokenizer and the model do not belong together."
+                )
+
+    def _reserve(self, wanted_rows: int, row_len: int, max_tokens: int) -> Rows:
+        """Cache and row state for the call; kept from the last call where the shape is the same."""
+        before = (self._cache.num_rows, self._cache.row_len)
+        num_rows = self._cache.reserve(wanted_rows, row_len)
+        rows = self._rows
+        if rows is None or rows.shape != (num_rows, max_tokens) or before != (num_rows, self._cache.row_len):
+            rows = Rows(num_rows, max_tokens, self._device)
+            self._graphs = None
+        if self._graphs is None and self._device.type == "cuda" and not self._config.enforce_eager:
+            self._graphs = DecodeGraphs(self._decode_eagerly, num_rows, self._cache.row_len)
+        return rows
+
+    def _decode_eagerly(self, batch: int, length: int) -> Tensor:
+        """Logits after the newest token of the first `batch` rows; attention reads `length` slots."""
+        if self._rows is None:
+            raise RuntimeError("no rows are reserved")
+        positions_B = self._rows.positions_S[:batch]
+        attention = DecodeAttention(self._cache, positions_B, length)
+        return self._model.logits(self._model.forward(self._rows.tokens_S[:batch], positions_B, attention))
+
+
+ENGINE = NativeEngine

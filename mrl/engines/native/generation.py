@@ -1,0 +1,180 @@
+"""The loop of one `generate`: prefill, begin, decode, retire, until nothing is left.
+
+Owns the order of these steps and what is counted on the way. Every rank of a replica runs it on the same logits and so
+takes the same decisions; nothing is sent but what the model sends.
+
+Shapes: B running rows, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from mrl.engines.base import SamplingConfig
+from mrl.engines.native.attention import PrefillAttention
+from mrl.engines.native.kv_cache import KVCache
+from mrl.engines.native.model import Decoder
+from mrl.engines.native.rows import Rows
+from mrl.engines.native.sampler import Sampler
+from mrl.engines.native.scheduler import Group, Move, Sample, Scheduler, prefill_chunks
+from mrl.engines.native.stopping import Stopping
+from mrl.functional.sampling import stream_key
+from mrl.types import Rollout
+
+
+class Generation:
+    """One call's work.
+
+    Args:
+        model: Forward and logits.
+        cache: With as many rows as the scheduler fills.
+        rows: State of these rows.
+        decode_step: (batch, length) -> logits [B, V] after the newest tokens of the first rows.
+        scheduler: Who runs where.
+        sampling: The distribution and the keys of its random numbers.
+        stopping: When a response ends.
+        max_prefill_tokens: Prompt tokens in one forward.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Decoder,
+        cache: KVCache,
+        rows: Rows,
+        decode_step: Callable[[int, int], Tensor],
+        scheduler: Scheduler,
+        sampling: SamplingConfig,
+        stopping: Stopping,
+        max_prefill_tokens: int,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._rows = rows
+        self._decode_step = decode_step
+        self._scheduler = scheduler
+        self._sampling = sampling
+        self._sampler = Sampler(sampling)
+        self._stopping = stopping
+        self._max_prefill_tokens = max_prefill_tokens
+        self._num_steps = 0
+        self._finished: dict[tuple[int, int], Rollout] = {}
+        names = ("prefill_tokens", "decode_steps", "decode_tokens", "prefill_s", "decode_s", "max_running")
+        self.stats: dict[str, float] = dict.fromkeys(names, 0.0)
+
+    def run(self, policy_version: int) -> list[Rollout]:
+        """All rollouts, ordered by prompt, then sample index."""
+        scheduler, stats = self._scheduler, self.stats
+        while not scheduler.done:
+            began = time.perf_counter()
+            groups = scheduler.admit()
+            if groups:
+                self._prefill(groups)
+            rows, moves = scheduler.start(groups, self._num_steps)
+            for move in moves:
+                self._cache.copy_row(move.source, move.target, move.length)
+            self._begin(rows, policy_version)
+            prefilled = time.perf_counter()
+            stats["prefill_s"] += prefilled - began
+            stats["max_running"] = max(stats["max_running"], len(scheduler.running))
+            ended: list[int] = []
+            while scheduler.running and not ended:
+                ended = self._decode()
+            self._begin(self._retire(ended, policy_version), policy_version)
+            stats["decode_s"] += time.perf_counter() - prefilled
+        return [self._finished[key] for key in sorted(self._finished)]
+
+    def _prefill(self, groups: Sequence[Group]) -> None:
+        """Fills the cache with the prompts and keeps the state after the last token of each."""
+        first_row = len(self._scheduler.running)
+        for chunks in prefill_chunks([group.prompt_len for group in groups], first_row, self._max_prefill_tokens):
+            ids = [groups[chunk.row - first_row].prompt.prompt_ids[chunk.start : chunk.stop] for chunk in chunks]
+            tokens_P = torch.tensor([token for part in ids for token in part], device=self._rows.tokens_S.device)
+            attention = PrefillAttention(self._cache, chunks)
+            hidden_PH = self._model.forward(tokens_P, attention.positions_P, attention)
+            self.stats["prefill_tokens"] += tokens_P.numel()
+            end = 0
+            for chunk in chunks:
+                end += chunk.stop - chunk.start
+                group = groups[chunk.row - first_row]
+                if chunk.stop == group.prompt_len:
+                    group.hidden_H = hidden_PH[end - 1].clone()
+
+    def _begin(self, rows: Sequence[int], policy_version: int) -> None:
+        """Draws the first token of the samples that begin in the given rows; rows that end with it begin anew."""
+        while rows:
+            samples = [self._scheduler.running[row] for row in rows]
+            index = self._rows.begin(
+                rows,
+                [sample.group.prompt_len for sample in samples],
+                [stream_key(self._sampling.seed, s.group.prompt.uid, s.sample_index) for s in samples],
+            )
+            hidden_BH = torch.stack([s.group.hidden_H for s in samples if s.group.hidden_H is not None])
+            ended = self._take(index, self._model.logits(hidden_BH))
+            rows = self._retire([rows[i] for i in ended], policy_version)
+
+    def _decode(self) -> list[int]:
+        """One token for every running row; returns the rows that ended with it."""
+        batch = len(self._scheduler.running)
+        logits_BV = self._decode_step(batch, self._scheduler.longest(self._num_steps))
+        self._num_steps += 1
+        self.stats["decode_steps"] += 1
+        self.stats["decode_tokens"] += batch
+        return self._take(slice(0, batch), logits_BV)
+
+    def _take(self, index: Tensor | slice, logits_BV: Tensor) -> list[int]:
+        """Samples the next token of the given rows; returns which of them ended.
+
+        Raises:
+            RuntimeError: Logits of a row are no distribution; the prompt is named.
+        """
+        rows = self._rows
+        tokens_B, logprobs_B = self._sampler.sample(logits_BV, rows.keys_S[index], rows.counts_S[index])
+        rows.take(index, tokens_B, logprobs_B)
+        # one number a row comes to the host: 0 goes on, 1 ended, 2 or more: not a distribution
+        status = (self._stopping.ended(rows, index) + 2 * ~logprobs_B.isfinite()).tolist()
+        where = list(range(len(status))) if isinstance(index, slice) else index.tolist()
+        if max(status) >= 2:
+            self._refuse([where[i] for i, value in enumerate(status) if value >= 2])
+        ended = [i for i, value in enumerate(status) if value]
+        if self._stopping.has_strings:
+            ended = [i for i, value in enumerate(status) if value or self._stopping.hits_string(rows, where[i])]
+        return ended
+
+    def _refuse(self, rows: Sequence[int]) -> None:
+        sample = self._scheduler.running[rows[0]]
+        prompt = sample.group.prompt
+        raise RuntimeError(
+            f"the logits are not finite for prompt {prompt.source or prompt.uid}, sample {sample.sample_index}, "
+            f"response token {int(self._rows.counts_S[rows[0]]) - 1} ({len(rows)} of the running sequences); "
+            "the weights are broken"
+        )
+
+    def _retire(self, ended: Iterable[int], policy_version: int) -> list[int]:
+        """Turns ended rows into rollouts and closes the gaps; returns rows in which a sample begins."""
+        ended = list(ended)
+        for row in ended:
+            self._finish(row, self._scheduler.running[row], policy_version)
+        begun, moves = self._scheduler.retire(ended, self._num_steps)
+        for move in moves:
+            self._move(move)
+        return begun
+
+    def _move(self, move: Move) -> None:
+        self._cache.copy_row(move.source, move.target, move.length)
+        self._rows.move(move.source, move.target)
+
+    def _finish(self, row: int, sample: Sample, policy_version: int) -> None:
+        response = self._rows.response(row)
+        self._finished[sample.group.index, sample.sample_index] = Rollout(
+            prompt=sample.group.prompt,
+            sample_index=sample.sample_index,
+            response_ids=response,
+            rollout_logprobs=self._rows.logprobs(row),
+            finish_reason=self._stopping.reason(response),
+            policy_version=policy_version,
+        )

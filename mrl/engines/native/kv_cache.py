@@ -1,0 +1,103 @@
+"""The memory of keys and values: one row of contiguous slots for each running sequence.
+
+Owns the pool, its bound and its shape. Row r of every layer belongs to the sequence that decodes in row r; running
+sequences fill the first rows, so that a decode step reads views and gathers nothing. Keys are stored rotated.
+
+Shapes: S rows, K KV heads of this rank, T slots of a row, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mrl.errors import UserError
+
+SLOT_MULTIPLE = 16
+"""Rows are rounded up to this many slots."""
+
+
+class KVCache:
+    """Keys and values of all layers, allocated for one `generate` and kept while they fit the next.
+
+    Args:
+        num_layers: Layers.
+        num_kv_heads: KV heads of this rank.
+        head_dim: D.
+        dtype: Of the stored values.
+        device: Where the pool is.
+        budget_bytes: The pool never takes more.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        budget_bytes: int,
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.num_rows = 0
+        self.row_len = 0
+        self._shape = (num_layers, num_kv_heads, head_dim)
+        self._dtype = dtype
+        self._device = device
+        self._pool: Tensor | None = None
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one token in all layers of this rank."""
+        layers, heads, dim = self._shape
+        return 2 * layers * heads * dim * self._dtype.itemsize
+
+    def reserve(self, wanted_rows: int, row_len: int) -> int:
+        """Makes room for as many of `wanted_rows` rows as the budget allows; returns how many.
+
+        Args:
+            wanted_rows: Sequences that could run at a time.
+            row_len: Tokens of the longest sequence.
+
+        Raises:
+            UserError: Not even one row fits.
+        """
+        layers, heads, dim = self._shape
+        slots = -(-row_len // SLOT_MULTIPLE) * SLOT_MULTIPLE
+        rows = min(wanted_rows, self.budget_bytes // (slots * self.token_bytes))
+        if rows < 1:
+            raise UserError(
+                f"rollout.gpu_memory_utilization leaves {self.budget_bytes / 2**20:.1f} MiB for the KV cache, but one "
+                f"sequence of {row_len} tokens takes {slots * self.token_bytes / 2**20:.1f} MiB. Raise it, shorten "
+                "rollout.prompt_length or rollout.response_length, or raise rollout.tensor_model_parallel_size."
+            )
+        if self._pool is not None and (rows, slots) == (self.num_rows, self.row_len):
+            return rows
+        elements = 2 * layers * rows * heads * slots * dim
+        if self._pool is None or self._pool.numel() < elements:
+            self.free()
+            self._pool = torch.zeros(elements, dtype=self._dtype, device=self._device)
+        self.num_rows, self.row_len = rows, slots
+        parts = self._pool[:elements].view(2, layers, rows, heads, slots, dim)
+        self.keys, self.values = list(parts[0]), list(parts[1])
+        return rows
+
+    def free(self) -> None:
+        """Gives the memory back; `reserve` takes it again."""
+        self._pool = None
+        self.keys, self.values = [], []
+        self.num_rows = self.row_len = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the pool now."""
+        return 0 if self._pool is None else self._pool.numel() * self._pool.element_size()
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copies the first `length` slots of a row to another row, in all layers."""
+        for store in (self.keys, self.values):
+            for layer in store:
+                layer[target, :, :length] = layer[source, :, :length]

@@ -1,0 +1,78 @@
+"""What the device knows of each running sequence: its newest token, where it stands, and what it has sampled.
+
+Owns the per-row tensors of decoding. Addresses stay the same, so that a captured graph can read them.
+
+Shapes: S rows, T longest response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Rows:
+    """State of the cache's rows.
+
+    Attributes:
+        tokens_S: Newest token, not yet in the cache.
+        positions_S: Its position in its sequence.
+        counts_S: Response tokens so far.
+        keys_S: Random stream, from `stream_key`.
+        response_ST: Sampled tokens.
+        logprobs_ST: Their log-probabilities, fp32.
+    """
+
+    def __init__(self, num_rows: int, max_tokens: int, device: torch.device) -> None:
+        self.shape = (num_rows, max_tokens)
+        self.tokens_S, self.positions_S, self.counts_S, self.keys_S = torch.zeros(
+            4, num_rows, dtype=torch.int64, device=device
+        ).unbind()
+        self.response_ST = torch.zeros(num_rows, max_tokens, dtype=torch.int64, device=device)
+        self.logprobs_ST = torch.zeros(num_rows, max_tokens, dtype=torch.float32, device=device)
+        self._index_S = torch.arange(num_rows, device=device)
+        self._states = (
+            self.tokens_S,
+            self.positions_S,
+            self.counts_S,
+            self.keys_S,
+            self.response_ST,
+            self.logprobs_ST,
+        )
+
+    def begin(self, rows: Sequence[int], prompt_lens: Sequence[int], keys: Sequence[int]) -> Tensor:
+        """Rows in which a response begins; returns them as an index. `positions_S` is the last prompt token's."""
+        device = self.tokens_S.device
+        index = torch.tensor(rows, device=device)
+        self.positions_S[index] = torch.tensor(prompt_lens, device=device) - 1
+        self.counts_S[index] = 0
+        self.keys_S[index] = torch.tensor(keys, device=device)
+        return index
+
+    def take(self, index: Tensor | slice, tokens: Tensor, logprobs: Tensor) -> None:
+        """The next token of each of the given rows."""
+        counts = self.counts_S[index]
+        rows = self._index_S[index]
+        self.response_ST[rows, counts] = tokens
+        self.logprobs_ST[rows, counts] = logprobs
+        self.tokens_S[index] = tokens
+        self.counts_S[index] += 1
+        self.positions_S[index] += 1
+
+    def move(self, source: int, target: int) -> None:
+        """Row `target` becomes row `source`."""
+        for state in self._states:
+            state[target] = state[source]
+
+    def response(self, row: int, start: int = 0) -> list[int]:
+        """Sampled tokens of a row, from the `start`-th on; the last ones where `start` is negative."""
+        count = int(self.counts_S[row])
+        found: list[int] = self.response_ST[row, max(0, count + start if start < 0 else start) : count].tolist()
+        return found
+
+    def logprobs(self, row: int) -> list[float]:
+        """Log-probabilities of a row's sampled tokens."""
+        found: list[float] = self.logprobs_ST[row, : int(self.counts_S[row])].tolist()
+        return found

@@ -1,0 +1,46 @@
+"""From logits to tokens and their log-probabilities, under the sampling contract.
+
+Owns the order of its steps; the maths is in `functional/sampling.py`. Each row is computed alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mrl.engines.base import SamplingConfig
+from mrl.functional.sampling import draw, keep_threshold, uniforms
+
+
+class Sampler:
+    """Draws and scores with one softmax.
+
+    Args:
+        sampling: The distribution.
+    """
+
+    def __init__(self, sampling: SamplingConfig) -> None:
+        self._sampling = sampling
+
+    @torch.inference_mode()
+    def sample(self, logits_NV: Tensor, keys_N: Tensor, counts_N: Tensor) -> tuple[Tensor, Tensor]:
+        """The next token of each row.
+
+        Args:
+            logits_NV: True vocabulary, any dtype; fp32 logits are overwritten.
+            keys_N: Random stream of each row, from `stream_key`.
+            counts_N: Response tokens that the row has already.
+
+        Returns:
+            tokens_N int64 and logprobs_N fp32; a log-probability is not finite where the logits had no distribution.
+        """
+        sampling = self._sampling
+        logits = logits_NV.float()
+        if sampling.temperature != 1.0:
+            logits = logits.div_(sampling.temperature)
+        threshold = keep_threshold(logits, sampling.top_k, sampling.top_p, sampling.min_p)
+        if threshold is not None:
+            logits = logits.masked_fill_(logits < threshold[:, None], -torch.inf)
+        probs_NV = logits.softmax(1)
+        tokens_N = probs_NV.argmax(1) if sampling.greedy else draw(probs_NV, uniforms(keys_N, counts_N))
+        return tokens_N, probs_NV.gather(1, tokens_N[:, None]).squeeze(1).log()

@@ -1,0 +1,172 @@
+"""Which sequence runs in which row of the KV cache.
+
+Owns the waiting prompts, the running samples and the limits on both; it touches no tensor. Running samples fill rows
+0 .. num_running - 1. A prompt is prefilled into one row and copied to the rows of its other samples; samples for which
+no row is free start later in a row of the same prompt, whose first slots still hold it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mrl.engines.native.attention import Chunk
+from mrl.types import Prompt
+
+
+@dataclass
+class Group:
+    """A prompt and the samples that share its prefill.
+
+    Attributes:
+        index: Order in the call.
+        prompt: What is sampled from.
+        pending: Sample indices not yet started.
+        hidden_H: State from which each sample's first token is drawn; None before the prefill.
+    """
+
+    index: int
+    prompt: Prompt
+    pending: deque[int]
+    hidden_H: Tensor | None = None
+
+    @property
+    def prompt_len(self) -> int:
+        """Prompt tokens."""
+        return len(self.prompt.prompt_ids)
+
+
+@dataclass
+class Sample:
+    """A running response; `started` is the number of decode steps made before it."""
+
+    group: Group
+    sample_index: int
+    started: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """The first `length` slots of row `source` belong in row `target` too."""
+
+    source: int
+    target: int
+    length: int
+
+
+class Scheduler:
+    """Rows, and who comes next.
+
+    Args:
+        prompts: In the order in which they start.
+        num_samples: Samples of each prompt.
+        num_rows: Sequences that run at a time.
+        share_prefill: Prefill a prompt once for all its samples.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], num_samples: int, num_rows: int, *, share_prefill: bool) -> None:
+        self.num_rows = num_rows
+        self.running: list[Sample] = []
+        self._waiting: deque[Group] = deque()
+        self._started: list[Group] = []
+        for index, prompt in enumerate(prompts):
+            samples = range(num_samples)
+            for part in [samples] if share_prefill else [[sample] for sample in samples]:
+                self._waiting.append(Group(index, prompt, deque(part)))
+
+    @property
+    def done(self) -> bool:
+        """Nothing runs and nothing waits."""
+        return not self.running and not self._waiting
+
+    def admit(self) -> list[Group]:
+        """Takes waiting prompts for which there are rows, to be prefilled into the rows after the running ones."""
+        admitted: list[Group] = []
+        free = self.num_rows - len(self.running) - sum(len(group.pending) for group in self._started)
+        while self._waiting and free > 0:
+            group = self._waiting.popleft()
+            free -= len(group.pending)
+            admitted.append(group)
+        return admitted
+
+    def start(self, groups: Sequence[Group], step: int) -> tuple[list[int], list[Move]]:
+        """Starts samples of prefilled prompts, and of earlier prompts with samples left, in all rows that are free.
+
+        Args:
+            groups: From `admit`; prompt i lies in row `len(running) + i`.
+            step: Decode steps made so far.
+
+        Returns:
+            Rows in which a sample begins, and copies to make before, in order.
+        """
+        rows, moves = [], []
+        home = {id(sample.group): row for row, sample in enumerate(self.running)}
+        for group in groups:
+            home[id(group)] = len(self.running)
+            rows.append(len(self.running))
+            self.running.append(Sample(group, group.pending.popleft(), step))
+        self._started = [group for group in (*self._started, *groups) if group.pending]
+        for group in self._started:
+            while group.pending and len(self.running) < self.num_rows:
+                target = len(self.running)
+                moves.append(Move(home[id(group)], target, group.prompt_len))
+                rows.append(target)
+                self.running.append(Sample(group, group.pending.popleft(), step))
+        self._started = [group for group in self._started if group.pending]
+        return rows, moves
+
+    def retire(self, rows: Iterable[int], step: int) -> tuple[list[int], list[Move]]:
+        """Ends the samples in the given rows.
+
+        A prompt with samples left keeps the row and begins the next one there; otherwise the last running row moves in.
+
+        Returns:
+            Rows in which a sample begins (valid after the moves), and the moves, to be made in order. Only the row's
+            state beyond the prompt is new in a row that begins.
+        """
+        begun: set[int] = set()
+        moves: list[Move] = []
+        for row in sorted(rows, reverse=True):
+            group = self.running[row].group
+            if group.pending:
+                self.running[row] = Sample(group, group.pending.popleft(), step)
+                begun.add(row)
+                continue
+            last = len(self.running) - 1
+            moved = self.running.pop()
+            if row != last:
+                self.running[row] = moved
+                moves.append(Move(last, row, moved.group.prompt_len + step - moved.started))
+                if last in begun:
+                    begun.remove(last)
+                    begun.add(row)
+        return sorted(begun), moves
+
+    def longest(self, step: int) -> int:
+        """Slots in use by the longest running sequence, once it has taken in its newest token."""
+        return max(sample.group.prompt_len + step - sample.started for sample in self.running) + 1
+
+
+def prefill_chunks(prompt_lens: Sequence[int], first_row: int, max_tokens: int) -> Iterable[list[Chunk]]:
+    """Cuts prompts into forwards of at most `max_tokens` tokens; prompt i goes to row `first_row + i`.
+
+    Whole prompts of similar length share a forward; a prompt is cut only where the forward is full.
+    """
+    order = sorted(range(len(prompt_lens)), key=lambda i: prompt_lens[i])
+    batch: list[Chunk] = []
+    room = max_tokens
+    for i in order:
+        start = 0
+        while start < prompt_lens[i]:
+            stop = min(prompt_lens[i], start + room)
+            batch.append(Chunk(first_row + i, start, stop))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                yield sorted(batch, key=lambda chunk: chunk.extent)
+                batch, room = [], max_tokens
+    if batch:
+        yield sorted(batch, key=lambda chunk: chunk.extent)

@@ -48,8 +48,8 @@ def _dotted(folder: str, path: str) -> Any:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise UserError(
-            f"{folder}: '{path}' does not import: {error}. Write it as 'package.module:object', and have the package on "
-            "PYTHONPATH."
+            f"{folder}: '{path}' does not import: {error}. Write it as 'package.module:object', with the package "
+            "on PYTHONPATH."
         ) from error
     if not hasattr(module, attribute):
         raise UserError(f"{folder}: '{path}': module '{module_name}' has no '{attribute}'.")

@@ -30,7 +30,6 @@ setup(
         "tokenizers>=0.21,<1",
         "safetensors>=0.5,<1",
         "omegaconf>=2.4,<2.5",
-        "numpy>=1.26,<3",
         "pyarrow>=21,<27",
         "pyyaml>=6,<7",
         "jinja2>=3.1,<4",

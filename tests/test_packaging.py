@@ -16,8 +16,8 @@ IMPORT_NAMES = {"megatron-core": "megatron", "math-verify": "math_verify", "pyya
 EXTRAS = {"gpu": "transformer_engine", "trtllm": "tensorrt_llm", "mpi": "mpi4py", "wandb": "wandb"}
 """Extra -> the package that mrl imports only where the extra is installed."""
 
-NEEDED_BY_OTHERS = {"jinja2", "accelerate"}
-"""Requirements that mrl does not import: transformers needs jinja2 for chat templates."""
+NEEDED_BY_OTHERS = {"jinja2", "tensorboard"}
+"""Not imported by mrl: transformers needs jinja2 for chat templates, torch.utils.tensorboard needs tensorboard."""
 
 
 def setup_keyword(name: str):

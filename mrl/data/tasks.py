@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -139,7 +139,7 @@ def _sum_row(terms: tuple[int, ...]) -> dict[str, Any]:
     return {"prompt": f"<{'+'.join(map(str, terms))}>", "answer": str(sum(terms)), "num_terms": len(terms)}
 
 
-TASKS: Mapping[str, Callable[..., Task]] = {"addition": Addition}
+TASKS: Mapping[str, type[Task]] = {"addition": Addition}
 
 
 def make_task(name: str, kwargs: Mapping[str, Any]) -> Task:
@@ -152,6 +152,8 @@ def make_task(name: str, kwargs: Mapping[str, Any]) -> Task:
         factory = TASKS[name]
     elif "." in name or ":" in name:
         factory = registry.find("data", name, "")
+        if not (isinstance(factory, type) and issubclass(factory, Task)):
+            raise UserError(f"data.task: '{name}' is {factory!r}, expected a subclass of mrl.data.tasks.Task.")
     else:
         raise UserError(
             f"data.task: there is no '{name}'. Known: {', '.join(TASKS)}, or a path 'package.module:Class'."
@@ -163,7 +165,4 @@ def make_task(name: str, kwargs: Mapping[str, Any]) -> Task:
         raise UserError(
             f"data.task_kwargs: {error}. '{name}' takes: {', '.join(parameters.parameters) or 'nothing'}."
         ) from error
-    task = factory(**kwargs)
-    if not isinstance(task, Task):
-        raise UserError(f"data.task: '{name}' made a {type(task).__name__}, expected a mrl.data.tasks.Task.")
-    return task
+    return factory(**kwargs)

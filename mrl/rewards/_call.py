@@ -54,10 +54,11 @@ class RewardCall:
         self._kwargs = dict(kwargs)
         if not callable(self._function):
             raise UserError(f"reward.functions: '{name}' is a {type(self._function).__name__}, expected a function.")
-        signature = inspect.signature(self._function)
+        signature: inspect.Signature | str = "..."
         try:
+            signature = inspect.signature(self._function)
             signature.bind(prompt="", response="", answer=None, extra={}, **self._kwargs)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise UserError(
                 f"reward.functions: '{name}' cannot be called: {error}. It takes {signature}; the config's kwargs are "
                 f"{self._kwargs}, and prompt, response, answer and extra are given by keyword."

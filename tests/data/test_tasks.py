@@ -1,0 +1,91 @@
+import re
+
+import pytest
+
+from mrl.data.tasks import Addition, Task, make_task
+from mrl.errors import UserError
+
+
+class Echo(Task):
+    """A task of a user's own."""
+
+    num_train, num_val = 5, 2
+
+    def train_row(self, index):
+        return {"prompt": f"say {index}", "answer": index}
+
+    def val_row(self, index):
+        return {"prompt": f"say {100 + index}", "answer": 100 + index}
+
+
+def terms_of(row):
+    return tuple(int(term) for term in re.fullmatch(r"<(\d+(?:\+\d+)*)>", row["prompt"]).group(1).split("+"))
+
+
+def test_rows_are_sums_of_the_asked_shape():
+    task = Addition(min_terms=2, max_terms=4, max_value=30, num_train=500, num_val=50)
+    for row in [task.train_row(index) for index in range(500)] + [task.val_row(index) for index in range(50)]:
+        terms = terms_of(row)
+        assert 2 <= len(terms) <= 4
+        assert all(0 <= term <= 30 for term in terms)
+        assert row["answer"] == str(sum(terms))
+        assert row["num_terms"] == len(terms)
+
+
+def test_every_number_of_terms_and_every_value_occurs():
+    task = Addition(min_terms=2, max_terms=4, max_value=9)
+    rows = [terms_of(task.train_row(index)) for index in range(3000)]
+    assert all(800 < sum(len(terms) == count for terms in rows) < 1200 for count in (2, 3, 4))
+    assert {term for terms in rows for term in terms} == set(range(10))
+
+
+def test_held_out_sums_never_appear_in_training_in_any_order():
+    # 441 ordered pairs only: 20,000 training rows visit every pair that is not held out.
+    task = Addition(min_terms=2, max_terms=2, max_value=20, num_train=20_000, num_val=30)
+    held_out = [terms_of(task.val_row(index)) for index in range(task.num_val)]
+    trained = {tuple(sorted(terms_of(task.train_row(index)))) for index in range(task.num_train)}
+    assert len(set(held_out)) == 30
+    assert not trained & {tuple(sorted(terms)) for terms in held_out}
+    pairs = {(low, high) for high in range(21) for low in range(high + 1)}
+    assert len(trained) > 0.8 * len(pairs)
+
+
+def test_rows_depend_on_seed_and_index_alone():
+    first, again, other = Addition(seed=3), Addition(seed=3), Addition(seed=4)
+    assert [first.train_row(index) for index in (9, 2, 9)] == [again.train_row(index) for index in (9, 2, 9)]
+    assert [first.train_row(index) for index in range(20)] != [other.train_row(index) for index in range(20)]
+    assert [first.val_row(index) for index in range(20)] != [other.val_row(index) for index in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"max_terms": 1}, "min_terms is 2"),
+        ({"max_value": 2.5}, "max_value is 2.5"),
+        ({"num_train": 0}, "num_train is 0"),
+        ({"num_val": "9"}, "num_val is '9'"),
+        ({"held_out_frac": 1.0}, "held_out_frac is 1.0"),
+        ({"max_value": 2, "max_terms": 2, "num_val": 50}, "different held-out sums were found"),
+        ({"max_valeu": 2}, "takes: min_terms, max_terms, max_value"),
+    ],
+)
+def test_bad_arguments_are_refused(kwargs, message):
+    with pytest.raises(UserError, match=message):
+        make_task("addition", kwargs)
+
+
+def test_a_task_of_the_users_own_is_found_by_its_path():
+    assert make_task("tests.data.test_tasks:Echo", {}).train_row(3) == {"prompt": "say 3", "answer": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("adition", "there is no 'adition'. Known: addition"),
+        ("nowhere.tasks:Echo", "does not import"),
+        ("builtins:dict", "expected a subclass of mrl.data.tasks.Task"),
+    ],
+)
+def test_a_task_that_is_none_is_refused(name, message):
+    with pytest.raises(UserError, match=message):
+        make_task(name, {})

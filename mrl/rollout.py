@@ -9,6 +9,8 @@ replica sampled: minibatches are cut from the order (prompt uid, sample index).
 from __future__ import annotations
 
 import math
+import zlib
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -107,6 +109,7 @@ def gather_table(rollouts: Sequence[Rollout], groups: ProcessGroups, reward_name
             float(is_correct(rollout)),
             float(rollout.reward_error is not None),
             float(rollout.finish_reason == "length"),
+            float(zlib.crc32(array("q", rollout.response_ids))),
             *(rollout.reward_parts.get(name, math.nan) for name in reward_names),
         ]
         for rollout in (rollouts if groups.leads_replica else ())

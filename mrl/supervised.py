@@ -6,6 +6,7 @@ Owns the batch of a supervised step. Every rank reads the same prompts and keeps
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from mrl.data.packing import balance
 from mrl.data.prompts import supervised_example
@@ -15,7 +16,9 @@ from mrl.errors import UserError
 from mrl.types import Prompt, RolloutBatch
 
 
-def supervised_batch(prompts: list[Prompt], tokenizer: Tokenizer, groups: ProcessGroups, limit: int) -> RolloutBatch:
+def supervised_batch(
+    prompts: list[Prompt], tokenizer: Tokenizer, groups: ProcessGroups, limit: int
+) -> tuple[RolloutBatch, Tensor]:
     """This data-parallel index's share of the prompts, each with its answer as the response.
 
     Args:
@@ -23,6 +26,9 @@ def supervised_batch(prompts: list[Prompt], tokenizer: Tokenizer, groups: Proces
         tokenizer: Encodes the answers.
         groups: Who sits where.
         limit: Longest response, tokens (`rollout.response_length`).
+
+    Returns:
+        The share, and the (prompt, response) lengths of all examples, int64 [N, 2].
 
     Raises:
         UserError: A prompt has no answer, or one that is too long.
@@ -39,7 +45,7 @@ def supervised_batch(prompts: list[Prompt], tokenizer: Tokenizer, groups: Proces
     prompt_lens = torch.tensor([len(pairs[row][0]) for row in rows], dtype=torch.int64)
     response_lens = torch.tensor([len(pairs[row][1]) for row in rows], dtype=torch.int64)
     num_response = int(response_lens.sum())
-    return RolloutBatch(
+    batch = RolloutBatch(
         tokens_P=torch.tensor([i for row in rows for i in (*pairs[row][0], *pairs[row][1])], dtype=torch.int64),
         prompt_lens_B=prompt_lens,
         response_lens_B=response_lens,
@@ -49,3 +55,4 @@ def supervised_batch(prompts: list[Prompt], tokenizer: Tokenizer, groups: Proces
         rewards_B=torch.zeros(len(rows)),
         truncated_B=torch.zeros(len(rows), dtype=torch.bool),
     )
+    return batch, torch.tensor([[len(ids), len(response)] for ids, response in pairs], dtype=torch.int64)

@@ -152,7 +152,8 @@ class SampleTable:
     """A few numbers for every sample of the job, ordered by (uid, sample index), the same on every rank.
 
     `table["reward"]` is a column, fp64 [N]. Columns are FACTS (`rank` is the one that holds the tokens; `correct`,
-    `failed` and `truncated` are 0 or 1) and "reward/<function>" for each reward function, NaN where it gave none.
+    `failed` and `truncated` are 0 or 1; `token_crc` is the CRC-32 of the response ids) and "reward/<function>" for
+    each reward function, NaN where it gave none.
     """
 
     FACTS: ClassVar = (
@@ -165,6 +166,7 @@ class SampleTable:
         "correct",
         "failed",
         "truncated",
+        "token_crc",
     )
 
     def __init__(self, columns: tuple[str, ...], rows_NC: Tensor) -> None:

@@ -63,7 +63,7 @@ def environment() -> Environment:
 
 
 def choose_device(wanted: str) -> str:
-    """ "cpu" or "cuda" for `run.device`.
+    """The device kind that `run.device` asks for: cpu or cuda.
 
     Raises:
         UserError: CUDA was asked for and there is none.
@@ -104,11 +104,21 @@ def start(device: str = "auto", *, num_threads: int = 0, timeout_s: float = 600.
     return torch.device(kind, env.local_rank) if kind == "cuda" else torch.device("cpu")
 
 
-def stop() -> None:
-    """Collective over the job: leaves the process group. Ranks that exit without it sometimes die with SIGABRT."""
+def stop(*, in_order: bool = True) -> None:
+    """Collective over the job: leaves the process group. Ranks that exit without it sometimes die with SIGABRT.
+
+    Args:
+        in_order: Wait for the others first; False after an error, when they may never come.
+    """
     if dist.is_initialized():
-        dist.barrier()
+        if in_order:
+            dist.barrier()
         dist.destroy_process_group()
+
+
+def device_name(device: torch.device) -> str:
+    """Such as "cpu" or "NVIDIA H100 80GB HBM3"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def _loopback() -> str:

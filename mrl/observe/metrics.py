@@ -51,7 +51,8 @@ def outcome_metrics(table: SampleTable, *, rewards_N: Tensor, advantages_N: Tens
     Returns:
         `critic/{score,rewards,advantages}/{mean,max,min}` (score: as the reward functions gave it), `prompt_length/*`,
         `response_length/*` with `clip_ratio` (part of the responses that were cut), `reward/<function>/mean` over the
-        samples that the function scored, `reward/failed_frac`, and `group_metrics` of the scores.
+        samples that the function scored, `reward/failed_frac`, `rollout/token_checksum` (the same for two runs that
+        sampled the same responses, at whatever layout), and `group_metrics` of the scores.
     """
     columns = {
         "critic/score": table["reward"],
@@ -68,6 +69,7 @@ def outcome_metrics(table: SampleTable, *, rewards_N: Tensor, advantages_N: Tens
         if name.startswith("reward/"):
             metrics[f"{name}/mean"] = table[name].nanmean().item()
     metrics["reward/failed_frac"] = table["failed"].mean().item()
+    metrics["rollout/token_checksum"] = table["token_crc"].sum().item() % 2**32
     return metrics | group_metrics(table["reward"], table["uid"].long())
 
 
@@ -124,7 +126,7 @@ def evaluation_metrics(table: SampleTable) -> dict[str, float]:
 
 
 def combine(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One step's metrics from those of its optimizer steps: the mean, or the extreme where a name ends in max or min."""
+    """One step's metrics from those of its optimizer steps: means, and extremes of names that end in max or min."""
     names = dict.fromkeys(name for one in stats for name in one)
     values = {name: [one[name] for one in stats if name in one] for name in names}
     return {name: _reduced(name, found) for name, found in values.items()}

@@ -1,0 +1,382 @@
+"""A run put together: config in, everything that the loop needs out.
+
+Owns the order in which a job comes up: what can be refused without a process group is refused first (config, model,
+data), then ranks start, then weights. Owns also what a commit point holds. The loop itself is in `train.py`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl import preflight
+from mrl.algorithms import base as algorithms
+from mrl.algorithms.base import Algorithm
+from mrl.checkpoint import Checkpoints, committed_steps
+from mrl.config import Config
+from mrl.data.prompts import PromptSource, load_training, load_validation
+from mrl.data.tokenizer import Tokenizer, load_tokenizer
+from mrl.distributed import launch
+from mrl.distributed.collectives import sum_over, together
+from mrl.distributed.groups import ProcessGroups
+from mrl.engines.base import RolloutEngine, SamplingConfig
+from mrl.errors import UserError
+from mrl.export import export_to_hf
+from mrl.grid import Grid
+from mrl.megatron import checkpoint as megatron_checkpoint
+from mrl.megatron import parallel
+from mrl.megatron.policy import Policy
+from mrl.models.base import ArchSpec
+from mrl.models.hf_config import arch_from_folder
+from mrl.models.presets import arch_from_preset
+from mrl.observe import metrics as measure
+from mrl.observe.run_dir import RunDir
+from mrl.observe.run_log import RunLog
+from mrl.observe.timers import Timers
+from mrl.refit import Refit, gather_layouts
+from mrl.registry import find
+from mrl.rewards.scorer import Scorer, part_names
+from mrl.rollout import LengthHistory
+from mrl.transfer import DTYPES
+from mrl.types import Prompt
+from mrl.weights.init import random_init
+from mrl.weights.load import load_from_hf
+
+
+@dataclass
+class Plan:
+    """What a job will be, known before any process group exists.
+
+    Attributes:
+        config: Resolved: the algorithm's nulls are filled.
+        grid: Who sits where.
+        validation: Held-out prompts, maybe none.
+        resume_step: Step of the commit to continue from; None: from nothing.
+    """
+
+    config: Config
+    arch: ArchSpec
+    tokenizer: Tokenizer
+    algorithm: Algorithm
+    grid: Grid
+    source: PromptSource
+    validation: list[Prompt]
+    run: RunDir
+    resume_step: int | None
+
+
+def plan(config: Config) -> Plan:
+    """Reads and checks everything that needs no other rank.
+
+    Raises:
+        UserError: A mistake in the config, the model folder, the data or the run folder.
+    """
+    env = launch.environment()
+    launch.choose_device(config.run.device)
+    algorithm = algorithms.build(config.algorithm, config.rollout)
+    config = replace(config, algorithm=algorithm.config)
+    arch, tokenizer = load_model_facts(config)
+    preflight.check(config, arch, env.world_size, tokenizer.vocab_size)
+    parallel, rollout = config.parallel, config.rollout
+    grid = Grid(
+        world_size=env.world_size,
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        vpp=parallel.virtual_pipeline_model_parallel_size or 1,
+        rollout_tp=rollout.tensor_model_parallel_size,
+    )
+    source = load_training(config.data, tokenizer, prompt_length=rollout.prompt_length, seed=config.run.seed)
+    validation = load_validation(config.data, tokenizer, prompt_length=rollout.prompt_length)
+    run = RunDir(Path(config.run.output_dir))
+    return Plan(config, arch, tokenizer, algorithm, grid, source, validation, run, _resume_step(config, run))
+
+
+def load_model_facts(config: Config) -> tuple[ArchSpec, Tokenizer]:
+    """Structure and tokenizer of the model that the config names."""
+    model = config.model
+    if model.path is not None:
+        arch = arch_from_folder(model.path)
+        return arch, load_tokenizer(model, config.data, arch.vocab_size)
+    tokenizer = load_tokenizer(model, config.data)
+    if model.preset is None:
+        raise UserError("model.path and model.preset are both null: there is no model. Set one of them.")
+    return arch_from_preset(model.preset, model.overrides, tokenizer.vocab_size), tokenizer
+
+
+def _resume_step(config: Config, run: RunDir) -> int | None:
+    steps = committed_steps(run.checkpoints)
+    if config.run.resume == "must" and not steps:
+        raise UserError(
+            f"run.resume=must, but '{run.checkpoints}' has no checkpoint. Use run.resume=auto to start from nothing."
+        )
+    if config.run.resume == "never" and steps:
+        raise UserError(
+            f"run.resume=never, but '{run.checkpoints}' has a checkpoint of step {steps[-1]}. Use another "
+            "run.output_dir, or run.resume=auto to continue."
+        )
+    return steps[-1] if steps else None
+
+
+class Job:
+    """A job that has come up: ranks, actor, engine, and everything around them. `open_job` makes it.
+
+    Attributes:
+        policy_version: Optimizer steps taken in this run.
+    """
+
+    def __init__(self, plan: Plan, groups: ProcessGroups, device: torch.device, log: RunLog) -> None:
+        config, rollout = plan.config, plan.config.rollout
+        self.config, self.arch, self.tokenizer, self.algorithm = config, plan.arch, plan.tokenizer, plan.algorithm
+        self.source, self.validation, self.run = plan.source, plan.validation, plan.run
+        self.groups, self.device, self.log = groups, device, log
+        self.resume_step = plan.resume_step
+        self.policy = Policy(config, plan.arch, groups, device)
+        self.engine: RolloutEngine = find("engines", rollout.name, "ENGINE")(
+            rollout,
+            plan.arch,
+            tp_group=groups.rollout_tp,
+            device=device,
+            dtype=DTYPES[rollout.dtype or config.model.dtype],
+            decode=plan.tokenizer.decode,
+        )
+        self.refit = Refit(self.policy.layout(), self.policy.named_tensors(), self.engine, rollout.checkpoint_engine)
+        self.scorer: Scorer | None = None
+        if groups.leads_replica:
+            self.scorer = Scorer(config.reward, plan.tokenizer.decode, plan.tokenizer.eos_ids)
+        self.reward_names = part_names(config.reward)
+        self.history = LengthHistory(rollout.response_length)
+        self.checkpoints = Checkpoints(plan.run.checkpoints, config.checkpoint)
+        self.timers = Timers(device, log.phase)
+        self.policy_version = 0
+        self.reference_path: str | None = None
+        """Hugging Face folder that holds the reference."""
+        self._seq_lens: list[int] = []
+        self._num_response_tokens = 0
+
+    def close(self) -> None:
+        """Ends worker processes and frees the engine."""
+        if self.scorer is not None:
+            self.scorer.close()
+        self.engine.close()
+
+    # Sampling
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """The distribution of training rollouts."""
+        rollout = self.config.rollout
+        return SamplingConfig(
+            n=rollout.n,
+            max_tokens=rollout.response_length,
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            min_p=rollout.min_p,
+            greedy=not rollout.do_sample,
+            ignore_eos=rollout.ignore_eos,
+            stop_token_ids=self.tokenizer.eos_ids,
+            stop=tuple(rollout.stop),
+            seed=self.config.run.seed,
+        )
+
+    @property
+    def val_sampling(self) -> SamplingConfig:
+        """The distribution of held-out rollouts."""
+        val = self.config.rollout.val_kwargs
+        return replace(
+            self.sampling,
+            n=val.n,
+            temperature=val.temperature,
+            top_k=val.top_k,
+            top_p=val.top_p,
+            min_p=0.0,
+            greedy=not val.do_sample,
+            ignore_eos=False,
+        )
+
+    def refit_if_stale(self) -> dict[str, float]:
+        """Collective over the job: the engine holds the actor's weights of now; {} where it held them already."""
+        if self.engine.policy_version == self.policy_version:
+            return {}
+        return self.refit(self.policy_version)
+
+    # Training
+
+    def sum_over_dp(self, tensor: Tensor) -> Tensor:
+        """Collective over data-parallel: elementwise sum, fp64."""
+        return sum_over(tensor.double(), self.groups.dp)
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Of reinforcement learning: the length of the learning-rate schedule."""
+        train = self.config.train
+        return train.num_steps * train.num_epochs * -(-train.batch_size // (train.minibatch_size or train.batch_size))
+
+    def load_initial_weights(self) -> None:
+        """Fills the actor from the model folder, or at random."""
+        model = self.config.model
+        layout, tensors = self.policy.layout(), self.policy.named_tensors()
+        with together():
+            if model.path is not None:
+                load_from_hf(model.path, self.arch, layout, tensors)
+            else:
+                random_init(self.arch, layout, tensors, self.config.run.seed)
+        self.policy.weights_changed()
+
+    def freeze_reference(self, step: int) -> None:
+        """Collective over the job: the reference is what `reference.path` holds, else the actor as it is now.
+
+        The actor as it is now is also written beside the checkpoints, so that a resumed run has the same reference.
+        """
+        if not self.algorithm.needs_reference:
+            return
+        self.reference_path = self.config.reference.path
+        if self.reference_path is None:
+            folder = self.run.checkpoints / f"reference-{step:08d}"
+            with together():
+                if self.groups.rank == 0:
+                    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before its first commit
+            self.export(folder)
+            self.reference_path = str(folder)
+        self.load_reference()
+
+    def load_reference(self) -> None:
+        """Collective over the job: fills the reference from `reference_path`."""
+        if self.reference_path is None:
+            raise RuntimeError("there is no reference yet: freeze_reference comes first")
+        with together():
+            load_from_hf(self.reference_path, self.arch, self.policy.layout(), self.policy.reference_tensors())
+
+    def update_reference(self, step: int) -> None:
+        """Copies the actor into the reference where `reference.update_interval` says so."""
+        interval = self.config.reference.update_interval
+        if interval and step % interval == 0:
+            self.freeze_reference(step)
+
+    def trained_tokens(self, prompt_lens_N: Tensor, response_lens_N: Tensor) -> None:
+        """Notes the sequences of a step, over all ranks, for `rates`."""
+        self._seq_lens = (prompt_lens_N + response_lens_N).long().tolist()
+        self._num_response_tokens = int(response_lens_N.sum())
+
+    def rates(self) -> dict[str, float]:
+        """Times, tokens per second and memory of the step that just ran."""
+        timings, size = self.timers.metrics(), self.groups.grid.world_size
+        rates = measure.throughput_metrics(
+            timings,
+            num_tokens=sum(self._seq_lens),
+            num_response_tokens=self._num_response_tokens,
+            world_size=size,
+        )
+        known = self.device.type == "cuda" and self.config.model.dtype == "bfloat16"
+        rates |= measure.mfu_metrics(
+            self.arch,
+            self._seq_lens,
+            update_s=timings.get("timing_s/update_actor", 0.0),
+            num_passes=self.config.train.num_epochs,
+            world_size=size,
+            device_name=launch.device_name(self.device) if known else "",
+        )
+        return timings | rates | measure.memory_metrics()
+
+    # Commit points
+
+    def commit(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Collective over the job: everything that `resume` needs to go on after `step` as if nothing had happened.
+
+        Args:
+            step: Steps done.
+            metrics: Of that step; `checkpoint.best_metric` is looked up in it.
+        """
+        state = {
+            "step": step,
+            "policy_version": self.policy_version,
+            "source": self.source.state_dict(),
+            "history": self.history.state_dict(),
+            "reference": self.reference_path,
+        }
+
+        def write(folder: Path) -> None:
+            megatron_checkpoint.save(folder / "actor", self.policy)
+            if self.config.checkpoint.export_hf:
+                self.export(folder / "hf")
+
+        with self.timers.phase("save_checkpoint"):
+            path = self.checkpoints.save(step, write, state, metrics.get(self.config.checkpoint.best_metric))
+        self.log.note(f"checkpoint {path}")
+
+    def resume(self) -> int | None:
+        """Collective over the job: takes up the run's last commit, else the initial weights.
+
+        Returns:
+            Steps done; None: there was no commit.
+        """
+        self.policy.start_optimizer(self.schedule())
+        if self.resume_step is None:
+            self.load_initial_weights()
+            return None
+        path = self.checkpoints.path(self.resume_step)
+        state = self.load(path)
+        with together():
+            self.source.load_state_dict(state["source"])
+        self.history.load_state_dict(state["history"])
+        self.reference_path = state["reference"]
+        if self.algorithm.needs_reference:
+            self.load_reference()
+        self.log.note(f"resumed from {path}")
+        return int(state["step"])
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Collective over the job: actor and optimizer of a commit; returns the loop's state in it."""
+        state = self.checkpoints.read(path)
+        with together():
+            megatron_checkpoint.load(path / "actor", self.policy)
+        self.policy_version = int(state["policy_version"])
+        return state
+
+    def export(self, folder: Path) -> None:
+        """Collective over the job: the actor as a Hugging Face folder."""
+        layouts = gather_layouts(self.policy.layout())
+        tensors, dtype = self.policy.named_tensors(), self.config.model.dtype
+        export_to_hf(folder, self.arch, layouts, tensors, dtype=dtype, like=self.config.model.path)
+        with together():
+            if self.groups.rank == 0:
+                self.tokenizer.save(folder)
+
+
+@contextmanager
+def open_job(plan: Plan, *, log: bool = True) -> Iterator[Job]:
+    """Collective over the job: ranks up, job built; ended in order, also after an error.
+
+    Args:
+        plan: From `plan(config)`.
+        log: False: the run folder is only read.
+    """
+    run = plan.config.run
+    device = launch.start(run.device, num_threads=run.num_threads, timeout_s=run.collective_timeout_s)
+    failed = True
+    try:
+        groups = parallel.initialize(plan.grid, seed=run.seed, timeout_s=run.collective_timeout_s)
+        notes: list[str] = []
+        with together():
+            if log and groups.rank == 0:
+                facts = {"world_size": plan.grid.world_size, "device_name": launch.device_name(device)}
+                notes = plan.run.start(plan.config, resume_step=plan.resume_step, **facts)
+        with RunLog(plan.config, plan.run, plan.resume_step, rank=groups.rank if log else -1) as run_log:
+            job = Job(plan, groups, device, run_log)
+            for note in notes:
+                run_log.note(note)
+            try:
+                yield job
+            finally:
+                job.close()
+        failed = False
+    finally:
+        parallel.destroy()
+        launch.stop(in_order=not failed)

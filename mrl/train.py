@@ -1,0 +1,211 @@
+"""The loop. Reads in the order in which it runs; start here.
+
+    refit -> rollout -> reward -> pack -> log-probabilities -> advantages -> update -> evaluate -> log -> commit
+
+Owns the order of the phases and nothing else: `job.py` puts a run together, `rollout.py` moves samples between ranks,
+`algorithms/` knows advantages and losses, `megatron/policy.py` the actor, `engines/` the sampling, `observe/` every
+metric. All ranks call every function here together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mrl.algorithms.base import Algorithm
+from mrl.config import Config
+from mrl.distributed.collectives import together
+from mrl.engines.base import SamplingConfig
+from mrl.errors import UserError
+from mrl.job import Job, open_job, plan
+from mrl.observe import metrics as measure
+from mrl.observe.report import write_report
+from mrl.observe.run_log import sample_rows
+from mrl.rollout import StepBatch, gather_table, generate, outcomes, pack
+from mrl.supervised import supervised_batch
+from mrl.types import Prompt, Rollout, RolloutBatch, SampleTable
+
+Metrics = dict[str, float]
+
+
+def train(config: Config) -> None:
+    """Trains, or continues, the run that the config describes (`mrl train`).
+
+    Raises:
+        UserError: A mistake that the user can mend; every rank raises it.
+    """
+    with open_job(plan(config)) as job:
+        config = job.config
+        done = job.resume()
+        if done is None:
+            done = 0
+            warm_start(job)
+            job.freeze_reference(done)
+            job.commit(done, evaluate_if_due(job, done))
+        for step in range(done + 1, config.train.num_steps + 1):
+            with job.timers.step(step):
+                metrics = supervised_step(job) if job.algorithm.supervised else reinforcement_step(job, step)
+                held_out_metrics = evaluate_if_due(job, step)
+            job.log.step(step, metrics | job.rates())
+            if is_due(step, config.checkpoint.interval, config.train.num_steps):
+                job.commit(step, metrics | held_out_metrics)
+        if job.groups.rank == 0 and config.observe.report:
+            job.log.note(f"report {write_report(job.run.root)}")
+
+
+def reinforcement_step(job: Job, step: int) -> Metrics:
+    """Sample, score, update."""
+    config, algorithm, phase = job.config, job.algorithm, job.timers.phase
+    with phase("update_weights"):
+        metrics = job.refit_if_stale()
+
+    rollouts, table, metrics_of_sampling = sample(job)
+    job.log.samples(step, sample_rows(rollouts, phase="train", num_samples=config.observe.num_samples))
+
+    with phase("pack"):
+        data = pack(rollouts, table, job.groups, config.train.minibatch_size or config.train.batch_size)
+    if algorithm.needs_proximal:
+        with phase("old_log_prob"):
+            data.batch.proximal_logprobs_R, _ = job.policy.score(data.batch)
+    if algorithm.needs_reference:
+        with phase("ref"), job.policy.reference():
+            data.batch.ref_logprobs_R, _ = job.policy.score(data.batch)
+    with phase("adv"):
+        facts = outcomes(table)
+        facts = replace(facts, rewards_N=algorithm.shape_rewards(facts))
+        advantages_N = algorithm.outcome_advantages(facts)
+        data.batch.rewards_B = facts.rewards_N[data.index_B].float()
+        algorithm.advantages(data.batch, advantages_N[data.index_B], job.sum_over_dp)
+    with phase("update_actor"):
+        metrics |= update(job, data)
+
+    job.update_reference(step)
+    job.trained_tokens(table["prompt_len"], table["response_len"])
+    metrics |= metrics_of_sampling | measure.outcome_metrics(
+        table, rewards_N=facts.rewards_N, advantages_N=advantages_N
+    )
+    return metrics | measure.progress_metrics(global_step=step, epoch=job.source.epoch)
+
+
+def sample(job: Job) -> tuple[list[Rollout], SampleTable, Metrics]:
+    """A full batch of scored rollouts: this replica's, the table of all, and how they came about.
+
+    Dynamic sampling drops groups that teach nothing and draws as many new prompts, up to `max_sampling_rounds` times.
+    """
+    config = job.config
+    dynamic = config.algorithm.dynamic_sampling
+    rollouts: list[Rollout] = []
+    kept: list[SampleTable] = []
+    missing, drawn, rounds = config.train.batch_size, 0, 0
+    while missing and rounds < (config.algorithm.max_sampling_rounds if dynamic else 1):
+        prompts = job.source.next(missing)
+        fresh, table = sample_and_score(job, prompts, job.sampling)
+        job.history.update(prompts, table)
+        rounds, drawn = rounds + 1, drawn + len(prompts)
+        rollouts += fresh
+        kept.append(table.keep(job.algorithm.informative_groups(outcomes(table))) if dynamic else table)
+        missing -= len(kept[-1]) // job.sampling.n
+    joined = SampleTable.join(kept)
+    facts = {
+        "rollout/num_sampling_rounds": float(rounds),
+        "rollout/num_dropped_groups": float(drawn - len(joined) // job.sampling.n),
+    }
+    return rollouts, joined if len(joined) else table, facts  # with nothing to learn from, all advantages are 0
+
+
+def sample_and_score(
+    job: Job, prompts: Sequence[Prompt], sampling: SamplingConfig
+) -> tuple[list[Rollout], SampleTable]:
+    """Rollouts of this replica with rewards, and the table of all samples."""
+    with job.timers.phase("gen"), together():
+        rollouts = generate(job.engine, prompts, sampling, job.groups, job.history)
+    with job.timers.phase("reward"), together():
+        if job.scorer is not None:
+            job.scorer.score(rollouts)
+    return rollouts, gather_table(rollouts, job.groups, job.reward_names)
+
+
+def update(job: Job, data: StepBatch) -> Metrics:
+    """Optimizer steps on the minibatches of a step, `train.num_epochs` times."""
+    stats: list[Metrics] = []
+    for _ in range(job.config.train.num_epochs):
+        for rows in data.minibatches:
+            stats.append(optimizer_step(job, data.batch.select(rows), job.algorithm))
+    return measure.combine(stats)
+
+
+def optimizer_step(job: Job, minibatch: RolloutBatch, algorithm: Algorithm) -> Metrics:
+    """One step of the optimizer on a minibatch."""
+    algorithm.weigh(minibatch, job.sum_over_dp)
+    job.policy_version += 1
+    return job.policy.update(minibatch, algorithm)
+
+
+def warm_start(job: Job) -> None:
+    """Supervised steps before reinforcement learning, on prompts of the same data in another order."""
+    config = job.config.train.warm_start
+    if not config.num_steps:
+        return
+    job.log.note(f"warm start: {config.num_steps} supervised steps")
+    job.policy.start_optimizer(job.warm_start_schedule())
+    for step in range(1, config.num_steps + 1):
+        with job.timers.step(step), job.timers.phase("warm_start"):
+            prompts = job.warm_source.next(config.batch_size)
+            batch, _ = supervised_batch(prompts, job.tokenizer, job.groups, job.config.rollout.response_length)
+            metrics = optimizer_step(job, batch, job.warm_algorithm)
+        job.log.warm_start(step, metrics | job.timers.metrics())
+    job.policy.start_optimizer(job.schedule())
+
+
+def supervised_step(job: Job) -> Metrics:
+    """One step of `algorithm.name=sft`."""
+    with job.timers.phase("update_actor"):
+        prompts = job.source.next(job.config.train.batch_size)
+        batch, lens_N2 = supervised_batch(prompts, job.tokenizer, job.groups, job.config.rollout.response_length)
+        job.trained_tokens(lens_N2[:, 0], lens_N2[:, 1])
+        return optimizer_step(job, batch, job.algorithm)
+
+
+def evaluate_if_due(job: Job, step: int) -> Metrics:
+    """Evaluates and logs at step 0, at the last and every `train.eval_interval` steps; {} when it is not due."""
+    train = job.config.train
+    if not job.validation or not (step == 0 or is_due(step, train.eval_interval, train.num_steps)):
+        return {}
+    with job.timers.phase("testing"):
+        metrics, rollouts = held_out(job)
+    job.log.samples(step, sample_rows(rollouts, phase="val", num_samples=job.config.observe.num_samples))
+    job.log.evaluation(step, metrics)
+    return metrics
+
+
+def held_out(job: Job) -> tuple[Metrics, list[Rollout]]:
+    """Metrics on the held-out prompts, and this replica's rollouts in the order of the prompts."""
+    job.refit_if_stale()
+    rollouts, table = sample_and_score(job, job.validation, job.val_sampling)
+    rollouts.sort(key=lambda rollout: (rollout.prompt.uid, rollout.sample_index))
+    return measure.evaluation_metrics(table), rollouts
+
+
+def is_due(step: int, interval: int, last: int) -> bool:
+    """Every `interval` steps (0: never) and at the last one."""
+    return step == last or (interval > 0 and step % interval == 0)
+
+
+def evaluate(config: Config, checkpoint: str | None) -> None:
+    """Scores a checkpoint on the held-out prompts and prints the metrics as JSON (`mrl evaluate`).
+
+    Args:
+        config: Of the run.
+        checkpoint: A step, a checkpoint folder, or None: the newest of the run folder, else the initial model.
+
+    Raises:
+        UserError: There are no held-out prompts, or no such checkpoint.
+    """
+    with open_job(plan(config), log=False) as job:
+        if not job.validation:
+            raise UserError("there are no held-out prompts to evaluate on: set data.val_files or data.task.")
+        job.load_for_evaluation(checkpoint)
+        metrics, _ = held_out(job)
+        if job.groups.rank == 0:
+            print(json.dumps(metrics, indent=1))  # noqa: T201 -- the command's output

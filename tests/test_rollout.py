@@ -1,0 +1,101 @@
+"""Spreading, bringing together and balancing of rollouts, over real ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mrl.distributed.groups import ProcessGroups, make_rollout_group
+from mrl.grid import Grid
+from mrl.rollout import LengthHistory, assign, gather_table, pack
+from mrl.types import Prompt, Rollout
+from tests.ranks import run_ranks
+
+SAMPLES = 3
+
+
+def prompts(count):
+    return [Prompt(uid, tuple(range(uid % 5 + 1)), f"p{uid}", source=f"data:{uid}") for uid in range(count)]
+
+
+def rollouts_of(prompt):
+    """What any replica would sample for the prompt: lengths and values follow from the ids alone."""
+    for sample in range(SAMPLES):
+        length = (prompt.uid * 7 + sample * 3) % 6 + 1
+        ids = [100 * prompt.uid + 10 * sample + i for i in range(length)]
+        yield Rollout(
+            prompt, sample, ids, [-0.5 * i for i in ids], "length" if length == 6 else "stop", 0,
+            reward=float(length), reward_parts={"r": float(length)},
+        )  # fmt: skip
+
+
+def packed(grid_args, count, minibatch_size):
+    rank = dist.get_rank()
+    grid = Grid(dist.get_world_size(), **grid_args)
+    world = dist.group.WORLD
+    groups = ProcessGroups(rank, grid, world, world, world, make_rollout_group(grid, rank))
+    mine = assign(prompts(count), grid.num_replicas, SAMPLES, LengthHistory(4.0))[grid.replica(rank)]
+    rollouts = [rollout for prompt in mine for rollout in rollouts_of(prompt)]
+    table = gather_table(rollouts, groups, ["r"])
+    data = pack(rollouts, table, groups, minibatch_size)
+    tokens = torch.split(data.batch.tokens_P, data.batch.seq_lens_B.tolist())
+    logprobs = torch.split(data.batch.rollout_logprobs_R, data.batch.response_lens_B.tolist())
+    rows = [
+        (int(table["uid"][i]), int(table["sample_index"][i]), t.tolist(), p.tolist(), float(r))
+        for i, t, p, r in zip(data.index_B.tolist(), tokens, logprobs, data.batch.rewards_B, strict=True)
+    ]
+    return grid.coords(rank), [[rows[i] for i in minibatch] for minibatch in data.minibatches]
+
+
+def expected_rows(uids):
+    rows = []
+    for prompt in prompts(max(uids) + 1):
+        if prompt.uid in uids:
+            for r in rollouts_of(prompt):
+                tokens = [*prompt.prompt_ids, *r.response_ids]
+                rows.append((prompt.uid, r.sample_index, tokens, r.rollout_logprobs, r.reward))
+    return rows
+
+
+@pytest.mark.parametrize(
+    "grid_args", [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"rollout_tp": 2}, {"tp": 4, "rollout_tp": 4}]
+)
+def test_minibatches_hold_the_same_samples_at_every_layout(grid_args):
+    results = run_ranks(4, packed, grid_args, 7, 3)
+    for minibatch, uids in enumerate([{0, 1, 2}, {3, 4, 5}, {6}]):
+        by_dp = {}
+        for coords, minibatches in results:
+            by_dp.setdefault(coords.dp, minibatches[minibatch])
+            assert by_dp[coords.dp] == minibatches[minibatch], "ranks of one data-parallel index differ"
+        assert sorted(row for rows in by_dp.values() for row in rows) == expected_rows(uids)
+
+
+def test_a_rank_without_samples_gets_empty_minibatches():
+    results = run_ranks(4, packed, {}, 1, 1)
+    assert sorted(row for _, minibatches in results for row in minibatches[0]) == expected_rows({0})
+    assert any(not minibatches[0] for _, minibatches in results)
+
+
+def test_long_answers_start_first_and_spread_over_replicas():
+    history = LengthHistory(1.0)
+    history.load_state_dict({"default": 1.0, "lengths": {"data:5": 100.0, "data:2": 90.0}})
+    first, second = assign(prompts(8), 2, SAMPLES, history)
+    assert {first[0].uid, second[0].uid} == {5, 2}
+
+
+def _history_after_table():
+    rank = dist.get_rank()
+    grid = Grid(dist.get_world_size())
+    world = dist.group.WORLD
+    groups = ProcessGroups(rank, grid, world, world, world, world)
+    asked = prompts(4)
+    rollouts = [r for prompt in asked[rank::4] for r in rollouts_of(prompt)]
+    history = LengthHistory(9.0)
+    history.update(asked, gather_table(rollouts, groups, []))
+    return history.state_dict()
+
+
+def test_every_rank_learns_the_same_lengths():
+    states = run_ranks(4, _history_after_table)
+    means = {f"data:{p.uid}": sum(len(r.response_ids) for r in rollouts_of(p)) / SAMPLES for p in prompts(4)}
+    assert all(state == states[0] for state in states)
+    assert states[0]["lengths"] == means

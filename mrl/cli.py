@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from mrl import __version__
 from mrl.config import load
@@ -63,7 +64,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 def _report(arguments: argparse.Namespace) -> None:
     from mrl.observe.report import write_report
 
-    print(write_report(arguments.run))
+    print(write_report(Path(arguments.run)))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -134,6 +134,7 @@ OVERRIDES = [
     ("reward that raises", ["reward.functions[0].name=my_rewards:raises"], "no such thing"),
     ("reward that hangs", ["reward.functions[0].name=my_rewards:hangs", "reward.time_limit_s=0.2"], "0.2"),
     ("reward that is no number", ["reward.functions[0].name=my_rewards:text"], "expected a number"),
+    ("no room for the cache", ["rollout.gpu_memory_utilization=1e-9"], "MiB for the KV cache"),
     ("nothing to resume", ["run.resume=must"], "has no checkpoint"),
     ("run folder is a file", ["run.output_dir=config.yaml"], "which is a file"),
     ("evaluation without prompts", ["train.eval_interval=1"], "needs held-out prompts"),

@@ -1,0 +1,95 @@
+"""What the command line prints and returns; mistakes are in test_bad_input.py."""
+
+import subprocess
+import sys
+
+import pytest
+
+from mrl import __version__, cli
+from mrl.errors import UserError
+from tests.source import ROOT
+
+CONFIG = """
+model: {preset: qwen2_tiny, tokenizer: "char:0123456789<>+#", dtype: float32}
+data: {task: addition}
+rollout: {prompt_length: 16, response_length: 8}
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG)
+    return str(file)
+
+
+def test_module_and_console_script_are_the_same_program():
+    done = subprocess.run(
+        [sys.executable, "-m", "mrl", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"mrl {__version__}\n"
+
+
+def test_overrides_may_stand_before_and_after_options(config):
+    arguments = cli._parse(["train", config, "train.num_steps=3", "--dry-run", "run.seed=1"])
+    assert arguments.overrides == ["train.num_steps=3", "run.seed=1"] and arguments.dry_run
+
+
+def test_dry_run_shows_config_ranks_and_refit_and_makes_nothing(config, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    layout = ("parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2")
+    assert cli.main(["train", config, *layout, "--dry-run", "--world-size", "8"]) == 0
+    told = capsys.readouterr().out
+    assert "clip_low: 0.2" in told  # the algorithm's own default, resolved
+    assert "# ranks: 8 = tp 2 x dp 2 x pp 2" in told and "8 rollout replica(s) of tp 1" in told
+    assert "   7     1     1     1       7" in told
+    assert list(tmp_path.iterdir()) == [tmp_path / "config.yaml"]
+
+
+def sent_mib(told: str) -> tuple[float, float]:
+    (line,) = [line for line in told.splitlines() if line.startswith("sent between ranks")]
+    words = line.split()
+    return float(words[3]), float(words[7])
+
+
+def test_dry_run_knows_that_equal_shards_are_not_sent(config, capsys):
+    tp = "parallel.tensor_model_parallel_size=2"
+    assert cli.main(["train", config, tp, "rollout.tensor_model_parallel_size=1", "--dry-run", "--world-size=2"]) == 0
+    split = sent_mib(capsys.readouterr().out)
+    assert cli.main(["train", config, "--dry-run", "--world-size=2"]) == 0
+    whole = sent_mib(capsys.readouterr().out)
+    assert split[0] == split[1] > 0 and whole == (0, 0)
+
+
+def test_dry_run_refuses_what_a_run_refuses(config, capsys):
+    assert cli.main(["train", config, "parallel.tensor_model_parallel_size=3", "--dry-run", "--world-size=3"]) == 2
+    assert "does not divide the model's attention heads (4)" in capsys.readouterr().err
+
+
+def run_with_task(config: str, tmp_path, monkeypatch, code: str) -> int:
+    """`mrl train` on a data task whose module runs `code` when it is imported."""
+    tmp_path.joinpath("my_task.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_task", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return cli.main(["train", config, "data.task=my_task:Task"])
+
+
+def test_an_interrupt_ends_with_130(config, tmp_path, monkeypatch, capsys):
+    assert run_with_task(config, tmp_path, monkeypatch, "raise KeyboardInterrupt") == 130
+    assert capsys.readouterr().err.endswith("mrl: interrupted\n")
+
+
+def test_a_defect_keeps_its_traceback(config, tmp_path, monkeypatch):
+    with pytest.raises(ZeroDivisionError):
+        run_with_task(config, tmp_path, monkeypatch, "1 / 0")
+
+
+@pytest.mark.parametrize(("rank", "everywhere", "speaks"), [(0, True, True), (1, True, False), (1, False, True)])
+def test_what_all_ranks_raise_is_printed_by_the_first(rank, everywhere, speaks, monkeypatch):
+    launcher = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+    for name, value in {**launcher, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    error = UserError("the message")
+    error.everywhere = everywhere
+    assert cli._speaks(error) == speaks

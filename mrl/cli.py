@@ -32,12 +32,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _speaks(error: UserError) -> bool:
-    """Whether this rank prints an error: the first rank does what every rank raises, a rank alone does its own."""
-    if not error.everywhere:
-        return True
+    """Whether this rank prints an error: one rank of the job what all ranks raised together, else one of each host.
+
+    Before ranks know each other, those of a host read the same files and raise the same error.
+    """
     from mrl.distributed.launch import environment
 
-    return environment().rank == 0
+    try:
+        here = environment()
+    except UserError:
+        return True  # the launcher's variables are the mistake
+    return here.rank == 0 if error.everywhere else here.local_rank == 0
 
 
 def _train(arguments: argparse.Namespace) -> None:

@@ -85,9 +85,12 @@ def test_a_defect_keeps_its_traceback(config, tmp_path, monkeypatch):
         run_with_task(config, tmp_path, monkeypatch, "1 / 0")
 
 
-@pytest.mark.parametrize(("rank", "everywhere", "speaks"), [(0, True, True), (1, True, False), (1, False, True)])
-def test_what_all_ranks_raise_is_printed_by_the_first(rank, everywhere, speaks, monkeypatch):
-    launcher = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "everywhere", "speaks"),
+    [(0, 0, True, True), (1, 1, True, False), (2, 0, True, False), (2, 0, False, True), (3, 1, False, False)],
+)
+def test_one_rank_speaks_for_the_job_or_for_its_host(rank, local_rank, everywhere, speaks, monkeypatch):
+    launcher = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": 2}
     for name, value in {**launcher, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     error = UserError("the message")

@@ -6,13 +6,13 @@ Owns the drawing. It knows no metric; `report.py` says what is drawn. Colours ar
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 
-from mrl.observe.words import short
+from mrl.observe.words import markup
 
 WIDTH, HEIGHT = 520, 230
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 30
@@ -118,10 +118,11 @@ class Frame:
     def axes(self, x_label: str) -> str:
         """Grid lines with their numbers."""
         parts = []
-        for tick in ticks(self.y_low, self.y_high, 5):
+        y_ticks = ticks(self.y_low, self.y_high, 5)
+        for tick, words in zip(y_ticks, tick_words(y_ticks), strict=True):
             y = self.y(tick)
             parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-            parts.append(f'<text x="{LEFT - 7}" y="{y + 3.5:.1f}" text-anchor="end">{short(tick)}</text>')
+            parts.append(f'<text x="{LEFT - 7}" y="{y + 3.5:.1f}" text-anchor="end">{words}</text>')
         for tick in ticks(self.x_low, self.x_high, 6):
             if tick == int(tick):
                 parts.append(
@@ -129,7 +130,7 @@ class Frame:
                 )
         parts.append(f'<path class="axis" d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
         parts.append(
-            f'<text class="label" x="{WIDTH - RIGHT}" y="{HEIGHT - 2}" text-anchor="end">{escape(x_label)}</text>'
+            f'<text class="label" x="{WIDTH - RIGHT}" y="{HEIGHT - 2}" text-anchor="end">{markup(x_label)}</text>'
         )
         return "".join(parts)
 
@@ -144,14 +145,30 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
-    """Exponential moving average over a twentieth of the points, started without bias; finite points only."""
+    """Centred moving mean over a twentieth of the points, so that it does not lag; finite points only."""
     finite = [(x, y) for x, y in points if math.isfinite(y)]
-    keep = 1 - 2 / (max(2.0, len(finite) / 20) + 1)
-    total, weight, result = 0.0, 0.0, []
-    for x, y in finite:
-        total, weight = keep * total + y, keep * weight + 1
-        result.append((x, total / weight))
+    sums = [0.0, *itertools.accumulate(y for _, y in finite)]
+    half = max(1, len(finite) // 40)
+    result = []
+    for index, (x, _) in enumerate(finite):
+        reach = min(half, index, len(finite) - 1 - index)
+        low, high = index - reach, index + reach + 1
+        result.append((x, (sums[high] - sums[low]) / (high - low)))
     return result
+
+
+def tick_words(values: Sequence[float]) -> list[str]:
+    """Numbers of an axis, with as many digits as tell them apart."""
+    largest = max((abs(value) for value in values), default=0.0)
+    gap = min((b - a for a, b in itertools.pairwise(values)), default=largest or 1.0)
+    unit, letter = next(((u, c) for u, c in ((1e9, "G"), (1e6, "M"), (1e4, "k")) if largest >= u), (1.0, ""))
+    unit = 1e3 if letter == "k" else unit
+    digits = max(0, math.ceil(-math.log10(gap / unit) - 1e-9))
+    if round(gap / unit * 10**digits) != round(gap / unit * 10 ** (digits + 1)) / 10:
+        digits += 1
+    if digits > 4 and largest < 1e-2:
+        return [f"{value:.1e}" if value else "0" for value in values]
+    return [f"{value / unit:.{digits}f}{letter if value else ''}" for value in values]
 
 
 def _line(frame: Frame, line: Series, index: int) -> str:
@@ -212,12 +229,12 @@ def _hover(value: float) -> float | str:
 def _figure(title: str, body: str, names: Sequence[str], frame: Frame, hover: object, caption: str) -> str:
     legend = ""
     if len(names) > 1:
-        keys = (f'<span><i style="background:{colour(i)}"></i>{escape(name)}</span>' for i, name in enumerate(names))
+        keys = (f'<span><i style="background:{colour(i)}"></i>{markup(name)}</span>' for i, name in enumerate(names))
         legend = f'<div class="legend">{"".join(keys)}</div>'
     scale = {"low": frame.x_low, "high": frame.x_high, "left": LEFT, "right": WIDTH - RIGHT, "series": hover}
-    data = escape(json.dumps(scale), quote=True)
+    data = markup(json.dumps(scale))
     svg = (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title, quote=True)}" '
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{markup(title)}" '
         f'data-chart="{data}">{body}<path class="cursor" d=""/></svg>'
     )
-    return f"<figure><figcaption>{escape(title)}</figcaption>{legend}{svg}{caption}</figure>"
+    return f"<figure><figcaption>{markup(title)}</figcaption>{legend}{svg}{caption}</figure>"

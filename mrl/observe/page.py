@@ -1,12 +1,13 @@
 """The shell of the report: style, script and small pieces of HTML. Nothing is loaded from outside.
 
-Owns how the page looks. All text passes through `escape`: model output is never markup.
+Owns how the page looks. All text passes through `markup`: model output is never markup.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
+
+from mrl.observe.words import markup
 
 STYLE = """
 :root { color-scheme:light dark; --bg:#f6f7f9; --card:#fff; --ink:#1b2330; --soft:#667085; --line:#e3e7ee;
@@ -54,7 +55,7 @@ table { border-collapse:collapse; width:100%; font-size:13.5px }
 th { text-align:left; color:var(--soft); font-weight:500; font-size:12.5px }
 th, td { padding:7px 12px; border-bottom:1px solid var(--line); vertical-align:top }
 tr:last-child td { border-bottom:0 }
-td.num, th.num { text-align:right; font-variant-numeric:tabular-nums; white-space:nowrap }
+td.num, th.num { width:1%; text-align:right; font-variant-numeric:tabular-nums; white-space:nowrap }
 td.text { font:12.5px/1.5 ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mono",monospace; white-space:pre-wrap;
   overflow-wrap:anywhere; min-width:90px }
 .good { color:var(--good) }
@@ -105,14 +106,14 @@ def page(title: str, body: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         "script-src 'unsafe-inline'\">"
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body><main>{body}</main>"
+        f"<title>{markup(title)}</title><style>{STYLE}</style></head>\n<body><main>{body}</main>"
         f"<script>{SCRIPT}</script></body></html>\n"
     )
 
 
 def header(title: str, lead: str, cards: Sequence[str]) -> str:
     """The top of the page: title, one line below, headline numbers."""
-    words = f'<h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p>'
+    words = f'<h1>{markup(title)}</h1><p class="lead">{markup(lead)}</p>'
     return f'<header>{words}<div class="cards">{"".join(cards)}</div></header>\n'
 
 
@@ -120,8 +121,8 @@ def section(title: str, body: str, hint: str = "") -> str:
     """A heading with what belongs to it; "" where there is no body."""
     if not body:
         return ""
-    note = f'<p class="hint">{escape(hint)}</p>' if hint else ""
-    return f"<section><h2>{escape(title)}</h2>{note}{body}</section>\n"
+    note = f'<p class="hint">{markup(hint)}</p>' if hint else ""
+    return f"<section><h2>{markup(title)}</h2>{note}{body}</section>\n"
 
 
 def grid(figures: Sequence[str], columns: int = 2) -> str:
@@ -132,14 +133,14 @@ def grid(figures: Sequence[str], columns: int = 2) -> str:
 
 def card(name: str, value: str, more: str = "", before: str = "") -> str:
     """A headline number, with what it was before and a line below."""
-    start = f"<small>{escape(before)} → </small>" if before else ""
-    below = f"<em>{escape(more)}</em>" if more else ""
-    return f'<div class="card"><span>{escape(name)}</span><b>{start}{escape(value)}</b>{below}</div>'
+    start = f"<small>{markup(before)} → </small>" if before else ""
+    below = f"<em>{markup(more)}</em>" if more else ""
+    return f'<div class="card"><span>{markup(name)}</span><b>{start}{markup(value)}</b>{below}</div>'
 
 
 def cell(text: str, kind: str = "") -> str:
     """A table cell; kinds: "num", "text" (model output, verbatim)."""
-    return f'<td class="{kind}">{escape(text)}</td>' if kind else f"<td>{escape(text)}</td>"
+    return f'<td class="{kind}">{markup(text)}</td>' if kind else f"<td>{markup(text)}</td>"
 
 
 def table(heads: Sequence[str], rows: Sequence[str]) -> str:
@@ -147,7 +148,7 @@ def table(heads: Sequence[str], rows: Sequence[str]) -> str:
     if not rows:
         return ""
     names = "".join(
-        f'<th class="num">{escape(head[1:])}</th>' if head.startswith(">") else f"<th>{escape(head)}</th>"
+        f'<th class="num">{markup(head[1:])}</th>' if head.startswith(">") else f"<th>{markup(head)}</th>"
         for head in heads
     )
     body = "".join(f"<tr>{row}</tr>" for row in rows)

@@ -20,7 +20,7 @@ from mrl.observe.charts import Point, Series, colour, line_chart, stacked_bars
 from mrl.observe.page import card, cell, grid, header, page, section, table
 from mrl.observe.run_dir import RunDir, flat, read_facts, replace_file
 from mrl.observe.step_file import Row, number, read_rows
-from mrl.observe.words import clock, short, visible
+from mrl.observe.words import clock, short
 
 EDGE_STEPS = 5
 """Headline rewards are means over this many first and last steps."""
@@ -43,7 +43,7 @@ POLICY: tuple[Drawing, ...] = (
     ("Entropy, nats", (("entropy", "actor/entropy"),)),
     ("Gradient norm", (("before clipping", "actor/grad_norm"),)),
     ("Clipped tokens, fraction", (("upper", "actor/pg_clipfrac"), ("lower (dual)", "actor/pg_clipfrac_lower"))),
-    ("Policy loss", (("pg_loss", "actor/pg_loss"),)),
+    ("Loss", (("policy gradient", "actor/pg_loss"), ("with KL and entropy", "actor/loss"))),
 )
 MISMATCH: tuple[Drawing, ...] = (
     (
@@ -99,7 +99,7 @@ def write_report(run_dir: Path) -> Path:
         )
     )
     try:
-        replace_file(run.report, page(f"mrl: {name}", body).encode("utf-8", "replace"))
+        replace_file(run.report, page(f"mrl: {name}", body).encode())
     except OSError as error:
         raise UserError(f"the report '{run.report}' cannot be written: {error.strerror}.") from error
     return run.report
@@ -281,7 +281,7 @@ def _identity(row: Row) -> tuple[Any, ...]:
 
 def _prompt(row: Row) -> str:
     answer = row.get("answer")
-    return cell(_clean(row.get("prompt", "")), "text") + cell("" if answer is None else _clean(answer), "text")
+    return cell(str(row.get("prompt", "")), "text") + cell("" if answer is None else str(answer), "text")
 
 
 def _answered(row: Row) -> str:
@@ -289,12 +289,7 @@ def _answered(row: Row) -> str:
     cut = " ⋯ (cut at the length limit)" if row.get("finish_reason") == "length" else ""
     tone = "good" if reward is not None and reward > 0 else "poor"
     value = "" if reward is None else short(reward)
-    return cell(_clean(row.get("response", "")) + cut, "text") + cell(value, f"num {tone}")
-
-
-def _clean(text: Any) -> str:
-    """Model output for a page: line ends and tabs stay, other control characters become escapes."""
-    return "".join(c if c in "\n\t" else visible(c) for c in str(text))
+    return cell(str(row.get("response", "")) + cut, "text") + cell(value, f"num {tone}")
 
 
 def _differences(config: Config | None) -> str:
@@ -325,7 +320,7 @@ def _starts(facts: Mapping[str, Any]) -> str:
 
 
 def _notes(rows: Sequence[Row]) -> str:
-    return table(("time", "note"), [cell(str(row.get("time", ""))) + cell(_clean(row.get("text", ""))) for row in rows])
+    return table(("time", "note"), [cell(str(row.get("time", ""))) + cell(str(row.get("text", ""))) for row in rows])
 
 
 def _rest(history: History) -> str:

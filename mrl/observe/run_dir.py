@@ -24,10 +24,13 @@ from mrl.errors import UserError
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "tensorrt-llm", "transformers", "tokenizers", "numpy")
 
-IDENTITY_KEYS = ("model.", "data.", "algorithm.name", "run.seed", "train.batch_size", "train.warm_start.")
-"""A run whose values of these differ is another run: its weights, prompt order or frontier do not fit."""
+IDENTITY_KEYS = ("model.", "data.", "algorithm.name", "run.seed", "train.warm_start.")
+"""A run whose values of these differ is another run: its weights or its order of prompts do not fit."""
 
-FREE_KEYS = ("run.", "observe.", "checkpoint.", "parallel.")
+HELD_OUT = "data.val_files"
+"""The one key of data that training does not see."""
+
+FREE_KEYS = ("run.", "observe.", "checkpoint.", "parallel.", HELD_OUT)
 """These say how a run is executed and shown, not what it computes; a change is not worth a word."""
 
 
@@ -136,7 +139,8 @@ class RunDir:
         after = flat(asdict(config))
         differing = [key for key in sorted(before | after) if before.get(key) != after.get(key)]
         lines = {key: f"{key}: {_word(before.get(key))} -> {_word(after.get(key))}" for key in differing}
-        other_run = [line for key, line in lines.items() if key.startswith(IDENTITY_KEYS)]
+        identity = [key for key in differing if key.startswith(IDENTITY_KEYS) and key != HELD_OUT]
+        other_run = [lines[key] for key in identity]
         if other_run:
             raise UserError(
                 f"run.output_dir '{self.root}' holds a run of another config: {'; '.join(other_run)}. "

@@ -55,9 +55,10 @@ class RunLog:
             logger.record("val", step, metrics)
 
     def warm_start(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Metrics of supervised step `step` (1 is the first), named `warm_start/...`."""
+        """Metrics of supervised step `step` (1 is the first); `actor/...` becomes `warm_start/...`."""
+        renamed = {name.replace("actor/", "warm_start/", 1): value for name, value in metrics.items()}
         for logger in self._loggers:
-            logger.record("warm_start", step, metrics)
+            logger.record("warm_start", step, renamed)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Sample generations of `step`, from `sample_rows`; their "phase" says from where."""

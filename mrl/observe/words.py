@@ -1,7 +1,8 @@
-"""How numbers, durations and model output are written for people."""
+"""How numbers, durations and model output are written for people, on the terminal and on the page."""
 
 from __future__ import annotations
 
+import html
 import math
 
 TEXT_WIDTH = 240
@@ -29,6 +30,15 @@ def clock(seconds: float | None) -> str:
 
 def visible(text: str, most: int = TEXT_WIDTH) -> str:
     """Text on one line: line ends and other control characters as escapes, the middle of a long one left out."""
-    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    line = "".join(map(_shown, text))
     half = most // 2
     return line if len(line) <= most else f"{line[:half]} … {line[-half:]}"
+
+
+def markup(text: str) -> str:
+    """Text for HTML and its attributes: nothing in it is markup; controls but line ends and tabs become escapes."""
+    return html.escape("".join(c if c in "\n\t" else _shown(c) for c in text), quote=True)
+
+
+def _shown(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")

@@ -1,0 +1,133 @@
+"""The report of real run folders: self-contained, escaped, and honest about what is missing."""
+
+import math
+from html.parser import HTMLParser
+
+import pytest
+
+from mrl.errors import UserError
+from mrl.observe.report import write_report
+from tests.observe.folders import logging, metrics_of, row, run_steps
+
+VOID = {"meta", "br", "path", "rect", "circle"}
+
+
+class Page(HTMLParser):
+    """Checks nesting while reading; keeps tags, attributes and the text."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.open, self.tags, self.text = [], [], []
+        self.feed(path.read_text(encoding="utf-8"))
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not self.open or self.open[-1] not in ("script", "style"):
+            self.text.append(data)
+
+    @property
+    def words(self):
+        return " ".join(self.text)
+
+    def figures(self):
+        return [attrs["aria-label"] for tag, attrs in self.tags if tag == "svg"]
+
+
+@pytest.fixture
+def whole(tmp_path):
+    with logging(tmp_path / "my run", warm_start=2, num_steps=6, actor={"lr": 0.25}) as (run, log):
+        for step in (1, 2):
+            log.warm_start(step, {"actor/loss": 3.0 / step, "timing_s/step": 0.5})
+        log.evaluation(0, {"val/accuracy": 0.125})
+        log.samples(0, [row(prompt="1+2=", response="early", reward=0.0)])
+        run_steps(log, 1, 6)
+        log.note("checkpoint written")
+    return run
+
+
+def test_the_page_says_what_happened(whole):
+    assert write_report(whole.root) == whole.report
+    page = Page(whole.report)
+    words = page.words
+    for word in (
+        "my run", "grpo", "1 rank on cpu", "0.125 → ", "0.750", "finished", "0:03", "early", "answer of step 6",
+        "actor.lr", "0.25", "1e-06", "torch", "checkpoint written", "update_actor", "refit/bytes_moved",
+    ):  # fmt: skip
+        assert word in words, word
+    for title in (
+        "Reward",
+        "Held-out accuracy",
+        "Response length, tokens",
+        "Entropy, nats",
+        "loss",
+        "Time per step, s",
+    ):
+        assert title in page.figures(), title
+
+
+def test_nothing_is_loaded_from_outside(whole):
+    text = write_report(whole.root).read_text(encoding="utf-8")
+    page = Page(whole.report)
+    assert not {"link", "img", "iframe", "object", "embed", "base"} & {tag for tag, _ in page.tags}
+    assert not {"src", "href", "action", "xlink:href"} & {name for _, attrs in page.tags for name in attrs}
+    for word in ("http://", "https://", "@import", "url(", "fetch(", "XMLHttpRequest", "import("):
+        assert word not in text, word
+    policy = next(attrs["content"] for tag, attrs in page.tags if attrs.get("http-equiv"))
+    assert "default-src 'none'" in policy
+
+
+def test_model_output_is_never_markup(tmp_path):
+    hostile = "</td></table></script><script>alert(1)</script><img src=x onerror=alert(2)> & \" ' \x1b[2J\x00 \ud800"
+    with logging(tmp_path / "<b>run", data={"task": hostile[:-2]}) as (run, log):
+        log.samples(0, [row(prompt=hostile, response=hostile, answer=hostile)])
+        log.step(1, metrics_of(1) | {f"critic/{hostile}": 1.0})
+        log.note(hostile)
+    page = Page(write_report(run.root))
+    assert sum(tag == "script" for tag, _ in page.tags) == 1
+    assert not any(tag in ("img", "b") and attrs for tag, attrs in page.tags)
+    assert page.words.count("</script><script>alert(1)</script><img src=x onerror=alert(2)>") >= 5
+    assert "\x1b" not in page.words
+    assert "\x00" not in page.words
+
+
+def test_a_run_that_was_killed_has_a_report(whole):
+    for path in (whole.metrics, whole.timings, whole.samples, whole.notes):
+        path.write_bytes(path.read_bytes()[:-7])
+    whole.facts.write_text("{")
+    whole.config.unlink()
+    page = Page(write_report(whole.root))
+    assert "answer of step 5" in page.words  # the last line of samples.jsonl was step 6
+    assert "0.125 → " in page.words
+
+
+def test_a_run_in_its_warm_start_has_a_report(tmp_path):
+    with logging(tmp_path, warm_start=2) as (run, log):
+        log.warm_start(1, {"actor/loss": 3.0})
+        log.warm_start(2, {"actor/loss": math.nan})
+    page = Page(write_report(run.root))
+    assert "of 4" in page.words
+    assert "1 values are not finite" in page.words
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"is not a folder\. Give a run folder"):
+        write_report(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="holds no metrics"):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "ph')
+    with pytest.raises(UserError, match="holds no metrics"):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_bytes(b"rubbish\n")
+    with pytest.raises(UserError, match="line 1 is not a JSON object"):
+        write_report(tmp_path)

@@ -1,0 +1,162 @@
+"""config.json -> ArchSpec, against transformers' own configs and models."""
+
+import dataclasses
+import json
+
+import pytest
+import transformers
+
+from mrl.errors import UserError
+from mrl.models.base import RopeScaling
+from mrl.models.hf_config import arch_from_config, arch_from_folder, families, family_of
+from mrl.models.presets import PRESETS, arch_from_preset
+from mrl.weights.hf import hf_layout
+
+TINY = [name for name in PRESETS if name.endswith("_tiny")]
+
+
+def transformers_model(arch):
+    config = family_of(arch).arch_to_hf(arch)
+    return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+
+
+def test_every_family_has_a_tiny_preset_of_its_name():
+    assert sorted(TINY) == [f"{name}_tiny" for name in sorted(families())]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_structure_survives_config_json(preset):
+    arch = arch_from_preset(preset, {}, None)
+    assert arch_from_config(json.loads(json.dumps(family_of(arch).arch_to_hf(arch)))) == arch
+
+
+@pytest.mark.parametrize("preset", TINY)
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_table_names_exactly_the_tensors_of_transformers(preset, tied):
+    arch = arch_from_preset(preset, {"tie_word_embeddings": tied}, 101)
+    model = transformers_model(arch)
+    theirs = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if tied:
+        del theirs["lm_head.weight"]
+    assert {name: stored.shape for name, stored in hf_layout(arch, "float32").items()} == theirs
+
+
+@pytest.mark.parametrize("preset", TINY)
+def test_a_config_that_transformers_saved_gives_the_structure_back(preset, tmp_path):
+    arch = arch_from_preset(preset, {}, None)
+    transformers_model(arch).config.save_pretrained(tmp_path)
+    assert arch_from_folder(tmp_path) == arch
+
+
+def test_both_spellings_of_rotary_settings_are_read():
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    base = {key: value for key, value in PRESETS["llama_tiny"].items() if not key.startswith("rope_")}
+    old = arch_from_config({**base, "rope_theta": 5e5, "rope_scaling": scaling})
+    new = arch_from_config({**base, "rope_parameters": {"rope_theta": 5e5, **scaling}})
+    assert old == new
+    assert (old.rope_theta, old.rope_scaling) == (5e5, RopeScaling(8.0, 1.0, 4.0, 64))
+
+
+def test_the_written_config_has_both_spellings_of_rotary_settings():
+    arch = arch_from_preset("llama_tiny", {}, None)
+    written = family_of(arch).arch_to_hf(arch)
+    old = {key: value for key, value in written.items() if key != "rope_parameters"}
+    new = {key: value for key, value in written.items() if key not in ("rope_theta", "rope_scaling")}
+    assert arch_from_config(old) == arch_from_config(new) == arch
+
+
+def test_head_dim_is_the_quotient_where_the_file_has_none():
+    assert arch_from_config(dict(PRESETS["llama_tiny"])).head_dim == 64 // 4
+
+
+REFUSED = {
+    "unknown family": ({"model_type": "gpt2"}, "model_type is 'gpt2'; mrl has llama, qwen2, qwen3"),
+    "no family": ({"model_type": None}, "model_type is None"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantized"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    "attention bias": ({"attention_bias": True}, "attention_bias is True"),
+    "mlp bias": ({"mlp_bias": True}, "mlp_bias is True"),
+    "sliding window": ({"use_sliding_window": True, "max_window_layers": 2}, "use_sliding_window"),
+    "sliding layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+    "half rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "rotary settings no mapping": ({"rope_parameters": "llama3"}, "rotary settings are 'llama3'"),
+    "llama3 without a factor": ({"rope_parameters": {"rope_type": "llama3"}}, "'factor' is missing"),
+    "zero layers": ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    "layers as text": ({"num_hidden_layers": "24"}, "num_hidden_layers is '24'"),
+    "heads and groups": ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads (3)"),
+    "heads and hidden": ({"num_attention_heads": 6}, "hidden_size (64) is not a multiple"),
+    "odd head_dim": ({"head_dim": 15}, "head_dim is 15"),
+    "eps as text": ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
+    "tied as text": ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
+}
+
+
+@pytest.mark.parametrize("change, message", REFUSED.values(), ids=REFUSED)
+def test_a_structure_that_mrl_does_not_build_is_refused(change, message):
+    with pytest.raises(UserError) as refusal:
+        arch_from_config({**PRESETS["llama_tiny"], "rope_scaling": None, **change})
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "key", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+)
+def test_a_missing_size_is_named(key):
+    config = {name: value for name, value in PRESETS["qwen2_tiny"].items() if name != key}
+    with pytest.raises(UserError, match=f"'{key}' is missing"):
+        arch_from_config(config)
+
+
+def test_a_window_that_no_layer_uses_is_no_window():
+    config = {**PRESETS["qwen2_tiny"], "use_sliding_window": True, "max_window_layers": 4}
+    assert arch_from_config(config).num_layers == 4
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (None, "has no config.json"),
+        ("{", "cannot be read"),
+        ("[]", "expected an object"),
+        ('{"model_type": "mamba"}', "model_type is 'mamba'"),
+    ],
+)
+def test_a_broken_folder_is_refused_by_name(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=message) as refusal:
+        arch_from_folder(tmp_path)
+    assert str(tmp_path) in str(refusal.value)
+
+
+def test_a_missing_folder_is_refused(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        arch_from_folder(tmp_path / "nowhere")
+
+
+def test_every_field_of_the_structure_is_written():
+    """A field that config.json forgets would come back as its default."""
+    arch = arch_from_preset("llama_tiny", {}, None)
+    changed = dataclasses.replace(
+        arch,
+        num_layers=3,
+        hidden_size=96,
+        intermediate_size=80,
+        num_heads=6,
+        num_kv_heads=3,
+        head_dim=8,
+        vocab_size=77,
+        max_position_embeddings=99,
+        rms_norm_eps=0.5,
+        rope_theta=7.0,
+        tie_word_embeddings=True,
+        rope_scaling=RopeScaling(2.0, 3.0, 5.0, 11),
+    )
+    assert arch_from_config(family_of(arch).arch_to_hf(changed)) == changed

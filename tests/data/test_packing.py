@@ -37,9 +37,9 @@ def test_balance_fills_every_bin_even_with_items_that_cost_nothing():
 
 
 def test_balance_refuses_nonsense():
-    with pytest.raises(ValueError, match="num_bins is 0"):
+    with pytest.raises(ValueError, match=r"num_bins is 0"):
         balance([1], 0)
-    with pytest.raises(ValueError, match="-1"):
+    with pytest.raises(ValueError, match=r"-1"):
         balance([1, -1], 2)
 
 
@@ -86,7 +86,7 @@ def test_the_count_can_be_raised_for_other_ranks_and_for_interleaving():
 
 
 def test_packing_refuses_nonsense():
-    with pytest.raises(ValueError, match="max_tokens=0"):
+    with pytest.raises(ValueError, match=r"max_tokens=0"):
         pack_microbatches([1], 0)
-    with pytest.raises(ValueError, match="0 tokens"):
+    with pytest.raises(ValueError, match=r"0 tokens"):
         pack_microbatches([1, 0], 5)

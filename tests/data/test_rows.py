@@ -106,7 +106,7 @@ def test_missing_files_are_refused(tmp_path):
         open_files([str(tmp_path / "nowhere.jsonl")], "data.train_files", accept)
     with pytest.raises(UserError, match=r"nowhere.parquet' cannot be read: No such file"):
         open_files([str(tmp_path / "nowhere.parquet")], "data.train_files", accept)
-    with pytest.raises(UserError, match="holds no rows"):
+    with pytest.raises(UserError, match=r"holds no rows"):
         empty = pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())})
         pyarrow.parquet.write_table(empty, tmp_path / "empty.parquet")
         open_files([str(tmp_path / "empty.parquet")], "data.train_files", accept)

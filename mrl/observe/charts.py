@@ -151,8 +151,7 @@ def smooth(points: Sequence[Point]) -> list[Point]:
     half = max(1, len(finite) // 40)
     result = []
     for index, (x, _) in enumerate(finite):
-        reach = min(half, index, len(finite) - 1 - index)
-        low, high = index - reach, index + reach + 1
+        low, high = max(0, index - half), min(len(finite), index + half + 1)
         result.append((x, (sums[high] - sums[low]) / (high - low)))
     return result
 
@@ -216,9 +215,11 @@ def _thin(points: Sequence[Point]) -> list[Point]:
 def _range(values: Sequence[float]) -> tuple[float, float]:
     """The values with a margin; down to 0 where they are all positive and 0 is near."""
     low, high = min(values, default=0.0), max(values, default=1.0)
+    if low == high == 0:
+        return 0.0, 1.0
     if 0 <= low < 0.6 * high:
         low = 0.0
-    margin = 0.06 * (high - low) or max(0.1 * abs(high), 1e-9)
+    margin = 0.06 * (high - low) or 0.1 * abs(high)
     return (low if low == 0.0 and high > 0 else low - margin), high + margin
 
 

@@ -56,6 +56,8 @@ th { text-align:left; color:var(--soft); font-weight:500; font-size:12.5px }
 th, td { padding:7px 12px; border-bottom:1px solid var(--line); vertical-align:top }
 tr:last-child td { border-bottom:0 }
 td.num, th.num { width:1%; text-align:right; font-variant-numeric:tabular-nums; white-space:nowrap }
+td.num + td.text, th.num + th:not(.num) { padding-left:36px }
+td.when { width:1%; white-space:nowrap; color:var(--soft) }
 td.text { font:12.5px/1.5 ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mono",monospace; white-space:pre-wrap;
   overflow-wrap:anywhere; min-width:90px }
 .good { color:var(--good) }
@@ -68,7 +70,11 @@ details summary { cursor:pointer; color:var(--soft); margin:32px 0 12px }
   :root { --bg:#fff }
   body { font-size:12px }
   main { max-width:none; padding:0 }
-  h2 { break-after:avoid; margin-top:24px }
+  h2, p.hint { break-after:avoid }
+  h2 { margin-top:24px }
+  .box { overflow:visible }
+  table { font-size:10px }
+  th, td { padding:4px 6px }
   tr { break-inside:avoid }
   * { print-color-adjust:exact }
 }
@@ -139,7 +145,7 @@ def card(name: str, value: str, more: str = "", before: str = "") -> str:
 
 
 def cell(text: str, kind: str = "") -> str:
-    """A table cell; kinds: "num", "text" (model output, verbatim)."""
+    """A table cell; kinds: "num", "text" (verbatim, monospaced), "when" (a time)."""
     return f'<td class="{kind}">{markup(text)}</td>' if kind else f"<td>{markup(text)}</td>"
 
 

@@ -189,7 +189,7 @@ def _lead(config: Config | None, facts: Mapping[str, Any]) -> str:
         ranks = last.get("world_size", "?")
         words += [
             f"{ranks} {'rank' if ranks == 1 else 'ranks'} on {last.get('device', '?')}",
-            str(last.get("time", "")),
+            str(last.get("time", ""))[:16].replace("T", " "),
         ]
     return " · ".join(word for word in words if word)
 
@@ -313,14 +313,18 @@ def _starts(facts: Mapping[str, Any]) -> str:
         resumed = start.get("resume_step")
         versions = ", ".join(f"{name} {number}" for name, number in start.get("versions", {}).items())
         where = f"{start.get('world_size', '?')} x {start.get('device', '?')}, {start.get('num_cores', '?')} cores"
-        words = (start.get("time", ""), "from the beginning" if resumed is None else f"from step {resumed}", where)
+        words = ("from the beginning" if resumed is None else f"from step {resumed}", where)
         changes = "; ".join(start.get("changes", []))
-        rows.append("".join(cell(str(word)) for word in (*words, versions, changes)))
+        rows.append(_when(start) + "".join(cell(word) for word in (*words, versions, changes)))
     return table(("time", "began", "ranks", "versions", "changed settings"), rows)
 
 
 def _notes(rows: Sequence[Row]) -> str:
-    return table(("time", "note"), [cell(str(row.get("time", ""))) + cell(str(row.get("text", ""))) for row in rows])
+    return table(("time", "note"), [_when(row) + cell(str(row.get("text", ""))) for row in rows])
+
+
+def _when(row: Mapping[str, Any]) -> str:
+    return cell(str(row.get("time", ""))[:19].replace("T", " "), "when")
 
 
 def _rest(history: History) -> str:

@@ -65,7 +65,7 @@ def clipped_surrogate(
             f"advantages have shape {tuple(advantages_R.shape)}, log-probabilities {tuple(logprobs_R.shape)}: "
             "both must have one entry for each response token."
         )
-    advantages_R = advantages_R.detach().float()
+    advantages_R = advantages_R.float()
     log_ratio_R = log_ratio(logprobs_R, old_logprobs_R)
     ratio_R = log_ratio_R.exp()
     plain_R = -advantages_R * ratio_R

@@ -1,5 +1,6 @@
 """Every algorithm honours the contract; every contradiction in the config ends in one clear message."""
 
+import math
 from dataclasses import fields, replace
 
 import pytest
@@ -13,6 +14,7 @@ from tests.algorithms.ragged import advantages_of, alone, make_batch
 
 ROLLOUT = RolloutConfig(n=3, response_length=7)
 ALGORITHMS = names("algorithms")
+FP32 = 1e-5  # fp32 log-probabilities of up to 4 nats, whose differences are of order 0.1
 
 
 def test_the_algorithms_are_the_promised_ones() -> None:
@@ -59,6 +61,33 @@ def test_contract(name: str) -> None:
     assert metrics["actor/entropy"].item() == pytest.approx(1.0)
 
 
+def test_metrics_by_hand() -> None:
+    # every trained token is 0.1 nats less likely than when it was sampled: KL(old || pi) is 0.1, every ratio e^-0.1
+    algorithm = build(AlgorithmConfig(), ROLLOUT)
+    batch = make_batch()
+    algorithm.advantages(batch, advantages_of(algorithm, batch), alone)
+    algorithm.weigh(batch, alone)
+    _, metrics = algorithm.loss(batch.rollout_logprobs_R - 0.1, torch.full_like(batch.rollout_logprobs_R, 2.0), batch)
+    ratios = [f"actor/ratio_{kind}" for kind in ("mean", "min", "max")]
+    assert [metrics[key].item() for key in ratios] == pytest.approx([math.exp(-0.1)] * 3, rel=FP32)
+    assert metrics["actor/ppo_kl"].item() == pytest.approx(0.1, rel=FP32)
+    assert metrics["actor/entropy"].item() == pytest.approx(2.0)
+    assert metrics["actor/pg_clipfrac"].item() == 0
+    _, metrics = algorithm.loss(batch.rollout_logprobs_R + 0.1, torch.zeros_like(batch.rollout_logprobs_R), batch)
+    assert [metrics[key].item() for key in ratios] == pytest.approx([math.exp(0.1)] * 3, rel=FP32)
+
+
+def test_loss_norm_length_is_the_response_length_unless_given() -> None:
+    batch = make_batch()
+    sums = []
+    for length in (None, 14):
+        build(AlgorithmConfig(name="dr_grpo", loss_norm_length=length), ROLLOUT).weigh(batch, alone)
+        sums.append(batch.weights_R.sum().item())  # type: ignore[union-attr]
+    trained = batch.response_mask_R.sum().item()
+    num_sequences = batch.sequence_R[batch.response_mask_R].unique().numel()
+    assert sums == pytest.approx([trained / num_sequences / 7, trained / num_sequences / 14])
+
+
 def test_the_parts_of_the_loss_add_up_to_it() -> None:
     config = AlgorithmConfig(name="grpo", kl_in="loss", kl_coef=0.3, entropy_coef=0.2)
     algorithm = build(config, ROLLOUT)
@@ -68,7 +97,7 @@ def test_the_parts_of_the_loss_add_up_to_it() -> None:
     logprobs_R = batch.rollout_logprobs_R * 0.9
     _, metrics = algorithm.loss(logprobs_R, torch.rand_like(logprobs_R), batch)
     total = metrics["actor/pg_loss"] + 0.3 * metrics["actor/kl_loss"] - 0.2 * metrics["actor/entropy_loss"]
-    assert metrics["actor/loss"].item() == pytest.approx(total.item(), rel=1e-5)
+    assert metrics["actor/loss"].item() == pytest.approx(total.item(), rel=FP32)
 
 
 def test_only_sft_is_supervised() -> None:
@@ -90,7 +119,7 @@ def test_kl_in_the_reward_is_reported_as_a_token_mean() -> None:
     algorithm.advantages(batch, advantages_of(algorithm, batch), alone)
     _, metrics = algorithm.loss(batch.rollout_logprobs_R, torch.zeros_like(batch.rollout_logprobs_R), batch)
     want = (batch.rollout_logprobs_R - batch.ref_logprobs_R)[batch.response_mask_R].mean()  # type: ignore[operator]
-    assert metrics["actor/reward_kl_penalty"].item() == pytest.approx(want.item(), rel=1e-5)
+    assert metrics["actor/reward_kl_penalty"].item() == pytest.approx(want.item(), rel=FP32)
 
 
 def test_overlong_penalty_shapes_the_reward_and_masking_narrows_the_mask() -> None:

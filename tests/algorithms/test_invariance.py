@@ -109,7 +109,7 @@ def test_untrained_tokens_reach_neither_loss_nor_gradient(config: AlgorithmConfi
         algorithm.weigh(current, alone)
         logprobs_R, entropy_R = _policy(batch)
         if current is spoiled:
-            logprobs_R = torch.where(current.response_mask_R, logprobs_R, -float("inf"))
+            logprobs_R = torch.where(current.response_mask_R, logprobs_R, float("nan"))
             entropy_R = torch.where(current.response_mask_R, entropy_R, float("nan"))
         logprobs_R.requires_grad_()
         loss, metrics = algorithm.loss(logprobs_R, entropy_R, current)

@@ -42,16 +42,17 @@ def test_parts_add_up() -> None:
 
 
 def test_equal_constant_and_empty_are_defined() -> None:
-    mask_R = torch.ones(4, dtype=torch.bool)
-    same = torch.tensor([-0.3, -0.1, -2.0, -1.0])
+    mask_R = torch.ones(7, dtype=torch.bool)
+    same = torch.tensor([-0.3, -0.1, -2.0, -1.0, -0.7, -3.0, -0.2])
     equal = mismatch_metrics(*mismatch_sums(same, same, mask_R))
     assert equal["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1.0)
     assert equal["training/rollout_probs_diff_std"] == 0.0
-    constant = torch.full((4,), -0.3)
-    assert (
-        mismatch_metrics(*mismatch_sums(constant, constant, mask_R))["training/rollout_actor_probs_pearson_corr"] == 1
-    )
-    assert mismatch_metrics(*mismatch_sums(constant, same, mask_R))["training/rollout_actor_probs_pearson_corr"] == 0
+    corr = "training/rollout_actor_probs_pearson_corr"
+    for level in torch.arange(-2, 0, 0.05).tolist():  # a constant's sums of squares round to either side of 0
+        constant = torch.full((7,), level)
+        assert mismatch_metrics(*mismatch_sums(constant, constant, mask_R))[corr] == 1
+        assert mismatch_metrics(*mismatch_sums(constant, same, mask_R))[corr] == 0
+        assert mismatch_metrics(*mismatch_sums(same, constant, mask_R))[corr] == 0
     empty = mismatch_metrics(*mismatch_sums(same, same, ~mask_R))
     assert empty["training/rollout_probs_diff_valid"] == 0.0
     assert all(value == value for value in empty.values())  # no NaN

@@ -1,0 +1,241 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mrl.errors import UserError
+from tests.rewards.rollouts import END, rollout, scorer
+
+HERE = "tests.rewards.functions"
+TIME_LIMIT_S = 0.5
+EXIT_LIMIT_S = 20.0  # for a process to notice that its parent is gone, on a busy machine
+SUM_ROUNDING = 1e-12  # fp64
+
+
+def alive(process_id):
+    try:
+        with open(f"/proc/{process_id}/stat", encoding="ascii") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone(process_id):
+    end = time.monotonic() + EXIT_LIMIT_S
+    while alive(process_id) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not alive(process_id)
+
+
+def worker_ids(judge):
+    return [worker.process.pid for worker in judge._pool._workers]
+
+
+def test_cheap_functions_need_no_worker():
+    rollouts = [rollout(f"3{END}"), rollout(f"4{END}"), rollout("3", finish_reason="length")]
+    with scorer("exact_match") as judge:
+        judge.score(rollouts)
+        assert judge._pool is None
+    assert [item.reward for item in rollouts] == [1.0, 0.0, 1.0]
+    assert [item.reward_parts for item in rollouts] == [
+        {"exact_match": 1.0},
+        {"exact_match": 0.0},
+        {"exact_match": 1.0},
+    ]
+    assert [item.response_text for item in rollouts] == [f"3{END}", f"4{END}", "3"]
+    assert all(item.reward_error is None for item in rollouts)
+
+
+def test_the_reward_is_the_weighted_sum_over_both_kinds_of_function():
+    functions = [
+        ("exact_match", 1.0, {}),
+        (f"{HERE}:num_chars", 0.1, {"factor": 3}),
+        (f"{HERE}.num_chars", 0.01, {}),
+        ("length", 0.5, {"target": 1, "limit": 3}),
+    ]
+    sample = rollout(f"3{END}")
+    with scorer(*functions) as judge:
+        judge.score([sample])
+    assert sample.reward_parts == {"exact_match": 1.0, "num_chars": 3.0, "num_chars#2": 1.0, "length": -0.5}
+    assert sample.reward == pytest.approx(1.0 + 0.3 + 0.01 - 0.25, abs=SUM_ROUNDING)
+
+
+def test_functions_see_the_documented_arguments():
+    samples = [rollout(f"3{END}", extra={"level": 4}), rollout(f"3{END}", extra={"level": 4})]
+    with scorer(f"{HERE}:shows_arguments", f"{HERE}:shows_arguments") as judge:
+        judge.score(samples)
+    assert [item.reward_error for item in samples] == [None, None]
+    assert samples[0].prompt.extra == {"level": 4}
+
+
+def test_each_failure_names_its_sample_and_fails_nothing_else():
+    ways = {
+        "raise": "KeyError: 'missing'",
+        "exit": "SystemExit: 3",
+        "end": r"died over it (exit status 3)",
+        "kill": r"died over it (signal 9)",
+        "loop": "longer than reward.time_limit_s=0.5",
+        "sleep": "longer than reward.time_limit_s=0.5",
+        "backtrack": "longer than reward.time_limit_s=0.5",
+        "nan": "it returned nan",
+        "inf": "it returned inf",
+        "text": "it returned str '1', expected a number",
+        "nothing": "it returned NoneType None, expected a number",
+    }
+    texts = [text for way in ways for text in ("well", way)] + ["true"]
+    samples = [rollout(text, uid=index, sample_index=index % 3) for index, text in enumerate(texts)]
+    with scorer(
+        f"{HERE}:does_what_it_reads", time_limit_s=TIME_LIMIT_S, error_value=-7.0, max_failed_frac=0.9
+    ) as judge:
+        judge.score(samples)
+    for index, (text, sample) in enumerate(zip(texts, samples, strict=True)):
+        if text not in ways:
+            assert (sample.reward, sample.reward_error) == (1.0, None)
+            continue
+        assert sample.reward == -7.0
+        assert sample.reward_parts == {"does_what_it_reads": -7.0}
+        assert sample.reward_error.startswith(
+            f"reward '{HERE}:does_what_it_reads' failed on train.jsonl:{index + 1} (uid {index}, sample {index % 3}): "
+        )
+        assert ways[text] in sample.reward_error
+        assert sample.reward_error.endswith(f"Response: '{text}'")
+
+
+def test_a_failing_cheap_function_names_its_sample_too():
+    samples = [rollout(f"3{END}"), rollout(f"3{END}", uid=4, answer=None)]
+    with scorer("exact_match", "numeric") as judge:
+        judge.score(samples)
+    assert samples[0].reward == 2.0
+    assert samples[1].reward == 0.0
+    assert "reward 'exact_match' or 'numeric' failed on train.jsonl:5" in samples[1].reward_error
+
+
+def test_too_many_failures_stop_the_job_with_the_first_one():
+    samples = [rollout(text, uid=index) for index, text in enumerate(["well", "raise", "well", "nan"])]
+    with scorer(f"{HERE}:does_what_it_reads") as judge:
+        judge.score(samples)  # half is allowed
+        with pytest.raises(
+            UserError, match=r"3 of 5 samples could not be scored.* train.jsonl:2 .*KeyError: 'missing'"
+        ):
+            judge.score([*samples, rollout("inf")])
+
+
+def test_a_function_that_always_hangs_is_given_up_early():
+    samples = [rollout("sleep", uid=index) for index in range(100)]
+    with scorer(f"{HERE}:does_what_it_reads", time_limit_s=TIME_LIMIT_S, max_failed_frac=0.02) as judge:
+        start = time.monotonic()
+        with pytest.raises(UserError, match=r"3 of 100 samples could not be scored.*time_limit_s"):
+            judge.score(samples)
+        assert time.monotonic() - start < 50 * TIME_LIMIT_S
+        well = rollout("well")
+        judge.score([well])
+        assert well.reward == 1.0
+
+
+def test_a_worker_killed_between_batches_costs_no_sample():
+    samples = [rollout("well", uid=index) for index in range(9)]
+    with scorer(f"{HERE}:does_what_it_reads", num_workers=2) as judge:
+        before = worker_ids(judge)
+        os.kill(before[0], signal.SIGKILL)
+        judge._pool._workers[0].process.wait()
+        judge.score(samples)
+        assert all(item.reward == 1.0 for item in samples)
+        assert worker_ids(judge)[0] != before[0]
+        assert worker_ids(judge)[1] == before[1]
+
+
+def test_large_batches_keep_their_order_over_several_workers():
+    samples = [rollout("x" * (index % 50), uid=index) for index in range(1000)]
+    with scorer(f"{HERE}:num_chars", num_workers=2) as judge:
+        judge.score(samples)
+        judge.score([])
+    assert [item.reward for item in samples] == [index % 50 for index in range(1000)]
+
+
+def test_workers_start_without_torch_and_keep_their_output_to_themselves(capfd):
+    samples = [rollout("x")]
+    with scorer(f"{HERE}:imports_torch", f"{HERE}:prints") as judge:
+        judge.score(samples)
+    assert samples[0].reward_error is None
+    assert samples[0].reward_parts == {"imports_torch": 0.0, "prints": 0.0}
+    output = capfd.readouterr()
+    assert "own output" not in output.out
+    assert "own output" in output.err
+
+
+def test_math_runs_in_a_worker_under_the_time_limit():
+    samples = [rollout(text, answer="1/2") for text in (r"\boxed{2/4}", r"\boxed{9^{9^{9^9}}}", r"\boxed{0.5}")]
+    with scorer("math", time_limit_s=3 * TIME_LIMIT_S) as judge:
+        assert judge._pool is not None
+        judge.score(samples)
+    assert [item.reward for item in samples] == [1.0, 0.0, 1.0]
+    assert "time_limit_s" in samples[1].reward_error
+
+
+def test_closing_ends_the_workers():
+    judge = scorer(f"{HERE}:num_chars", num_workers=2)
+    processes = worker_ids(judge)
+    assert all(alive(process) for process in processes)
+    judge.close()
+    assert all(gone(process) for process in processes)
+
+
+@pytest.mark.parametrize("response", ["well", "backtrack", "sleep"])
+def test_workers_do_not_outlive_a_killed_parent(response):
+    # The parent reports its worker, starts scoring and is killed; "backtrack" holds the interpreter's lock for hours.
+    program = (
+        "import sys, threading; sys.path.insert(0, '.')\n"
+        "from mrl.rewards._call import Sample\n"
+        "from mrl.rewards._pool import WorkerPool\n"
+        f"pool = WorkerPool([('{HERE}:does_what_it_reads', {{}})], num_workers=1, time_limit_s=600)\n"
+        "print(pool._workers[0].process.pid, flush=True)\n"
+        f"pool.run([Sample('', {response!r}, None, {{}})], 0)\n"
+        "threading.Event().wait()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        worker = int(parent.stdout.readline())
+        time.sleep(0.3)  # it is now scoring, or idle
+        assert alive(worker)
+        parent.kill()
+    assert gone(worker)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("exact", "there is no 'exact'. Did you mean 'exact_match'"),
+        ("scorer", "'scorer' is no plugin"),
+        ("nowhere.rewards:f", "'nowhere.rewards:f' does not import"),
+        (f"{HERE}:nothing", "has no 'nothing'"),
+        (f"{HERE}:NOT_A_FUNCTION", "is a int, expected a function"),
+        (("exact_match", 1.0, {"stripp": True}), "unexpected keyword argument 'stripp'.* It takes .*strip"),
+        ((f"{HERE}:num_chars", 1.0, {"answer": "3"}), "multiple values for keyword argument 'answer'"),
+        (("length", 1.0, {}), "missing a required argument: 'target'"),
+        (("regex", 1.0, {}), "missing a required argument: 'pattern'"),
+    ],
+)
+def test_functions_that_cannot_be_called_are_refused_at_the_start(function, message):
+    with pytest.raises(UserError, match=message):
+        scorer(function)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("raise RuntimeError('no key')", "does not import: RuntimeError: no key"),
+        ("import os; os._exit(4)", r"a worker died while it imported them \(exit status 4\)"),
+    ],
+)
+def test_modules_that_fail_to_import_are_refused_at_the_start(tmp_path, monkeypatch, content, message):
+    (tmp_path / "broken_reward.py").write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=message):
+        scorer("broken_reward:f")
+
+
+def test_no_function_is_refused():
+    with pytest.raises(UserError, match=r"reward.functions is empty"):
+        scorer()

@@ -1,1 +1,5 @@
-"""The embedded PyTorch engine."""
+"""The embedded engine, plain PyTorch on the training ranks themselves; see `engine.py`."""
+
+from mrl.engines.native.engine import NativeEngine
+
+ENGINE = NativeEngine

@@ -44,7 +44,7 @@ class NativeEngine(RolloutEngine):
         arch: The model.
         tp_group: Ranks of the replica, in the order of their shards; None: this rank alone.
         device: Where weights and cache are.
-        dtype: Weights, activations and cache: torch.float32 or torch.bfloat16.
+        dtype: Of the stored weights, torch.float32 or torch.bfloat16; `linear.compute_dtype` of everything else.
         decode: Token ids -> text, for stop strings.
 
     Raises:
@@ -78,7 +78,7 @@ class NativeEngine(RolloutEngine):
             num_layers=arch.num_layers,
             num_kv_heads=self._model.num_kv_heads,
             head_dim=arch.head_dim,
-            dtype=dtype,
+            dtype=self._model.dtype,
             device=device,
             budget_bytes=kv_budget(device, config.gpu_memory_utilization, tp_group),
         )
@@ -124,6 +124,7 @@ class NativeEngine(RolloutEngine):
 
     def finish_update(self, policy_version: int) -> None:
         """Declares the weights whole under the new version."""
+        self._model.refresh()
         self.policy_version = policy_version
         self._whole = True
 
@@ -143,9 +144,10 @@ class NativeEngine(RolloutEngine):
         self.sleep()
         self._whole = False
         self._weights.clear()
+        self._model.release()
 
     def stats(self) -> dict[str, float]:
-        """Of the last `generate`: tokens and seconds of prefill and decoding, decode_steps, max_running, kv_cache_bytes."""
+        """Of the last `generate`: prefill and decode tokens and seconds, decode_steps, max_running, kv_cache_bytes."""
         return dict(self._stats)
 
     def _drop_cache(self) -> None:
@@ -235,6 +237,3 @@ class NativeEngine(RolloutEngine):
         positions_B = self._rows.positions_S[:batch]
         attention = DecodeAttention(self._cache, positions_B, length)
         return self._model.logits(self._model.forward(self._rows.tokens_S[:batch], positions_B, attention))
-
-
-ENGINE = NativeEngine

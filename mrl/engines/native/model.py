@@ -1,8 +1,8 @@
 """The decoder's forward pass on one rank of a replica, for inference.
 
 Owns the computation from token ids to logits with fused weights; how attention reads the cache is an argument. It
-branches on the fields of `ArchSpec`, never on a family. Weights are the engine's stored tensors themselves, so that an
-update in place is seen by the next forward.
+branches on the fields of `ArchSpec`, never on a family. It computes with the engine's stored tensors, through
+`linear.py`; `refresh` follows each update of them.
 
 Shapes: P packed tokens, N heads and K KV heads of this rank, D head dim, H hidden, V vocabulary.
 """
@@ -10,18 +10,31 @@ Shapes: P packed tokens, N heads and K KV heads of this rank, D head dim, H hidd
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from mrl.engines.native.linear import Linear, compute_dtype
 from mrl.functional.rope import inverse_frequencies, scale_llama3
 from mrl.models.base import ArchSpec
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q_PND, k_PKD, v_PKD) -> [P, N, D]; stores the keys and values in the cache."""
+
+
+@dataclass
+class _Layer:
+    input_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Linear
+    post_norm: Tensor
+    gate_up: Linear
+    down: Linear
 
 
 class Decoder:
@@ -32,6 +45,11 @@ class Decoder:
         weights: This rank's stored tensors by the names of `weights/native.py`.
         tp_group: Ranks of the replica; None: this rank alone.
         max_positions: Rotary angles are prepared for positions below this.
+
+    Attributes:
+        dtype: Of activations, keys and values.
+        num_heads: Query heads of this rank.
+        num_kv_heads: Key/value heads of this rank.
     """
 
     def __init__(
@@ -44,15 +62,51 @@ class Decoder:
         tp_rank = 0 if self._tp_group is None else dist.get_rank(self._tp_group)
         self.num_heads = arch.num_heads // self._tp_size
         self.num_kv_heads = max(1, arch.num_kv_heads // self._tp_size)
-        embed = weights["embed"]
-        self._first_token = tp_rank * embed.size(0)
-        self._head = embed if arch.tie_word_embeddings else weights["lm_head"]
+        self._embed_table = weights["embed"]
+        self._first_token = tp_rank * self._embed_table.size(0)
+        device = self._embed_table.device
+        self.dtype = compute_dtype(self._embed_table.dtype, device)
         inv_freq = inverse_frequencies(arch.head_dim, arch.rope_theta)
         if arch.rope_scaling is not None:
             inv_freq = scale_llama3(inv_freq, **asdict(arch.rope_scaling))
-        angles = torch.outer(torch.arange(max_positions).float(), inv_freq).to(embed.device)
-        self._cos = torch.cat([angles.cos(), angles.cos()], 1).to(embed.dtype)
-        self._sin = torch.cat([-angles.sin(), angles.sin()], 1).to(embed.dtype)
+        angles = torch.outer(torch.arange(max_positions).float(), inv_freq).to(device)
+        self._cos = torch.cat([angles.cos(), angles.cos()], 1).to(self.dtype)
+        self._sin = torch.cat([-angles.sin(), angles.sin()], 1).to(self.dtype)
+        self._linears = {
+            name: Linear(weight, weights.get(f"{name}_bias"), self.dtype)
+            for name, weight in weights.items()
+            if weight.dim() == 2 and (name != "embed" or arch.tie_word_embeddings)
+        }
+        self._head = self._linears["embed" if arch.tie_word_embeddings else "lm_head"]
+        self._layers: list[_Layer] = []
+        self._final_norm = weights["final_norm"]
+
+    def refresh(self) -> None:
+        """Takes in the stored weights after an update."""
+        for linear in self._linears.values():
+            linear.refresh()
+        vectors = {name: weight.to(self.dtype) for name, weight in self._weights.items() if weight.dim() == 1}
+        self._final_norm = vectors["final_norm"]
+        self._layers = [
+            _Layer(
+                input_norm=vectors[f"layers.{i}.input_norm"],
+                qkv=self._linears[f"layers.{i}.qkv"],
+                q_norm=vectors.get(f"layers.{i}.q_norm"),
+                k_norm=vectors.get(f"layers.{i}.k_norm"),
+                o=self._linears[f"layers.{i}.o"],
+                post_norm=vectors[f"layers.{i}.post_norm"],
+                gate_up=self._linears[f"layers.{i}.gate_up"],
+                down=self._linears[f"layers.{i}.down"],
+            )
+            for i in range(self._arch.num_layers)
+        ]
+
+    def release(self) -> None:
+        """Lets go of every weight; the model cannot be used again."""
+        self._linears.clear()
+        self._layers.clear()
+        del self._head, self._embed_table, self._final_norm
+        self._weights = {}
 
     @torch.inference_mode()
     def forward(self, tokens_P: Tensor, positions_P: Tensor, attention: Attention) -> Tensor:
@@ -63,24 +117,20 @@ class Decoder:
             positions_P: Position of each token in its sequence, int64.
             attention: What each layer's queries, keys and values go to.
         """
-        weights, eps = self._weights, self._arch.rms_norm_eps
         cos, sin = self._cos[positions_P][:, None], self._sin[positions_P][:, None]
         x_PH = self._embed(tokens_P)
-        for layer in range(self._arch.num_layers):
-            name = f"layers.{layer}."
-            normed = _rms_norm(x_PH, weights[name + "input_norm"], eps)
-            q_PND, k_PKD, v_PKD = self._project(name, normed, cos, sin)
-            mixed = attention(layer, q_PND, k_PKD, v_PKD).flatten(1)
-            x_PH = x_PH + self._sum(F.linear(mixed, weights[name + "o"]))
-            normed = _rms_norm(x_PH, weights[name + "post_norm"], eps)
-            gate, up = F.linear(normed, weights[name + "gate_up"]).chunk(2, 1)
-            x_PH = x_PH + self._sum(F.linear(F.silu(gate).mul_(up), weights[name + "down"]))
-        return _rms_norm(x_PH, weights["final_norm"], eps)
+        for i, layer in enumerate(self._layers):
+            q_PND, k_PKD, v_PKD = self._project(layer, self._norm(x_PH, layer.input_norm), cos, sin)
+            mixed = attention(i, q_PND, k_PKD, v_PKD).flatten(1)
+            x_PH = x_PH + self._sum(layer.o(mixed))
+            gate, up = layer.gate_up(self._norm(x_PH, layer.post_norm)).chunk(2, 1)
+            x_PH = x_PH + self._sum(layer.down(F.silu(gate).mul_(up)))
+        return self._norm(x_PH, self._final_norm)
 
     @torch.inference_mode()
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Collective over the replica: logits of the true vocabulary [N, V], the same bits on every rank."""
-        local = F.linear(hidden_NH, self._head)
+        local = self._head(hidden_NH)
         if self._tp_group is not None:
             parts = [torch.empty_like(local) for _ in range(self._tp_size)]
             dist.all_gather(parts, local, group=self._tp_group)
@@ -88,33 +138,30 @@ class Decoder:
         return local[:, : self._arch.vocab_size]
 
     def _embed(self, tokens_P: Tensor) -> Tensor:
-        table = self._weights["embed"]
+        table = self._embed_table
         if self._tp_group is None:
-            return F.embedding(tokens_P, table)
+            return F.embedding(tokens_P, table).to(self.dtype)
         rows = tokens_P - self._first_token
         elsewhere = (rows < 0) | (rows >= table.size(0))
-        return self._sum(F.embedding(rows.masked_fill(elsewhere, 0), table).masked_fill_(elsewhere[:, None], 0))
+        found = F.embedding(rows.masked_fill(elsewhere, 0), table).to(self.dtype)
+        return self._sum(found.masked_fill_(elsewhere[:, None], 0))
 
-    def _project(self, name: str, x_PH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, layer: _Layer, x_PH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, normed where the model does and rotated; values."""
-        arch, weights = self._arch, self._weights
-        qkv = F.linear(x_PH, weights[name + "qkv"], weights.get(name + "qkv_bias"))
-        qkv = qkv.view(x_PH.size(0), -1, arch.head_dim)
+        heads, dim = self.num_heads, self._arch.head_dim
+        qkv = layer.qkv(x_PH).view(x_PH.size(0), -1, dim)
         qk, v_PKD = qkv[:, : -self.num_kv_heads], qkv[:, -self.num_kv_heads :]
-        if arch.qk_norm:
-            q = _rms_norm(qk[:, : self.num_heads], weights[name + "q_norm"], arch.rms_norm_eps)
-            k = _rms_norm(qk[:, self.num_heads :], weights[name + "k_norm"], arch.rms_norm_eps)
-            qk = torch.cat([q, k], 1)
-        half = arch.head_dim // 2
+        if layer.q_norm is not None and layer.k_norm is not None:
+            qk = torch.cat([self._norm(qk[:, :heads], layer.q_norm), self._norm(qk[:, heads:], layer.k_norm)], 1)
+        half = dim // 2
         rotated = torch.cat([qk[..., half:], qk[..., :half]], -1).mul_(sin).addcmul_(qk, cos)
-        return rotated[:, : self.num_heads], rotated[:, self.num_heads :], v_PKD
+        return rotated[:, :heads], rotated[:, heads:], v_PKD
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.size(-1),), weight, self._arch.rms_norm_eps)
 
     def _sum(self, partial: Tensor) -> Tensor:
         """Collective over the replica: the sum of the ranks' partial results, in place."""
         if self._tp_group is not None:
             dist.all_reduce(partial, group=self._tp_group)
         return partial
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, (x.size(-1),), weight, eps)

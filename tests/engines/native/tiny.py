@@ -1,0 +1,86 @@
+"""Tiny random checkpoints, the engine that holds them, and transformers as the judge."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mrl.config import RolloutConfig
+from mrl.engines.base import WeightSlice
+from mrl.engines.native.engine import NativeEngine
+from mrl.models.hf_config import arch_from_folder
+from mrl.types import Prompt
+from mrl.weights.load import load_from_hf
+from mrl.weights.regions import whole
+
+VOCAB = 99
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,  # spreads the logits: greedy decoding has no near ties
+}
+FAMILIES = {
+    "qwen2": {"model_type": "qwen2", **SHAPE, "rope_parameters": ROPE, "tie_word_embeddings": True},
+    "qwen2_untied": {"model_type": "qwen2", **SHAPE, "rope_parameters": ROPE, "tie_word_embeddings": False},
+    "llama3_rope": {"model_type": "llama", **SHAPE, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False},
+    "qwen3": {"model_type": "qwen3", **SHAPE, "head_dim": 32, "rope_parameters": ROPE, "tie_word_embeddings": True},
+}
+
+
+def make_checkpoint(folder, family="qwen2", **overrides):
+    """Saves a random model with biases and norms that matter; returns the folder."""
+    settings = {**FAMILIES[family], **overrides}
+    config = AutoConfig.for_model(**settings)
+    torch.manual_seed(sum(map(ord, family)))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+def reference(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def make_engine(folder, *, tp_group=None, dtype=torch.float32, decode=str, **config):
+    """An engine with the checkpoint's weights, as a refit would leave it."""
+    arch = arch_from_folder(folder)
+    settings = {"prompt_length": 64, "response_length": 64, "gpu_memory_utilization": 0.01, **config}
+    engine = NativeEngine(
+        RolloutConfig(**settings), arch, tp_group=tp_group, device=torch.device("cpu"), dtype=dtype, decode=decode
+    )
+    refit(engine, folder, arch)
+    return engine
+
+
+def refit(engine, folder, arch, version=0):
+    layout = engine.layout()
+    tensors = {name: torch.zeros(stored.shape, dtype=getattr(torch, stored.dtype)) for name, stored in layout.items()}
+    load_from_hf(folder, arch, layout, tensors)
+    engine.begin_update()
+    engine.update_weights([WeightSlice(name, whole(value.shape), value) for name, value in tensors.items()])
+    engine.finish_update(version)
+
+
+def make_prompts(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+    return [Prompt(uid=10 + i, prompt_ids=tuple(part), text="") for i, part in enumerate(ids)]

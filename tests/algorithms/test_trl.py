@@ -174,6 +174,7 @@ def _adam_step(model: torch.nn.Module) -> list[Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about TRL's own arguments
 @pytest.mark.parametrize("off_policy", [0.0, 0.4], ids=["first step", "ratios that clip"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_step_is_the_one_of_trl(name: str, off_policy: float, model_folder: Path) -> None:

@@ -106,6 +106,17 @@ def test_wandb_without_its_package_names_the_extra(tmp_path):
         pass
 
 
+def test_wandb_goes_on_under_the_same_id(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="needs the extra mrl[wandb]")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for resume_step in (None, 2):
+        with logging(tmp_path, wandb_project="p", resume_step=resume_step) as (run, log):
+            run_steps(log, 1 + (resume_step or 0), 4)
+    (run_id,) = {path.name.rpartition("-")[2] for path in (run.root / "wandb").glob("offline-run-*")}
+    assert run_id == (run.root / "wandb_id").read_text()
+
+
 def test_tensorboard_holds_every_metric_and_hides_what_lies_beyond_a_resume(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

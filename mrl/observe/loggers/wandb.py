@@ -6,6 +6,7 @@ the same id; W&B keeps what lies beyond the resumed step and draws both.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -22,15 +23,21 @@ class WandB(Logger):
         self._wandb = wandb
         marker = opening.run.root / "wandb_id"
         resumed = opening.resume_step is not None and marker.is_file()
-        run_id = marker.read_text().strip() if resumed else wandb.util.generate_id()
-        self._run = wandb.init(
-            project=opening.config.observe.wandb_project,
-            name=opening.run.root.name,
-            id=run_id,
-            resume="allow",
-            dir=str(opening.run.root),
-            config=asdict(opening.config),
-        )
+        run_id = marker.read_text().strip() if resumed else secrets.token_hex(8)
+        try:
+            self._run = wandb.init(
+                project=opening.config.observe.wandb_project,
+                name=opening.run.root.name,
+                id=run_id,
+                resume="allow",
+                dir=str(opening.run.root),
+                config=asdict(opening.config),
+            )
+        except wandb.Error as error:
+            raise UserError(
+                f"observe.wandb_project is '{opening.config.observe.wandb_project}', and W&B did not start: {error}. "
+                "Run `wandb login`, set WANDB_MODE=offline, or set observe.wandb_project=null."
+            ) from error
         marker.write_text(run_id)
         self._run.define_metric("training/global_step")
         self._run.define_metric("warm_start/step")

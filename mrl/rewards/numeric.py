@@ -10,7 +10,7 @@ IN_PROCESS = True
 
 # A sign belongs to the number unless it stands between two numbers, as in 3-4.
 _NUMBER = re.compile(
-    r"(?:(?<![\d.)])[-+])?(?:(?:\d{1,3}(?:,\d{3}){1,12}(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII
+    r"(?:(?<![\d.)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII
 )
 
 

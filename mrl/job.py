@@ -20,7 +20,7 @@ from mrl import preflight
 from mrl.algorithms import base as algorithms
 from mrl.algorithms.base import Algorithm
 from mrl.checkpoint import Checkpoints, committed_steps
-from mrl.config import Config
+from mrl.config import AlgorithmConfig, Config
 from mrl.data.prompts import PromptSource, load_training, load_validation
 from mrl.data.tokenizer import Tokenizer, load_tokenizer
 from mrl.distributed import launch
@@ -32,6 +32,7 @@ from mrl.export import export_to_hf
 from mrl.grid import Grid
 from mrl.megatron import checkpoint as megatron_checkpoint
 from mrl.megatron import parallel
+from mrl.megatron.optimizer import LearningRate
 from mrl.megatron.policy import Policy
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_folder
@@ -213,11 +214,24 @@ class Job:
         """Collective over data-parallel: elementwise sum, fp64."""
         return sum_over(tensor.double(), self.groups.dp)
 
-    @property
-    def num_optimizer_steps(self) -> int:
-        """Of reinforcement learning: the length of the learning-rate schedule."""
-        train = self.config.train
-        return train.num_steps * train.num_epochs * -(-train.batch_size // (train.minibatch_size or train.batch_size))
+    def learning_rate(self) -> LearningRate:
+        """The schedule over all optimizer steps of the run."""
+        actor, train = self.config.actor, self.config.train
+        num_minibatches = -(-train.batch_size // (train.minibatch_size or train.batch_size))
+        num_steps = train.num_steps * (1 if self.algorithm.supervised else train.num_epochs * num_minibatches)
+        return LearningRate(actor.lr, actor.min_lr, actor.lr_schedule, actor.lr_warmup_steps, num_steps)
+
+    def warm_start_learning_rate(self) -> LearningRate:
+        """The schedule of the warm start."""
+        warm = self.config.train.warm_start
+        return LearningRate(warm.lr, 0.0, "constant", warm.lr_warmup_steps, warm.num_steps)
+
+    def warm_start_parts(self) -> tuple[Algorithm, PromptSource]:
+        """The supervised algorithm of the warm start, and the training prompts in an order of their own."""
+        config, rollout = self.config, self.config.rollout
+        sft = algorithms.build(AlgorithmConfig(name="sft"), rollout)
+        seed = config.run.seed + 1
+        return sft, load_training(config.data, self.tokenizer, prompt_length=rollout.prompt_length, seed=seed)
 
     def load_initial_weights(self) -> None:
         """Fills the actor from the model folder, or at random."""
@@ -317,7 +331,7 @@ class Job:
         Returns:
             Steps done; None: there was no commit.
         """
-        self.policy.start_optimizer(self.schedule())
+        self.policy.start_optimizer(self.learning_rate())
         if self.resume_step is None:
             self.load_initial_weights()
             return None

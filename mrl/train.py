@@ -131,15 +131,15 @@ def update(job: Job, data: StepBatch) -> Metrics:
     stats: list[Metrics] = []
     for _ in range(job.config.train.num_epochs):
         for rows in data.minibatches:
-            stats.append(optimizer_step(job, data.batch.select(rows), job.algorithm))
+            stats.append(optimizer_step(job, data.batch.select(rows), job.algorithm, on_policy=not stats))
     return measure.combine(stats)
 
 
-def optimizer_step(job: Job, minibatch: RolloutBatch, algorithm: Algorithm) -> Metrics:
-    """One step of the optimizer on a minibatch."""
+def optimizer_step(job: Job, minibatch: RolloutBatch, algorithm: Algorithm, *, on_policy: bool = False) -> Metrics:
+    """One step of the optimizer on a minibatch; `on_policy`: the weights are still those that sampled."""
     algorithm.weigh(minibatch, job.sum_over_dp)
     job.policy_version += 1
-    return job.policy.update(minibatch, algorithm)
+    return job.policy.update(minibatch, algorithm, on_policy=on_policy)
 
 
 def warm_start(job: Job) -> None:
@@ -148,14 +148,15 @@ def warm_start(job: Job) -> None:
     if not config.num_steps:
         return
     job.log.note(f"warm start: {config.num_steps} supervised steps")
-    job.policy.start_optimizer(job.warm_start_schedule())
+    job.policy.start_optimizer(job.warm_start_learning_rate())
+    algorithm, source = job.warm_start_parts()
     for step in range(1, config.num_steps + 1):
         with job.timers.step(step), job.timers.phase("warm_start"):
-            prompts = job.warm_source.next(config.batch_size)
+            prompts = source.next(config.batch_size)
             batch, _ = supervised_batch(prompts, job.tokenizer, job.groups, job.config.rollout.response_length)
-            metrics = optimizer_step(job, batch, job.warm_algorithm)
+            metrics = optimizer_step(job, batch, algorithm)
         job.log.warm_start(step, metrics | job.timers.metrics())
-    job.policy.start_optimizer(job.schedule())
+    job.policy.start_optimizer(job.learning_rate())
 
 
 def supervised_step(job: Job) -> Metrics:

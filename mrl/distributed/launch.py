@@ -66,8 +66,10 @@ def choose_device(wanted: str) -> str:
     """The device kind that `run.device` asks for: cpu or cuda.
 
     Raises:
-        UserError: CUDA was asked for and there is none.
+        UserError: CUDA was asked for and there is none, or the CPU where Megatron would find CUDA devices.
     """
+    if wanted == "cpu" and torch.cuda.is_available():
+        raise UserError("run.device=cpu on a machine with CUDA: hide its devices too, by CUDA_VISIBLE_DEVICES=''.")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("run.device=cuda, but torch sees no CUDA device. Use run.device=auto or cpu.")
     if wanted == "auto":

@@ -1,0 +1,222 @@
+"""Log-probability and entropy of chosen tokens from hidden states, the vocabulary split over ranks.
+
+Owns the fused output layer of the trainer: it computes logits for a chunk of rows at a time, forward and again backward,
+so that neither fp32 logits nor all logits of a microbatch ever exist. Reductions over the hidden states' own parallelism
+are the caller's.
+
+Shapes: P packed positions, R scored tokens, C rows of a chunk, H hidden, V this rank's part of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+Threshold = Callable[[Tensor], Tensor]
+"""Logits of whole rows over the temperature [C, full vocabulary], fp32 -> the smallest logit that is kept [C]."""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Which distribution is scored: the sampling contract.
+
+    Attributes:
+        temperature: Divides the logits, above 0.
+        threshold: Cut of top-k, top-p and min-p; None: nothing is cut. The scored token itself is always kept.
+        chunk_rows: Rows of logits that exist at a time.
+    """
+
+    temperature: float = 1.0
+    threshold: Threshold | None = None
+    chunk_rows: int = 1024
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The rows of the output weight on this rank.
+
+    Attributes:
+        start: Token id of the first row.
+        size: Rows that are tokens; rows behind them are padding, which is never scored and gets no gradient.
+        group: Ranks that share the vocabulary, in the order of their shards; None: this rank has all of it.
+    """
+
+    start: int
+    size: int
+    group: dist.ProcessGroup | None = None
+
+
+def linear_logprobs(
+    hidden_PH: Tensor,
+    weight_VH: Tensor,
+    rows_R: Tensor,
+    targets_R: Tensor,
+    *,
+    shard: VocabShard,
+    distribution: Distribution,
+) -> tuple[Tensor, Tensor]:
+    """Collective over `shard.group`: log p(target) and entropy of softmax(hidden weight^T / temperature) at chosen rows.
+
+    Args:
+        hidden_PH: Final hidden states, the same on all ranks of the group. Its gradient is this rank's part of the sum over
+            the group.
+        weight_VH: Output weight of this rank, padding rows included.
+        rows_R: Positions whose distribution is scored, each at most once.
+        targets_R: Token id scored at each of them.
+        shard: Which tokens the weight's rows are.
+        distribution: Temperature, truncation, chunk size.
+
+    Returns:
+        logprobs_R and entropy_R in nats, fp32, both differentiable. Logits are in the dtype of the weight, everything after
+        them is fp32.
+
+    Raises:
+        ValueError: The temperature or the chunk size is not positive.
+    """
+    if distribution.temperature <= 0 or distribution.chunk_rows < 1:
+        raise ValueError(f"temperature={distribution.temperature}, chunk_rows={distribution.chunk_rows}: must be positive")
+    result: tuple[Tensor, Tensor] = _LinearLogprobs.apply(hidden_PH, weight_VH, rows_R, targets_R, shard, distribution)
+    return result
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_PH: Tensor,
+        weight_VH: Tensor,
+        rows_R: Tensor,
+        targets_R: Tensor,
+        shard: VocabShard,
+        distribution: Distribution,
+    ) -> tuple[Tensor, Tensor]:
+        weight = weight_VH[: shard.size]
+        # of this rank's tokens, at each row: largest logit m; sums of e^(x-m) and (x-m) e^(x-m); the target's logit
+        partial = torch.zeros((4, rows_R.numel()), dtype=torch.float32, device=hidden_PH.device)
+        cuts = []
+        for part in _chunks(rows_R.numel(), distribution.chunk_rows):
+            logits, own = _scaled_logits(hidden_PH, weight, rows_R[part], targets_R[part], shard, distribution)
+            target = logits.gather(1, own.clamp(min=0)[:, None]).squeeze(1) if shard.size else partial[3, part]
+            if distribution.threshold is not None:
+                cut = distribution.threshold(_gather_vocabulary(logits, shard))
+                _mask(logits, own, cut)
+                cuts.append(cut)
+            largest = logits.amax(1) if shard.size else torch.full_like(target, -torch.inf)
+            # a rank may have no token, or none that is kept
+            largest = largest.clamp(min=torch.finfo(torch.float32).min)
+            logits.sub_(largest[:, None])
+            powers = logits.exp()
+            if cuts:
+                logits.masked_fill_(logits == -torch.inf, 0)  # times e^-inf: 0
+            partial[0, part] = largest
+            partial[1, part] = powers.sum(1)
+            partial[2, part] = powers.mul_(logits).sum(1)
+            partial[3, part] = torch.where(own >= 0, target, 0)
+        largest, total, weighted, target = _combine(partial, shard)
+        log_total = total.log()
+        normalizer = largest + log_total
+        entropy = log_total - weighted / total
+        cut_R = torch.cat(cuts) if cuts else None
+        ctx.save_for_backward(hidden_PH, weight_VH, rows_R, targets_R, normalizer, entropy, cut_R)
+        ctx.shard, ctx.distribution = shard, distribution
+        ctx.set_materialize_grads(False)
+        return target - normalizer, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_PH, weight_VH, rows_R, targets_R, normalizer, entropy, cut_R = ctx.saved_tensors
+        shard, distribution = ctx.shard, ctx.distribution
+        grad_logprobs, grad_entropy = grads
+        weight = weight_VH[: shard.size]
+        chunks = _chunks(rows_R.numel(), distribution.chunk_rows)
+        grad_hidden = torch.zeros_like(hidden_PH)
+        # several chunks add up in fp32
+        sum_dtype = torch.float32 if len(chunks) > 1 else weight_VH.dtype
+        grad_weight = torch.zeros(weight_VH.shape, dtype=sum_dtype, device=weight_VH.device)
+        for part in chunks:
+            rows = rows_R[part]
+            logits, own = _scaled_logits(hidden_PH, weight, rows, targets_R[part], shard, distribution)
+            if cut_R is not None:
+                _mask(logits, own, cut_R[part])
+            logprobs = logits.sub_(normalizer[part, None])
+            probs = logprobs.exp()
+            # d log p(t) / d x = 1[t] - p;   d entropy / d x = -p (log p + entropy)
+            slope = torch.zeros_like(normalizer[part])[:, None]
+            if grad_entropy is not None:
+                if cut_R is not None:
+                    logprobs.masked_fill_(logprobs == -torch.inf, 0)  # times p: 0
+                slope = logprobs.add_(entropy[part, None]).mul_(grad_entropy[part, None])
+            if grad_logprobs is not None:
+                slope = slope + grad_logprobs[part, None]
+            grad_logits = probs.mul_(slope).neg_()
+            if grad_logprobs is not None and shard.size:
+                grad_logits.scatter_add_(1, own.clamp(min=0)[:, None], (grad_logprobs[part] * (own >= 0))[:, None])
+            scaled = grad_logits.div_(distribution.temperature).to(weight.dtype)
+            grad_hidden.index_copy_(0, rows, scaled @ weight)
+            hidden = hidden_PH.index_select(0, rows)
+            if sum_dtype == weight.dtype:
+                grad_weight[: shard.size].addmm_(scaled.T, hidden)
+            else:
+                grad_weight[: shard.size] += scaled.T @ hidden
+        return grad_hidden, grad_weight.to(weight_VH.dtype), None, None, None, None
+
+
+def _chunks(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _scaled_logits(
+    hidden_PH: Tensor, weight: Tensor, rows: Tensor, targets: Tensor, shard: VocabShard, distribution: Distribution
+) -> tuple[Tensor, Tensor]:
+    """Logits over the temperature, fp32 [C, shard.size], and each target's column on this rank, -1 if it is elsewhere."""
+    logits = F.linear(hidden_PH.index_select(0, rows), weight).float()
+    if distribution.temperature != 1.0:
+        logits.div_(distribution.temperature)
+    own = targets - shard.start
+    return logits, torch.where((own >= 0) & (own < shard.size), own, -1)
+
+
+def _gather_vocabulary(logits: Tensor, shard: VocabShard) -> Tensor:
+    """Collective over the group: the logits of the whole vocabulary, in the order of token ids."""
+    if shard.group is None or dist.get_world_size(shard.group) == 1:
+        return logits
+    sizes = [torch.zeros(1, dtype=torch.int64, device=logits.device) for _ in range(dist.get_world_size(shard.group))]
+    dist.all_gather(sizes, torch.tensor([shard.size], device=logits.device), group=shard.group)
+    widest = max(int(size) for size in sizes)
+    padded = F.pad(logits, (0, widest - shard.size)).contiguous()
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=shard.group)
+    return torch.cat([part[:, : int(size)] for part, size in zip(parts, sizes, strict=True)], dim=1)
+
+
+def _mask(logits: Tensor, own: Tensor, cut: Tensor) -> None:
+    """Sets what is below the cut to -inf, in place; never the target."""
+    dropped = logits < cut[:, None]
+    held = (own >= 0).nonzero().squeeze(1)
+    dropped[held, own[held]] = False
+    logits.masked_fill_(dropped, -torch.inf)
+
+
+def _combine(partial: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Collective over the group: largest logit, both sums relative to it, and the target's logit, over all ranks.
+
+    One exchange of four numbers a row; the sums are taken in rank order, so that every rank has the same bits.
+    """
+    if shard.group is None or dist.get_world_size(shard.group) == 1 or not partial.size(1):
+        parts = partial[None]
+    else:
+        received = [torch.empty_like(partial) for _ in range(dist.get_world_size(shard.group))]
+        dist.all_gather(received, partial, group=shard.group)
+        parts = torch.stack(received)
+    largest = parts[:, 0].amax(0)
+    lower = parts[:, 0] - largest
+    factor = lower.exp()
+    total = (factor * parts[:, 1]).sum(0)
+    weighted = (factor * (parts[:, 2] + parts[:, 1] * lower)).sum(0)
+    return largest, total, weighted, parts[:, 3].sum(0)

@@ -1,0 +1,201 @@
+"""Causal attention over packed sequences with torch's scaled_dot_product_attention.
+
+Owns the core attention of the local layer spec (used where TransformerEngine is not installed) and the plan by which
+packed tokens are laid out for it. Megatron's own core attention without TransformerEngine takes no packed sequences.
+
+Shapes: P packed tokens, B sequences, N heads, K KV heads, D head dim, T longest sequence of a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+MAX_PADDING = 0.25
+"""Longest part of a bucket that may be padding."""
+SMALL_BUCKET_TOKENS = 4096
+"""A bucket up to this size, padding included, costs less than the calls of two smaller ones."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences of similar length, padded to the longest: [size, longest] slots."""
+
+    size: int
+    longest: int
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's description of packed sequences, and how to lay them out in buckets.
+
+    Attributes:
+        buckets: In the order of their slots.
+        slot_to_token: For each slot of all buckets the packed token in it; a padding slot repeats some token.
+        token_to_slot: For each packed token its slot.
+    """
+
+    buckets: list[Bucket] = field(default_factory=list)
+    slot_to_token: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    token_to_slot: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+
+def pack(lens: Sequence[int], device: torch.device, *, te: bool) -> PackedSequences:
+    """Describes sequences that lie one after the other.
+
+    Args:
+        lens: Tokens of each sequence, each at least 1.
+        device: Where the index tensors go.
+        te: For TransformerEngine's attention ("thd"). Otherwise for `CoreAttention`, and rotary angles come with one
+            row for each packed token ("sbhd" with a batch of one).
+    """
+    starts = [0]
+    for length in lens:
+        starts.append(starts[-1] + length)
+    cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
+    longest = max(lens)
+    packed = PackedSequences(
+        qkv_format="thd" if te else "sbhd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    if te:
+        return packed
+    token_parts, slot_of = [], torch.empty(starts[-1], dtype=torch.int64)
+    offset = 0
+    for members in _similar(lens):
+        width = lens[members[0]]
+        sizes = torch.tensor([lens[item] for item in members])[:, None]
+        first = torch.tensor([starts[item] for item in members])[:, None]
+        column = torch.arange(width)[None]
+        tokens = first + torch.minimum(column, sizes - 1)
+        filled = column < sizes
+        slots = offset + torch.arange(len(members) * width).view(-1, width)
+        slot_of[tokens[filled]] = slots[filled]
+        token_parts.append(tokens.reshape(-1))
+        packed.buckets.append(Bucket(len(members), width))
+        offset += len(members) * width
+    packed.slot_to_token = torch.cat(token_parts).to(device)
+    packed.token_to_slot = slot_of.to(device)
+    return packed
+
+
+def _similar(lens: Sequence[int]) -> list[list[int]]:
+    """Sequences in buckets, longest first; a bucket is small or has little padding."""
+    buckets: list[list[int]] = []
+    filled = 0
+    for item in sorted(range(len(lens)), key=lambda index: (-lens[index], index)):
+        if buckets:
+            bucket = buckets[-1]
+            slots = (len(bucket) + 1) * lens[bucket[0]]
+            if slots <= SMALL_BUCKET_TOKENS or filled + lens[item] >= (1 - MAX_PADDING) * slots:
+                bucket.append(item)
+                filled += lens[item]
+                continue
+        buckets.append([item])
+        filled = lens[item]
+    return buckets
+
+
+class _ToSlots(torch.autograd.Function):
+    """Packed rows -> rows of all buckets; padding slots repeat a row.
+
+    The backward is a gather too: `index_select`'s own adds row by row, which costs more than the attention of short
+    sequences. It drops the gradient of padding slots, which is zero: only padding queries see padding keys, and what
+    they return goes nowhere.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, slot_to_token: Tensor, token_to_slot: Tensor) -> Tensor:
+        ctx.save_for_backward(token_to_slot)
+        return rows.index_select(0, slot_to_token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (token_to_slot,) = ctx.saved_tensors
+        return grads[0].index_select(0, token_to_slot), None, None
+
+
+class _ToTokens(torch.autograd.Function):
+    """Rows of all buckets -> packed rows; what is in padding slots is dropped and gets gradient zero."""
+
+    @staticmethod
+    def forward(ctx: Any, slots: Tensor, token_to_slot: Tensor) -> Tensor:
+        ctx.save_for_backward(token_to_slot)
+        ctx.num_slots = slots.size(0)
+        return slots.index_select(0, token_to_slot)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (token_to_slot,) = ctx.saved_tensors
+        slots = grads[0].new_zeros((ctx.num_slots, grads[0].size(1)))
+        return slots.index_copy_(0, token_to_slot, grads[0]), None
+
+
+class CoreAttention(torch.nn.Module):
+    """softmax(q k^T * scale) v within each packed sequence, causal, grouped queries."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> Tensor:
+        """Attention of packed tokens.
+
+        Args:
+            query: [P, 1, N, D].
+            key: [P, 1, K, D].
+            value: [P, 1, K, D].
+            attention_mask: None; the sequences of `packed_seq_params` say what is seen.
+            attn_mask_type: Unused, always causal.
+            attention_bias: None.
+            packed_seq_params: From `pack(..., te=False)`.
+
+        Returns:
+            [P, 1, N * D].
+        """
+        if attention_mask is not None or attention_bias is not None or packed_seq_params is None:
+            raise ValueError("CoreAttention takes packed sequences, and neither a mask nor a bias")
+        plan = packed_seq_params
+        tokens, heads, dim = query.size(0), query.size(2), query.size(3)
+        flat = (x.reshape(tokens, -1) for x in (query, key, value))
+        slots = [_ToSlots.apply(x, plan.slot_to_token, plan.token_to_slot) for x in flat]
+        outputs, offset = [], 0
+        for bucket in plan.buckets:
+            count = bucket.size * bucket.longest
+            q, k, v = (
+                x[offset : offset + count].view(bucket.size, bucket.longest, -1, dim).transpose(1, 2) for x in slots
+            )
+            attended = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
+            )
+            outputs.append(attended.transpose(1, 2).reshape(count, heads * dim))
+            offset += count
+        stacked = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return _ToTokens.apply(stacked, plan.token_to_slot).view(tokens, 1, heads * dim)

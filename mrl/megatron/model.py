@@ -1,0 +1,233 @@
+"""The actor's GPTModel chunks on this rank.
+
+Owns what a model of `ArchSpec` is in Megatron's terms: the transformer config, the layer spec, rotary frequencies, and the
+output layer that returns log-probabilities in place of logits. Weights are not initialised here: parameters hold NaN until
+`mrl/weights` has written them, so that a forgotten load cannot pass for a model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    HAVE_TE,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mrl.config import ActorConfig, ParallelConfig
+from mrl.functional.logprobs import Distribution, VocabShard, linear_logprobs
+from mrl.megatron.attention import CoreAttention, PackedSequences
+from mrl.megatron.norm import RMSNorm
+from mrl.models.base import ArchSpec
+from mrl.weights.megatron import padded_vocab
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What to score; given to a chunk as its `labels`.
+
+    Attributes:
+        rows_R: Packed position whose distribution is scored: one before the token itself.
+        tokens_R: The token scored there.
+        distribution: Temperature and truncation.
+    """
+
+    rows_R: Tensor
+    tokens_R: Tensor
+    distribution: Distribution
+
+
+class ActorModel(GPTModel):  # type: ignore[misc]  # megatron.core has no types
+    """A GPTModel that scores tokens: with `Targets` as labels the last stage returns (logprobs_R, entropy_R)."""
+
+    def __init__(self, config: TransformerConfig, arch: ArchSpec, *, te: bool, vp_stage: int | None) -> None:
+        stage = {"ignore_virtual": False, "vp_stage": vp_stage}
+        super().__init__(
+            config,
+            _block_spec(config, te=te, vp_stage=vp_stage),
+            vocab_size=padded_vocab(arch, config.tensor_model_parallel_size),
+            max_sequence_length=arch.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(**stage),
+            post_process=parallel_state.is_pipeline_last_stage(**stage),
+            share_embeddings_and_output_weights=arch.tie_word_embeddings,
+            position_embedding_type="rope",
+            rotary_base=arch.rope_theta,
+            vp_stage=vp_stage,
+        )
+        self.arch = arch
+        if arch.rope_scaling is not None:
+            scaling = arch.rope_scaling
+            self.rotary_pos_emb.inv_freq = self.rotary_pos_emb._apply_scaling(
+                self.rotary_pos_emb.inv_freq,
+                factor=scaling.factor,
+                low_freq_factor=scaling.low_freq_factor,
+                high_freq_factor=scaling.high_freq_factor,
+                original_max_position_embeddings=scaling.original_max_position_embeddings,
+            )
+        self._forget_weights()
+
+    @torch.no_grad()
+    def _forget_weights(self) -> None:
+        for parameter in self.parameters():
+            parameter.fill_(torch.nan)
+        for weight in self._vocabulary_weights():
+            weight[self._shard(weight).size :] = 0  # padding rows are nobody's to write
+
+    def _vocabulary_weights(self) -> list[Tensor]:
+        weights = [self.embedding.word_embeddings.weight] if self.pre_process else []
+        if self.post_process and self.output_layer.weight is not None:
+            weights.append(self.output_layer.weight)
+        return weights
+
+    def _shard(self, weight: Tensor) -> VocabShard:
+        start = self.pg_collection.tp.rank() * weight.size(0)
+        size = min(max(self.arch.vocab_size - start, 0), weight.size(0))
+        return VocabShard(start, size, self.pg_collection.tp)
+
+    def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._preprocess(*args, **kwargs)
+        packed = kwargs.get("packed_seq_params")
+        if isinstance(packed, PackedSequences) and packed.buckets:
+            # one row of angles for each packed token; Megatron's own way slices them per sequence in every layer
+            hidden, angles, *rest = prepared
+            return (hidden, angles.index_select(0, kwargs["position_ids"].view(-1)), *rest)
+        return prepared
+
+    def _postprocess(self, hidden_states: Tensor, *, labels: Targets | None = None, **kwargs: Any) -> Any:
+        if labels is None or not self.post_process:
+            return super()._postprocess(hidden_states, labels=labels, **kwargs)
+        weight = self.output_layer.weight
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        # each rank scores with its part of the vocabulary: the gradient of the hidden states is summed over the ranks
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden_states)
+        return linear_logprobs(
+            hidden.squeeze(1),
+            weight,
+            labels.rows_R,
+            labels.tokens_R,
+            shard=self._shard(weight),
+            distribution=labels.distribution,
+        )
+
+
+def uses_te(device: torch.device) -> bool:
+    """Whether chunks on this device are built with TransformerEngine's layer spec."""
+    return HAVE_TE and device.type == "cuda"
+
+
+def build_chunks(
+    arch: ArchSpec, parallel: ParallelConfig, actor: ActorConfig, *, dtype: torch.dtype, device: torch.device
+) -> list[ActorModel]:
+    """Collective over the job: this rank's chunks of the model, one for each virtual stage, parameters NaN.
+
+    Args:
+        arch: The model.
+        parallel: Its layout; `mrl.megatron.parallel.initialize` ran with the same.
+        actor: Activation recompute.
+        dtype: Of parameters and activations.
+        device: Of the parameters.
+    """
+    config = transformer_config(arch, parallel, actor, dtype=dtype)
+    stages = parallel.virtual_pipeline_model_parallel_size or 1
+    virtual = stages > 1
+    te = uses_te(device)
+    return [ActorModel(config, arch, te=te, vp_stage=stage if virtual else None) for stage in range(stages)]
+
+
+def transformer_config(
+    arch: ArchSpec, parallel: ParallelConfig, actor: ActorConfig, *, dtype: torch.dtype
+) -> TransformerConfig:
+    """The structure and its layout as Megatron's config."""
+    stages = parallel.virtual_pipeline_model_parallel_size or 1
+    interleaved = stages > 1
+    recompute: dict[str, Any] = {}
+    if actor.recompute == "selective":
+        recompute = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    elif actor.recompute == "full":
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        ffn_hidden_size=arch.intermediate_size,
+        num_attention_heads=arch.num_heads,
+        num_query_groups=arch.num_kv_heads,
+        kv_channels=arch.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.rms_norm_eps,
+        qk_layernorm=arch.qk_norm,
+        add_qkv_bias=arch.qkv_bias,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=stages if interleaved else None,
+        sequence_parallel=parallel.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
+        # a packed microbatch has its own length; Megatron allows that with this dispatcher only, dense models included
+        variable_seq_lengths=parallel.pipeline_model_parallel_size > 1,
+        moe_token_dispatcher_type="alltoall",
+        # with two stages and batched sends an interleaved schedule swaps two messages without an error
+        batch_p2p_comm=not interleaved,
+        overlap_p2p_comm=interleaved,
+        deallocate_pipeline_outputs=True,
+        # otherwise the schedule divides the loss, in place, by the number of microbatches
+        calculate_per_token_loss=True,
+        **recompute,
+    )
+
+
+def named_tensors(chunks: list[ActorModel]) -> dict[str, Tensor]:
+    """Every parameter of this rank: "chunk{v}.{name inside GPTModel}" -> the live tensor."""
+    return {
+        f"chunk{index}.{name}": parameter.data
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+    }
+
+
+def _leave(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _block_spec(config: TransformerConfig, *, te: bool, vp_stage: int | None) -> Any:
+    """Layers of one chunk. The local spec gets our attention, and our norm everywhere, the final one included."""
+    if te:
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    layer: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = CoreAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)

@@ -1,0 +1,67 @@
+"""What Megatron's DistributedOptimizer gets wrong about its own checkpoints when Adam is torch's.
+
+Owns `repair`, applied once, needed wherever TransformerEngine and Apex are missing, on any device (megatron-core 0.16.1):
+
+1. `sharded_state_dict` of an optimizer that never stepped asserts: it has no Adam state yet.
+2. Loading "fully_reshardable" state raises KeyError 'step': the step lives in the parameter groups only.
+3. `load_state_dict` gives all parameters ONE `step` tensor; Adam then advances it once per parameter, and everything
+   after a resume is wrong without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+_REPAIRED = "_mrl_repaired"
+
+
+def repair() -> None:
+    """Replaces three methods of DistributedOptimizer; a second call does nothing."""
+    if getattr(DistributedOptimizer, _REPAIRED, False):
+        return
+    sharded_state_dict = DistributedOptimizer.sharded_state_dict
+    load_state_dict = DistributedOptimizer.load_state_dict
+    set_state = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def sharded_state_dict_with_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        make_adam_state(self)
+        return sharded_state_dict(self, *args, **kwargs)
+
+    def load_state_dict_with_own_steps(self: Any, state: dict[str, Any]) -> None:
+        step = float(state["optimizer"]["param_groups"][0]["step"])
+        with torch.no_grad():
+            load_state_dict(self, state)
+        for _, adam in _states(self):
+            adam["step"] = torch.tensor(step)
+
+    def set_state_with_step(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        adam = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        if "step" in adam and "step" not in tensors:
+            tensors = {**tensors, "step": adam["step"]}
+        set_state(self, model_param, tensors)
+
+    DistributedOptimizer.sharded_state_dict = sharded_state_dict_with_state
+    DistributedOptimizer.load_state_dict = load_state_dict_with_own_steps
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_state_with_step
+    setattr(DistributedOptimizer, _REPAIRED, True)
+
+
+def make_adam_state(optimizer: Any) -> None:
+    """Zero moments for parameters that were never stepped."""
+    for parameter, adam in _states(optimizer):
+        if not adam:
+            adam["step"] = torch.tensor(0.0)
+            adam["exp_avg"] = torch.zeros_like(parameter)
+            adam["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+def _states(optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    for group in optimizer.optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter, optimizer.optimizer.state[parameter]

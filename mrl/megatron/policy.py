@@ -1,0 +1,281 @@
+"""The actor on this rank: scores and updates, with the reference as a second set of weights in the same modules.
+
+Owns the chunks, their data-parallel wrappers, the optimizer and the swap of weights. It computes no advantage and knows
+no algorithm beyond its `loss`; all ranks call each method together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from torch import Tensor
+
+from mrl.algorithms.base import Algorithm
+from mrl.config import Config
+from mrl.distributed.groups import ProcessGroups
+from mrl.functional.logprobs import Distribution
+from mrl.functional.mismatch import mismatch_metrics, mismatch_sums
+from mrl.functional.sampling import keep_threshold
+from mrl.grid import Coords
+from mrl.megatron.model import build_chunks, named_tensors, uses_te
+from mrl.megatron.optimizer import LearningRate, build_optimizer
+from mrl.megatron.schedule import Microbatch, Schedule
+from mrl.models.base import ArchSpec
+from mrl.types import RolloutBatch
+from mrl.weights.layout import Layout
+from mrl.weights.megatron import megatron_layout
+
+
+class Policy:
+    """The actor, and the reference where one is set.
+
+    Attributes:
+        chunks: GPTModel chunks of this rank, by virtual stage.
+        optimizer: Megatron's; None before `start_optimizer`.
+        num_updates: Optimizer steps since `start_optimizer`.
+    """
+
+    def __init__(self, config: Config, arch: ArchSpec, groups: ProcessGroups, device: torch.device) -> None:
+        """Collective over the job: builds the model; parameters are NaN until someone fills `named_tensors`.
+
+        Args:
+            config: Sections model, parallel, actor and rollout (the sampling distribution is what is scored).
+            arch: The model.
+            groups: From `parallel.initialize`.
+            device: Of the model.
+        """
+        self._config, self._arch, self._groups, self._device = config.actor, arch, groups, device
+        self._dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+        self._te = uses_te(device)
+        self.chunks = build_chunks(arch, config.parallel, config.actor, dtype=self._dtype, device=device)
+        for chunk in self.chunks:
+            chunk.to(device)
+        self._model_config = self.chunks[0].config
+        data_parallel = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=config.actor.use_distributed_optimizer,
+            overlap_grad_reduce=config.actor.overlap_grad_reduce,
+        )
+        self._wrapped = [DistributedDataParallel(self._model_config, data_parallel, chunk) for chunk in self.chunks]
+        self._schedule = Schedule(
+            self._wrapped,
+            groups,
+            device,
+            _distribution(config),
+            max_tokens=config.actor.max_tokens_per_microbatch,
+            te=self._te,
+        )
+        self._reference: dict[str, Tensor] = {}
+        self._learning_rate: LearningRate | None = None
+        self.optimizer: Any = None
+        self.num_updates = 0
+
+    # weights
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Every parameter of this rank by its name in `layout`, live: writing changes the actor."""
+        return named_tensors(self.chunks)
+
+    def layout(self) -> Layout:
+        """What this rank stores, in Hugging Face coordinates."""
+        dtype = str(self._dtype).removeprefix("torch.")
+        return megatron_layout(self._arch, self._groups.grid, self._groups.rank, dtype=dtype, te=self._te)
+
+    def weights_changed(self) -> None:
+        """Must be called after parameters were written from outside: the optimizer's master weights follow."""
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()
+
+    def reference_tensors(self) -> dict[str, Tensor]:
+        """The reference's tensors in host memory, by the names of `layout`; made at the first call, NaN until filled."""
+        if not self._reference:
+            pinned = self._device.type == "cuda"
+            self._reference = {
+                name: torch.full(tensor.shape, torch.nan, dtype=tensor.dtype, pin_memory=pinned)
+                for name, tensor in self.named_tensors().items()
+            }
+        return self._reference
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Inside, the modules hold the reference's weights; the actor's come back unchanged, also after an error."""
+        if not self._reference:
+            raise RuntimeError("there is no reference: fill reference_tensors first")
+        live = self.named_tensors()
+        if self._device.type == "cuda":
+            kept = {name: tensor.to("cpu", copy=True) for name, tensor in live.items()}
+            _copy(self._reference, live)
+            try:
+                yield
+            finally:
+                _copy(kept, live)
+            return
+        parameters = [dict(chunk.named_parameters()) for chunk in self.chunks]
+        for index, found in enumerate(parameters):
+            for name, parameter in found.items():
+                parameter.data = self._reference[f"chunk{index}.{name}"]
+        try:
+            yield
+        finally:
+            for index, found in enumerate(parameters):
+                for name, parameter in found.items():
+                    parameter.data = live[f"chunk{index}.{name}"]
+
+    # scoring and training
+
+    def score(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+        """Collective over the job: log-probability and entropy at every response token, no gradient.
+
+        Args:
+            batch: This data-parallel index's sequences, the same on its tp and pp ranks; maybe none.
+
+        Returns:
+            logprobs_R and entropy_R, fp32 on the CPU, in the batch's order, the same on all those ranks.
+        """
+        microbatches = self._schedule.microbatches(batch)
+        with torch.no_grad():
+            reports = self._schedule.run(microbatches, _no_loss, backward=False)
+        scored = torch.zeros(2, batch.response_mask_R.numel())
+        if self._is_last_stage:
+            scored = _in_batch_order(batch, microbatches, reports)
+        self._from_last_stage(scored)
+        return scored[0], scored[1]
+
+    def start_optimizer(self, learning_rate: LearningRate) -> None:
+        """Collective over the job: a fresh optimizer for the weights as they are, and its schedule."""
+        bf16 = self._dtype == torch.bfloat16
+        self.optimizer = build_optimizer(self._wrapped, self._config, bf16=bf16, dtype=self._dtype)
+        self._learning_rate = learning_rate
+        self.num_updates = 0
+        config = self._model_config
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = self.optimizer.scale_loss
+        if self._config.overlap_grad_reduce:
+            hooks = [(wrapped.no_sync, wrapped.start_grad_sync) for wrapped in self._wrapped]
+            several = len(hooks) > 1
+            config.no_sync_func = [no_sync for no_sync, _ in hooks] if several else hooks[0][0]
+            config.grad_sync_func = [sync for _, sync in hooks] if several else hooks[0][1]
+
+    def update(self, minibatch: RolloutBatch, algorithm: Algorithm, *, on_policy: bool = False) -> dict[str, float]:
+        """Collective over the job: one optimizer step on a minibatch.
+
+        Args:
+            minibatch: This data-parallel index's part, `weights_R` set; maybe none.
+            algorithm: Its `loss` is minimised.
+            on_policy: The weights are still those that sampled: also report how engine and actor differ.
+
+        Returns:
+            The algorithm's metrics over the global minibatch, actor/grad_norm (before clipping) and actor/lr, the same
+            on all ranks.
+
+        Raises:
+            RuntimeError: The gradient is not finite.
+        """
+        if self.optimizer is None or self._learning_rate is None:
+            raise RuntimeError("start_optimizer comes before update")
+        rate = self._learning_rate.at(self.num_updates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+            group["weight_decay"] = self._config.weight_decay * group.get("wd_mult", 1.0)
+        for wrapped in self._wrapped:
+            wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        microbatches = self._schedule.microbatches(minibatch)
+        reports = self._schedule.run(microbatches, algorithm.loss, backward=True)
+        metrics = self._reduced(minibatch, microbatches, reports, on_policy)
+        _, grad_norm, _ = self.optimizer.step()
+        self.num_updates += 1
+        if not torch.isfinite(torch.tensor(float(grad_norm))):
+            raise RuntimeError(
+                f"the gradient norm is {grad_norm} at optimizer step {self.num_updates}, with loss "
+                f"{metrics.get('actor/loss')}. The last checkpoint is not affected; lower actor.lr or look at the rewards."
+            )
+        return metrics | {"actor/grad_norm": float(grad_norm), "actor/lr": rate}
+
+    def _reduced(
+        self,
+        minibatch: RolloutBatch,
+        microbatches: list[Microbatch],
+        reports: list[dict[str, Tensor]],
+        on_policy: bool,
+    ) -> dict[str, float]:
+        """Collective over the actor's replicas: reports summed over microbatches and data-parallel ranks."""
+        found: list[dict[str, float] | None] = [None]
+        if self._is_last_stage:
+            names = [name for name in reports[0] if not name.endswith("_R")]
+            metrics = {name: torch.stack([report[name].double() for report in reports]) for name in names}
+            reduced = {name: self._over_dp(name, values) for name, values in metrics.items()}
+            if on_policy:
+                logprobs_R = _in_batch_order(minibatch, microbatches, reports)[0]
+                sums, largest = mismatch_sums(minibatch.rollout_logprobs_R, logprobs_R, minibatch.response_mask_R)
+                dist.all_reduce(sums, group=self._groups.dp)
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._groups.dp)
+                reduced |= mismatch_metrics(sums, largest)
+            found = [reduced]
+        dist.broadcast_object_list(found, src=self._last_stage_rank, group=self._groups.pp)
+        return found[0] or {}
+
+    def _over_dp(self, name: str, values: Tensor) -> float:
+        """Collective over data-parallel: the sum, or the extreme where the name ends in max or min."""
+        if name.endswith("max"):
+            value, operation = values.max(), dist.ReduceOp.MAX
+        elif name.endswith("min"):
+            value, operation = values.min(), dist.ReduceOp.MIN
+        else:
+            value, operation = values.sum(), dist.ReduceOp.SUM
+        value = value.cpu()
+        dist.all_reduce(value, op=operation, group=self._groups.dp)
+        return float(value)
+
+    @property
+    def _last_stage_rank(self) -> int:
+        coords = self._groups.coords
+        return self._groups.grid.rank(Coords(coords.tp, coords.dp, self._groups.grid.pp - 1))
+
+    @property
+    def _is_last_stage(self) -> bool:
+        return self._groups.rank == self._last_stage_rank
+
+    def _from_last_stage(self, tensor: Tensor) -> None:
+        """Collective over the pipeline: every stage gets the last one's values, in place."""
+        if self._groups.grid.pp > 1:
+            dist.broadcast(tensor, src=self._last_stage_rank, group=self._groups.pp)
+
+
+def _distribution(config: Config) -> Distribution:
+    """The sampling contract: the trainer scores what the engine sampled from."""
+    rollout = config.rollout
+
+    def threshold(logits_NV: Tensor) -> Tensor:
+        return keep_threshold(logits_NV, rollout.top_k, rollout.top_p, rollout.min_p)
+
+    cuts = rollout.top_k != -1 or rollout.top_p < 1 or rollout.min_p > 0
+    return Distribution(rollout.temperature, threshold if cuts else None, config.actor.logprob_chunk_tokens)
+
+
+def _no_loss(logprobs_R: Tensor, entropy_R: Tensor, microbatch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    return logprobs_R.new_zeros(()), {}
+
+
+def _in_batch_order(batch: RolloutBatch, microbatches: list[Microbatch], reports: list[dict[str, Tensor]]) -> Tensor:
+    """Log-probabilities and entropy [2, R] of a batch from those of its microbatches, on the CPU."""
+    scored = torch.zeros(2, batch.response_mask_R.numel())
+    starts = (batch.response_lens_B.cumsum(0) - batch.response_lens_B).tolist()
+    lens = batch.response_lens_B.tolist()
+    for micro, report in zip(microbatches, reports, strict=True):
+        if micro.rows:
+            index = torch.cat([torch.arange(starts[row], starts[row] + lens[row]) for row in micro.rows])
+            scored[:, index] = torch.stack([report["logprobs_R"], report["entropy_R"]]).cpu()
+    return scored
+
+
+def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, tensor in target.items():
+            tensor.copy_(source[name], non_blocking=True)
+    torch.cuda.synchronize()

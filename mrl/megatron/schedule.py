@@ -1,0 +1,158 @@
+"""Microbatches through Megatron's own pipeline schedules.
+
+Owns how sequences become packed microbatches, and what goes into and comes out of `forward_backward_func`. It knows no
+optimizer and no algorithm: the loss is a function of one microbatch.
+
+Losses arrive normalised by global counts, so nothing here or in Megatron may scale them: `calculate_per_token_loss` is
+on and the reported number of tokens is 0, which Megatron takes as "do not divide".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from mrl.data.packing import pack_microbatches
+from mrl.distributed.groups import ProcessGroups
+from mrl.functional.logprobs import Distribution
+from mrl.megatron.attention import PackedSequences, pack
+from mrl.megatron.model import Targets
+from mrl.types import RolloutBatch
+
+Loss = Callable[[Tensor, Tensor, RolloutBatch], tuple[Tensor, dict[str, Tensor]]]
+"""(logprobs_R, entropy_R, microbatch) -> loss sum, detached metrics."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One forward pass.
+
+    Attributes:
+        rows: Sequences of the batch that are in it, maybe none.
+        batch: Those sequences, on the device.
+        tokens: All their tokens and the filling behind them, [1, P].
+        positions: Position of each token in its sequence, [1, P].
+        packed: Where the sequences lie.
+        targets: What is scored.
+    """
+
+    rows: list[int]
+    batch: RolloutBatch
+    tokens: Tensor
+    positions: Tensor
+    packed: PackedSequences
+    targets: Targets
+
+
+class Schedule:
+    """Cuts batches into microbatches and runs them through the chunks of this rank."""
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        groups: ProcessGroups,
+        device: torch.device,
+        distribution: Distribution,
+        *,
+        max_tokens: int,
+        te: bool,
+    ) -> None:
+        """Holds the chunks, wrapped for data parallelism or not.
+
+        Args:
+            chunks: Of this rank, by virtual stage.
+            groups: Who sits where.
+            device: Of the chunks.
+            distribution: What is scored.
+            max_tokens: Budget of a microbatch.
+            te: Whether attention is TransformerEngine's.
+        """
+        self._chunks, self._groups, self._device = list(chunks), groups, device
+        self._distribution, self._max_tokens, self._te = distribution, max_tokens, te
+
+    def microbatches(self, batch: RolloutBatch) -> list[Microbatch]:
+        """Collective over data-parallel: the batch, packed; every rank gets the same number of microbatches."""
+        grid = self._groups.grid
+        lens = batch.seq_lens_B.tolist()
+        multiple = grid.pp if grid.vpp > 1 else 1  # what the interleaved schedule asks for
+        count = len(pack_microbatches(lens, self._max_tokens, multiple_of=multiple)) if lens else 1
+        most = torch.tensor([count])
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._groups.dp)
+        packed = pack_microbatches(lens, self._max_tokens, at_least=int(most), multiple_of=multiple)
+        return [self._microbatch(batch, rows) for rows in packed]
+
+    def run(self, microbatches: list[Microbatch], loss: Loss, *, backward: bool) -> list[dict[str, Tensor]]:
+        """Collective over the actor's replica: forward, and backward where asked for.
+
+        Returns:
+            On the last pipeline stage what `loss` reported for each microbatch, with "logprobs_R" and "entropy_R"
+            (detached); [] on the others.
+        """
+        iterators = [iter(enumerate(microbatches)) for _ in self._chunks]
+        several = len(self._chunks) > 1
+
+        def forward(data: Iterator[tuple[int, Microbatch]], chunk: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
+            index, micro = next(data)
+            output = chunk(
+                input_ids=micro.tokens,
+                position_ids=micro.positions,
+                attention_mask=None,
+                labels=micro.targets,
+                packed_seq_params=micro.packed,
+            )
+            return output, lambda scored: self._report(scored, index, micro, loss)
+
+        reports: list[tuple[int, dict[str, Tensor]]] = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iterators if several else iterators[0],
+            model=self._chunks if several else self._chunks[0],
+            num_microbatches=len(microbatches),
+            seq_length=max(micro.tokens.size(1) for micro in microbatches),
+            micro_batch_size=1,
+            forward_only=not backward,
+        )
+        return [report for _, report in sorted(reports, key=lambda item: item[0])]
+
+    @staticmethod
+    def _report(scored: tuple[Tensor, Tensor], index: int, micro: Microbatch, loss: Loss) -> tuple[Any, ...]:
+        logprobs_R, entropy_R = scored
+        value, metrics = loss(logprobs_R, entropy_R, micro.batch)
+        # the schedule may scale the loss in place: what is reported shares no memory with it
+        report = {name: metric.detach().clone() for name, metric in metrics.items()}
+        report |= {"logprobs_R": logprobs_R.detach().clone(), "entropy_R": entropy_R.detach().clone()}
+        return value, torch.zeros((), dtype=torch.int, device=value.device), (index, report)
+
+    def _microbatch(self, batch: RolloutBatch, rows: list[int]) -> Microbatch:
+        part = batch.select(rows)
+        lens = part.seq_lens_B.tolist()
+        ends = part.seq_lens_B.cumsum(0)
+        filling = -sum(lens) % self._groups.grid.tp  # sequence parallelism shards the packed length
+        if not lens:
+            filling = self._groups.grid.tp
+        # response token i of a sequence is predicted at the position before it
+        first = ends - part.response_lens_B - 1
+        before = part.response_lens_B.cumsum(0) - part.response_lens_B
+        rows_R = (first - before).repeat_interleave(part.response_lens_B) + torch.arange(part.response_mask_R.numel())
+        tokens = torch.cat([part.tokens_P, part.tokens_P.new_zeros(filling)])
+        all_lens = [*lens, filling] if filling else lens
+        positions = torch.cat([torch.arange(length) for length in all_lens])
+        targets = Targets(rows_R.to(self._device), part.tokens_P[rows_R + 1].to(self._device), self._distribution)
+        return Microbatch(
+            rows,
+            _moved(part, self._device),
+            tokens[None].to(self._device),
+            positions[None].to(self._device),
+            pack(all_lens, self._device, te=self._te),
+            targets,
+        )
+
+
+def _moved(batch: RolloutBatch, device: torch.device) -> RolloutBatch:
+    values = {item.name: getattr(batch, item.name) for item in fields(batch)}
+    return replace(batch, **{name: value.to(device) for name, value in values.items() if value is not None})

@@ -1,0 +1,63 @@
+"""Starts `mrl` as a user does, for the end-to-end tests: a tiny addition run, under torchrun where it has several ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+TIMEOUT_S = 240
+
+CONFIG = """
+run: {seed: 3, num_threads: 1}
+model:
+  preset: qwen2_tiny
+  overrides: {hidden_size: 32, num_hidden_layers: 4, intermediate_size: 64, num_attention_heads: 4, num_key_value_heads: 2}
+  tokenizer: "char:0123456789<>+#"
+  dtype: float32
+data: {task: addition, task_kwargs: {min_terms: 2, max_terms: 3, max_value: 9, num_val: 16}}
+train: {num_steps: 3, batch_size: 8, minibatch_size: 4, warm_start: {num_steps: 4, batch_size: 32}}
+actor: {lr: 1.0e-3, max_tokens_per_microbatch: 64}
+rollout: {n: 4, prompt_length: 12, response_length: 4, max_num_seqs: 16}
+reward: {functions: [{name: exact_match}, {name: length, weight: 0.1, kwargs: {target: 2, limit: 4}}]}
+algorithm: {name: grpo, kl_in: loss, kl_coef: 0.05, entropy_coef: 0.01, clip_low: 0.2, clip_high: 0.28}
+observe: {console: plain, tensorboard: false, report: false, num_samples: 2}
+"""
+
+
+def command(folder, overrides=(), ranks=1):
+    """The shell command of a run in `folder` (its config file is written there)."""
+    config = Path(folder) / "config-given.yaml"
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text(CONFIG)
+    words = ["-m", "mrl", "train", str(config), f"run.output_dir={folder}/run", *overrides]
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        return [sys.executable, *launcher, *words]
+    return [sys.executable, *words]
+
+
+def start(folder, overrides=(), ranks=1):
+    """The process of a run, its output in `folder`/output.txt; it leads a session of its own."""
+    with open(Path(folder) / "output.txt", "ab") as output:
+        return subprocess.Popen(
+            command(folder, overrides, ranks),
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def train(folder, overrides=(), ranks=1):
+    """Runs to the end and returns the lines of metrics.jsonl."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    status = start(folder, overrides, ranks).wait(TIMEOUT_S)
+    assert status == 0, (Path(folder) / "output.txt").read_text()[-4000:]
+    return metrics(folder)
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -7,6 +7,7 @@ computes the same answer from the same lengths.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 
@@ -44,7 +45,7 @@ def balance(costs: Sequence[float], num_bins: int) -> list[list[int]]:
 def pack_microbatches(
     lens: Sequence[int], max_tokens: int, *, at_least: int = 1, multiple_of: int = 1
 ) -> list[list[int]]:
-    """Packs sequences into few microbatches of at most `max_tokens`, of nearly equal size.
+    """Packs sequences into few microbatches of at most `max_tokens`; of equal size where that needs no more of them.
 
     A sequence that is longer than the budget by itself gets a microbatch of its own: the budget is a wish for memory,
     and refusing a sampled sequence in the middle of a run would lose more than trying it.
@@ -68,31 +69,51 @@ def pack_microbatches(
         raise ValueError(f"the shortest sequence has {min(lens)} tokens, expected at least 1")
     if not lens and at_least == multiple_of == 1:
         return []
-    count = max(_fewest(lens, max_tokens), at_least)
-    count = -(-count // multiple_of) * multiple_of
-    while True:
-        packed = _split(lens, count, max_tokens)
-        if packed is not None:
-            packed.sort(key=lambda members: members[0] if members else len(lens))
-            return packed
-        count += multiple_of
-
-
-def _fewest(lens: Sequence[int], max_tokens: int) -> int:
-    """A count below which no packing exists: by the sum, and by the sequences of which no two fit together."""
-    fitting = [length for length in lens if length <= max_tokens]
-    by_sum = -(-sum(fitting) // max_tokens)
-    by_size = sum(2 * length > max_tokens for length in fitting)
-    return max(by_sum, by_size) + len(lens) - len(fitting)
-
-
-def _split(lens: Sequence[int], count: int, max_tokens: int) -> list[list[int]] | None:
-    """`count` balanced microbatches within the budget, or None. As many microbatches as sequences always fit."""
     alone = [[index] for index, length in enumerate(lens) if length > max_tokens]
     fitting = [index for index, length in enumerate(lens) if length <= max_tokens]
-    if count <= len(alone):
-        return alone if count == len(alone) and not fitting else None
-    bins = balance([lens[index] for index in fitting], count - len(alone))
-    if any(sum(lens[fitting[item]] for item in members) > max_tokens for members in bins):
+    tight = _best_fit(lens, fitting, max_tokens)
+    count = max(len(tight) + len(alone), at_least)
+    count = -(-count // multiple_of) * multiple_of
+    packed = alone + (_even(lens, fitting, count - len(alone), max_tokens) or _divide(tight, count - len(alone)))
+    return sorted(packed, key=lambda members: members[0] if members else len(lens))
+
+
+def _best_fit(lens: Sequence[int], fitting: list[int], max_tokens: int) -> list[list[int]]:
+    """Few bins: the longest first, each into the fullest bin that holds it.
+
+    Source: Johnson 1974, "Fast algorithms for bin packing": at most 11/9 of the fewest bins, and 4.
+    """
+    bins: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (tokens left, bin), ascending
+    for item in sorted(fitting, key=lambda index: (-lens[index], index)):
+        place = bisect_left(free, (lens[item], -1))
+        left, target = free.pop(place) if place < len(free) else (max_tokens, len(bins))
+        if target == len(bins):
+            bins.append([])
+        bins[target].append(item)
+        insort(free, (left - lens[item], target))
+    return [sorted(members) for members in bins]
+
+
+def _even(lens: Sequence[int], fitting: list[int], count: int, max_tokens: int) -> list[list[int]] | None:
+    """`count` balanced bins, or None where one of them is over the budget."""
+    if count < 1:
         return None
-    return alone + [[fitting[item] for item in members] for members in bins]
+    bins = [[fitting[item] for item in members] for members in balance([lens[index] for index in fitting], count)]
+    over = any(sum(lens[index] for index in members) > max_tokens for members in bins)
+    return None if over else bins
+
+
+def _divide(bins: list[list[int]], count: int) -> list[list[int]]:
+    """`count` bins from fewer, by halving those with the most sequences."""
+    bins = list(bins)
+    while len(bins) < count:
+        most = max(range(len(bins)), key=lambda index: (len(bins[index]), -index), default=0)
+        members = bins[most] if bins else []
+        half = len(members) // 2
+        if half == 0:
+            bins.append([])
+            continue
+        bins[most] = members[half:]
+        bins.append(members[:half])
+    return bins

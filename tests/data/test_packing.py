@@ -4,6 +4,7 @@ import pytest
 
 from mrl.data.packing import balance, pack_microbatches
 
+BEST_FIT_BOUND = 11 / 9  # Johnson 1974: best fit decreasing needs at most this times the fewest bins (and 4)
 LPT_BOUND = 4 / 3  # Graham 1969: longest processing time first is within 4/3 of the best
 
 
@@ -90,3 +91,14 @@ def test_packing_refuses_nonsense():
         pack_microbatches([1], 0)
     with pytest.raises(ValueError, match=r"0 tokens"):
         pack_microbatches([1, 0], 5)
+
+
+@pytest.mark.parametrize("count", [820, 1024, 1500])
+def test_sizes_that_do_not_balance_still_pack_tightly(count):
+    # Three short sequences fill the budget, so do two of most others: equal bins would need one for each pair.
+    lens = [4000 + index % 5000 for index in range(2048)]
+    packed = pack_microbatches(lens, 16384, at_least=count, multiple_of=4)
+    assert flat(packed) == list(range(2048))
+    assert max(sum(lens[index] for index in members) for members in packed) <= 16384
+    assert len(packed) % 4 == 0
+    assert count <= len(packed) <= max(count + 3, BEST_FIT_BOUND * sum(lens) / 16384)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from mrl.errors import UserError
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit status; `argv` is without the program's name."""
     arguments = _parse(argv)
+    # Megatron warns on import, six times, that Apex and TransformerEngine are not installed.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     try:
         arguments.command(arguments)
     except UserError as error:

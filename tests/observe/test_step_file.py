@@ -50,7 +50,7 @@ def test_later_values_of_a_step_join_its_line(tmp_path):
     path = tmp_path / "m.jsonl"
     file = StepFile(path)
     file.put("train", 0, {"val/accuracy": 0.25})
-    file.put("train", 1, {"val/accuracy": 0.5})
+    file.put("train", 1, {"val/accuracy": 0.0625})
     file.put("train", 1, {"critic/score/mean": 0.75})
     file.put("train", 1, {"val/accuracy": 1.0})  # shorter than before
     file.close()

@@ -35,7 +35,7 @@ class WandB(Logger):
             )
         except wandb.Error as error:
             raise UserError(
-                f"observe.wandb_project is '{opening.config.observe.wandb_project}', and W&B did not start: {error}. "
+                f"observe.wandb_project is '{opening.config.observe.wandb_project}', and W&B did not start: {error} "
                 "Run `wandb login`, set WANDB_MODE=offline, or set observe.wandb_project=null."
             ) from error
         marker.write_text(run_id)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,17 +17,21 @@ from mrl import __version__
 from mrl.config import load
 from mrl.errors import UserError
 
+SILENT_RANK_WAIT_S = 10.0
+"""A launcher ends all ranks when the first one ends: one that is silent lets the one that speaks end first."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit status; `argv` is without the program's name."""
     arguments = _parse(argv)
-    # Megatron warns on import, six times, that Apex and TransformerEngine are not installed.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    _quieten()
     try:
         arguments.command(arguments)
     except UserError as error:
         if _speaks(error):
-            print(f"mrl: error: {error}", file=sys.stderr)
+            print(f"mrl: error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(SILENT_RANK_WAIT_S)
         return 2
     except KeyboardInterrupt:
         print("mrl: interrupted", file=sys.stderr)
@@ -46,6 +51,12 @@ def _speaks(error: UserError) -> bool:
     except UserError:
         return True  # the launcher's variables are the mistake
     return here.rank == 0 if error.everywhere else here.local_rank == 0
+
+
+def _quieten() -> None:
+    """Megatron warns that optional packages are not installed and of names that torch has deprecated, on every rank."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
 
 
 def _train(arguments: argparse.Namespace) -> None:

@@ -19,6 +19,8 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 30
 MOST_POINTS = 500
 MOST_BARS = 80
 SMOOTH_FROM = 30
+FLAT = 1e-3
+"""Values that differ by less than this part of their size make a flat line, not a magnified one."""
 NUM_COLOURS = 8
 
 Point = tuple[float, float]
@@ -39,15 +41,15 @@ class Series:
     dots: bool = False
 
 
-def line_chart(title: str, series: Sequence[Series], *, x_label: str = "step") -> str:
-    """A figure with one or more lines; "" where no series has a point."""
+def line_chart(title: str, series: Sequence[Series], *, x_label: str = "step", include: Sequence[float] = ()) -> str:
+    """A figure with one or more lines; "" where no series has a point. `include`: values that the scale must hold."""
     series = [line for line in series if line.points]
     finite = [point for line in series for point in line.points if math.isfinite(point[1])]
     lost = sum(not math.isfinite(y) for line in series for _, y in line.points)
     if not series:
         return ""
     xs = [x for line in series for x, _ in line.points]
-    frame = Frame(min(xs), max(xs), *_range([y for _, y in finite]))
+    frame = Frame(min(xs), max(xs), *_range([*include, *(y for _, y in finite)]))
     parts = [frame.axes(x_label)]
     for index, line in enumerate(series):
         parts.append(_line(frame, line, index))
@@ -219,7 +221,8 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
         return 0.0, 1.0
     if 0 <= low < 0.6 * high:
         low = 0.0
-    margin = 0.06 * (high - low) or 0.1 * abs(high)
+    size = max(abs(low), abs(high))
+    margin = 0.06 * (high - low) if high - low > FLAT * size else FLAT * size
     return (low if low == 0.0 and high > 0 else low - margin), high + margin
 
 

@@ -25,12 +25,16 @@ from mrl.observe.words import clock, short
 EDGE_STEPS = 5
 """Headline rewards are means over this many first and last steps."""
 
+ACCURACY = "val/accuracy"
+ROUNDING = 1e-6
+"""Two lines that are closer everywhere are drawn as one."""
+
 Drawing = tuple[str, tuple[tuple[str, str], ...]]
 """Title, and (legend, metric) of each line."""
 
 LEARNING: tuple[Drawing, ...] = (
     ("Reward", (("mean", "critic/score/mean"), ("shaped mean", "critic/rewards/mean"))),
-    ("Held-out accuracy", (("accuracy", "val/accuracy"),)),
+    ("Held-out accuracy", (("accuracy", ACCURACY),)),
     ("Response length, tokens", (("mean", "response_length/mean"), ("max", "response_length/max"))),
     (
         "Groups and cut responses, fraction",
@@ -43,7 +47,7 @@ POLICY: tuple[Drawing, ...] = (
     ("Entropy, nats", (("entropy", "actor/entropy"),)),
     ("Gradient norm", (("before clipping", "actor/grad_norm"),)),
     ("Clipped tokens, fraction", (("upper", "actor/pg_clipfrac"), ("lower (dual)", "actor/pg_clipfrac_lower"))),
-    ("Loss", (("policy gradient", "actor/pg_loss"), ("with KL and entropy", "actor/loss"))),
+    ("Loss", (("policy gradient", "actor/pg_loss"), ("total", "actor/loss"))),
 )
 MISMATCH: tuple[Drawing, ...] = (
     (
@@ -145,7 +149,7 @@ def _config(run: RunDir) -> Config | None:
 
 def _headline(name: str, history: History, config: Config | None, facts: Mapping[str, Any]) -> str:
     cards = []
-    accuracy = history.steps.get("val/accuracy", [])
+    accuracy = history.steps.get(ACCURACY, [])
     if accuracy:
         best = max(accuracy, key=lambda point: point[1])
         more = f"best {best[1]:.3f} after step {best[0]:.0f}"
@@ -200,19 +204,26 @@ def _drawings(columns: Mapping[str, list[Point]], drawings: Sequence[Drawing]) -
         found = [
             Series(legend, columns[name], dots=name.startswith("val/")) for legend, name in lines if name in columns
         ]
-        if len(found) == 2 and found[0].points == found[1].points:
+        if len(found) == 2 and _alike(found[0].points, found[1].points):
             found.pop()
-        figures.append(line_chart(title, found))
+        unit_interval = (0.0, 1.0) if any(name == ACCURACY for _, name in lines) else ()
+        figures.append(line_chart(title, found, include=unit_interval))
     return grid(figures)
+
+
+def _alike(one: Sequence[Point], other: Sequence[Point]) -> bool:
+    """Whether two lines differ by rounding only, and one of them is enough."""
+    return len(one) == len(other) and all(abs(a[1] - b[1]) <= ROUNDING for a, b in zip(one, other, strict=True))
 
 
 def _warm_start(history: History) -> str:
-    figures = [
-        line_chart(name.removeprefix("warm_start/"), [Series(name, points)], x_label="warm-start step")
-        for name, points in history.warm_start.items()
-        if len({y for _, y in points}) > 1
-    ]
-    return grid(figures)
+    """Every metric of the warm start that moves, each once."""
+    kept: dict[str, list[Point]] = {}
+    for name, points in history.warm_start.items():
+        moves = len({y for _, y in points}) > 1
+        if moves and not any(_alike(points, other) for other in kept.values()):
+            kept[name.removeprefix("warm_start/")] = points
+    return grid([line_chart(name, [Series(name, points)], x_label="warm-start step") for name, points in kept.items()])
 
 
 def _timing(times: Mapping[str, list[Point]]) -> str:

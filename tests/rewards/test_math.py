@@ -85,7 +85,7 @@ def test_it_works_outside_the_main_thread():
 
 
 def test_a_hopeless_response_is_scanned_in_linear_time():
-    start = time.perf_counter()
+    start = time.process_time()
     assert last_boxed(r"\boxed{" * 100_000) is None
     assert last_boxed(r"\boxed{1" + "{" * 100_000 + "}" * 100_001) is not None
-    assert time.perf_counter() - start < LINEAR_TIME_S
+    assert time.process_time() - start < LINEAR_TIME_S

@@ -32,9 +32,9 @@ def test_the_last_number_is_read(text, number):
 
 @pytest.mark.parametrize("text", ["1" + ",111" * 50_000 + "1", "1" * 200_000 + "x", ".-+" * 100_000, "1e+" * 100_000])
 def test_a_long_response_takes_linear_time(text):
-    start = time.perf_counter()
+    start = time.process_time()
     last_number(text)
-    assert time.perf_counter() - start < LINEAR_TIME_S
+    assert time.process_time() - start < LINEAR_TIME_S
 
 
 def score(response, answer, **kwargs):

@@ -11,7 +11,6 @@ from tests.rewards.rollouts import END, rollout, scorer
 
 HERE = "tests.rewards.functions"
 TIME_LIMIT_S = 1.0  # of wall time, for microseconds of work: room for a busy machine
-MATH_LIMIT_S = 6.0  # the first parse builds the grammar
 EXIT_LIMIT_S = 20.0  # for a process to notice that its parent is gone, on a busy machine
 SUM_ROUNDING = 1e-12  # fp64
 
@@ -168,12 +167,14 @@ def test_workers_start_without_torch_and_keep_their_output_to_themselves(capfd):
 
 
 def test_math_runs_in_a_worker_under_the_time_limit():
-    samples = [rollout(text, answer="1/2") for text in (r"\boxed{2/4}", r"\boxed{9^{9^{9^9}}}", r"\boxed{0.5}")]
-    with scorer("math", time_limit_s=MATH_LIMIT_S) as judge:
-        assert judge._pool is not None
-        judge.score(samples)
-    assert [item.reward for item in samples] == [1.0, 0.0, 1.0]
-    assert "time_limit_s" in samples[1].reward_error
+    samples = [rollout(text, answer="1/2") for text in (r"\boxed{2/4}", r"\boxed{0.5}", r"\boxed{9^{9^{9^9}}}")]
+    with scorer("math", max_failed_frac=1.0, time_limit_s=60.0) as judge:
+        judge.score(samples[:2])  # the first parse of a worker builds the grammar
+        judge._pool._time_limit_s = TIME_LIMIT_S
+        judge.score(samples[2:])
+    assert [item.reward for item in samples] == [1.0, 1.0, 0.0]
+    assert [item.reward_error is None for item in samples] == [True, True, False]
+    assert "time_limit_s" in samples[2].reward_error
 
 
 def test_closing_ends_the_workers():

@@ -179,8 +179,8 @@ class CheckpointEngineConfig:
 class RolloutConfig:
     """The engine and the sampling distribution (verl's names)."""
 
-    name: Literal["native", "trtllm", "trtllm_engine"] = "native"
-    """Engine."""
+    name: str = "native"
+    """Folder in `mrl/engines`, or 'package.module:Class'."""
     n: int = 8
     """Samples per prompt (the group)."""
     temperature: float = 1.0

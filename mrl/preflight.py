@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mrl import registry
 from mrl.config import Config
 from mrl.errors import UserError
 from mrl.grid import Grid
@@ -88,7 +89,6 @@ FIXED = {
     "rollout.expert_parallel_size": (1, "this version has no mixture of experts"),
     "rollout.repetition_penalty": (1.0, "the log-probabilities that train would not be those that sampled"),
     "rollout.calculate_log_probs": (True, "log-probabilities captured at sampling time are pi_old"),
-    "rollout.name": ("native", "this version has no other engine"),
 }
 """Fields that take one value in this version, and why."""
 
@@ -255,6 +255,12 @@ def _lengths(config: Config, grid: Grid) -> Iterator[str]:
 
 def _sampling(config: Config, grid: Grid) -> Iterator[str]:
     rollout, val = config.rollout, config.rollout.val_kwargs
+    engines = registry.names("engines")
+    if rollout.name not in engines and not {".", ":"} & set(rollout.name):
+        yield (
+            f"rollout.name={rollout.name} is no engine of this version; it has {', '.join(engines)}. Or give a path "
+            "'package.module:Class'."
+        )
     if not rollout.do_sample and rollout.n > 1:
         yield f"rollout.do_sample=false makes rollout.n={rollout.n} equal samples of a prompt. Set rollout.n=1."
     if not val.do_sample and val.n > 1:

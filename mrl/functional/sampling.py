@@ -133,7 +133,7 @@ def draw(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
     block = _first_above(cumulative, uniform_N[:, None] * total)
     before = cumulative.gather(1, block) - sums.double().gather(1, block)
     rest = uniform_N[:, None] * total - before
-    tokens = block * BLOCK + torch.arange(BLOCK, device=weights_NV.device)
+    tokens = block * BLOCK + torch.arange(min(BLOCK, size), device=weights_NV.device)
     inside = weights_NV.gather(1, tokens.clamp(max=size - 1)).double()
     inside = inside.masked_fill_(tokens >= size, 0.0).cumsum(1)
     offset = _first_above(inside, rest)

@@ -21,11 +21,11 @@ def simulate(prompt_lens, samples, num_rows, seed, share_prefill=True):
             assert held[row][0] == group.index
             held[row] = (group.index, 0)
 
-    def move(moves, whole):
+    def move(moves):
         for item in moves:
             index, extra = held[item.source]
-            assert item.length >= prompt_lens[index] + (extra if whole else 0)
-            held[item.target] = (index, extra)
+            assert item.length >= prompt_lens[index]
+            held[item.target] = (index, min(extra, item.length - prompt_lens[index]))
 
     while not scheduler.done:
         groups = scheduler.admit()
@@ -33,19 +33,19 @@ def simulate(prompt_lens, samples, num_rows, seed, share_prefill=True):
         for offset, group in enumerate(groups):
             held[len(scheduler.running) + offset] = (group.index, 0)
         rows, moves = scheduler.start(groups, step)
-        move(moves, whole=False)
+        move(moves)
         begin(rows)
         assert 0 < len(scheduler.running) <= num_rows
         longest = max(prompt_lens[held[row][0]] + held[row][1] for row in range(len(scheduler.running))) + 1
         assert scheduler.longest(step) == longest
         step += 1
         for row, sample in enumerate(scheduler.running):
-            assert held[row][0] == sample.group.index
+            assert held[row] == (sample.group.index, step - 1 - sample.started)
             held[row] = (held[row][0], held[row][1] + 1)
         ended = [row for row in range(len(scheduler.running)) if rng.random() < 0.3]
         done += [(scheduler.running[row].group.index, scheduler.running[row].sample_index) for row in ended]
         begun, moves = scheduler.retire(ended, step)
-        move(moves, whole=True)
+        move(moves)
         begin(begun)
     return done, prefills
 
@@ -67,7 +67,7 @@ def test_without_sharing_each_sample_is_prefilled():
 @pytest.mark.parametrize("max_tokens", [1, 4, 7, 100])
 def test_chunks_cover_every_prompt_in_order_within_the_budget(max_tokens):
     lens = [5, 1, 9, 5, 2]
-    seen = {row: 0 for row in range(10, 15)}
+    seen = dict.fromkeys(range(10, 15), 0)
     for batch in prefill_chunks(lens, 10, max_tokens):
         assert sum(chunk.stop - chunk.start for chunk in batch) <= max_tokens
         assert batch == sorted(batch, key=lambda chunk: chunk.extent)

@@ -80,7 +80,9 @@ def linear_logprobs(
         ValueError: The temperature or the chunk size is not positive.
     """
     if distribution.temperature <= 0 or distribution.chunk_rows < 1:
-        raise ValueError(f"temperature={distribution.temperature}, chunk_rows={distribution.chunk_rows}: must be positive")
+        raise ValueError(
+            f"temperature={distribution.temperature}, chunk_rows={distribution.chunk_rows}: must be positive"
+        )
     result: tuple[Tensor, Tensor] = _LinearLogprobs.apply(hidden_PH, weight_VH, rows_R, targets_R, shard, distribution)
     return result
 

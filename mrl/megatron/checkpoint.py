@@ -2,7 +2,9 @@
 
 Owns what is saved of the actor and how it comes back at another TP, PP, VPP or DP. When a checkpoint counts as written
 is decided by `mrl/checkpoint.py`. A checkpoint's metadata is a pickle: before Megatron reads it, it is read here by an
-unpickler that knows the classes of metadata and nothing else, so that a folder from elsewhere cannot run code.
+unpickler that knows the classes of metadata and nothing else, so that a folder from elsewhere cannot run code. For the
+same reason it holds tensors only: what torch calls bytes is unpickled without a question when it is loaded. `common.pt`
+is read by Megatron with torch's weights-only unpickler.
 """
 
 from __future__ import annotations
@@ -39,7 +41,6 @@ METADATA_CLASSES = frozenset(
         ("torch.distributed.checkpoint.metadata", "Metadata"),
         ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
         ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-        ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
         ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
         ("torch.distributed.checkpoint.metadata", "TensorProperties"),
         ("torch.distributed.checkpoint.metadata", "StorageMeta"),
@@ -51,6 +52,9 @@ METADATA_CLASSES = frozenset(
     }
 )
 DTYPES = frozenset({"float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"})
+
+EXTRA_STATE = "_extra_state"
+"""Empty, or TransformerEngine's scales for fp8, which mrl does not use; Megatron would store it as a pickle."""
 
 
 def save(folder: Path, policy: Policy) -> None:
@@ -82,7 +86,10 @@ def load(folder: Path, policy: Policy) -> None:
             f"{str(error).splitlines()[0] if str(error) else ''}). Use the model and actor sections it was written with."
         ) from error
     for index, chunk in enumerate(policy.chunks):
-        chunk.load_state_dict(loaded[_chunk_key(policy, index)])
+        found = chunk.load_state_dict(loaded[_chunk_key(policy, index)], strict=False)
+        wrong = [name for name in (*found.missing_keys, *found.unexpected_keys) if not name.endswith(EXTRA_STATE)]
+        if wrong:
+            raise RuntimeError(f"checkpoint '{folder}': Megatron loaded all but {', '.join(wrong)}")
     if policy.optimizer is not None:
         policy.optimizer.load_state_dict(loaded["optimizer"])
         policy.num_updates = int(loaded["num_updates"])
@@ -126,7 +133,11 @@ def _metadata() -> dict[str, Any]:
 def _state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
     metadata = _metadata()
     state: dict[str, Any] = {
-        _chunk_key(policy, index): chunk.sharded_state_dict(metadata=metadata)
+        _chunk_key(policy, index): {
+            name: value
+            for name, value in chunk.sharded_state_dict(metadata=metadata).items()
+            if not name.endswith(EXTRA_STATE)
+        }
         for index, chunk in enumerate(policy.chunks)
     }
     if policy.optimizer is not None:

@@ -23,8 +23,7 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.shape = (hidden_size,)
         self.eps = eps
-        device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,16 +1,21 @@
-"""What Megatron's DistributedOptimizer gets wrong about its own checkpoints when Adam is torch's.
+"""What Megatron's DistributedOptimizer gets wrong about its own checkpoints.
 
-Owns `repair`, applied once, needed wherever TransformerEngine and Apex are missing, on any device (megatron-core 0.16.1):
+Owns `repair`, applied once, needed on any device (megatron-core 0.16.1). The first three come with torch's Adam, that is
+without TransformerEngine and Apex; the fourth is always there:
 
 1. `sharded_state_dict` of an optimizer that never stepped asserts: it has no Adam state yet.
 2. Loading "fully_reshardable" state raises KeyError 'step': the step lives in the parameter groups only.
 3. `load_state_dict` gives all parameters ONE `step` tensor; Adam then advances it once per parameter, and everything
    after a resume is wrong without an error.
+4. Saving "fully_reshardable" state leaves out the padding behind each bucket, but looks parameters up where they lie with
+   it: behind a bucket that does not end at a multiple of 128 (the tied embedding has one of its own in a pipeline) master
+   weights and moments are saved shifted, and the last of them as zeros.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,7 +35,8 @@ def repair() -> None:
 
     def sharded_state_dict_with_state(self: Any, *args: Any, **kwargs: Any) -> Any:
         make_adam_state(self)
-        return sharded_state_dict(self, *args, **kwargs)
+        with _padding_kept(self):
+            return sharded_state_dict(self, *args, **kwargs)
 
     def load_state_dict_with_own_steps(self: Any, state: dict[str, Any]) -> None:
         step = float(state["optimizer"]["param_groups"][0]["step"])
@@ -59,6 +65,21 @@ def make_adam_state(optimizer: Any) -> None:
             adam["step"] = torch.tensor(0.0)
             adam["exp_avg"] = torch.zeros_like(parameter)
             adam["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+@contextmanager
+def _padding_kept(optimizer: Any) -> Iterator[None]:
+    """Inside, buckets and buffers count their padding as contents, so that gathered state is where parameters are."""
+    parts = [(buffer, buffer.numel) for buffer in optimizer.buffers]
+    parts += [(bucket, bucket.grad_data.numel()) for buffer in optimizer.buffers for bucket in buffer.buckets]
+    counts = [part.numel_unpadded for part, _ in parts]
+    for part, size in parts:
+        part.numel_unpadded = size
+    try:
+        yield
+    finally:
+        for (part, _), count in zip(parts, counts, strict=True):
+            part.numel_unpadded = count
 
 
 def _states(optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Any]]]:

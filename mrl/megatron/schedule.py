@@ -81,10 +81,13 @@ class Schedule:
         grid = self._groups.grid
         lens = batch.seq_lens_B.tolist()
         multiple = grid.pp if grid.vpp > 1 else 1  # what the interleaved schedule asks for
-        count = len(pack_microbatches(lens, self._max_tokens, multiple_of=multiple)) if lens else 1
-        most = torch.tensor([count])
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._groups.dp)
-        packed = pack_microbatches(lens, self._max_tokens, at_least=int(most), multiple_of=multiple)
+        packed = pack_microbatches(lens, self._max_tokens, multiple_of=multiple) or [[]]
+        while True:  # more microbatches than a rank needs may pack into still more: until all agree
+            extremes = torch.tensor([len(packed), -len(packed)])
+            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._groups.dp)
+            if extremes[0] == -extremes[1]:
+                break
+            packed = pack_microbatches(lens, self._max_tokens, at_least=int(extremes[0]), multiple_of=multiple)
         return [self._microbatch(batch, rows) for rows in packed]
 
     def run(self, microbatches: list[Microbatch], loss: Loss, *, backward: bool) -> list[dict[str, Tensor]]:

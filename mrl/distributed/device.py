@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
-    "arange empty empty_like eye full full_like ones ones_like rand randn tensor zeros zeros_like".split()  # fmt: skip
+    *("arange", "empty", "empty_like", "eye", "full", "full_like", "ones"),
+    *("ones_like", "rand", "randn", "tensor", "zeros", "zeros_like"),
 )
 _CUDA_TYPE_NAMES = {
     "torch.FloatTensor": "torch.cuda.FloatTensor",
@@ -239,8 +240,8 @@ def _refuse_non_contiguous(name: str, collective: Callable[..., Any]) -> Callabl
         for value in (*given, *listed):
             if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_contiguous():
                 raise ValueError(
-                    f"torch.distributed.{name}: tensor of shape {tuple(value.shape)} and strides {value.stride()} is not "
-                    "contiguous; gloo would move the wrong bytes. Call .contiguous() first and use the result."
+                    f"torch.distributed.{name}: tensor of shape {tuple(value.shape)} and strides {value.stride()} is "
+                    "not contiguous; gloo would move the wrong bytes. Call .contiguous() first and use the result."
                 )
         return collective(*args, **kwargs)
 

@@ -1,8 +1,8 @@
 """Log-probability and entropy of chosen tokens from hidden states, the vocabulary split over ranks.
 
-Owns the fused output layer of the trainer: it computes logits for a chunk of rows at a time, forward and again backward,
-so that neither fp32 logits nor all logits of a microbatch ever exist. Reductions over the hidden states' own parallelism
-are the caller's.
+Owns the fused output layer of the trainer: it computes logits for a chunk of rows at a time, forward and again
+backward, so that neither fp32 logits nor all logits of a microbatch ever exist. Reductions over the hidden states' own
+parallelism are the caller's.
 
 Shapes: P packed positions, R scored tokens, C rows of a chunk, H hidden, V this rank's part of the vocabulary.
 """
@@ -61,11 +61,11 @@ def linear_logprobs(
     shard: VocabShard,
     distribution: Distribution,
 ) -> tuple[Tensor, Tensor]:
-    """Collective over `shard.group`: log p(target) and entropy of softmax(hidden weight^T / temperature) at chosen rows.
+    """Collective over `shard.group`: log p(target) and entropy of softmax(hidden weight^T / temperature), by row.
 
     Args:
-        hidden_PH: Final hidden states, the same on all ranks of the group. Its gradient is this rank's part of the sum over
-            the group.
+        hidden_PH: Final hidden states, the same on all ranks of the group. Its gradient is this rank's part of the sum
+            over the group.
         weight_VH: Output weight of this rank, padding rows included.
         rows_R: Positions whose distribution is scored, each at most once.
         targets_R: Token id scored at each of them.
@@ -73,8 +73,8 @@ def linear_logprobs(
         distribution: Temperature, truncation, chunk size.
 
     Returns:
-        logprobs_R and entropy_R in nats, fp32, both differentiable. Logits are in the dtype of the weight, everything after
-        them is fp32.
+        logprobs_R and entropy_R in nats, fp32, both differentiable. Logits are in the dtype of the weight,
+        everything after them is fp32.
 
     Raises:
         ValueError: The temperature or the chunk size is not positive.
@@ -176,7 +176,7 @@ def _chunks(count: int, size: int) -> list[slice]:
 def _scaled_logits(
     hidden_PH: Tensor, weight: Tensor, rows: Tensor, targets: Tensor, shard: VocabShard, distribution: Distribution
 ) -> tuple[Tensor, Tensor]:
-    """Logits over the temperature, fp32 [C, shard.size], and each target's column on this rank, -1 if it is elsewhere."""
+    """Logits over the temperature, fp32 [C, shard.size], and each target's column here, -1 if it is elsewhere."""
     logits = F.linear(hidden_PH.index_select(0, rows), weight).float()
     if distribution.temperature != 1.0:
         logits.div_(distribution.temperature)

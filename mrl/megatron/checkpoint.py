@@ -83,7 +83,7 @@ def load(folder: Path, policy: Policy) -> None:
     except (CheckpointingException, KeyError, RuntimeError, OSError, ValueError) as error:
         raise UserError(
             f"checkpoint '{folder}' does not fit the model of this config ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}). Use the model and actor sections it was written with."
+            f"{str(error).partition(chr(10))[0]}). Use the model and actor sections it was written with."
         ) from error
     for index, chunk in enumerate(policy.chunks):
         found = chunk.load_state_dict(loaded[_chunk_key(policy, index)], strict=False)
@@ -107,7 +107,7 @@ def refuse_code(file: Path) -> None:
         _MetadataOnly(io.BytesIO(file.read_bytes())).load()
     except UserError:
         raise
-    except Exception as error:  # noqa: BLE001 -- a broken pickle raises anything
+    except Exception as error:  # a broken pickle raises anything
         raise UserError(f"'{file}' cannot be read: {type(error).__name__}: {error}.") from error
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 class RMSNorm(torch.nn.Module):
     """Root mean square norm over the last dimension.
 
-    Under sequence parallelism each rank sees its part of the sequence only; the mark on the weight makes Megatron add up
-    the ranks' gradients (`finalize_model_grads`).
+    Under sequence parallelism each rank sees its part of the sequence only; the mark on the weight makes Megatron add
+    up the ranks' gradients (`finalize_model_grads`).
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
@@ -27,4 +27,5 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
+        """The normed rows, in the dtype of `x`."""
         return F.rms_norm(x, self.shape, self.weight, self.eps)

@@ -1,15 +1,15 @@
 """What Megatron's DistributedOptimizer gets wrong about its own checkpoints.
 
-Owns `repair`, applied once, needed on any device (megatron-core 0.16.1). The first three come with torch's Adam, that is
-without TransformerEngine and Apex; the fourth is always there:
+Owns `repair`, applied once, needed on any device (megatron-core 0.16.1). The first three come with torch's Adam, that
+is without TransformerEngine and Apex; the fourth is always there:
 
 1. `sharded_state_dict` of an optimizer that never stepped asserts: it has no Adam state yet.
 2. Loading "fully_reshardable" state raises KeyError 'step': the step lives in the parameter groups only.
 3. `load_state_dict` gives all parameters ONE `step` tensor; Adam then advances it once per parameter, and everything
    after a resume is wrong without an error.
-4. Saving "fully_reshardable" state leaves out the padding behind each bucket, but looks parameters up where they lie with
-   it: behind a bucket that does not end at a multiple of 128 (the tied embedding has one of its own in a pipeline) master
-   weights and moments are saved shifted, and the last of them as zeros.
+4. Saving "fully_reshardable" state leaves out the padding behind each bucket, but looks parameters up where they lie
+   with it: behind a bucket that does not end at a multiple of 128 (the tied embedding has one of its own in a pipeline)
+   master weights and moments are saved shifted, and the last of them as zeros.
 """
 
 from __future__ import annotations

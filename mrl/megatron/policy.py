@@ -92,7 +92,7 @@ class Policy:
             self.optimizer.reload_model_params()
 
     def reference_tensors(self) -> dict[str, Tensor]:
-        """The reference's tensors in host memory, by the names of `layout`; made at the first call, NaN until filled."""
+        """The reference's tensors in host memory, named as in `layout`; made at the first call, NaN until filled."""
         if not self._reference:
             pinned = self._device.type == "cuda"
             self._reference = {
@@ -193,7 +193,8 @@ class Policy:
         if not torch.isfinite(torch.tensor(float(grad_norm))):
             raise RuntimeError(
                 f"the gradient norm is {grad_norm} at optimizer step {self.num_updates}, with loss "
-                f"{metrics.get('actor/loss')}. The last checkpoint is not affected; lower actor.lr or look at the rewards."
+                f"{metrics.get('actor/loss')}. The last checkpoint is not affected; lower actor.lr or look at the "
+                "rewards."
             )
         return metrics | {"actor/grad_norm": float(grad_norm), "actor/lr": rate}
 

@@ -126,7 +126,7 @@ def test_inputs_are_not_written():
     """Megatron's own vocab-parallel cross entropy overwrites fp32 logits: a second use of them is wrong."""
     hidden, weight, rows, targets, _ = inputs()
     kept = hidden.clone(), weight.clone()
-    arguments = dict(shard=VocabShard(0, TOKENS), distribution=Distribution(0.5, None, 4))
+    arguments = {"shard": VocabShard(0, TOKENS), "distribution": Distribution(0.5, None, 4)}
     first = linear_logprobs(hidden, weight, rows, targets, **arguments)
     second = linear_logprobs(hidden, weight, rows, targets, **arguments)
     assert torch.equal(hidden, kept[0])
@@ -138,7 +138,7 @@ def test_no_row_has_gradient_zero():
     hidden, weight, _, _, _ = inputs()
     hidden.requires_grad_()
     none = torch.zeros(0, dtype=torch.int64)
-    arguments = dict(shard=VocabShard(0, TOKENS), distribution=Distribution())
+    arguments = {"shard": VocabShard(0, TOKENS), "distribution": Distribution()}
     logprobs, entropy = linear_logprobs(hidden, weight, none, none, **arguments)
     (logprobs.sum() + entropy.sum()).backward()
     assert torch.equal(hidden.grad, torch.zeros_like(hidden))

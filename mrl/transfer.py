@@ -2,7 +2,7 @@
 
 Owns `Transfer`. Which copies there are is `weights/plan.py`'s business; what happens to arriving data is the caller's:
 it hands in a sink. A message is one contiguous buffer per pair of ranks and round (gloo moves wrong bytes of anything
-else). It ends in the sender's sum of bit patterns; the receiver adds up what arrived and compares.
+else). It ends in the sender's 64-bit sum; the receiver adds up what arrived and compares.
 
 A failure on one rank reaches all: the ranks agree before each exchange, so that none waits for a message that never
 comes.
@@ -19,14 +19,14 @@ from torch import Tensor
 
 from mrl.distributed.collectives import raise_together
 from mrl.weights.buckets import local_buckets, rounds
-from mrl.weights.checksum import MODULUS, bit_sum
+from mrl.weights.checksum import MODULUS, bit_sum, word_sum
 from mrl.weights.copies import Copy
 from mrl.weights.layout import Region
 from mrl.weights.regions import slices
 from mrl.weights.tensors import DTYPES
 
-_ALIGNMENT = 8
-"""Each part of a message starts at a multiple of this, bytes, so that it can be viewed in its dtype."""
+_WORD = 8
+"""Bytes; each part of a message starts at a multiple of it, and the last word is the sum of the others."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Transfer:
         """Collective over the job: hands everything that this rank is to get to `sink`.
 
         Returns:
-            Sum of the bit patterns of all elements handed over, modulo 2^64.
+            `bit_sum` of all elements handed over, modulo 2^64.
 
         Raises:
             RuntimeError: On every rank, where any rank failed; the message names that rank, the round and tensors.
@@ -124,30 +124,26 @@ class Transfer:
 
     def _buffer(self, copies: Sequence[Copy]) -> Tensor:
         device = next((tensor.device for tensor in self._sources.values()), torch.device("cpu"))
-        size = sum(_aligned(copy.num_bytes) for copy in copies) + _ALIGNMENT
+        size = sum(_aligned(copy.num_bytes) for copy in copies) + _WORD
         return torch.empty(size, dtype=torch.uint8, device=device)
 
     def _pack(self, copies: Sequence[Copy]) -> Tensor:
-        """One message: the copies' bytes, then the sum of their bit patterns."""
+        """One message: the copies' bytes, then their sum."""
         message = self._buffer(copies)
-        total = 0
         for copy, part in zip(copies, _parts(copies, message), strict=True):
             part.copy_(self._source(copy))
-            total += bit_sum(part)
-        _sum_of(message).copy_(_as_int64(total))
+        message[-_WORD:].view(torch.int64).copy_(message[:-_WORD].view(torch.int64).sum())
         return message
 
     def _unpack(self, copies: Sequence[Copy], message: Tensor, where: str, sink: Sink) -> int:
         """Compares checksums, then delivers."""
-        parts = _parts(copies, message)
-        total = sum(bit_sum(part) for part in parts) % MODULUS
-        sent = int(_sum_of(message)) % MODULUS
-        if total != sent:
+        arrived, sent = word_sum(message[:-_WORD]), word_sum(message[-_WORD:])
+        if arrived != sent:
             raise RuntimeError(
-                f"{where}: what arrived adds up to {total:016x}, what was sent to {sent:016x}; damaged: "
+                f"{where}: what arrived adds up to {arrived:016x}, what was sent to {sent:016x}; damaged: "
                 f"{_names(copies)}"
             )
-        return self._deliver(list(zip(copies, parts, strict=True)), where, sink)
+        return self._deliver(list(zip(copies, _parts(copies, message), strict=True)), where, sink)
 
 
 def _names(copies: Iterable[Copy]) -> str:
@@ -178,7 +174,7 @@ def _exchange(outgoing: Mapping[int, Tensor], incoming: dict[int, Tensor]) -> di
 
 
 def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-num_bytes // _WORD) * _WORD
 
 
 def _parts(copies: Sequence[Copy], message: Tensor) -> list[Tensor]:
@@ -190,12 +186,3 @@ def _parts(copies: Sequence[Copy], message: Tensor) -> list[Tensor]:
         parts.append(part)
         offset += _aligned(copy.num_bytes)
     return parts
-
-
-def _sum_of(message: Tensor) -> Tensor:
-    """The last bytes of a message, as int64."""
-    return message[-_ALIGNMENT:].view(torch.int64)[0]
-
-
-def _as_int64(total: int) -> Tensor:
-    return torch.tensor((total + MODULUS // 2) % MODULUS - MODULUS // 2, dtype=torch.int64)

@@ -1,7 +1,8 @@
-"""An order-free checksum of weights: the sum of the elements' bit patterns, modulo 2^64.
+"""Checksums of weights that run at the speed of memory.
 
-Owns `bit_sum`. Sums of parts add up to the sum of the whole, in any order and any cut, so that a sender, a receiver and
-an engine that stores its tensors differently arrive at the same number.
+Owns `bit_sum`, which does not depend on how a tensor is cut or ordered: sums of parts add up to the sum of the whole,
+so that two who store the same weights differently arrive at the same number. And `word_sum`, for a buffer that both
+sides hold in the same form.
 """
 
 from __future__ import annotations
@@ -11,22 +12,24 @@ from torch import Tensor
 
 MODULUS = 1 << 64
 
-_BLOCK = 1 << 16
-"""Elements that are widened to int64 at a time on a CPU; the copy stays in the cache."""
-
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bit_sum(tensor: Tensor) -> int:
-    """Sum of the signed integers that have the elements' bits, modulo 2^64.
+    """Sum of the elements' bit patterns modulo 2^w, where an element has w bits, in the upper bits of a 64-bit number.
+
+    The sum wraps in the element's own width, because widening each element costs several times the reading. So sums of
+    parts are added modulo 2^64. Any change of one element shows; unrelated values agree with a chance of 2^-w.
 
     Args:
         tensor: Any shape, dtype and strides.
     """
-    bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
-    if bits.is_cuda:
-        return int(bits.sum(dtype=torch.int64)) % MODULUS
-    total = torch.zeros((), dtype=torch.int64)
-    for block in torch.split(bits, _BLOCK):
-        total += block.sum(dtype=torch.int64)
-    return int(total) % MODULUS
+    integer = _INTEGERS[tensor.element_size()]
+    width = 8 * tensor.element_size()
+    wrapped = int(tensor.detach().view(integer).sum(dtype=integer))
+    return wrapped % (1 << width) << (64 - width)
+
+
+def word_sum(buffer: Tensor) -> int:
+    """Sum of the 64-bit words of a contiguous uint8 buffer, modulo 2^64; its length is a multiple of 8."""
+    return int(buffer.view(torch.int64).sum()) % MODULUS

@@ -1,0 +1,165 @@
+"""Speed of a refit (Megatron shards into the native engine) against a plain memcpy of the same bytes, in one run.
+
+    python tools/bench_refit.py                                    # one rank, then 2 and 4 ranks of this machine
+    torchrun --nproc-per-node 4 tools/bench_refit.py --tp 2 --pp 2 --rollout-tp 1
+
+Each repeat does a whole refit (copies, messages, checksums, agreement of all ranks) and then, on all ranks at the same
+time, a memcpy of as many bytes as the rank's engine was given. Medians are compared. One JSON line for each layout:
+
+    ratio           memcpy's median time over the refit's; 1 would be a refit at the speed of a memcpy
+    bytes_moved     sent between ranks, beside the lower bound "what a target rank needs and does not hold"
+    traffic_ratio   what an all-gather of every full tensor to every rank would move, over bytes_moved
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mrl.config import CheckpointEngineConfig, RolloutConfig
+from mrl.distributed import launch
+from mrl.distributed.groups import make_rollout_group
+from mrl.engines.native.engine import NativeEngine
+from mrl.grid import Grid
+from mrl.models.base import ArchSpec
+from mrl.models.presets import PRESETS, arch_from_preset
+from mrl.refit import Refit
+from mrl.weights.copies import ITEM_BYTES
+from mrl.weights.hf import hf_layout
+from mrl.weights.init import random_init
+from mrl.weights.megatron import megatron_layout
+from mrl.weights.regions import volume, whole
+from mrl.weights.tensors import allocate
+
+CASES = (
+    (1, ("--tp", "1", "--pp", "1", "--rollout-tp", "1")),
+    (2, ("--tp", "2", "--pp", "1", "--rollout-tp", "1")),
+    (2, ("--tp", "2", "--pp", "1", "--rollout-tp", "2")),
+    (4, ("--tp", "2", "--pp", "2", "--rollout-tp", "1")),
+    (4, ("--tp", "2", "--pp", "2", "--rollout-tp", "2")),
+)
+"""Ranks and layouts that are run where no launcher has started this process."""
+
+
+def main() -> int:
+    """Runs one layout under a launcher, or every case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="qwen2.5_0.5b")
+    parser.add_argument("--num-layers", type=int, default=4, help="of the preset's layers")
+    parser.add_argument("--dtype", choices=sorted(ITEM_BYTES), default="bfloat16", help="of actor and engine")
+    parser.add_argument(
+        "--bucket-megabytes", type=int, default=CheckpointEngineConfig().update_weights_bucket_megabytes
+    )
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--tp", type=int)
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--rollout-tp", type=int, default=1)
+    args = parser.parse_args()
+    if args.tp is None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        for ranks, layout in CASES:
+            subprocess.run([*command, str(ranks), __file__, *sys.argv[1:], *layout], check=True)
+        return 0
+    launch.start("auto")
+    result = run_case(args)
+    if dist.get_rank() == 0:
+        print(json.dumps(result), flush=True)
+    launch.stop()
+    return 0
+
+
+def run_case(args: argparse.Namespace) -> dict[str, Any]:
+    """Collective over the job: one layout."""
+    rank = dist.get_rank()
+    arch = arch_from_preset(args.preset, {"num_hidden_layers": args.num_layers}, None)
+    grid = Grid(dist.get_world_size(), args.tp, args.pp, 1, args.rollout_tp)
+    layout = megatron_layout(arch, grid, rank, dtype=args.dtype, te=False)
+    sources = allocate(layout)
+    random_init(arch, layout, sources, seed=0)
+    engine = NativeEngine(
+        RolloutConfig(gpu_memory_utilization=0.01),
+        arch,
+        tp_group=make_rollout_group(grid, rank),
+        device=torch.device("cpu"),
+        dtype=getattr(torch, args.dtype),
+        decode=str,
+    )
+    refit = Refit(layout, sources, engine, CheckpointEngineConfig(args.bucket_megabytes))
+    given = torch.empty(
+        sum(copy.num_bytes for copy in refit.plan.copies if copy.target_rank == rank), dtype=torch.uint8
+    )
+    other = torch.ones_like(given)
+    times: dict[str, list[float]] = {"refit": [], "memcpy": []}
+    refit(0), given.copy_(other)  # warm-up
+    for version in range(1, args.repeats + 1):
+        times["refit"].append(timed(functools.partial(refit, version)))
+        times["memcpy"].append(timed(lambda: given.copy_(other)))
+    ours, theirs = statistics.median(times["refit"]), statistics.median(times["memcpy"])
+    plan = refit.plan
+    total = plan.bytes_local + plan.bytes_moved
+    return {
+        "bench": "refit",
+        "model": f"{args.preset}, {arch.num_layers} layers",
+        "dtype": args.dtype,
+        "layout": f"tp {grid.tp} x pp {grid.pp} -> rollout tp {grid.rollout_tp}, {grid.world_size} ranks",
+        "ratio": round(theirs / ours, 3),
+        "refit_s": spread(times["refit"]),
+        "memcpy_s": spread(times["memcpy"]),
+        "gb_per_s": round(total / ours / 1e9, 2),
+        "bytes_local": plan.bytes_local,
+        "bytes_moved": plan.bytes_moved,
+        "lower_bound_bytes": plan.lower_bound_bytes,
+        "traffic_ratio": round(full_gather_bytes(arch, grid, args.dtype) / plan.bytes_moved, 2)
+        if plan.bytes_moved
+        else None,
+        "peak_staging_bytes": plan.peak_staging_bytes(args.bucket_megabytes << 20),
+        "device": platform.processor() or platform.machine(),
+        "num_threads": torch.get_num_threads(),
+        "versions": {"torch": torch.__version__},
+        "commit": commit(),
+    }
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Collective over the job: seconds until the last rank is done."""
+    dist.barrier()
+    began = time.perf_counter()
+    action()
+    dist.barrier()
+    return time.perf_counter() - began
+
+
+def full_gather_bytes(arch: ArchSpec, grid: Grid, dtype: str) -> int:
+    """Bytes that reach a rank which does not hold them when every rank gathers every full tensor."""
+    model = sum(volume(whole(stored.shape)) * ITEM_BYTES[dtype] for stored in hf_layout(arch, dtype).values())
+    return model * (grid.world_size - grid.dp)  # each data-parallel copy holds the model once
+
+
+def spread(times: list[float]) -> dict[str, float]:
+    """Median, fastest and slowest, s."""
+    return {name: round(pick(times), 4) for name, pick in (("median", statistics.median), ("min", min), ("max", max))}
+
+
+def commit() -> str:
+    """The revision that was measured; "unknown" outside a repository."""
+    root = Path(__file__).parent
+    result = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False
+    )
+    return result.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -83,8 +83,10 @@ def linear_logprobs(
         raise ValueError(
             f"temperature={distribution.temperature}, chunk_rows={distribution.chunk_rows}: must be positive"
         )
-    result: tuple[Tensor, Tensor] = _LinearLogprobs.apply(hidden_PH, weight_VH, rows_R, targets_R, shard, distribution)
-    return result
+    logprobs_R, entropy_R = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_PH, weight_VH, rows_R, targets_R, shard, distribution
+    )
+    return logprobs_R, entropy_R
 
 
 class _LinearLogprobs(torch.autograd.Function):

@@ -32,7 +32,7 @@ class Bucket:
 
 
 @dataclass
-class PackedSequences(PackedSeqParams):
+class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core has no types
     """Megatron's description of packed sequences, and how to lay them out in buckets.
 
     Attributes:
@@ -185,7 +185,7 @@ class CoreAttention(torch.nn.Module):
         plan = packed_seq_params
         tokens, heads, dim = query.size(0), query.size(2), query.size(3)
         flat = (x.reshape(tokens, -1) for x in (query, key, value))
-        slots = [_ToSlots.apply(x, plan.slot_to_token, plan.token_to_slot) for x in flat]
+        slots = [_ToSlots.apply(x, plan.slot_to_token, plan.token_to_slot) for x in flat]  # type: ignore[no-untyped-call]
         outputs, offset = [], 0
         for bucket in plan.buckets:
             count = bucket.size * bucket.longest
@@ -198,4 +198,5 @@ class CoreAttention(torch.nn.Module):
             outputs.append(attended.transpose(1, 2).reshape(count, heads * dim))
             offset += count
         stacked = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return _ToTokens.apply(stacked, plan.token_to_slot).view(tokens, 1, heads * dim)
+        attended_P: Tensor = _ToTokens.apply(stacked, plan.token_to_slot)  # type: ignore[no-untyped-call]
+        return attended_P.view(tokens, 1, heads * dim)

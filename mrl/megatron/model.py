@@ -1,8 +1,8 @@
 """The actor's GPTModel chunks on this rank.
 
 Owns what a model of `ArchSpec` is in Megatron's terms: the transformer config, the layer spec, rotary frequencies, and
-the output layer that returns log-probabilities in place of logits. Weights are not initialised here: parameters hold NaN
-until `mrl/weights` has written them, so that a forgotten load cannot pass for a model.
+the output layer that returns log-probabilities in place of logits. Weights are not initialised here: parameters hold
+NaN until `mrl/weights` has written them, so that a forgotten load cannot pass for a model.
 """
 
 from __future__ import annotations

@@ -253,7 +253,8 @@ def _distribution(config: Config) -> Distribution:
     rollout = config.rollout
 
     def threshold(logits_NV: Tensor) -> Tensor:
-        return keep_threshold(logits_NV, rollout.top_k, rollout.top_p, rollout.min_p)
+        cut_N = keep_threshold(logits_NV, rollout.top_k, rollout.top_p, rollout.min_p)
+        return torch.full_like(logits_NV[:, 0], -torch.inf) if cut_N is None else cut_N  # top_k of at least V
 
     cuts = rollout.top_k != -1 or rollout.top_p < 1 or rollout.min_p > 0
     return Distribution(rollout.temperature, threshold if cuts else None, config.actor.logprob_chunk_tokens)

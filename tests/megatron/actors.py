@@ -1,0 +1,150 @@
+"""Actors on real ranks for the tests of this folder: small models, ragged batches, updates; runs inside `run_ranks`."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl.algorithms.base import build
+from mrl.config import ActorConfig, AlgorithmConfig, Config, ModelConfig, ParallelConfig, RolloutConfig
+from mrl.distributed.groups import ProcessGroups
+from mrl.grid import Grid
+from mrl.megatron import parallel
+from mrl.megatron.optimizer import LearningRate
+from mrl.megatron.policy import Policy
+from mrl.models.base import ArchSpec
+from mrl.models.presets import arch_from_preset
+from mrl.types import RolloutBatch
+from mrl.weights.init import random_init
+
+VOCAB = 101  # prime: tensor parallelism pads it
+ARCHS = {
+    "qwen2": arch_from_preset("qwen2_tiny", {}, VOCAB),
+    "llama": arch_from_preset("llama_tiny", {}, VOCAB),
+    "qwen3": arch_from_preset("qwen3_tiny", {}, VOCAB),
+    "qwen2_untied": arch_from_preset("qwen2_tiny", {"tie_word_embeddings": False, "num_key_value_heads": 1}, VOCAB),
+}
+LAYOUTS = {
+    "single": Grid(1),
+    "tp2": Grid(2, tp=2),
+    "pp2": Grid(2, pp=2),
+    "pp2_vpp2": Grid(2, pp=2, vpp=2),
+    "dp2": Grid(2),
+    "tp2_pp2": Grid(4, tp=2, pp=2),
+}
+SEED = 11
+PEAK = 1e-3
+CONSTANT = LearningRate(PEAK, 0.0, "constant", 0, 100)
+
+
+def config_for(grid: Grid, *, actor: dict | None = None, rollout: dict | None = None, dtype: str = "float32") -> Config:
+    return Config(
+        model=ModelConfig(dtype=dtype),
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=grid.tp,
+            pipeline_model_parallel_size=grid.pp,
+            virtual_pipeline_model_parallel_size=grid.vpp if grid.vpp > 1 else None,
+            sequence_parallel=grid.tp > 1,
+        ),
+        actor=ActorConfig(**{"max_tokens_per_microbatch": 64, "logprob_chunk_tokens": 16, **(actor or {})}),
+        rollout=RolloutConfig(**(rollout or {})),
+    )
+
+
+def make_policy(
+    arch: ArchSpec, grid: Grid, *, seed: int | None = SEED, groups: ProcessGroups | None = None, **options
+) -> Policy:
+    """Collective over the job: an actor with random weights, norms and biases too; seed None leaves them NaN.
+
+    New groups end those of all actors before; give `groups` to have two actors at a time.
+    """
+    groups = groups or parallel.initialize(grid, seed=0)
+    policy = Policy(config_for(grid, **options), arch, groups, torch.device("cpu"))
+    if seed is not None:
+        tensors = policy.named_tensors()
+        random_init(arch, policy.layout(), tensors, seed)
+        for name, tensor in tensors.items():
+            if "norm" in name:  # constants would hide a norm that is not applied, or not trained
+                tensor.mul_(torch.linspace(0.7, 1.3, tensor.numel()))
+            elif tensor.dim() == 2:
+                tensor.mul_(5)  # far from uniform
+    return policy
+
+
+def make_batch(num: int = 14, *, seed: int = 3, vocab: int = VOCAB, longest: int = 9) -> RolloutBatch:
+    """Ragged sequences, the weights of their tokens as of a mean over all of them."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(1, longest, (num,), generator=generator)
+    responses = torch.randint(1, longest, (num,), generator=generator)
+    total = int(responses.sum())
+    mask = torch.rand(total, generator=generator) > 0.1
+    weights = mask.float() / mask.sum()
+    return RolloutBatch(
+        tokens_P=torch.randint(0, vocab, (int((prompts + responses).sum()),), generator=generator),
+        prompt_lens_B=prompts,
+        response_lens_B=responses,
+        response_mask_R=mask,
+        rollout_logprobs_R=-4 - torch.rand(total, generator=generator),
+        group_id_B=torch.arange(num),
+        rewards_B=torch.zeros(num),
+        advantages_R=torch.randn(total, generator=generator),
+        weights_R=weights,
+        metric_weights_R=weights.clone(),
+    )
+
+
+def own_part(batch: RolloutBatch, policy: Policy) -> RolloutBatch:
+    """The sequences of this data-parallel rank, dealt unevenly; the weights stay those of the whole batch."""
+    coords, size = policy._groups.coords, policy._groups.grid.dp
+    if size == 1:
+        return batch
+    cut = batch.num_sequences // 4
+    rows = range(cut) if coords.dp == 0 else range(cut, batch.num_sequences)
+    return batch.select(list(rows))
+
+
+def algorithm():
+    """GRPO with every term of the loss that depends on the model: ratio, entropy."""
+    return build(AlgorithmConfig(name="grpo", entropy_coef=0.01), RolloutConfig(n=2))
+
+
+def train(policy: Policy, steps: int, *, first: int = 0, rate: LearningRate = CONSTANT) -> list[dict[str, float]]:
+    """Collective over the job: `steps` updates on batches `first`, `first` + 1, ..."""
+    if policy.optimizer is None:
+        policy.start_optimizer(rate)
+    return [
+        policy.update(own_part(make_batch(seed=100 + step), policy), algorithm())
+        for step in range(first, first + steps)
+    ]
+
+
+def scores(policy: Policy, batch: RolloutBatch) -> Tensor:
+    """Collective over the job: log-probabilities and entropy [2, R] of a batch that every rank has whole."""
+    return torch.stack(policy.score(batch))
+
+
+def full_weights(policy: Policy) -> dict[str, Tensor]:
+    """Collective over the job: the model in Hugging Face coordinates; replicas must agree bit for bit."""
+    pieces = []
+    tensors = policy.named_tensors()
+    for name, stored in policy.layout().items():
+        for piece in stored.pieces:
+            place = tuple(slice(*bounds) for bounds in piece.dst)
+            pieces.append((piece.hf_name, piece.src, tensors[name][place].clone()))
+    found: list = [None] * dist.get_world_size()
+    dist.all_gather_object(found, pieces)
+    whole: dict[str, Tensor] = {}
+    for hf_name, src, part in (item for rank in found for item in rank):
+        shape = [stop for _, stop in src]
+        old = whole.get(hf_name, torch.empty([0] * len(shape)))
+        size = [max(a, b) for a, b in zip(old.shape, shape, strict=True)]
+        new = torch.full(size, torch.nan)
+        new[tuple(slice(0, n) for n in old.shape)] = old
+        there = new[tuple(slice(*bounds) for bounds in src)]
+        same = torch.isnan(there) | (there == part)
+        if not bool(same.all()):
+            raise AssertionError(f"replicas of {hf_name} differ")
+        new[tuple(slice(*bounds) for bounds in src)] = part
+        whole[hf_name] = new
+    return whole

@@ -1,0 +1,181 @@
+"""The actor's checkpoint loads at any layout and training goes on with the same numbers; it cannot carry code."""
+
+import math
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+
+from mrl.errors import UserError
+from mrl.megatron import checkpoint
+from mrl.megatron.optimizer import LearningRate
+from tests.megatron.actors import ARCHS, CONSTANT, LAYOUTS, full_weights, make_policy, train
+from tests.ranks import run_ranks
+
+RELATIVE = 1e-4  # fp32 sums in another order, over two steps of Adam
+ABSOLUTE = 2e-6  # losses around zero
+BEFORE, AFTER = 2, 2
+RATE = LearningRate(1e-3, 0.0, "linear", 0, BEFORE + AFTER)
+"""Differs at each step: a resumed schedule that starts anew is seen."""
+
+
+def saved(folder, grid, name, steps):
+    """Trains, saves, trains on: weights at the save and metrics behind it."""
+    policy = make_policy(ARCHS[name], grid)
+    policy.start_optimizer(RATE)
+    train(policy, steps)
+    checkpoint.save(folder, policy)
+    weights = full_weights(policy)
+    return weights, train(policy, AFTER, first=steps)
+
+
+def resumed(folder, grid, name, steps):
+    policy = make_policy(ARCHS[name], grid, seed=None)
+    policy.start_optimizer(RATE)
+    checkpoint.load(folder, policy)
+    weights = full_weights(policy)
+    return weights, train(policy, AFTER, first=steps), policy.num_updates, adam_steps(policy)
+
+
+def adam_steps(policy):
+    """Number of parameters with Adam state, of distinct step tensors, and their values."""
+    states = [state for part in policy.optimizer.chained_optimizers for state in part.optimizer.state.values()]
+    return len(states), len({id(state["step"]) for state in states}), {float(state["step"]) for state in states}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """(layout, model, steps) -> (folder, weights, metrics after the save)."""
+    known = {}
+
+    def find(layout, name, steps=BEFORE):
+        if (layout, name, steps) not in known:
+            folder = tmp_path_factory.mktemp("checkpoint") / "actor"
+            ranks = LAYOUTS[layout].world_size
+            known[layout, name, steps] = folder, *run_ranks(ranks, saved, folder, LAYOUTS[layout], name, steps)[0]
+        return known[layout, name, steps]
+
+    return find
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "target"),
+    [
+        ("qwen2", "tp2_pp2", "single"),
+        ("qwen2", "tp2_pp2", "dp2"),
+        ("qwen2", "tp2_pp2", "pp2_vpp2"),
+        ("qwen2", "single", "tp2_pp2"),
+        ("qwen3", "pp2_vpp2", "tp2"),
+        ("qwen3", "dp2", "pp2"),
+    ],
+)
+def test_training_goes_on_at_another_layout(name, source, target, written):
+    """The tied embedding ends a padded bucket here: Megatron alone saves shifted master weights for it."""
+    folder, weights, metrics = written(source, name)
+    for found, stepped, num_updates, (params, tensors, values) in run_ranks(
+        LAYOUTS[target].world_size, resumed, folder, LAYOUTS[target], name, BEFORE
+    ):
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[key], weights[key]) for key in weights)
+        assert num_updates == BEFORE + AFTER
+        assert tensors == params, "Adam advances a shared step tensor once for each parameter"
+        assert values == {float(BEFORE + AFTER)}
+        for ours, theirs in zip(stepped, metrics, strict=True):
+            for key in theirs:
+                assert math.isclose(ours[key], theirs[key], rel_tol=RELATIVE, abs_tol=ABSOLUTE), key
+
+
+@pytest.mark.parametrize("layout", ["single", "tp2_pp2", "pp2_vpp2", "dp2"])
+def test_the_same_layout_goes_on_bit_for_bit(layout, written):
+    folder, _, metrics = written(layout, "qwen2")
+    for _, stepped, _, _ in run_ranks(LAYOUTS[layout].world_size, resumed, folder, LAYOUTS[layout], "qwen2", BEFORE):
+        assert stepped == metrics
+
+
+def test_an_optimizer_that_never_stepped_is_saved_and_loaded(written):
+    folder, weights, metrics = written("tp2", "qwen2", 0)
+    found, stepped, num_updates, _ = run_ranks(1, resumed, folder, LAYOUTS["single"], "qwen2", 0)[0]
+    assert all(torch.equal(found[key], weights[key]) for key in weights)
+    assert num_updates == AFTER
+    for ours, theirs in zip(stepped, metrics, strict=True):
+        assert math.isclose(ours["actor/grad_norm"], theirs["actor/grad_norm"], rel_tol=RELATIVE)
+
+
+def weights_only(folder):
+    policy = make_policy(ARCHS["qwen2"], LAYOUTS["single"], seed=None)
+    checkpoint.load(folder, policy)
+    return full_weights(policy)
+
+
+def test_an_actor_without_an_optimizer_takes_the_weights(written):
+    folder, weights, _ = written("tp2_pp2", "qwen2")
+    found = run_ranks(1, weights_only, folder)[0]
+    assert all(torch.equal(found[key], weights[key]) for key in weights)
+
+
+def refusal(folder, name="qwen2"):
+    policy = make_policy(ARCHS[name], LAYOUTS["single"], seed=None)
+    policy.start_optimizer(CONSTANT)
+    with pytest.raises(UserError) as caught:
+        checkpoint.load(folder, policy)
+    return str(caught.value)
+
+
+def test_another_model_is_refused(written):
+    folder, _, _ = written("tp2_pp2", "qwen2")
+    assert "does not fit the model of this config" in run_ranks(1, refusal, folder, "qwen3")[0]
+
+
+class Attack:
+    """A pickle that makes a file when it is read."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.target),)
+
+
+@pytest.fixture
+def copy(written, tmp_path):
+    folder, _, _ = written("single", "qwen2")
+    return shutil.copytree(folder, tmp_path / "copy")
+
+
+def test_metadata_that_carries_code_is_refused_and_not_run(copy, tmp_path):
+    (copy / ".metadata").write_bytes(pickle.dumps(Attack(tmp_path / "harm")))
+    assert "mkdir', which is not data" in run_ranks(1, refusal, copy)[0]
+    assert not (tmp_path / "harm").exists()
+
+
+def test_common_state_that_carries_code_is_refused_and_not_run(copy, tmp_path):
+    torch.save({"optimizer": Attack(tmp_path / "harm")}, copy / "common.pt")
+    run_ranks(1, refusal, copy)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_tensor_turned_into_a_pickled_entry_is_refused(copy):
+    """torch loads such an entry with an unpickler that knows no bounds."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    metadata = pickle.loads((copy / ".metadata").read_bytes())
+    metadata.state_dict_metadata["decoder.final_layernorm.weight"] = BytesStorageMetadata()
+    (copy / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert "BytesStorageMetadata', which is not data" in run_ranks(1, refusal, copy)[0]
+
+
+@pytest.mark.parametrize("harm", ["missing", "garbage", "truncated"])
+def test_broken_metadata_is_a_users_error(harm, copy):
+    file = copy / ".metadata"
+    if harm == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(b"no pickle" if harm == "garbage" else file.read_bytes()[:100])
+    assert str(copy) in run_ranks(1, refusal, copy)[0]
+
+
+def test_a_missing_shard_is_a_users_error(copy):
+    next(copy.glob("*.distcp")).unlink()
+    assert "does not fit" in run_ranks(1, refusal, copy)[0]

@@ -1,0 +1,37 @@
+"""Megatron's groups are the grid's, again and again in one process."""
+
+import pytest
+import torch.distributed as dist
+
+from mrl.grid import Coords, Grid
+from mrl.megatron import parallel
+from tests.ranks import run_ranks
+
+GRIDS = [Grid(4, tp=2, pp=2), Grid(4, tp=4, rollout_tp=2), Grid(4, pp=2, vpp=2, rollout_tp=4), Grid(4, pp=4), Grid(4)]
+
+
+def groups_of(grid):
+    groups = parallel.initialize(grid, seed=1)
+    named = {name: dist.get_process_group_ranks(getattr(groups, name)) for name in ("tp", "dp", "pp", "rollout_tp")}
+    return groups.coords, named
+
+
+def test_groups_follow_the_grid_however_often_it_changes():
+    for grid in [*GRIDS, GRIDS[0]]:
+        for rank, (coords, found) in enumerate(run_ranks(4, groups_of, grid)):
+            assert coords == grid.coords(rank)
+            tp, dp, pp = coords.tp, coords.dp, coords.pp
+            assert found["tp"] == [grid.rank(Coords(other, dp, pp)) for other in range(grid.tp)]
+            assert found["dp"] == [grid.rank(Coords(tp, other, pp)) for other in range(grid.dp)]
+            assert found["pp"] == [grid.rank(Coords(tp, dp, other)) for other in range(grid.pp)]
+            start = grid.replica(rank) * grid.rollout_tp
+            assert found["rollout_tp"] == list(range(start, start + grid.rollout_tp))
+
+
+def wrong_size():
+    with pytest.raises(RuntimeError, match="the job has 1 ranks, the grid 2"):
+        parallel.initialize(Grid(2), seed=0)
+
+
+def test_a_grid_of_another_size_is_refused():
+    run_ranks(1, wrong_size)

@@ -80,17 +80,20 @@ class DecodeAttention:
         cache: Holds everything before the new tokens.
         positions_B: Position of each row's new token, int64, below `length`.
         length: Slots that are read; those behind a row's own position are masked.
+        num_heads: N.
     """
 
-    def __init__(self, cache: KVCache, positions_B: Tensor, length: int) -> None:
+    def __init__(self, cache: KVCache, positions_B: Tensor, length: int, num_heads: int) -> None:
         self._cache = cache
         self._length = length
         self._positions_B = positions_B
         self._rows_B = torch.arange(positions_B.numel(), device=positions_B.device)
         future_BT = torch.arange(length, device=positions_B.device) > positions_B[:, None]
         mask_BT = torch.zeros(future_BT.shape, dtype=cache.keys[0].dtype, device=positions_B.device)
-        self._mask_B1T = mask_BT.masked_fill_(future_BT, -torch.inf)[:, None]
+        shape = (-1, cache.num_kv_heads, num_heads // cache.num_kv_heads, -1)
+        mask_BKGT = mask_BT.masked_fill_(future_BT, -torch.inf)[:, None, None].expand(shape)
         self._on_cpu = positions_B.device.type == "cpu"
+        self._mask = mask_BKGT.flatten(0, 1) if self._on_cpu else mask_BKGT
 
     def __call__(self, layer: int, q_BND: Tensor, k_BKD: Tensor, v_BKD: Tensor) -> Tensor:
         """Attention output [B, N, D]."""
@@ -102,10 +105,8 @@ class DecodeAttention:
         keys, values = keys[:batch, :, : self._length], values[:batch, :, : self._length]
         q_BKGD = q_BND.reshape(batch, kv_heads, -1, dim)
         if not self._on_cpu:
-            mask = self._mask_B1T[:, None].expand(-1, 1, heads // kv_heads, -1)
-            return F.scaled_dot_product_attention(q_BKGD, keys, values, attn_mask=mask).flatten(1, 2)
+            return F.scaled_dot_product_attention(q_BKGD, keys, values, attn_mask=self._mask).flatten(1, 2)
         # torch's CPU attention is slow for a single query; two batched matrix products over views are not
-        mask = self._mask_B1T[:, None].expand(-1, kv_heads, heads // kv_heads, -1).flatten(0, 1)
         keys, values = keys.flatten(0, 1), values.flatten(0, 1)
-        scores = torch.baddbmm(mask, q_BKGD.flatten(0, 1), keys.transpose(1, 2), alpha=dim**-0.5)
+        scores = torch.baddbmm(self._mask, q_BKGD.flatten(0, 1), keys.transpose(1, 2), alpha=dim**-0.5)
         return torch.bmm(scores.softmax(-1), values).view(batch, heads, dim)

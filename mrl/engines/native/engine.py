@@ -235,5 +235,5 @@ class NativeEngine(RolloutEngine):
         if self._rows is None:
             raise RuntimeError("no rows are reserved")
         positions_B = self._rows.positions_S[:batch]
-        attention = DecodeAttention(self._cache, positions_B, length)
+        attention = DecodeAttention(self._cache, positions_B, length, self._model.num_heads)
         return self._model.logits(self._model.forward(self._rows.tokens_S[:batch], positions_B, attention))

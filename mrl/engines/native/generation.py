@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -95,14 +96,17 @@ class Generation:
             ids = [groups[chunk.row - first_row].prompt.prompt_ids[chunk.start : chunk.stop] for chunk in chunks]
             tokens_P = torch.tensor([token for part in ids for token in part], device=self._rows.tokens_S.device)
             attention = PrefillAttention(self._cache, chunks)
-            hidden_PH = self._model.forward(tokens_P, attention.positions_P, attention)
+            ends = accumulate(chunk.stop - chunk.start for chunk in chunks)
+            complete = {
+                end - 1: groups[chunk.row - first_row]
+                for end, chunk in zip(ends, chunks, strict=True)
+                if chunk.stop == groups[chunk.row - first_row].prompt_len
+            }
+            wanted_N = torch.tensor(list(complete), dtype=torch.int64, device=tokens_P.device)
+            hidden_NH = self._model.forward(tokens_P, attention.positions_P, attention, wanted_N)
             self.stats["prefill_tokens"] += tokens_P.numel()
-            end = 0
-            for chunk in chunks:
-                end += chunk.stop - chunk.start
-                group = groups[chunk.row - first_row]
-                if chunk.stop == group.prompt_len:
-                    group.hidden_H = hidden_PH[end - 1].clone()
+            for group, hidden_H in zip(complete.values(), hidden_NH.unbind(), strict=True):
+                group.hidden_H = hidden_H
 
     def _begin(self, rows: Sequence[int], policy_version: int) -> None:
         """Draws the first token of the samples that begin in the given rows; rows that end with it begin anew."""

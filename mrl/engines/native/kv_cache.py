@@ -42,10 +42,12 @@ class KVCache:
         self.budget_bytes = budget_bytes
         self.num_rows = 0
         self.row_len = 0
+        self.num_kv_heads = num_kv_heads
         self._shape = (num_layers, num_kv_heads, head_dim)
         self._dtype = dtype
         self._device = device
         self._pool: Tensor | None = None
+        self._rows = torch.empty(0)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
@@ -81,13 +83,14 @@ class KVCache:
             self.free()
             self._pool = torch.zeros(elements, dtype=self._dtype, device=self._device)
         self.num_rows, self.row_len = rows, slots
-        parts = self._pool[:elements].view(2, layers, rows, heads, slots, dim)
-        self.keys, self.values = list(parts[0]), list(parts[1])
+        self._rows = self._pool[:elements].view(2, layers, rows, heads, slots, dim)
+        self.keys, self.values = list(self._rows[0]), list(self._rows[1])
         return rows
 
     def free(self) -> None:
         """Gives the memory back; `reserve` takes it again."""
         self._pool = None
+        self._rows = torch.empty(0)
         self.keys, self.values = [], []
         self.num_rows = self.row_len = 0
 
@@ -98,6 +101,4 @@ class KVCache:
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copies the first `length` slots of a row to another row, in all layers."""
-        for store in (self.keys, self.values):
-            for layer in store:
-                layer[target, :, :length] = layer[source, :, :length]
+        self._rows[:, :, target, :, :length] = self._rows[:, :, source, :, :length]

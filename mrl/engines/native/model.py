@@ -109,19 +109,24 @@ class Decoder:
         self._weights = {}
 
     @torch.inference_mode()
-    def forward(self, tokens_P: Tensor, positions_P: Tensor, attention: Attention) -> Tensor:
-        """Collective over the replica: hidden states after the final norm [P, H].
+    def forward(
+        self, tokens_P: Tensor, positions_P: Tensor, attention: Attention, wanted_N: Tensor | None = None
+    ) -> Tensor:
+        """Collective over the replica: hidden states after the final norm [P, H], or [N, H] of the wanted tokens.
 
         Args:
             tokens_P: Token ids, int64.
             positions_P: Position of each token in its sequence, int64.
             attention: What each layer's queries, keys and values go to.
+            wanted_N: Tokens whose state is returned; the others stop at the last layer's attention. None: all.
         """
         cos, sin = self._cos[positions_P][:, None], self._sin[positions_P][:, None]
         x_PH = self._embed(tokens_P)
         for i, layer in enumerate(self._layers):
             q_PND, k_PKD, v_PKD = self._project(layer, self._norm(x_PH, layer.input_norm), cos, sin)
             mixed = attention(i, q_PND, k_PKD, v_PKD).flatten(1)
+            if wanted_N is not None and i == len(self._layers) - 1:
+                x_PH, mixed = x_PH[wanted_N], mixed[wanted_N]
             x_PH = x_PH + self._sum(layer.o(mixed))
             gate, up = layer.gate_up(self._norm(x_PH, layer.post_norm)).chunk(2, 1)
             x_PH = x_PH + self._sum(layer.down(F.silu(gate).mul_(up)))

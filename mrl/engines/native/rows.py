@@ -27,20 +27,11 @@ class Rows:
 
     def __init__(self, num_rows: int, max_tokens: int, device: torch.device) -> None:
         self.shape = (num_rows, max_tokens)
-        self.tokens_S, self.positions_S, self.counts_S, self.keys_S = torch.zeros(
-            4, num_rows, dtype=torch.int64, device=device
-        ).unbind()
+        self._state_4S = torch.zeros(4, num_rows, dtype=torch.int64, device=device)
+        self.tokens_S, self.positions_S, self.counts_S, self.keys_S = self._state_4S.unbind()
         self.response_ST = torch.zeros(num_rows, max_tokens, dtype=torch.int64, device=device)
         self.logprobs_ST = torch.zeros(num_rows, max_tokens, dtype=torch.float32, device=device)
         self._index_S = torch.arange(num_rows, device=device)
-        self._states = (
-            self.tokens_S,
-            self.positions_S,
-            self.counts_S,
-            self.keys_S,
-            self.response_ST,
-            self.logprobs_ST,
-        )
 
     def begin(self, rows: Sequence[int], prompt_lens: Sequence[int], keys: Sequence[int]) -> Tensor:
         """Rows in which a response begins; returns them as an index. `positions_S` is the last prompt token's."""
@@ -63,8 +54,9 @@ class Rows:
 
     def move(self, source: int, target: int) -> None:
         """Row `target` becomes row `source`."""
-        for state in self._states:
-            state[target] = state[source]
+        self._state_4S[:, target] = self._state_4S[:, source]
+        self.response_ST[target] = self.response_ST[source]
+        self.logprobs_ST[target] = self.logprobs_ST[source]
 
     def response(self, row: int, start: int = 0) -> list[int]:
         """Sampled tokens of a row, from the `start`-th on; the last ones where `start` is negative."""

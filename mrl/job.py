@@ -45,10 +45,10 @@ from mrl.refit import Refit, gather_layouts
 from mrl.registry import find
 from mrl.rewards.scorer import Scorer, part_names
 from mrl.rollout import LengthHistory
-from mrl.transfer import DTYPES
 from mrl.types import Prompt
 from mrl.weights.init import random_init
 from mrl.weights.load import load_from_hf
+from mrl.weights.tensors import DTYPES
 
 
 @dataclass
@@ -323,6 +323,7 @@ class Job:
 
         with self.timers.phase("save_checkpoint"):
             path = self.checkpoints.save(step, write, state, metrics.get(self.config.checkpoint.best_metric))
+        self.log.step(step, self.timers.metrics())
         self.log.note(f"checkpoint {path}")
 
     def resume(self) -> int | None:
@@ -345,6 +346,28 @@ class Job:
             self.load_reference()
         self.log.note(f"resumed from {path}")
         return int(state["step"])
+
+    def load_for_evaluation(self, which: str | None) -> str:
+        """Collective over the job: the weights of a checkpoint; returns what was loaded, in words.
+
+        Args:
+            which: A step of this run, a checkpoint folder, or None: the run's newest, else the initial weights.
+
+        Raises:
+            UserError: There is no such checkpoint.
+        """
+        if which is None and self.resume_step is None:
+            self.load_initial_weights()
+            return "the initial model"
+        name = str(self.resume_step) if which is None else which
+        path = self.checkpoints.path(int(name)) if name.isdigit() else Path(name)
+        if name.isdigit() and not path.is_dir():
+            raise UserError(
+                f"there is no checkpoint of step {name} in '{self.checkpoints.folder}'; it has "
+                f"{', '.join(map(str, self.checkpoints.steps())) or 'none'}."
+            )
+        self.load(path)
+        return str(path)
 
     def load(self, path: Path) -> dict[str, Any]:
         """Collective over the job: actor and optimizer of a commit; returns the loop's state in it."""
@@ -380,8 +403,12 @@ def open_job(plan: Plan, *, log: bool = True) -> Iterator[Job]:
         notes: list[str] = []
         with together():
             if log and groups.rank == 0:
-                facts = {"world_size": plan.grid.world_size, "device_name": launch.device_name(device)}
-                notes = plan.run.start(plan.config, resume_step=plan.resume_step, **facts)
+                notes = plan.run.start(
+                    plan.config,
+                    resume_step=plan.resume_step,
+                    world_size=plan.grid.world_size,
+                    device_name=launch.device_name(device),
+                )
         with RunLog(plan.config, plan.run, plan.resume_step, rank=groups.rank if log else -1) as run_log:
             job = Job(plan, groups, device, run_log)
             for note in notes:

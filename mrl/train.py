@@ -175,8 +175,8 @@ def evaluate_if_due(job: Job, step: int) -> Metrics:
         return {}
     with job.timers.phase("testing"):
         metrics, rollouts = held_out(job)
-    job.log.samples(step, sample_rows(rollouts, phase="val", num_samples=job.config.observe.num_samples))
     job.log.evaluation(step, metrics)
+    job.log.samples(step, sample_rows(rollouts, phase="val", num_samples=job.config.observe.num_samples))
     return metrics
 
 
@@ -206,7 +206,7 @@ def evaluate(config: Config, checkpoint: str | None) -> None:
     with open_job(plan(config), log=False) as job:
         if not job.validation:
             raise UserError("there are no held-out prompts to evaluate on: set data.val_files or data.task.")
-        job.load_for_evaluation(checkpoint)
+        loaded = job.load_for_evaluation(checkpoint)
         metrics, _ = held_out(job)
         if job.groups.rank == 0:
-            print(json.dumps(metrics, indent=1))  # noqa: T201 -- the command's output
+            print(json.dumps({"checkpoint": loaded, **metrics}, indent=1))  # noqa: T201 -- the command's output

@@ -3,26 +3,28 @@
     from tests.ranks import run_ranks
     results = run_ranks(4, function, *args)     # [function(*args) on rank 0, ..., on rank 3]
 
-`function` is a module-level function (it is imported by name in the ranks); arguments and results are pickled. In it the
-default process group exists (`mrl.distributed.launch.start` ran); ranks are asked for by `torch.distributed.get_rank()`.
-A failing rank makes `run_ranks` raise RankFailure with that rank's traceback; the pool is then started anew.
+`function` is a module-level function (it is imported by name in the ranks); arguments and results are pickled. In it
+the default process group exists (`mrl.distributed.launch.start` ran); `torch.distributed.get_rank()` tells the rank.
+A failing rank makes `run_ranks` raise RankError with that rank's traceback; the pool is then started anew.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import socket
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any, Callable
+from typing import Any
 
 START_TIMEOUT_S = 120
 CALL_TIMEOUT_S = 240
 
 
-class RankFailure(AssertionError):
+class RankError(AssertionError):
     pass
 
 
@@ -45,7 +47,7 @@ def _worker(rank: int, size: int, port: int, pipe: Connection) -> None:
         function, args, kwargs = task
         try:
             pipe.send(("ok", function(*args, **kwargs)))
-        except BaseException:
+        except BaseException:  # noqa: BLE001 -- whatever it is, the test must see it
             pipe.send(("error", traceback.format_exc()))
     launch.stop()
 
@@ -79,7 +81,7 @@ class _Pool:
             ready = wait(list(waiting), timeout)
             if not ready:
                 self.kill()
-                raise RankFailure(f"ranks {sorted(waiting.values())} gave no answer in {timeout} s")
+                raise RankError(f"ranks {sorted(waiting.values())} gave no answer in {timeout} s")
             for pipe in ready:
                 rank = waiting[pipe]
                 try:
@@ -88,16 +90,14 @@ class _Pool:
                     status, value = "error", "the process died"
                 if status == "error":
                     self.kill()
-                    raise RankFailure(f"rank {rank}:\n{value}")
+                    raise RankError(f"rank {rank}:\n{value}")
                 results[rank] = value
         return [results[rank] for rank in range(len(self.pipes))]
 
     def close(self) -> None:
         for pipe in self.pipes:
-            try:
+            with contextlib.suppress(OSError):
                 pipe.send(None)
-            except OSError:
-                pass
         for process in self.processes:
             process.join(5)
         self.kill()

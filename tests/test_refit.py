@@ -119,6 +119,17 @@ class Losing(NativeEngine):
         super().update_weights([item for item in bucket if item.name != lost])
 
 
+class Unfinished(NativeEngine):
+    """The engine of rank 1 cannot finish while `broken`, the others can."""
+
+    broken = False
+
+    def finish_update(self, policy_version):
+        if self.broken and dist.get_rank() == 1:
+            raise MemoryError("no room to pack")
+        super().finish_update(policy_version)
+
+
 def outcome(call):
     try:
         call()
@@ -143,7 +154,14 @@ def breaks_and_recovers(kind):
     return before, refit, during, again, after
 
 
-@pytest.mark.parametrize("kind, named", [(Failing, ["rank 1", "no room", "'"]), (Losing, ["rank 1", "write was lost"])])
+@pytest.mark.parametrize(
+    "kind, named",
+    [
+        (Failing, ["rank 1 failed", "writing 'embed' to 'layers.3.down'", "no room"]),
+        (Losing, ["rank 1 failed", "a write was lost"]),
+        (Unfinished, ["rank 1 failed", "no room to pack"]),
+    ],
+)
 def test_after_a_failed_refit_no_engine_generates_until_a_whole_one(kind, named):
     for before, refit, during, again, after in run_ranks(2, breaks_and_recovers, kind):
         assert before == again == after == "passed"

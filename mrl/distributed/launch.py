@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from mrl.distributed import device as device_module
 from mrl.errors import UserError
@@ -100,7 +101,7 @@ def start(device: str = "auto", *, num_threads: int = 0, timeout_s: float = 600.
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if env.world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
     return torch.device(kind, env.local_rank) if kind == "cuda" else torch.device("cpu")

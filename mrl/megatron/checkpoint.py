@@ -46,6 +46,11 @@ METADATA_CLASSES = frozenset(
         ("torch.distributed.checkpoint.metadata", "StorageMeta"),
         ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        # a rank's cached plan of what it wrote
+        ("torch.distributed.checkpoint.planner", "SavePlan"),
+        ("torch.distributed.checkpoint.planner", "WriteItem"),
+        ("torch.distributed.checkpoint.planner", "WriteItemType"),
+        ("torch.distributed.checkpoint.planner", "TensorWriteData"),
         ("collections", "OrderedDict"),
         ("pathlib", "PosixPath"),
         ("pathlib", "Path"),

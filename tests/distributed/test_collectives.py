@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from mrl.distributed.collectives import all_gather_ragged, all_to_all_ragged, raise_together, sum_over
 from mrl.errors import UserError
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import RankError, run_ranks
 
 
 def _gather():
@@ -48,7 +48,7 @@ def _raise(user):
         error = UserError(f"file of rank {rank}") if user else KeyError(f"rank {rank}")
     try:
         raise_together(error)
-    except Exception as raised:
+    except (UserError, RuntimeError) as raised:
         return type(raised).__name__, str(raised), getattr(raised, "everywhere", None)
 
 
@@ -66,6 +66,6 @@ def _fail_on_last():
 
 
 def test_the_rank_pool_reports_a_failing_rank_and_recovers():
-    with pytest.raises(RankFailure, match="only here"):
+    with pytest.raises(RankError, match="only here"):
         run_ranks(4, _fail_on_last)
     assert len(run_ranks(4, _gather)) == 4

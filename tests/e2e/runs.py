@@ -1,10 +1,13 @@
-"""Starts `mrl` as a user does, for the end-to-end tests: a tiny addition run, under torchrun where it has several ranks."""
+"""Starts `mrl` as a user does, for the end-to-end tests: a tiny addition run, under torchrun with several ranks."""
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.ranks import run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 240
@@ -13,7 +16,8 @@ CONFIG = """
 run: {seed: 3, num_threads: 1}
 model:
   preset: qwen2_tiny
-  overrides: {hidden_size: 32, num_hidden_layers: 4, intermediate_size: 64, num_attention_heads: 4, num_key_value_heads: 2}
+  overrides:
+    {hidden_size: 32, num_hidden_layers: 4, intermediate_size: 64, num_attention_heads: 4, num_key_value_heads: 2}
   tokenizer: "char:0123456789<>+#"
   dtype: float32
 data: {task: addition, task_kwargs: {min_terms: 2, max_terms: 3, max_value: 9, num_val: 16}}
@@ -26,12 +30,17 @@ observe: {console: plain, tensorboard: false, report: false, num_samples: 2}
 """
 
 
-def command(folder, overrides=(), ranks=1):
-    """The shell command of a run in `folder` (its config file is written there)."""
+def arguments(folder, overrides=()):
+    """The arguments of `mrl` for a run in `folder` (its config file is written there)."""
     config = Path(folder) / "config-given.yaml"
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(CONFIG)
-    words = ["-m", "mrl", "train", str(config), f"run.output_dir={folder}/run", *overrides]
+    return ["train", str(config), f"run.output_dir={folder}/run", *overrides]
+
+
+def command(folder, overrides=(), ranks=1):
+    """The shell command of a run."""
+    words = ["-m", "mrl", *arguments(folder, overrides)]
     if ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         return [sys.executable, *launcher, *words]
@@ -57,6 +66,32 @@ def train(folder, overrides=(), ranks=1):
     status = start(folder, overrides, ranks).wait(TIMEOUT_S)
     assert status == 0, (Path(folder) / "output.txt").read_text()[-4000:]
     return metrics(folder)
+
+
+def train_in_pool(folder, overrides, ranks):
+    """As `train`, in the reused ranks of `tests/ranks.py`: no new processes, the same command line."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    assert run_ranks(ranks, _main, arguments(folder, overrides), [free_port(), free_port()]) == [0] * ranks
+    return metrics(folder)
+
+
+def _main(words, ports):
+    from mrl.cli import main
+    from mrl.distributed import launch
+
+    launch.stop()  # mrl starts the process group itself
+    os.environ["MASTER_PORT"] = str(ports[0])
+    try:
+        return main(words)
+    finally:
+        os.environ["MASTER_PORT"] = str(ports[1])
+        launch.start("cpu", num_threads=1)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def metrics(folder):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial as bind
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mrl.distributed.collectives import raise_together
+from mrl.distributed.collectives import together
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import family_of, read_config
@@ -77,7 +78,9 @@ def export_to_hf(
     rank = dist.get_rank()
     target = Path(folder)
     partial = target.with_name(target.name + ".partial")
-    _together(lambda: _prepare(target, partial), when=rank == 0)
+    with together(), _disk_errors():
+        if rank == 0:
+            _prepare(target, partial)
     files = assign_files(hf_layout(arch, dtype), max_file_bytes)
     writer_of = {file: writers[number % len(writers)] for number, file in enumerate(files)}
     wanted: dict[int, Layout] = {writer: {} for writer in writers}
@@ -99,8 +102,12 @@ def export_to_hf(
             bucket_bytes=bucket_bytes,
         )
         transfer.run(bind(_write, arrived))
-        _together(bind(_save, partial, mine, arrived), when=bool(mine))
-    _together(lambda: _finish(target, partial, arch, files, dtype, like), when=rank == 0)
+        with together(), _disk_errors():
+            for file in mine:
+                save_file(arrived, partial / file, metadata={"format": "pt"})
+    with together(), _disk_errors():
+        if rank == 0:
+            _finish(target, partial, arch, files, dtype, like)
 
 
 def assign_files(layout: Layout, max_file_bytes: int) -> dict[str, Layout]:
@@ -123,18 +130,12 @@ def _num_bytes(layout: Layout, name: str) -> int:
     return volume(whole(layout[name].shape)) * ITEM_BYTES[layout[name].dtype]
 
 
-def _together(action: Callable[[], None], *, when: bool = True) -> None:
-    """Collective over the job: ranks with `when` act; where one fails, all raise."""
-    error: Exception | None = None
+@contextmanager
+def _disk_errors() -> Iterator[None]:
     try:
-        if when:
-            action()
-    except OSError as caught:
-        error = UserError(f"the export cannot be written: {caught}")
-        error.__cause__ = caught
-    except Exception as caught:  # noqa: BLE001 - the other ranks must hear of any failure
-        error = caught
-    raise_together(error)
+        yield
+    except OSError as error:
+        raise UserError(f"the export cannot be written: {error}") from error
 
 
 def _prepare(target: Path, partial: Path) -> None:
@@ -148,11 +149,6 @@ def _prepare(target: Path, partial: Path) -> None:
 def _write(into: Mapping[str, Tensor], arrivals: Sequence[Arrival]) -> None:
     for item in arrivals:
         into[item.name][slices(item.region)].copy_(item.data)
-
-
-def _save(folder: Path, files: Sequence[str], tensors: dict[str, Tensor]) -> None:
-    (file,) = files
-    save_file(tensors, folder / file, metadata={"format": "pt"})
 
 
 def _finish(

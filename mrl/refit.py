@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.config import CheckpointEngineConfig
-from mrl.distributed.collectives import raise_together
+from mrl.distributed.collectives import together
 from mrl.engines.base import RolloutEngine, WeightSlice
 from mrl.transfer import Arrival, Transfer
 from mrl.weights.layout import Layout
@@ -55,12 +55,8 @@ class Refit:
             RuntimeError: Tensors and layout disagree, or the actor's layouts do not hold what the engines need.
         """
         rank = dist.get_rank()
-        error: Exception | None = None
-        try:
+        with together():
             check_tensors(source_layout, sources)
-        except RuntimeError as caught:
-            error = caught
-        raise_together(error)
         target_layout = engine.layout()
         hosts: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(hosts, socket.gethostname())
@@ -80,39 +76,41 @@ class Refit:
 
         Returns:
             refit/bytes_local, refit/bytes_moved and refit/bytes_lower_bound over all ranks, and refit/gb_per_s: local
-            and moved bytes over this rank's time.
+            and moved bytes over this rank's time from the first byte to the last check, the engine's own work in
+            `finish_update` left out.
 
         Raises:
             RuntimeError: On every rank, where any rank failed; the message names the rank and the tensor. The engine
                 refuses to generate until a refit has passed.
         """
         start = time.perf_counter()
-        error: Exception | None = None
-        try:
+        with together():
             self._engine.begin_update()
             self._engine.update_weights(self._zero_padding())
-        except Exception as caught:  # noqa: BLE001 - the other ranks must hear of any failure
-            error = caught
-        raise_together(error)
         given = self._transfer.run(self._write)
-        try:
-            stored = self._engine.checksum()
-            if stored != given:
-                raise RuntimeError(
-                    f"the engine's weights add up to {stored:016x}, what it was given to {given:016x}: a write "
-                    "was lost, or something else wrote"
-                )
-        except Exception as caught:  # noqa: BLE001 - the other ranks must hear of any failure
-            error = caught
-        raise_together(error)
-        self._engine.finish_update(policy_version)
+        with together():
+            self._compare(given)
         elapsed = time.perf_counter() - start
+        try:
+            with together():
+                self._engine.finish_update(policy_version)
+        except Exception:
+            self._engine.begin_update()  # this rank's engine may have opened
+            raise
         return {
             "refit/bytes_local": float(self.plan.bytes_local),
             "refit/bytes_moved": float(self.plan.bytes_moved),
             "refit/bytes_lower_bound": float(self.plan.lower_bound_bytes),
             "refit/gb_per_s": (self.plan.bytes_local + self.plan.bytes_moved) / elapsed / 1e9,
         }
+
+    def _compare(self, given: int) -> None:
+        stored = self._engine.checksum()
+        if stored != given:
+            raise RuntimeError(
+                f"the engine's weights add up to {stored:016x}, what it was given to {given:016x}: a write was lost, "
+                "or something else wrote"
+            )
 
     def _write(self, arrivals: Sequence[Arrival]) -> None:
         self._engine.update_weights([WeightSlice(item.name, item.region, item.data) for item in arrivals])

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from mrl.data.prefixes import Prefixes
+
 MAX_PADDING = 0.25
 """Longest part of a bucket that may be padding."""
 SMALL_BUCKET_TOKENS = 4096
@@ -38,22 +40,25 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core h
     Attributes:
         buckets: In the order of their slots.
         slot_to_token: For each slot of all buckets the packed token in it; a padding slot repeats some token.
-        token_to_slot: For each packed token its slot.
+        token_to_slot: For each packed token a slot that holds it.
+        shared: Whether sequences share tokens: several slots besides padding may hold the same one.
     """
 
     buckets: list[Bucket] = field(default_factory=list)
     slot_to_token: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     token_to_slot: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    shared: bool = False
 
 
-def pack(lens: Sequence[int], device: torch.device, *, te: bool) -> PackedSequences:
-    """Describes sequences that lie one after the other.
+def pack(lens: Sequence[int], device: torch.device, *, te: bool, prefixes: Prefixes | None = None) -> PackedSequences:
+    """Describes sequences that lie one after the other, or that share prefixes.
 
     Args:
         lens: Tokens of each sequence, each at least 1.
         device: Where the index tensors go.
         te: For TransformerEngine's attention ("thd"). Otherwise for `CoreAttention`, and rotary angles come with one
             row for each packed token ("sbhd" with a batch of one).
+        prefixes: Only its distinct tokens are packed; for `CoreAttention`. None: all tokens are.
     """
     starts = [0]
     for length in lens:
@@ -83,7 +88,11 @@ def pack(lens: Sequence[int], device: torch.device, *, te: bool) -> PackedSequen
         token_parts.append(tokens.reshape(-1))
         packed.buckets.append(Bucket(len(members), width))
         offset += len(members) * width
-    packed.slot_to_token = torch.cat(token_parts).to(device)
+    slot_to_token = torch.cat(token_parts)
+    if prefixes is not None and prefixes.origin_D.numel() < starts[-1]:
+        packed.shared = True
+        slot_to_token, slot_of = prefixes.distinct_P[slot_to_token], slot_of[prefixes.origin_D]
+    packed.slot_to_token = slot_to_token.to(device)
     packed.token_to_slot = slot_of.to(device)
     return packed
 
@@ -106,22 +115,27 @@ def _similar(lens: Sequence[int]) -> list[list[int]]:
 
 
 class _ToSlots(torch.autograd.Function):
-    """Packed rows -> rows of all buckets; padding slots repeat a row.
+    """Packed rows -> rows of all buckets; padding slots repeat a row, and so do shared tokens.
 
-    The backward is a gather too: `index_select`'s own adds row by row, which costs more than the attention of short
-    sequences. It drops the gradient of padding slots, which is zero: only padding queries see padding keys, and what
-    they return goes nowhere.
+    Where only one slot of each token has a gradient, the backward is a gather too: `index_select`'s own adds row by
+    row, which costs more. It drops the gradient of the other slots, which is zero: only padding queries see padding
+    keys, and what they and the repeated queries return goes nowhere.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, slot_to_token: Tensor, token_to_slot: Tensor) -> Tensor:
-        ctx.save_for_backward(token_to_slot)
+    def forward(ctx: Any, rows: Tensor, slot_to_token: Tensor, token_to_slot: Tensor, add: bool) -> Tensor:
+        ctx.save_for_backward(slot_to_token, token_to_slot)
+        ctx.add = add
         return rows.index_select(0, slot_to_token)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (token_to_slot,) = ctx.saved_tensors
-        return grads[0].index_select(0, token_to_slot), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        slot_to_token, token_to_slot = ctx.saved_tensors
+        if not ctx.add:
+            return grads[0].index_select(0, token_to_slot), None, None, None
+        total = grads[0].new_zeros((token_to_slot.numel(), grads[0].size(1)), dtype=torch.float32)
+        total.index_add_(0, slot_to_token, grads[0].float())
+        return total.to(grads[0].dtype), None, None, None
 
 
 class _ToTokens(torch.autograd.Function):
@@ -184,8 +198,10 @@ class CoreAttention(torch.nn.Module):
             raise ValueError("CoreAttention takes packed sequences, and neither a mask nor a bias")
         plan = packed_seq_params
         tokens, heads, dim = query.size(0), query.size(2), query.size(3)
-        flat = (x.reshape(tokens, -1) for x in (query, key, value))
-        slots = [_ToSlots.apply(x, plan.slot_to_token, plan.token_to_slot) for x in flat]  # type: ignore[no-untyped-call]
+        slots = [
+            _ToSlots.apply(x.reshape(tokens, -1), plan.slot_to_token, plan.token_to_slot, add)  # type: ignore[no-untyped-call]
+            for x, add in ((query, False), (key, plan.shared), (value, plan.shared))
+        ]
         outputs, offset = [], 0
         for bucket in plan.buckets:
             count = bucket.size * bucket.longest

@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mrl.errors import UserError
 from mrl.megatron.optimizer_state import repair
@@ -61,6 +62,16 @@ DTYPES = frozenset({"float32", "float16", "bfloat16", "float64", "int64", "int32
 EXTRA_STATE = "_extra_state"
 """Empty, or TransformerEngine's scales for fp8, which mrl does not use; Megatron would store it as a pickle."""
 
+UNLOADABLE = (
+    CheckpointingException,
+    CheckpointException,  # torch's, not an Exception
+    pickle.UnpicklingError,
+    KeyError,
+    RuntimeError,
+    OSError,
+    ValueError,
+)
+
 
 def save(folder: Path, policy: Policy) -> None:
     """Collective over the job: writes model, optimizer and the number of updates into a new folder."""
@@ -85,10 +96,10 @@ def load(folder: Path, policy: Policy) -> None:
     try:
         strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), group)
         loaded = dist_checkpointing.load(state, str(folder), strategy)
-    except (CheckpointingException, KeyError, RuntimeError, OSError, ValueError) as error:
+    except UNLOADABLE as error:
         raise UserError(
-            f"checkpoint '{folder}' does not fit the model of this config ({type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]}). Use the model and actor sections it was written with."
+            f"checkpoint '{folder}' is damaged or does not fit the model of this config: {_reason(error)}. Use the "
+            "model and actor sections it was written with, or an earlier checkpoint."
         ) from error
     for index, chunk in enumerate(policy.chunks):
         found = chunk.load_state_dict(loaded[_chunk_key(policy, index)], strict=False)
@@ -98,6 +109,13 @@ def load(folder: Path, policy: Policy) -> None:
     if policy.optimizer is not None:
         policy.optimizer.load_state_dict(loaded["optimizer"])
         policy.num_updates = int(loaded["num_updates"])
+
+
+def _reason(error: BaseException) -> str:
+    """One line: what went wrong first, on the first rank where it did."""
+    if isinstance(error, CheckpointException):
+        error = next(failure for failure, _ in error.failures.values())
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def refuse_code(file: Path) -> None:

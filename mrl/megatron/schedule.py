@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mrl.data.packing import pack_microbatches
+from mrl.data.prefixes import Prefixes, each_token, shared_prefixes
 from mrl.distributed.groups import ProcessGroups
 from mrl.functional.logprobs import Distribution
 from mrl.megatron.attention import PackedSequences, pack
@@ -36,7 +37,7 @@ class Microbatch:
     Attributes:
         rows: Sequences of the batch that are in it, maybe none.
         batch: Those sequences, on the device.
-        tokens: All their tokens and the filling behind them, [1, P].
+        tokens: All their tokens and the filling behind them, [1, P]; what sequences begin with alike is there once.
         positions: Position of each token in its sequence, [1, P].
         packed: Where the sequences lie.
         targets: What is scored.
@@ -79,8 +80,9 @@ class Schedule:
     def microbatches(self, batch: RolloutBatch) -> list[Microbatch]:
         """Collective over data-parallel: the batch, packed; every rank gets the same number of microbatches."""
         grid = self._groups.grid
-        lens = batch.seq_lens_B.tolist()
         multiple = grid.pp if grid.vpp > 1 else 1  # what the interleaved schedule asks for
+        families = self._families(batch)
+        lens = [length for _, length in families]
         packed = pack_microbatches(lens, self._max_tokens, multiple_of=multiple) or [[]]
         while True:  # more microbatches than a rank needs may pack into still more: until all agree
             extremes = torch.tensor([len(packed), -len(packed)])
@@ -88,7 +90,7 @@ class Schedule:
             if extremes[0] == -extremes[1]:
                 break
             packed = pack_microbatches(lens, self._max_tokens, at_least=int(extremes[0]), multiple_of=multiple)
-        return [self._microbatch(batch, rows) for rows in packed]
+        return [self._microbatch(batch, [row for item in items for row in families[item][0]]) for items in packed]
 
     def run(self, microbatches: list[Microbatch], loss: Loss, *, backward: bool) -> list[dict[str, Tensor]]:
         """Collective over the actor's replica: forward, and backward where asked for.
@@ -131,11 +133,34 @@ class Schedule:
         report |= {"logprobs_R": logprobs_R.detach().clone(), "entropy_R": entropy_R.detach().clone()}
         return value, torch.zeros((), dtype=torch.int, device=value.device), (index, report)
 
+    def _families(self, batch: RolloutBatch) -> list[tuple[list[int], int]]:
+        """Sequences with the same prompt, as many as fit a microbatch, and the tokens of each such family."""
+        prompt_lens, response_lens = batch.prompt_lens_B.tolist(), batch.response_lens_B.tolist()
+        if self._te:  # its attention shares nothing
+            return [([row], sum(lens)) for row, lens in enumerate(zip(prompt_lens, response_lens, strict=True))]
+        ids = batch.tokens_P.numpy()
+        families: list[tuple[list[int], int]] = []
+        newest: dict[bytes, int] = {}
+        start = 0
+        for row, (prompt_len, response_len) in enumerate(zip(prompt_lens, response_lens, strict=True)):
+            prompt = ids[start : start + prompt_len].tobytes()
+            start += prompt_len + response_len
+            index = newest.get(prompt)
+            if index is not None and families[index][1] + response_len <= self._max_tokens:
+                rows, length = families[index]
+                families[index] = ([*rows, row], length + response_len)
+            else:
+                newest[prompt] = len(families)
+                families.append(([row], prompt_len + response_len))
+        return families
+
     def _microbatch(self, batch: RolloutBatch, rows: list[int]) -> Microbatch:
         part = batch.select(rows)
         lens = part.seq_lens_B.tolist()
         ends = part.seq_lens_B.cumsum(0)
-        filling = -sum(lens) % self._groups.grid.tp  # sequence parallelism shards the packed length
+        prefixes = each_token(sum(lens)) if self._te else shared_prefixes(part.tokens_P, lens)
+        distinct_P, origin_D = prefixes
+        filling = -origin_D.numel() % self._groups.grid.tp  # sequence parallelism shards the packed length
         if not lens:
             filling = self._groups.grid.tp
         # response token i of a sequence is predicted at the position before it
@@ -145,13 +170,17 @@ class Schedule:
         tokens = torch.cat([part.tokens_P, part.tokens_P.new_zeros(filling)])
         all_lens = [*lens, filling] if filling else lens
         positions = torch.cat([torch.arange(length) for length in all_lens])
-        targets = Targets(rows_R.to(self._device), part.tokens_P[rows_R + 1].to(self._device), self._distribution)
+        targets = Targets(
+            distinct_P[rows_R].to(self._device), part.tokens_P[rows_R + 1].to(self._device), self._distribution
+        )
+        distinct_P = torch.cat([distinct_P, torch.arange(origin_D.numel(), origin_D.numel() + filling)])
+        origin_D = torch.cat([origin_D, torch.arange(sum(lens), sum(lens) + filling)])
         return Microbatch(
             rows,
             _moved(part, self._device),
-            tokens[None].to(self._device),
-            positions[None].to(self._device),
-            pack(all_lens, self._device, te=self._te),
+            tokens[origin_D][None].to(self._device),
+            positions[origin_D][None].to(self._device),
+            pack(all_lens, self._device, te=self._te, prefixes=Prefixes(distinct_P, origin_D)),
             targets,
         )
 

@@ -1,0 +1,318 @@
+"""Speed of one whole GRPO iteration against TRL's GRPOTrainer: same model, samples and lengths, in one run.
+
+    python tools/bench_step.py                     # both cases, fp32 and bf16
+    python tools/bench_step.py --quick             # a few iterations of small models
+    python tools/bench_step.py --case small --dtype float32 --iterations 20
+
+An iteration of mrl is refit, rollout, reward, pack, update and log, as `mrl train` runs it, in one process. An iteration
+of TRL is what its `train()` does between two optimizer steps. Both start from one Hugging Face folder with random
+weights, sample the same number of responses, all of full length (the end token is not sampled in TRL, ignored in mrl),
+score them with the same function, and take one AdamW step (beta 0, clip 1, no recompute, the same learning rate). bf16
+means weights and activations in bf16 for both; mrl then keeps fp32 master weights, TRL does not. The two alternate,
+and the median of the ratios of neighbours is reported, one JSON line for each case and dtype.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from mrl import config as mrl_config
+from mrl.job import Job, open_job, plan
+from mrl.rewards.regex import regex
+from mrl.train import reinforcement_step
+
+WARM_UP = 2
+LEARNING_RATE = 1e-5
+SEED = 0
+REWARD = {"pattern": "[02468]$"}
+"""Of the reward function "regex": 1 where the last word ends in an even digit."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a batch.
+
+    Attributes:
+        num_layers: Of the model; it is a qwen2 with two KV heads and an output weight of its own.
+        hidden: Hidden size; the MLP is 2.75 times as wide.
+        heads: Attention heads.
+        vocabulary: Tokens.
+        prompts: Prompts per iteration.
+        samples: Responses to each.
+        prompt_len: Tokens of every prompt.
+        response_len: Tokens of every response.
+    """
+
+    num_layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    prompts: int
+    samples: int
+    prompt_len: int
+    response_len: int
+
+
+CASES = {
+    "small": Case(4, 128, 4, 64, prompts=16, samples=16, prompt_len=8, response_len=8),
+    "middle": Case(8, 512, 8, 32000, prompts=8, samples=8, prompt_len=64, response_len=64),
+}
+QUICK = {
+    "small": Case(2, 64, 4, 64, prompts=4, samples=4, prompt_len=8, response_len=8),
+    "middle": Case(2, 128, 4, 2000, prompts=4, samples=4, prompt_len=32, response_len=32),
+}
+
+
+def main() -> None:
+    """Parses the command line, runs each case and prints its line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=sorted(CASES), nargs="*", default=["small", "middle"])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], nargs="*", default=["float32", "bfloat16"])
+    parser.add_argument("--iterations", type=int, help="timed iterations of each; default 9, with --quick 3")
+    parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--quick", action="store_true", help="smaller models and batches")
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    for name in args.case:
+        case = (QUICK if args.quick else CASES)[name]
+        for dtype in args.dtype:
+            iterations = args.iterations or (3 if args.quick else 9)
+            with tempfile.TemporaryDirectory() as folder:
+                found = run_case(case, dtype, Path(folder), iterations=iterations, num_threads=args.num_threads)
+            print(json.dumps({"bench": "step", "case": name, "quick": args.quick, **found}), flush=True)
+
+
+def run_case(case: Case, dtype: str, folder: Path, *, iterations: int, num_threads: int) -> dict[str, Any]:
+    """One comparison."""
+    rows = write_inputs(case, folder)
+    times: dict[str, list[float]] = {"mrl": [], "trl": []}
+    phases: list[dict[str, float]] = []
+    with open_job(plan(job_config(case, dtype, folder, num_threads, steps=WARM_UP + iterations))) as job:
+        job.resume()
+
+        def after_step(step: int, seconds: float) -> None:
+            """TRL has done a step: now mrl does one."""
+            began = time.perf_counter()
+            timings = mrl_step(job, case, step)
+            if step > WARM_UP:
+                times["mrl"].append(time.perf_counter() - began)
+                times["trl"].append(seconds)
+                phases.append(timings)
+
+        run_trl(case, dtype, folder, rows, WARM_UP + iterations, after_step)
+    ratios = [theirs / ours for theirs, ours in zip(times["trl"], times["mrl"], strict=True)]
+    names = sorted({name for timings in phases for name in timings})
+    return {
+        "model": f"{case.num_layers} layers, hidden {case.hidden}, vocabulary {case.vocabulary}",
+        "dtype": dtype,
+        "batch": f"{case.prompts} x {case.samples} samples",
+        "prompt_len": case.prompt_len,
+        "response_len": case.response_len,
+        "ratio": round(statistics.median(ratios), 2),
+        "ratio_min": round(min(ratios), 2),
+        "ratio_max": round(max(ratios), 2),
+        "mrl_s": spread(times["mrl"]),
+        "trl_s": spread(times["trl"]),
+        "mrl_phases_s": {
+            name: round(statistics.median(timings.get(name, 0.0) for timings in phases), 4) for name in names
+        },
+        "iterations": iterations,
+        "device": device_name(),
+        "num_threads": num_threads,
+        "versions": {name: version(name) for name in ("torch", "trl", "transformers", "megatron-core")},
+        "commit": commit(),
+    }
+
+
+# ---- what both start from
+
+
+def write_inputs(case: Case, folder: Path) -> list[dict[str, str]]:
+    """Writes model, tokenizer and prompts; returns the prompts' rows. Token i is the word "t<i>"."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    words = {"<pad>": 0, "<eos>": 1} | {f"t{i}": i for i in range(2, case.vocabulary)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<pad>", eos_token="<eos>", padding_side="left"
+    ).save_pretrained(folder / "tokenizer")
+    config = transformers.Qwen2Config(
+        vocab_size=case.vocabulary,
+        hidden_size=case.hidden,
+        intermediate_size=case.hidden * 11 // 4,
+        num_hidden_layers=case.num_layers,
+        num_attention_heads=case.heads,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(SEED)
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder / "model")
+    generator = torch.Generator().manual_seed(SEED)
+    ids_BT = torch.randint(2, case.vocabulary, (case.prompts * 8, case.prompt_len), generator=generator)
+    rows = [{"prompt": " ".join(f"t{i}" for i in ids_T), "answer": ""} for ids_T in ids_BT.tolist()]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+# ---- mrl
+
+
+def job_config(case: Case, dtype: str, folder: Path, num_threads: int, *, steps: int) -> mrl_config.Config:
+    """The run, as a YAML file gives it."""
+    settings = {
+        "run": {"output_dir": str(folder / "run"), "device": "cpu", "num_threads": num_threads, "seed": SEED},
+        "train": {"num_steps": steps, "batch_size": case.prompts},
+        "model": {"path": str(folder / "model"), "tokenizer": str(folder / "tokenizer"), "dtype": dtype},
+        "actor": {"lr": LEARNING_RATE, "adam_beta2": 0.999, "clip_grad": 1.0},
+        "rollout": {
+            "n": case.samples,
+            "prompt_length": case.prompt_len,
+            "response_length": case.response_len,
+            "ignore_eos": True,
+            "max_num_seqs": case.prompts * case.samples,
+        },
+        "reward": {"functions": [{"name": "regex", "kwargs": REWARD}]},
+        "data": {"train_files": [str(folder / "train.jsonl")]},
+        "observe": {"console": "off", "report": False},
+    }
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(settings))  # JSON is YAML
+    return mrl_config.load(path)
+
+
+def mrl_step(job: Job, case: Case, step: int) -> dict[str, float]:
+    """One iteration of `mrl.train.train`; returns the seconds of its phases."""
+    with job.timers.step(step):
+        metrics = reinforcement_step(job, step)
+    timings = job.timers.metrics()
+    job.log.step(step, metrics | job.rates())
+    if metrics["response_length/min"] != case.response_len:
+        raise RuntimeError("a response of mrl is short")
+    return {name.removeprefix("timing_s/"): seconds for name, seconds in timings.items()}
+
+
+# ---- TRL
+
+
+def run_trl(
+    case: Case,
+    dtype: str,
+    folder: Path,
+    rows: list[dict[str, str]],
+    steps: int,
+    after_step: Callable[[int, float], None],
+) -> None:
+    """TRL's training; `after_step` gets each step's number, from 1, and its seconds."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Clock(transformers.TrainerCallback):  # type: ignore[misc]  # transformers has no types
+        """From the end of one step, and of what `after_step` does, to the end of the next."""
+
+        began = 0.0
+
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.began = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            after_step(state.global_step, time.perf_counter() - self.began)
+            self.began = time.perf_counter()
+
+    def reward(completions: list[str], **kwargs: Any) -> list[float]:
+        return [regex(prompt="", response=text, answer=None, extra={}, **REWARD) for text in completions]
+
+    config = GRPOConfig(
+        output_dir=str(folder / "trl"),
+        use_cpu=True,
+        bf16=False,  # the weights are in the dtype already; autocast would be slower
+        model_init_kwargs={"dtype": dtype},
+        per_device_train_batch_size=case.prompts * case.samples,
+        num_generations=case.samples,
+        max_completion_length=case.response_len,
+        generation_kwargs={"min_new_tokens": case.response_len},
+        max_steps=steps,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        beta=0.0,
+        loss_type="grpo",
+        temperature=1.0,
+        top_k=0,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        logging_steps=1,
+        seed=SEED,
+    )
+    trainer = GRPOTrainer(
+        model=str(folder / "model"),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=transformers.PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"),
+        callbacks=[Clock()],
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    lengths = [entry["completions/min_length"] for entry in trainer.state.log_history if "reward" in entry]
+    if min(lengths) != case.response_len:
+        raise RuntimeError("a response of TRL is short")
+
+
+# ---- the figures
+
+
+def spread(times: list[float]) -> dict[str, float]:
+    """Median and extremes, s."""
+    return {
+        "median": round(statistics.median(times), 4),
+        "min": round(min(times), 4),
+        "max": round(max(times), 4),
+    }
+
+
+def device_name() -> str:
+    """The processor and what torch uses of it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if "model name" in line]
+    return f"{names[0] if names else platform.processor()}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def commit() -> str:
+    """The commit of the working tree, "-dirty" where files differ from it."""
+    run = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return run.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    main()

@@ -333,6 +333,8 @@ class DataConfig:
     """Column: a string, or a list of chat messages."""
     answer_key: str = "answer"
     """Column with the ground truth."""
+    response_key: Optional[str] = None
+    """Column with the response that supervised steps imitate; null: the answer."""
     system_prompt: Optional[str] = None
     """Put before chat messages that have none."""
     chat_template: Optional[str] = None

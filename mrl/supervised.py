@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mrl.config import Config
 from mrl.data.packing import balance
 from mrl.data.prompts import supervised_example
 from mrl.data.tokenizer import Tokenizer
@@ -17,28 +18,29 @@ from mrl.types import Prompt, RolloutBatch
 
 
 def supervised_batch(
-    prompts: list[Prompt], tokenizer: Tokenizer, groups: ProcessGroups, limit: int
+    prompts: list[Prompt], tokenizer: Tokenizer, groups: ProcessGroups, config: Config
 ) -> tuple[RolloutBatch, Tensor]:
-    """This data-parallel index's share of the prompts, each with its answer as the response.
+    """This data-parallel index's share of the prompts, each with the response to imitate.
 
     Args:
         prompts: The same on every rank.
-        tokenizer: Encodes the answers.
+        tokenizer: Encodes the responses.
         groups: Who sits where.
-        limit: Longest response, tokens (`rollout.response_length`).
+        config: `data.response_key` and `rollout.response_length` are read.
 
     Returns:
         The share, and the (prompt, response) lengths of all examples, int64 [N, 2].
 
     Raises:
-        UserError: A prompt has no answer, or one that is too long.
+        UserError: A prompt has no response, or one that is too long.
     """
-    pairs = [supervised_example(prompt, tokenizer) for prompt in prompts]
+    limit = config.rollout.response_length
+    pairs = [supervised_example(prompt, tokenizer, config.data.response_key) for prompt in prompts]
     for prompt, (_, response) in zip(prompts, pairs, strict=True):
         if len(response) > limit:
             raise UserError(
-                f"{prompt.source}: the answer has {len(response)} tokens with its end token, more than "
-                f"rollout.response_length={limit}. Raise it, or shorten the answer."
+                f"{prompt.source}: the response to imitate has {len(response)} tokens with its end token, more than "
+                f"rollout.response_length={limit}. Raise it, or shorten the response."
             )
     shares = balance([len(ids) + len(response) for ids, response in pairs], groups.grid.dp)
     rows = sorted(shares[groups.coords.dp])

@@ -153,7 +153,7 @@ def warm_start(job: Job) -> None:
     for step in range(1, config.num_steps + 1):
         with job.timers.step(step), job.timers.phase("warm_start"):
             prompts = source.next(config.batch_size)
-            batch, _ = supervised_batch(prompts, job.tokenizer, job.groups, job.config.rollout.response_length)
+            batch, _ = supervised_batch(prompts, job.tokenizer, job.groups, job.config)
             metrics = optimizer_step(job, batch, algorithm)
         job.log.warm_start(step, metrics | job.timers.metrics())
     job.policy.start_optimizer(job.learning_rate())
@@ -163,7 +163,7 @@ def supervised_step(job: Job) -> Metrics:
     """One step of `algorithm.name=sft`."""
     with job.timers.phase("update_actor"):
         prompts = job.source.next(job.config.train.batch_size)
-        batch, lens_N2 = supervised_batch(prompts, job.tokenizer, job.groups, job.config.rollout.response_length)
+        batch, lens_N2 = supervised_batch(prompts, job.tokenizer, job.groups, job.config)
         job.trained_tokens(lens_N2[:, 0], lens_N2[:, 1])
         return optimizer_step(job, batch, job.algorithm)
 

@@ -255,21 +255,31 @@ def load_validation(data: DataConfig, tokenizer: Tokenizer, *, prompt_length: in
     return prompts
 
 
-def supervised_example(prompt: Prompt, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Prompt ids, and the answer's ids with the end token: one example of a supervised warm start.
+def supervised_example(
+    prompt: Prompt, tokenizer: Tokenizer, response_key: str | None = None
+) -> tuple[list[int], list[int]]:
+    """Prompt ids, and the ids of the response to imitate with the end token: one example of a supervised step.
+
+    Args:
+        prompt: Of the stream.
+        tokenizer: Encodes the response.
+        response_key: Column that holds the response (`data.response_key`); None: the answer.
 
     Raises:
-        UserError: The prompt has no answer, or the tokenizer cannot encode it.
+        UserError: The prompt has no such response, or the tokenizer cannot encode it.
     """
-    if prompt.answer is None:
+    response = prompt.answer if response_key is None else prompt.extra.get(response_key)
+    if not isinstance(response, str):
+        key = "data.answer_key" if response_key is None else f"data.response_key={response_key}"
         raise UserError(
-            f"{prompt.source}: there is no answer to learn from. A warm start (train.warm_start) needs data.answer_key."
+            f"{prompt.source}: supervised steps need a response to imitate, but {key} gives {_shown(response)}; "
+            "expected a string."
         )
     try:
-        answer = tokenizer.encode(prompt.answer)
+        ids = tokenizer.encode(response)
     except UserError as error:
-        raise UserError(f"{prompt.source}: answer {prompt.answer!r}: {error}") from error
-    return list(prompt.prompt_ids), [*answer, tokenizer.eos_ids[0]]
+        raise UserError(f"{prompt.source}: response {response!r}: {error}") from error
+    return list(prompt.prompt_ids), [*ids, tokenizer.eos_ids[0]]
 
 
 def _rows(data: DataConfig, encoder: PromptEncoder, side: str) -> Rows:

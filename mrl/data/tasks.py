@@ -52,6 +52,7 @@ class Addition(Task):
         num_train: int = 100_000,
         num_val: int = 200,
         held_out_frac: float = 0.1,
+        wrong_frac: float = 0.0,
         seed: int = 0,
     ) -> None:
         """Makes the generator.
@@ -63,6 +64,8 @@ class Addition(Task):
             num_train: Rows of an epoch.
             num_val: Held-out rows.
             held_out_frac: Part of all sums that is kept from training, (0, 1).
+            wrong_frac: Part of the training rows whose "response" is off by one, [0, 1]: supervised steps on
+                `data.response_key=response` then end in a policy that reinforcement learning can improve.
             seed: Chooses the rows and the split.
 
         Raises:
@@ -80,11 +83,14 @@ class Addition(Task):
                 raise UserError(f"data.task_kwargs.{name} is {value!r}, expected a whole number from {low} to {high}.")
         if not 0 < held_out_frac < 1:
             raise UserError(f"data.task_kwargs.held_out_frac is {held_out_frac!r}, expected above 0 and below 1.")
+        if not 0 <= wrong_frac <= 1:
+            raise UserError(f"data.task_kwargs.wrong_frac is {wrong_frac!r}, expected from 0 to 1.")
         self.num_train = num_train
         self.num_val = num_val
         self._terms = (min_terms, max_terms)
         self._max_value = max_value
         self._held_out_frac = held_out_frac
+        self._wrong_frac = wrong_frac
         self._seed = seed
         self._val = self._held_out_sums()
 
@@ -93,7 +99,11 @@ class Addition(Task):
         attempt = 0
         while self._is_held_out(terms := self._draw("train", index, attempt)):
             attempt += 1
-        return _sum_row(terms)
+        row = _sum_row(terms)
+        chance, rest = _number(self._seed, "wrong", index) % 2**64, _number(self._seed, "by", index)
+        if chance < self._wrong_frac * 2**64:
+            row["response"] = str(abs(sum(terms) + (1 if rest % 2 else -1)))
+        return row
 
     def val_row(self, index: int) -> dict[str, Any]:
         """See `Task.val_row`."""
@@ -136,7 +146,7 @@ def _number(*key: object) -> int:
 
 
 def _sum_row(terms: tuple[int, ...]) -> dict[str, Any]:
-    return {"prompt": f"<{'+'.join(map(str, terms))}>", "answer": str(sum(terms)), "num_terms": len(terms)}
+    return {"prompt": f"<{'+'.join(map(str, terms))}>", "answer": str(sum(terms)), "response": str(sum(terms)), "num_terms": len(terms)}
 
 
 TASKS: Mapping[str, type[Task]] = {"addition": Addition}

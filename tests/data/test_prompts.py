@@ -172,7 +172,7 @@ def test_answers_are_strings(tmp_path, digits, answer, text):
 def test_an_empty_answer_key_means_no_answers(tmp_path, digits):
     prompt = only(digits, tmp_path, {"prompt": "1"}, answer_key="")
     assert prompt.answer is None
-    with pytest.raises(UserError, match=r"there is no answer to learn from"):
+    with pytest.raises(UserError, match=r"need a response to imitate, but data.answer_key gives"):
         supervised_example(prompt, digits)
 
 
@@ -184,11 +184,19 @@ def test_prompts_cut_on_the_left_keep_their_end(tmp_path, digits):
     assert prompt.prompt_ids == tuple(digits.encode("56>"))
 
 
+def test_a_supervised_example_takes_the_named_column_and_refuses_a_row_without_it(tmp_path, digits):
+    prompt = only(digits, tmp_path, {"prompt": "<1+2>", "answer": "3", "worked": "1+2>3"})
+    assert supervised_example(prompt, digits, "worked")[1] == digits.encode("1+2>3#")
+    prompt = only(digits, tmp_path, {"prompt": "<1+1>", "answer": "2"})
+    with pytest.raises(UserError, match="data.response_key=worked gives"):
+        supervised_example(prompt, digits, "worked")
+
+
 def test_a_supervised_example_is_the_answer_and_the_end_token(tmp_path, digits):
     prompt = only(digits, tmp_path, {"prompt": "<1+2>", "answer": 3})
     assert supervised_example(prompt, digits) == (digits.encode("<1+2>"), digits.encode("3#"))
     unknown = only(digits, tmp_path, {"prompt": "<1+2>", "answer": "three"})
-    with pytest.raises(UserError, match=r"one.jsonl:1: answer 'three': .* does not know 't'"):
+    with pytest.raises(UserError, match=r"one.jsonl:1: response 'three': .* does not know 't'"):
         supervised_example(unknown, digits)
 
 

@@ -4,7 +4,7 @@
     python tools/bench_step.py --quick             # a few iterations of small models
     python tools/bench_step.py --case small --dtype float32 --iterations 20
 
-An iteration of mrl is refit, rollout, reward, pack, update and log, as `mrl train` runs it, in one process. An iteration
+An iteration of mrl is refit, rollout, reward, pack, update and log, as `mrl train` runs it, in one process. One
 of TRL is what its `train()` does between two optimizer steps. Both start from one Hugging Face folder with random
 weights, sample the same number of responses, all of full length (the end token is not sampled in TRL, ignored in mrl),
 score them with the same function, and take one AdamW step (beta 0, clip 1, no recompute, the same learning rate). bf16

@@ -67,7 +67,7 @@ def linear_logprobs(
         hidden_PH: Final hidden states, the same on all ranks of the group. Its gradient is this rank's part of the sum
             over the group.
         weight_VH: Output weight of this rank, padding rows included.
-        rows_R: Positions whose distribution is scored, each at most once.
+        rows_R: Positions whose distribution is scored, one of them maybe for several targets.
         targets_R: Token id scored at each of them.
         shard: Which tokens the weight's rows are.
         distribution: Temperature, truncation, chunk size.
@@ -139,7 +139,7 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_logprobs, grad_entropy = grads
         weight = weight_VH[: shard.size]
         chunks = _chunks(rows_R.numel(), distribution.chunk_rows)
-        grad_hidden = torch.zeros_like(hidden_PH)
+        grad_hidden = torch.zeros(hidden_PH.shape, dtype=torch.float32, device=hidden_PH.device)
         # several chunks add up in fp32
         sum_dtype = torch.float32 if len(chunks) > 1 else weight_VH.dtype
         grad_weight = torch.zeros(weight_VH.shape, dtype=sum_dtype, device=weight_VH.device)
@@ -162,13 +162,13 @@ class _LinearLogprobs(torch.autograd.Function):
             if grad_logprobs is not None and shard.size:
                 grad_logits.scatter_add_(1, own.clamp(min=0)[:, None], (grad_logprobs[part] * (own >= 0))[:, None])
             scaled = grad_logits.div_(distribution.temperature).to(weight.dtype)
-            grad_hidden.index_copy_(0, rows, scaled @ weight)
+            grad_hidden.index_add_(0, rows, (scaled @ weight).float())
             hidden = hidden_PH.index_select(0, rows)
             if sum_dtype == weight.dtype:
                 grad_weight[: shard.size].addmm_(scaled.T, hidden)
             else:
                 grad_weight[: shard.size] += scaled.T @ hidden
-        return grad_hidden, grad_weight.to(weight_VH.dtype), None, None, None, None
+        return grad_hidden.to(hidden_PH.dtype), grad_weight.to(weight_VH.dtype), None, None, None, None
 
 
 def _chunks(count: int, size: int) -> list[slice]:

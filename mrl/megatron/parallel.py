@@ -6,12 +6,18 @@ bundle; Megatron itself reads its globals.
 
 from __future__ import annotations
 
+import gc
+
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from mrl.distributed.groups import ProcessGroups, make_rollout_group
 from mrl.grid import Grid
+
+
+_rollout_groups: list[dist.ProcessGroup] = []
+"""What `initialize` made beside Megatron's groups."""
 
 
 def initialize(grid: Grid, *, seed: int, timeout_s: float = 600.0) -> ProcessGroups:
@@ -36,13 +42,15 @@ def initialize(grid: Grid, *, seed: int, timeout_s: float = 600.0) -> ProcessGro
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     rank = dist.get_rank()
+    rollout_tp = make_rollout_group(grid, rank)
+    _rollout_groups.append(rollout_tp)
     groups = ProcessGroups(
         rank=rank,
         grid=grid,
         tp=parallel_state.get_tensor_model_parallel_group(),
         dp=parallel_state.get_data_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
-        rollout_tp=make_rollout_group(grid, rank),
+        rollout_tp=rollout_tp,
     )
     place = (dist.get_rank(groups.tp), dist.get_rank(groups.dp), dist.get_rank(groups.pp))
     if place != (groups.coords.tp, groups.coords.dp, groups.coords.pp):
@@ -54,8 +62,10 @@ def destroy() -> None:
     """Collective over the job: closes the groups that `initialize` had Megatron make, if any."""
     if not parallel_state.is_initialized():
         return
-    made = parallel_state._global_process_group_list or []
+    made = [*(parallel_state._global_process_group_list or []), *_rollout_groups]
+    gc.collect()  # models and optimizers hold groups in reference cycles; a gloo group that is held keeps its threads
     for group in dict.fromkeys(made):
         if group is not None:  # None stands for the default group
             dist.destroy_process_group(group)
+    _rollout_groups.clear()
     parallel_state.destroy_model_parallel()

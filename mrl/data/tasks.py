@@ -64,7 +64,7 @@ class Addition(Task):
             num_train: Rows of an epoch.
             num_val: Held-out rows.
             held_out_frac: Part of all sums that is kept from training, (0, 1).
-            wrong_frac: Part of the training rows whose "response" is off by one, [0, 1]: supervised steps on
+            wrong_frac: Part of the training rows whose "response" is one too high, [0, 1]: supervised steps on
                 `data.response_key=response` then end in a policy that reinforcement learning can improve.
             seed: Chooses the rows and the split.
 
@@ -100,9 +100,8 @@ class Addition(Task):
         while self._is_held_out(terms := self._draw("train", index, attempt)):
             attempt += 1
         row = _sum_row(terms)
-        chance, rest = _number(self._seed, "wrong", index) % 2**64, _number(self._seed, "by", index)
-        if chance < self._wrong_frac * 2**64:
-            row["response"] = str(abs(sum(terms) + (1 if rest % 2 else -1)))
+        if _number(self._seed, "wrong", index) < self._wrong_frac * 2**512:
+            row["response"] = str(sum(terms) + 1)
         return row
 
     def val_row(self, index: int) -> dict[str, Any]:

@@ -50,10 +50,10 @@ def test_held_out_sums_never_appear_in_training_in_any_order():
     assert len(trained) > 0.8 * len(pairs)
 
 
-def test_wrong_responses_are_off_by_one_in_the_asked_part_of_the_training_rows():
+def test_wrong_responses_are_one_too_high_in_the_asked_part_of_the_training_rows():
     task = make_task("addition", {"wrong_frac": 0.25})
     off = [int(row["response"]) - int(row["answer"]) for row in map(task.train_row, range(2000))]
-    assert set(off) == {-1, 0, 1}
+    assert set(off) == {0, 1}
     assert 0.2 < sum(value != 0 for value in off) / len(off) < 0.3
     assert all(row["response"] == row["answer"] for row in map(task.val_row, range(50)))
 

@@ -15,7 +15,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from mrl.distributed.groups import ProcessGroups, make_rollout_group
 from mrl.grid import Grid
 
-
 _rollout_groups: list[dist.ProcessGroup] = []
 """What `initialize` made beside Megatron's groups."""
 

@@ -13,8 +13,8 @@ from mrl import preflight
 from mrl.algorithms import base as algorithms
 from mrl.config import Config, to_yaml
 from mrl.grid import Grid
-from mrl.job import load_model_facts
 from mrl.models.base import ArchSpec
+from mrl.prepare import load_model_facts
 from mrl.weights.layout import Layout
 from mrl.weights.megatron import megatron_layout
 from mrl.weights.native import native_layout

@@ -1,7 +1,7 @@
 """A run put together: config in, everything that the loop needs out.
 
-Owns the order in which a job comes up: what can be refused without a process group is refused first (config, model,
-data), then ranks start, then weights. Owns also what a commit point holds. The loop itself is in `train.py`.
+Owns the order in which a job comes up, and what a commit point holds. What can be refused without a process group was
+refused before (`prepare.py`); the loop itself is in `train.py`.
 """
 
 from __future__ import annotations
@@ -9,120 +9,39 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mrl import preflight
 from mrl.algorithms import base as algorithms
 from mrl.algorithms.base import Algorithm
-from mrl.checkpoint import Checkpoints, committed_steps
-from mrl.config import AlgorithmConfig, Config
-from mrl.data.prompts import PromptSource, load_training, load_validation
-from mrl.data.tokenizer import Tokenizer, load_tokenizer
+from mrl.checkpoint import Checkpoints
+from mrl.config import AlgorithmConfig
+from mrl.data.prompts import PromptSource, load_training
 from mrl.distributed import launch
 from mrl.distributed.collectives import sum_over, together
 from mrl.distributed.groups import ProcessGroups
 from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.errors import UserError
 from mrl.export import export_to_hf
-from mrl.grid import Grid
 from mrl.megatron import checkpoint as megatron_checkpoint
 from mrl.megatron import parallel
 from mrl.megatron.optimizer import LearningRate
 from mrl.megatron.policy import Policy
-from mrl.models.base import ArchSpec
-from mrl.models.hf_config import arch_from_folder
-from mrl.models.presets import arch_from_preset
 from mrl.observe import metrics as measure
-from mrl.observe.run_dir import RunDir
 from mrl.observe.run_log import RunLog
 from mrl.observe.timers import Timers
+from mrl.prepare import Plan
 from mrl.refit import Refit, gather_layouts
 from mrl.registry import find
 from mrl.rewards.scorer import Scorer, part_names
 from mrl.rollout import LengthHistory
-from mrl.types import Prompt
 from mrl.weights.init import random_init
 from mrl.weights.load import load_from_hf
 from mrl.weights.tensors import DTYPES
-
-
-@dataclass
-class Plan:
-    """What a job will be, known before any process group exists.
-
-    Attributes:
-        config: Resolved: the algorithm's nulls are filled.
-        grid: Who sits where.
-        validation: Held-out prompts, maybe none.
-        resume_step: Step of the commit to continue from; None: from nothing.
-    """
-
-    config: Config
-    arch: ArchSpec
-    tokenizer: Tokenizer
-    algorithm: Algorithm
-    grid: Grid
-    source: PromptSource
-    validation: list[Prompt]
-    run: RunDir
-    resume_step: int | None
-
-
-def plan(config: Config) -> Plan:
-    """Reads and checks everything that needs no other rank.
-
-    Raises:
-        UserError: A mistake in the config, the model folder, the data or the run folder.
-    """
-    env = launch.environment()
-    launch.choose_device(config.run.device)
-    algorithm = algorithms.build(config.algorithm, config.rollout)
-    config = replace(config, algorithm=algorithm.config)
-    arch, tokenizer = load_model_facts(config)
-    preflight.check(config, arch, env.world_size, tokenizer.vocab_size)
-    parallel, rollout = config.parallel, config.rollout
-    grid = Grid(
-        world_size=env.world_size,
-        tp=parallel.tensor_model_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-        vpp=parallel.virtual_pipeline_model_parallel_size or 1,
-        rollout_tp=rollout.tensor_model_parallel_size,
-    )
-    source = load_training(config.data, tokenizer, prompt_length=rollout.prompt_length, seed=config.run.seed)
-    validation = load_validation(config.data, tokenizer, prompt_length=rollout.prompt_length)
-    run = RunDir(Path(config.run.output_dir))
-    return Plan(config, arch, tokenizer, algorithm, grid, source, validation, run, _resume_step(config, run))
-
-
-def load_model_facts(config: Config) -> tuple[ArchSpec, Tokenizer]:
-    """Structure and tokenizer of the model that the config names."""
-    model = config.model
-    if model.path is not None:
-        arch = arch_from_folder(model.path)
-        return arch, load_tokenizer(model, config.data, arch.vocab_size)
-    tokenizer = load_tokenizer(model, config.data)
-    if model.preset is None:
-        raise UserError("model.path and model.preset are both null: there is no model. Set one of them.")
-    return arch_from_preset(model.preset, model.overrides, tokenizer.vocab_size), tokenizer
-
-
-def _resume_step(config: Config, run: RunDir) -> int | None:
-    steps = committed_steps(run.checkpoints)
-    if config.run.resume == "must" and not steps:
-        raise UserError(
-            f"run.resume=must, but '{run.checkpoints}' has no checkpoint. Use run.resume=auto to start from nothing."
-        )
-    if config.run.resume == "never" and steps:
-        raise UserError(
-            f"run.resume=never, but '{run.checkpoints}' has a checkpoint of step {steps[-1]}. Use another "
-            "run.output_dir, or run.resume=auto to continue."
-        )
-    return steps[-1] if steps else None
 
 
 class Job:
@@ -201,6 +120,14 @@ class Job:
             greedy=not val.do_sample,
             ignore_eos=False,
         )
+
+    @contextmanager
+    def engine_awake(self) -> Iterator[None]:
+        """Inside, the engine may generate; afterwards `rollout.free_cache_engine` frees its KV cache."""
+        self.engine.wake()
+        yield
+        if self.config.rollout.free_cache_engine:
+            self.engine.sleep()
 
     def refit_if_stale(self) -> dict[str, float]:
         """Collective over the job: the engine holds the actor's weights of now; {} where it held them already."""
@@ -297,7 +224,8 @@ class Job:
             world_size=size,
             device_name=launch.device_name(self.device) if known else "",
         )
-        return timings | rates | measure.memory_metrics()
+        engine = {f"perf/rollout/{name}": value for name, value in self.engine.stats().items()}
+        return timings | rates | engine | measure.memory_metrics()
 
     # Commit points
 
@@ -392,7 +320,7 @@ def open_job(plan: Plan, *, log: bool = True) -> Iterator[Job]:
     """Collective over the job: ranks up, job built; ended in order, also after an error.
 
     Args:
-        plan: From `plan(config)`.
+        plan: From `prepare`.
         log: False: the run folder is only read.
     """
     run = plan.config.run

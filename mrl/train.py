@@ -18,10 +18,11 @@ from mrl.config import Config
 from mrl.distributed.collectives import together
 from mrl.engines.base import SamplingConfig
 from mrl.errors import UserError
-from mrl.job import Job, open_job, plan
+from mrl.job import Job, open_job
 from mrl.observe import metrics as measure
 from mrl.observe.report import write_report
 from mrl.observe.run_log import sample_rows
+from mrl.prepare import prepare
 from mrl.rollout import StepBatch, gather_table, generate, outcomes, pack
 from mrl.supervised import supervised_batch
 from mrl.types import Prompt, Rollout, RolloutBatch, SampleTable
@@ -35,7 +36,7 @@ def train(config: Config) -> None:
     Raises:
         UserError: A mistake that the user can mend; every rank raises it.
     """
-    with open_job(plan(config)) as job:
+    with open_job(prepare(config)) as job:
         config = job.config
         done = job.resume()
         if done is None:
@@ -118,7 +119,7 @@ def sample_and_score(
     job: Job, prompts: Sequence[Prompt], sampling: SamplingConfig
 ) -> tuple[list[Rollout], SampleTable]:
     """Rollouts of this replica with rewards, and the table of all samples."""
-    with job.timers.phase("gen"), together():
+    with job.timers.phase("gen"), together(), job.engine_awake():
         rollouts = generate(job.engine, prompts, sampling, job.groups, job.history)
     with job.timers.phase("reward"), together():
         if job.scorer is not None:
@@ -203,7 +204,7 @@ def evaluate(config: Config, checkpoint: str | None) -> None:
     Raises:
         UserError: There are no held-out prompts, or no such checkpoint.
     """
-    with open_job(plan(config), log=False) as job:
+    with open_job(prepare(config), log=False) as job:
         if not job.validation:
             raise UserError("there are no held-out prompts to evaluate on: set data.val_files or data.task.")
         loaded = job.load_for_evaluation(checkpoint)

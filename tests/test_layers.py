@@ -14,6 +14,7 @@ LAYERS = (
     ("cli",),
     ("train", "dryrun"),
     ("job",),
+    ("prepare",),
     ("preflight",),
     ("refit", "export", "rollout", "checkpoint", "supervised"),
     ("megatron", "engines", "observe"),

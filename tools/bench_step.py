@@ -32,7 +32,7 @@ import torch
 import transformers
 
 from mrl import config as mrl_config
-from mrl.job import Job, open_job, plan
+from mrl.job import Job, open_job
 from mrl.rewards.regex import regex
 from mrl.train import reinforcement_step
 
@@ -102,7 +102,7 @@ def run_case(case: Case, dtype: str, folder: Path, *, iterations: int, num_threa
     rows = write_inputs(case, folder)
     times: dict[str, list[float]] = {"mrl": [], "trl": []}
     phases: list[dict[str, float]] = []
-    with open_job(plan(job_config(case, dtype, folder, num_threads, steps=WARM_UP + iterations))) as job:
+    with open_job(prepare(job_config(case, dtype, folder, num_threads, steps=WARM_UP + iterations))) as job:
         job.resume()
 
         def after_step(step: int, seconds: float) -> None:

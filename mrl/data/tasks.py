@@ -145,7 +145,8 @@ def _number(*key: object) -> int:
 
 
 def _sum_row(terms: tuple[int, ...]) -> dict[str, Any]:
-    return {"prompt": f"<{'+'.join(map(str, terms))}>", "answer": str(sum(terms)), "response": str(sum(terms)), "num_terms": len(terms)}
+    total = str(sum(terms))
+    return {"prompt": f"<{'+'.join(map(str, terms))}>", "answer": total, "response": total, "num_terms": len(terms)}
 
 
 TASKS: Mapping[str, type[Task]] = {"addition": Addition}

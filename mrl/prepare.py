@@ -1,0 +1,94 @@
+"""What a run will be, known before any process group exists.
+
+Owns reading and checking everything that needs no other rank: config, model folder, data, run folder. A mistake found
+here costs no GPU minute. `job.py` brings the job up from the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mrl import preflight
+from mrl.algorithms import base as algorithms
+from mrl.algorithms.base import Algorithm
+from mrl.checkpoint import committed_steps
+from mrl.config import Config
+from mrl.data.prompts import PromptSource, load_training, load_validation
+from mrl.data.tokenizer import Tokenizer, load_tokenizer
+from mrl.distributed import launch
+from mrl.errors import UserError
+from mrl.grid import Grid
+from mrl.models.base import ArchSpec
+from mrl.models.hf_config import arch_from_folder
+from mrl.models.presets import arch_from_preset
+from mrl.observe.run_dir import RunDir
+from mrl.types import Prompt
+
+
+@dataclass
+class Plan:
+    """What a job will be, known before any process group exists.
+
+    Attributes:
+        config: Resolved: the algorithm's nulls are filled.
+        grid: Who sits where.
+        validation: Held-out prompts, maybe none.
+        resume_step: Step of the commit to continue from; None: from nothing.
+    """
+
+    config: Config
+    arch: ArchSpec
+    tokenizer: Tokenizer
+    algorithm: Algorithm
+    grid: Grid
+    source: PromptSource
+    validation: list[Prompt]
+    run: RunDir
+    resume_step: int | None
+
+
+def prepare(config: Config) -> Plan:
+    """Reads and checks everything that needs no other rank.
+
+    Raises:
+        UserError: A mistake in the config, the model folder, the data or the run folder.
+    """
+    env = launch.environment()
+    launch.choose_device(config.run.device)
+    algorithm = algorithms.build(config.algorithm, config.rollout)
+    config = replace(config, algorithm=algorithm.config)
+    arch, tokenizer = load_model_facts(config)
+    preflight.check(config, arch, env.world_size, tokenizer.vocab_size)
+    rollout = config.rollout
+    grid = preflight.grid_of(config, env.world_size)
+    source = load_training(config.data, tokenizer, prompt_length=rollout.prompt_length, seed=config.run.seed)
+    validation = load_validation(config.data, tokenizer, prompt_length=rollout.prompt_length)
+    run = RunDir(Path(config.run.output_dir))
+    return Plan(config, arch, tokenizer, algorithm, grid, source, validation, run, _resume_step(config, run))
+
+
+def load_model_facts(config: Config) -> tuple[ArchSpec, Tokenizer]:
+    """Structure and tokenizer of the model that the config names."""
+    model = config.model
+    if model.path is not None:
+        arch = arch_from_folder(model.path)
+        return arch, load_tokenizer(model, config.data, arch.vocab_size)
+    tokenizer = load_tokenizer(model, config.data)
+    if model.preset is None:
+        raise UserError("model.path and model.preset are both null: there is no model. Set one of them.")
+    return arch_from_preset(model.preset, model.overrides, tokenizer.vocab_size), tokenizer
+
+
+def _resume_step(config: Config, run: RunDir) -> int | None:
+    steps = committed_steps(run.checkpoints)
+    if config.run.resume == "must" and not steps:
+        raise UserError(
+            f"run.resume=must, but '{run.checkpoints}' has no checkpoint. Use run.resume=auto to start from nothing."
+        )
+    if config.run.resume == "never" and steps:
+        raise UserError(
+            f"run.resume=never, but '{run.checkpoints}' has a checkpoint of step {steps[-1]}. Use another "
+            "run.output_dir, or run.resume=auto to continue."
+        )
+    return steps[-1] if steps else None

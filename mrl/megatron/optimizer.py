@@ -45,7 +45,7 @@ class LearningRate:
 
 def build_optimizer(chunks: list[Any], actor: ActorConfig, *, bf16: bool, dtype: Any) -> Any:
     """Collective over the job: a Megatron optimizer for data-parallel chunks, no step taken."""
-    return get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
             decoupled_weight_decay=True,
@@ -62,3 +62,7 @@ def build_optimizer(chunks: list[Any], actor: ActorConfig, *, bf16: bool, dtype:
         ),
         chunks,
     )
+    if next(chunks[0].parameters()).device.type == "cpu":
+        for group in optimizer.param_groups:
+            group["fused"] = True  # one pass over memory; torch's default on a CPU is one for each operation
+    return optimizer

@@ -26,6 +26,7 @@ setup(
     install_requires=[
         "torch>=2.6,<3",
         "megatron-core>=0.16.1,<0.17",
+        "numpy>=1.26,<3",
         "transformers>=5,<6",
         "tokenizers>=0.21,<1",
         "safetensors>=0.5,<1",

@@ -33,6 +33,7 @@ import transformers
 
 from mrl import config as mrl_config
 from mrl.job import Job, open_job
+from mrl.prepare import prepare
 from mrl.rewards.regex import regex
 from mrl.train import reinforcement_step
 

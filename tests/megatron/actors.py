@@ -73,20 +73,26 @@ def make_policy(
 
 
 def make_batch(num: int = 14, *, seed: int = 3, vocab: int = VOCAB, longest: int = 9) -> RolloutBatch:
-    """Ragged sequences, the weights of their tokens as of a mean over all of them."""
+    """Ragged sequences, two of each prompt, the weights of their tokens as of a mean over all of them."""
     generator = torch.Generator().manual_seed(seed)
     prompts = torch.randint(1, longest, (num,), generator=generator)
+    prompts[1::2] = prompts[: num - num % 2 : 2]
     responses = torch.randint(1, longest, (num,), generator=generator)
     total = int(responses.sum())
     mask = torch.rand(total, generator=generator) > 0.1
     weights = mask.float() / mask.sum()
+    tokens = torch.randint(0, vocab, (int((prompts + responses).sum()),), generator=generator)
+    starts = (prompts + responses).cumsum(0) - prompts - responses
+    for row in range(1, num, 2):
+        first, second, length = int(starts[row - 1]), int(starts[row]), int(prompts[row])
+        tokens[second : second + length] = tokens[first : first + length]
     return RolloutBatch(
-        tokens_P=torch.randint(0, vocab, (int((prompts + responses).sum()),), generator=generator),
+        tokens_P=tokens,
         prompt_lens_B=prompts,
         response_lens_B=responses,
         response_mask_R=mask,
         rollout_logprobs_R=-4 - torch.rand(total, generator=generator),
-        group_id_B=torch.arange(num),
+        group_id_B=torch.arange(num) // 2,
         rewards_B=torch.zeros(num),
         advantages_R=torch.randn(total, generator=generator),
         weights_R=weights,

@@ -132,6 +132,14 @@ def test_a_token_of_weight_zero_is_never_drawn(size, uniform):
         assert draw(weights, torch.tensor([uniform], dtype=torch.float64)).item() == only
 
 
+def test_the_end_of_a_block_is_never_passed():
+    """Block sums are fp32, the sum inside a block is fp64: the rest to find may lie beyond it."""
+    weights = torch.rand(200, 2 * BLOCK, generator=torch.Generator().manual_seed(0))
+    weights[:, BLOCK - 50 :] = 0.0
+    tokens = draw(weights, torch.full((200,), 1 - 2.0**-53, dtype=torch.float64))
+    assert torch.equal(tokens, torch.full((200,), BLOCK - 51))
+
+
 def test_a_row_without_numbers_draws_some_valid_index():
     for value in (math.nan, math.inf):
         token = draw(torch.full((2, BLOCK + 5), value), torch.tensor([0.1, 0.9], dtype=torch.float64))

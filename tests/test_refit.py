@@ -1,5 +1,7 @@
 """The actor's shards into the native engine, over real ranks: whole, or not at all."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +25,12 @@ PROMPT = Prompt(uid=0, prompt_ids=(1, 2, 3), text="")
 SAMPLING = SamplingConfig(n=1, max_tokens=4, greedy=True, ignore_eos=True)
 
 
+@functools.cache
+def rollout_group(grid):
+    """One group per layout and process: each costs threads for as long as the process lives."""
+    return make_rollout_group(grid, dist.get_rank())
+
+
 class Side:
     """One rank: an actor's shard with random weights and an engine."""
 
@@ -31,12 +39,11 @@ class Side:
         self.arch, self.grid, self.dtype = arch, grid, target_dtype
         self.layout = megatron_layout(arch, grid, rank, dtype=source_dtype, te=False)
         self.sources = allocate(self.layout)
-        group = make_rollout_group(grid, rank)
         config = RolloutConfig(prompt_length=8, response_length=8, max_num_seqs=4, gpu_memory_utilization=0.01)
         self.engine = engine(
             config,
             arch,
-            tp_group=group,
+            tp_group=rollout_group(grid),
             device=torch.device("cpu"),
             dtype=getattr(torch, target_dtype),
             decode=str,

@@ -21,15 +21,12 @@ from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.weights.hf import hf_layout
 from mrl.weights.layout import Layout
-from mrl.weights.regions import slices, split, translate
+from mrl.weights.regions import slices
 from mrl.weights.tensors import check_tensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TIED_HEAD = "lm_head.weight"
-
-_BLOCK_ELEMENTS = 16 * 1024 * 1024
-"""Elements read at a time, so that the copy between file and target stays small."""
 
 _DTYPES = ("F32", "BF16", "F16", "F64")
 
@@ -95,28 +92,19 @@ class HfWeights:
         Raises:
             UserError: A file ends early or cannot be read.
         """
-        by_file: dict[str, list[tuple[str, int]]] = {}
-        for name, stored in layout.items():
-            for index, piece in enumerate(stored.pieces):
-                by_file.setdefault(self._file_of[piece.hf_name], []).append((name, index))
         check_tensors(layout, tensors, dtypes=False)
         with torch.no_grad():
             for name, stored in layout.items():
                 for region in stored.padding:
                     tensors[name][slices(region)] = 0
-            for items in by_file.values():
-                for name, index in items:
-                    piece = layout[name].pieces[index]
-                    for part in split(piece.src, _BLOCK_ELEMENTS):
-                        place = translate(part, piece.src, piece.dst)
-                        tensors[name][slices(place)].copy_(self._read(piece.hf_name, slices(part)))
+                for piece in stored.pieces:
+                    tensors[name][slices(piece.dst)].copy_(self._read(piece.hf_name, slices(piece.src)))
 
     def _find(self) -> dict[str, str]:
         index = self._folder / INDEX
         if index.is_file():
             return self._read_index(index)
         if (self._folder / SINGLE).is_file():
-            self._file_of = {}
             return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
         raise UserError(
             f"model folder '{self._folder}' has neither {SINGLE} nor {INDEX}. mrl reads safetensors; convert other "
@@ -155,6 +143,7 @@ class HfWeights:
         return tuple(handle.get_shape()), handle.get_dtype()
 
     def _read(self, name: str, where: tuple[slice, ...]) -> Tensor:
+        """A part of a tensor, as a view of the mapped file: only what is copied from it is read."""
         file = self._file_of[name]
         try:
             part: Tensor = self._handle(file).get_slice(name)[where]

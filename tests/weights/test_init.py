@@ -46,6 +46,13 @@ def test_a_tensor_of_several_blocks_is_the_same_by_rows_and_by_columns():
         assert all(torch.equal(tensors[name], expected) for name, expected in filled(layout, hf).items())
 
 
+def test_no_rows_of_a_large_tensor_repeat():
+    embed = model(small("llama_tiny", hidden_size=512, vocab_size=2048, num_hidden_layers=1))[
+        "model.embed_tokens.weight"
+    ]
+    assert embed.unique(dim=0).shape == embed.shape
+
+
 def test_the_seed_and_the_name_decide():
     arch = ARCHS["biases, tied"]
     first, again, other = model(arch, 0), model(arch, 0), model(arch, 1)

@@ -175,16 +175,13 @@ def test_tensors_that_do_not_fit_the_layout_are_a_defect_not_a_user_error(tmp_pa
         load_from_hf(tmp_path, arch, layout, tensors)
 
 
-MEMORY_SLACK_MIB = 80
-"""Blocks of 16 Mi elements are read one at a time: 64 MiB in fp32, and the allocator's own."""
+MEMORY_SLACK_MIB = 32
+"""Headers and the allocator's own; half of the largest piece, which therefore is not held twice."""
 
 
-def test_a_rank_holds_its_shard_and_a_block_never_the_model(tmp_path):
-    """400 MiB of weights, a sixteenth for this rank; anonymous memory is watched while it loads."""
-    arch = small(
-        "llama_tiny", hidden_size=1024, intermediate_size=6144, num_attention_heads=16, num_key_value_heads=16,
-        vocab_size=4096,
-    )  # fmt: skip
+def test_a_rank_holds_its_shard_never_the_model(tmp_path):
+    """368 MiB of weights, a quarter for this rank; anonymous memory is watched while it loads."""
+    arch = small("llama_tiny", hidden_size=1024, intermediate_size=1024, num_key_value_heads=8, vocab_size=32768)
     write_folder(arch, tmp_path, {name: torch.zeros(item.shape) for name, item in hf_layout(arch, "float32").items()})
     script = """
         import sys, threading, time
@@ -206,7 +203,7 @@ def test_a_rank_holds_its_shard_and_a_block_never_the_model(tmp_path):
 
         folder, running = sys.argv[1], True
         arch = arch_from_folder(folder)
-        layout = megatron_layout(arch, Grid(16, tp=4, pp=4), 5, dtype="float32", te=False)
+        layout = megatron_layout(arch, Grid(4, tp=2, pp=2), 0, dtype="float32", te=False)
         tensors = allocate(layout)
         before, seen = anonymous_mib(), []
         thread = threading.Thread(target=watch)
@@ -217,9 +214,12 @@ def test_a_rank_holds_its_shard_and_a_block_never_the_model(tmp_path):
         print(max(seen) - before, sum(tensor.nbytes for tensor in tensors.values()) / 2**20)
     """
     result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     grown, shard = map(float, result.stdout.split())
     model = (tmp_path / "model.safetensors").stat().st_size / 2**20
-    assert shard < model / 10
-    assert grown < shard + MEMORY_SLACK_MIB < model / 3
+    assert shard < model / 3
+    assert grown < shard + MEMORY_SLACK_MIB < model / 2

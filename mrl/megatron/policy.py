@@ -154,7 +154,6 @@ class Policy:
         self.num_updates = 0
         config = self._model_config
         config.finalize_model_grads_func = finalize_model_grads
-        config.grad_scale_func = self.optimizer.scale_loss
         if self._config.overlap_grad_reduce:
             hooks = [(wrapped.no_sync, wrapped.start_grad_sync) for wrapped in self._wrapped]
             several = len(hooks) > 1

@@ -311,14 +311,15 @@ def test_update_refuses_what_does_not_fit(qwen):
 def test_logits_that_are_no_numbers_name_the_prompt(qwen):
     engine = make_engine(qwen)
     engine.begin_update()
-    engine.update_weights([WeightSlice("final_norm", ((3, 4),), torch.tensor([torch.nan]))])
+    engine.update_weights([WeightSlice("layers.0.input_norm", ((3, 4),), torch.tensor([torch.nan]))])
     engine.finish_update(1)
-    prompt = Prompt(uid=4, prompt_ids=(1, 2), text="", source="train.jsonl:17")
+    prompt = Prompt(uid=4, prompt_ids=(1, 2, 3, 4, 5, 6), text="", source="train.jsonl:17")
     for greedy in (True, False):
         with pytest.raises(RuntimeError, match=r"train\.jsonl:17"):
             engine.generate([prompt], SamplingConfig(n=1, max_tokens=4, greedy=greedy))
     refit(engine, qwen, arch_from_folder(qwen), version=2)
-    engine.generate([prompt], SamplingConfig(n=1, max_tokens=4))
+    shorter = Prompt(uid=5, prompt_ids=(1, 2), text="")  # the slots behind it held keys that were no numbers
+    engine.generate([shorter], SamplingConfig(n=1, max_tokens=4))
 
 
 def test_bfloat16_scores_close_to_float32(qwen):

@@ -130,9 +130,12 @@ class Job:
             self.engine.sleep()
 
     def refit_if_stale(self) -> dict[str, float]:
-        """Collective over the job: the engine holds the actor's weights of now; {} where it held them already."""
+        """Collective over the job: the engine holds the actor's weights of now; what a refit costs.
+
+        After an evaluation it held them already. A resumed run must log the same: bytes are told either way.
+        """
         if self.engine.policy_version == self.policy_version:
-            return {}
+            return self.refit.cost()
         return self.refit(self.policy_version)
 
     # Training

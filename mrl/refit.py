@@ -75,9 +75,8 @@ class Refit:
         """Collective over the job: the engine holds the actor's weights and generates under `policy_version`.
 
         Returns:
-            refit/bytes_local, refit/bytes_moved and refit/bytes_lower_bound over all ranks, and refit/gb_per_s: local
-            and moved bytes over this rank's time from the first byte to the last check, the engine's own work in
-            `finish_update` left out.
+            `cost`, and refit/gb_per_s: local and moved bytes over this rank's time from the first byte to the last
+            check, the engine's own work in `finish_update` left out.
 
         Raises:
             RuntimeError: On every rank, where any rank failed; the message names the rank and the tensor. The engine
@@ -97,11 +96,15 @@ class Refit:
         except Exception:
             self._engine.begin_update()  # this rank's engine may have opened
             raise
+        rate = (self.plan.bytes_local + self.plan.bytes_moved) / elapsed / 1e9
+        return {**self.cost(), "refit/gb_per_s": rate}
+
+    def cost(self) -> dict[str, float]:
+        """Bytes of any refit, over all ranks: copied inside ranks, sent between them, and the least that must be sent."""
         return {
             "refit/bytes_local": float(self.plan.bytes_local),
             "refit/bytes_moved": float(self.plan.bytes_moved),
             "refit/bytes_lower_bound": float(self.plan.lower_bound_bytes),
-            "refit/gb_per_s": (self.plan.bytes_local + self.plan.bytes_moved) / elapsed / 1e9,
         }
 
     def _compare(self, given: int) -> None:

@@ -100,7 +100,7 @@ class Refit:
         return {**self.cost(), "refit/gb_per_s": rate}
 
     def cost(self) -> dict[str, float]:
-        """Bytes of any refit, over all ranks: copied inside ranks, sent between them, and the least that must be sent."""
+        """Bytes of any refit, over all ranks: copied inside ranks, sent between them, the least that must be sent."""
         return {
             "refit/bytes_local": float(self.plan.bytes_local),
             "refit/bytes_moved": float(self.plan.bytes_moved),

@@ -40,7 +40,7 @@ from mrl.train import reinforcement_step
 WARM_UP = 2
 LEARNING_RATE = 1e-5
 SEED = 0
-REWARD = {"pattern": "[02468]$"}
+PATTERN = "[02468]$"
 """Of the reward function "regex": 1 where the last word ends in an even digit."""
 
 
@@ -194,7 +194,7 @@ def job_config(case: Case, dtype: str, folder: Path, num_threads: int, *, steps:
             "ignore_eos": True,
             "max_num_seqs": case.prompts * case.samples,
         },
-        "reward": {"functions": [{"name": "regex", "kwargs": REWARD}]},
+        "reward": {"functions": [{"name": "regex", "kwargs": {"pattern": PATTERN}}]},
         "data": {"train_files": [str(folder / "train.jsonl")]},
         "observe": {"console": "off", "report": False},
     }
@@ -242,7 +242,7 @@ def run_trl(
             self.began = time.perf_counter()
 
     def reward(completions: list[str], **kwargs: Any) -> list[float]:
-        return [regex(prompt="", response=text, answer=None, extra={}, **REWARD) for text in completions]
+        return [regex(prompt="", response=text, answer=None, extra={}, pattern=PATTERN) for text in completions]
 
     config = GRPOConfig(
         output_dir=str(folder / "trl"),

@@ -173,7 +173,7 @@ def test_data_of_another_kind_is_refused(case):
 def test_a_warm_start_without_answers_is_refused(case):
     case.write_rows("train.jsonl", [{"prompt": "<1+1>"}] * 4)
     warm = ("train.warm_start.num_steps=1", "train.warm_start.batch_size=2", "data.answer_key=''")
-    assert "there is no answer to learn from" in case.refused(*warm)
+    assert "supervised steps need a response to imitate" in case.refused(*warm)
 
 
 def model_folder(case: Case, **changes) -> dict:

@@ -1,0 +1,30 @@
+"""RMSNorm is the formula, and marks its weight where the sequence is sharded."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mrl.megatron.norm import RMSNorm
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2}  # a few units in the last place of each type
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rows_are_divided_by_their_root_mean_square(dtype):
+    norm = RMSNorm(SimpleNamespace(params_dtype=dtype, sequence_parallel=False), 8, eps=1e-3)
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(0.5, 2, 8))
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact = x.double()
+    expected = exact / (exact.square().mean(1, keepdim=True) + 1e-3).sqrt() * norm.weight.double()
+    found = norm(x)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_the_weight_says_whether_ranks_see_parts_of_the_sequence(sequence_parallel):
+    """Without the mark Megatron does not add up the ranks' gradients."""
+    norm = RMSNorm(SimpleNamespace(params_dtype=torch.float32, sequence_parallel=sequence_parallel), 4)
+    assert norm.weight.sequence_parallel is sequence_parallel

@@ -6,6 +6,7 @@ refused before (`prepare.py`); the loop itself is in `train.py`.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -175,18 +176,18 @@ class Job:
         self.policy.weights_changed()
 
     def freeze_reference(self, step: int) -> None:
-        """Collective over the job: the reference is what `reference.path` holds, else the actor as it is now.
+        """Collective over the job: the reference becomes the actor as it is now, or at the start `reference.path`.
 
         The actor as it is now is also written beside the checkpoints, so that a resumed run has the same reference.
         """
         if not self.algorithm.needs_reference:
             return
-        self.reference_path = self.config.reference.path
+        self.reference_path = self.config.reference.path if step == 0 else None
         if self.reference_path is None:
             folder = self.run.checkpoints / f"reference-{step:08d}"
             with together():
                 if self.groups.rank == 0:
-                    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before its first commit
+                    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before its next commit
             self.export(folder)
             self.reference_path = str(folder)
         self.load_reference()
@@ -254,8 +255,18 @@ class Job:
 
         with self.timers.phase("save_checkpoint"):
             path = self.checkpoints.save(step, write, state, metrics.get(self.config.checkpoint.best_metric))
+            if self.groups.rank == 0:
+                self._drop_unused_references()
         self.log.step(step, self.timers.metrics())
         self.log.note(f"checkpoint {path}")
+
+    def _drop_unused_references(self) -> None:
+        """Deletes the references that no commit needs any more."""
+        kept = [self.checkpoints.path(step) / "state.json" for step in self.checkpoints.steps()]
+        used = {json.loads(file.read_text())["reference"] for file in kept}
+        for folder in self.run.checkpoints.glob("reference-*"):
+            if str(folder) not in used:
+                shutil.rmtree(folder)
 
     def resume(self) -> int | None:
         """Collective over the job: takes up the run's last commit, else the initial weights.

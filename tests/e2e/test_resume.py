@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e import runs
 
-STEPS = ["train.num_steps=8", "checkpoint.interval=2", "train.eval_interval=2"]
+STEPS = ["train.num_steps=8", "checkpoint.interval=2", "train.eval_interval=2", "reference.update_interval=3"]
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,8 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(num_lines, uninterrup
     process = runs.start(tmp_path, STEPS)
     kill_after(process, tmp_path, num_lines)
     assert runs.train(tmp_path, STEPS) == uninterrupted
+    references = [folder.name for folder in (tmp_path / "run" / "checkpoints").glob("reference-*")]
+    assert references == ["reference-00000006"]  # of the two commits that are kept
 
 
 def test_a_run_resumes_at_another_layout_with_the_same_prompts(uninterrupted, tmp_path):

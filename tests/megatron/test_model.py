@@ -113,7 +113,7 @@ def _true_rows(policy, key):
 
 
 @pytest.mark.parametrize("name", ARCHS)
-@pytest.mark.parametrize("layout", ["single", "tp2", "pp2_vpp2", "tp2_pp2"])
+@pytest.mark.parametrize("layout", ["pp2_vpp2", "tp2_pp2"])
 def test_parameters_are_those_of_the_layout_and_nan_until_loaded(name, layout):
     assert run_ranks(LAYOUTS[layout].world_size, names_and_shapes, LAYOUTS[layout], name) == [
         (True, True) for _ in range(LAYOUTS[layout].world_size)

@@ -5,7 +5,9 @@
 
 `function` is a module-level function (it is imported by name in the ranks); arguments and results are pickled. In it
 the default process group exists (`mrl.distributed.launch.start` ran); `torch.distributed.get_rank()` tells the rank.
-A failing rank makes `run_ranks` raise RankError with that rank's traceback; the pool is then started anew.
+A failing rank makes `run_ranks` raise RankError with that rank's traceback; the pool is then started anew. Ranks that
+give no answer are ended and the call is made once more in new ones: now and then gloo never finishes making a group.
+What really hangs, hangs twice.
 """
 
 from __future__ import annotations
@@ -16,15 +18,20 @@ import multiprocessing
 import os
 import socket
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 START_TIMEOUT_S = 120
-CALL_TIMEOUT_S = 240
+CALL_TIMEOUT_S = 120
 
 
 class RankError(AssertionError):
+    pass
+
+
+class NoAnswerError(RankError):
     pass
 
 
@@ -35,7 +42,7 @@ def _worker(rank: int, size: int, port: int, pipe: Connection) -> None:
     )  # fmt: skip
     from mrl.distributed import launch
 
-    launch.start("cpu", num_threads=1, timeout_s=CALL_TIMEOUT_S)
+    launch.start("cpu", num_threads=1, timeout_s=2 * CALL_TIMEOUT_S)
     pipe.send(("ok", None))
     while True:
         try:
@@ -81,7 +88,7 @@ class _Pool:
             ready = wait(list(waiting), timeout)
             if not ready:
                 self.kill()
-                raise RankError(f"ranks {sorted(waiting.values())} gave no answer in {timeout} s")
+                raise NoAnswerError(f"ranks {sorted(waiting.values())} gave no answer in {timeout} s")
             for pipe in ready:
                 rank = waiting[pipe]
                 try:
@@ -116,9 +123,17 @@ _POOLS: dict[int, _Pool] = {}
 
 def run_ranks(size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     """The results of `function(*args, **kwargs)` on each of `size` ranks."""
+    try:
+        return _pool(size).call(function, args, kwargs)
+    except NoAnswerError as error:
+        warnings.warn(f"{error}; calling {function.__name__} again in new ranks", stacklevel=2)
+        return _pool(size).call(function, args, kwargs)
+
+
+def _pool(size: int) -> _Pool:
     if size not in _POOLS:
         _POOLS[size] = _Pool(size)
-    return _POOLS[size].call(function, args, kwargs)
+    return _POOLS[size]
 
 
 @atexit.register

@@ -56,7 +56,7 @@ def _speaks(error: UserError) -> bool:
 def _quieten() -> None:
     """Megatron warns that optional packages are not installed and of names that torch has deprecated, on every rank."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch\.distributed|megatron)\.")
 
 
 def _train(arguments: argparse.Namespace) -> None:

@@ -44,6 +44,8 @@ def train(config: Config) -> None:
             warm_start(job)
             job.freeze_reference(done)
             job.commit(done, evaluate_if_due(job, done))
+        if done >= config.train.num_steps:
+            job.log.note(f"all {config.train.num_steps} steps are done; raise train.num_steps to go on")
         for step in range(done + 1, config.train.num_steps + 1):
             with job.timers.step(step):
                 metrics = supervised_step(job) if job.algorithm.supervised else reinforcement_step(job, step)

@@ -105,6 +105,12 @@ class ParallelConfig:
     """CP; must be 1 in this version."""
     expert_model_parallel_size: int = 1
     """EP; must be 1 in this version."""
+    expert_tensor_parallel_size: Optional[int] = None
+    """ETP; ranks that share each expert; null: TP."""
+    num_layers_in_first_pipeline_stage: Optional[int] = None
+    """Layers of the first stage; null: as many as the others."""
+    num_layers_in_last_pipeline_stage: Optional[int] = None
+    """Layers of the last stage; null: as many as the others."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +218,9 @@ class RolloutConfig:
     pipeline_model_parallel_size: int = 1
     """Must be 1 on the native engine."""
     expert_parallel_size: int = 1
-    """Must be 1 in this version."""
+    """EP inside a replica; must be 1 in this version."""
+    moe_tensor_parallel_size: Optional[int] = None
+    """Ranks of a replica that share each expert; null: what `expert_parallel_size` leaves of the replica."""
     max_num_seqs: int = 256
     """Sequences decoded at a time by a replica."""
     max_num_batched_tokens: int = 8192

@@ -1,8 +1,9 @@
-"""Which rank sits where: pure arithmetic between ranks and (tp, dp, pp) coordinates.
+"""Which rank sits where: pure arithmetic between ranks and their parallel coordinates.
 
-Owns the order of ranks that Megatron-Core uses by default ("tp-cp-ep-dp-pp": TP varies fastest, PP slowest) and the
-rollout replicas (consecutive ranks). It knows no process group: `distributed/groups.py` makes those from it, and
-`weights/` computes every rank's layout from it.
+Owns the order of ranks that Megatron-Core uses by default ("tp-cp-ep-dp-pp": TP varies fastest, PP slowest; a stage's
+ranks are cut anew, by (etp, ep, edp), for the experts) and the rollout replicas (consecutive ranks; inside one, experts
+are spread first and cut second, as in TensorRT-LLM's `Mapping`). It knows no process group: `distributed/groups.py`
+makes those from it, and `weights/` computes every rank's layout from it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Coords:
-    """Position of one rank: tensor, data and pipeline index."""
+    """Position of one rank for everything but the experts: tensor, context, data and pipeline index."""
 
     tp: int
     dp: int
     pp: int
+    cp: int = 0
+
+
+@dataclass(frozen=True)
+class ExpertCoords:
+    """Position of one rank for the experts: tensor, expert and data index."""
+
+    etp: int
+    ep: int
+    edp: int
 
 
 @dataclass(frozen=True)
@@ -28,32 +39,63 @@ class Grid:
         tp: Tensor-model-parallel size of the actor.
         pp: Pipeline-model-parallel size of the actor.
         vpp: Model chunks per pipeline stage (virtual pipeline), 1 without.
+        cp: Context-parallel size of the actor.
+        ep: Expert-parallel size of the actor.
+        etp: Tensor-parallel size of the actor's experts; None: `tp`.
+        first_stage_layers: Layers of the first pipeline stage; None: as many as the others.
+        last_stage_layers: Layers of the last pipeline stage; None: as many as the others.
         rollout_tp: Tensor-parallel size of a rollout replica.
+        rollout_ep: Expert-parallel size inside a rollout replica; a divisor of `rollout_tp`.
     """
 
     world_size: int
     tp: int = 1
     pp: int = 1
     vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
     rollout_tp: int = 1
+    rollout_ep: int = 1
 
     @property
     def dp(self) -> int:
         """Data-parallel size of the actor."""
-        return self.world_size // (self.tp * self.pp)
+        return self.world_size // (self.tp * self.cp * self.pp)
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel size of the actor's experts."""
+        return self.tp if self.etp is None else self.etp
 
     @property
     def num_replicas(self) -> int:
         """Rollout replicas."""
         return self.world_size // self.rollout_tp
 
+    @property
+    def rollout_moe_tp(self) -> int:
+        """Ranks that share each expert inside a rollout replica."""
+        return self.rollout_tp // self.rollout_ep
+
     def coords(self, rank: int) -> Coords:
         """Actor coordinates of a rank."""
-        return Coords(tp=rank % self.tp, dp=rank // self.tp % self.dp, pp=rank // (self.tp * self.dp))
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        return Coords(tp=tp, dp=dp, pp=pp, cp=cp)
+
+    def expert_coords(self, rank: int) -> ExpertCoords:
+        """Coordinates of a rank among the ranks of its pipeline stage that share the experts."""
+        rest, etp = divmod(rank % (self.world_size // self.pp), self.expert_tp)
+        edp, ep = divmod(rest, self.ep)
+        return ExpertCoords(etp=etp, ep=ep, edp=edp)
 
     def rank(self, coords: Coords) -> int:
         """Rank at the given actor coordinates."""
-        return coords.tp + self.tp * (coords.dp + self.dp * coords.pp)
+        return coords.tp + self.tp * (coords.cp + self.cp * (coords.dp + self.dp * coords.pp))
 
     def replica(self, rank: int) -> int:
         """Rollout replica of a rank."""
@@ -64,5 +106,5 @@ class Grid:
         return rank % self.rollout_tp
 
     def data_ranks(self, dp: int) -> list[int]:
-        """All ranks (every tp and pp) that train on the data of data-parallel index `dp`."""
+        """All ranks (every tp, cp and pp) that train on the data of data-parallel index `dp`."""
         return [rank for rank in range(self.world_size) if self.coords(rank).dp == dp]

@@ -19,7 +19,7 @@ from mrl.config import Config
 from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
-from mrl.weights.megatron import num_layers_per_chunk
+from mrl.weights.megatron import chunk_layers
 from mrl.weights.shards import TensorShard, check_divides
 
 RANGES = {
@@ -40,6 +40,9 @@ RANGES = {
     "parallel.virtual_pipeline_model_parallel_size": "[1, inf)",
     "parallel.context_parallel_size": "[1, inf)",
     "parallel.expert_model_parallel_size": "[1, inf)",
+    "parallel.expert_tensor_parallel_size": "[1, inf)",
+    "parallel.num_layers_in_first_pipeline_stage": "[1, inf)",
+    "parallel.num_layers_in_last_pipeline_stage": "[1, inf)",
     "actor.lr": "[0, inf)",
     "actor.min_lr": "[0, inf)",
     "actor.lr_warmup_steps": "[0, inf)",
@@ -63,6 +66,7 @@ RANGES = {
     "rollout.tensor_model_parallel_size": "[1, inf)",
     "rollout.pipeline_model_parallel_size": "[1, inf)",
     "rollout.expert_parallel_size": "[1, inf)",
+    "rollout.moe_tensor_parallel_size": "[1, inf)",
     "rollout.max_num_seqs": "[1, inf)",
     "rollout.max_num_batched_tokens": "[1, inf)",
     "rollout.gpu_memory_utilization": "(0, 1)",
@@ -143,7 +147,13 @@ def grid_of(config: Config, world_size: int) -> Grid:
         tp=config.parallel.tensor_model_parallel_size,
         pp=config.parallel.pipeline_model_parallel_size,
         vpp=config.parallel.virtual_pipeline_model_parallel_size or 1,
+        cp=config.parallel.context_parallel_size,
+        ep=config.parallel.expert_model_parallel_size,
+        etp=config.parallel.expert_tensor_parallel_size,
+        first_stage_layers=config.parallel.num_layers_in_first_pipeline_stage,
+        last_stage_layers=config.parallel.num_layers_in_last_pipeline_stage,
         rollout_tp=config.rollout.tensor_model_parallel_size,
+        rollout_ep=config.rollout.expert_parallel_size,
     )
 
 
@@ -345,7 +355,7 @@ def _fit(config: Config, arch: ArchSpec, grid: Grid) -> Iterator[str]:
     attempts: tuple[Callable[[], object], ...] = (
         lambda: check_divides(arch, TensorShard(grid.tp, 0, "parallel.tensor_model_parallel_size")),
         lambda: check_divides(arch, TensorShard(grid.rollout_tp, 0, "rollout.tensor_model_parallel_size")),
-        lambda: num_layers_per_chunk(arch, grid),
+        lambda: chunk_layers(arch, grid),
     )
     for attempt in attempts:
         try:

@@ -1,4 +1,4 @@
-"""The pre-norm decoder that llama, qwen2 and qwen3 share: its rows, and config.json <-> ArchSpec.
+"""The pre-norm decoder that the families share: its rows, and config.json <-> ArchSpec.
 
 Owns what these families have in common; what differs (a default, a bias, a norm) stands in the family's own file. It
 reads no file: `hf_config.py` does.
@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mrl.errors import UserError
-from mrl.models.base import ArchSpec, Kind, ParamSpec, Place, RopeScaling
+from mrl.models.base import ArchSpec, Kind, MoeSpec, ParamSpec, Place, RopeScaling
 
-DECODER: tuple[ParamSpec, ...] = (
+ATTENTION: tuple[ParamSpec, ...] = (
     ParamSpec(
         hf=("model.embed_tokens.weight",),
         shapes=("vocab hidden",),
@@ -84,6 +84,10 @@ DECODER: tuple[ParamSpec, ...] = (
         kind=Kind.ROW,
         place=Place.LAYER,
     ),
+)
+"""Embeddings, and a layer up to its MLP."""
+
+DENSE_MLP: tuple[ParamSpec, ...] = (
     ParamSpec(
         hf=("model.layers.{layer}.post_attention_layernorm.weight",),
         shapes=("hidden",),
@@ -109,6 +113,10 @@ DECODER: tuple[ParamSpec, ...] = (
         kind=Kind.ROW,
         place=Place.LAYER,
     ),
+)
+"""The norm before the MLP, and the MLP."""
+
+HEAD: tuple[ParamSpec, ...] = (
     ParamSpec(
         hf=("model.norm.weight",),
         shapes=("hidden",),
@@ -127,6 +135,10 @@ DECODER: tuple[ParamSpec, ...] = (
         when=lambda arch: not arch.tie_word_embeddings,
     ),
 )
+"""Behind the last layer."""
+
+DECODER = ATTENTION + DENSE_MLP + HEAD
+"""A whole dense model."""
 
 KEYS = (
     "vocab_size",
@@ -153,6 +165,7 @@ def arch_from_config(
     defaults: Mapping[str, Any],
     qkv_bias: bool = False,
     qk_norm: bool = False,
+    moe: MoeSpec | None = None,
 ) -> ArchSpec:
     """config.json of a llama-like decoder -> ArchSpec.
 
@@ -162,25 +175,26 @@ def arch_from_config(
         defaults: What transformers assumes for keys that the file may leave out.
         qkv_bias: As in `ArchSpec`.
         qk_norm: As in `ArchSpec`.
+        moe: As in `ArchSpec`.
 
     Raises:
         UserError: A key is missing or has the wrong type, sizes do not fit together, or the structure is one that mrl
             does not build.
     """
     refuse_foreign_structure(config, family)
-    heads = _whole(config, "num_attention_heads", defaults)
-    hidden = _whole(config, "hidden_size", defaults)
+    heads = whole(config, "num_attention_heads", defaults)
+    hidden = whole(config, "hidden_size", defaults)
     kv_heads = (
         heads
         if _value(config, "num_key_value_heads", defaults) is None
-        else _whole(config, "num_key_value_heads", defaults)
+        else whole(config, "num_key_value_heads", defaults)
     )
     if heads % kv_heads:
         raise UserError(
             f"config.json: num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv_heads})."
         )
     if _value(config, "head_dim", defaults) is not None:
-        head_dim = _whole(config, "head_dim", defaults)
+        head_dim = whole(config, "head_dim", defaults)
     elif hidden % heads == 0:
         head_dim = hidden // heads
     else:
@@ -192,20 +206,21 @@ def arch_from_config(
     theta, scaling = _rope(config)
     return ArchSpec(
         family=family,
-        num_layers=_whole(config, "num_hidden_layers", defaults),
+        num_layers=whole(config, "num_hidden_layers", defaults),
         hidden_size=hidden,
-        intermediate_size=_whole(config, "intermediate_size", defaults),
+        intermediate_size=whole(config, "intermediate_size", defaults),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab_size=_whole(config, "vocab_size", defaults),
-        max_position_embeddings=_whole(config, "max_position_embeddings", defaults),
-        rms_norm_eps=_real(config, "rms_norm_eps", defaults),
+        vocab_size=whole(config, "vocab_size", defaults),
+        max_position_embeddings=whole(config, "max_position_embeddings", defaults),
+        rms_norm_eps=real(config, "rms_norm_eps", defaults),
         rope_theta=theta,
-        tie_word_embeddings=_flag(config, "tie_word_embeddings", defaults),
+        tie_word_embeddings=flag(config, "tie_word_embeddings", defaults),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
         rope_scaling=scaling,
+        moe=moe,
     )
 
 
@@ -266,21 +281,24 @@ def _value(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -> 
     raise UserError(f"config.json: '{key}' is missing.")
 
 
-def _whole(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -> int:
+def whole(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -> int:
+    """A whole number above 0 of config.json, or its default."""
     value = _value(config, key, defaults)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UserError(f"config.json: {key} is {value!r}; expected a whole number above 0.")
     return value
 
 
-def _real(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -> float:
+def real(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -> float:
+    """A number above 0 of config.json, or its default."""
     value = _value(config, key, defaults)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
         raise UserError(f"config.json: {key} is {value!r}; expected a number above 0.")
     return float(value)
 
 
-def _flag(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -> bool:
+def flag(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -> bool:
+    """A flag of config.json, or its default."""
     value = _value(config, key, defaults)
     if not isinstance(value, bool):
         raise UserError(f"config.json: {key} is {value!r}; expected true or false.")
@@ -292,7 +310,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise UserError(f"config.json: the rotary settings are {rope!r}; expected a mapping with 'rope_type'.")
-    theta = _real({"rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0))}, "rope_theta", {})
+    theta = real({"rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0))}, "rope_theta", {})
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UserError("config.json: partial_rotary_factor is not 1; mrl rotates the whole head dimension.")
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -301,10 +319,10 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     if kind != "llama3":
         raise UserError(f"config.json: rope_type is '{kind}'; mrl builds 'default' and 'llama3'.")
     return theta, RopeScaling(
-        factor=_real(rope, "factor", {}),
-        low_freq_factor=_real(rope, "low_freq_factor", {}),
-        high_freq_factor=_real(rope, "high_freq_factor", {}),
-        original_max_position_embeddings=_whole(
+        factor=real(rope, "factor", {}),
+        low_freq_factor=real(rope, "low_freq_factor", {}),
+        high_freq_factor=real(rope, "high_freq_factor", {}),
+        original_max_position_embeddings=whole(
             rope,
             "original_max_position_embeddings",
             {"original_max_position_embeddings": config.get("max_position_embeddings")},

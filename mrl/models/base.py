@@ -23,6 +23,26 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class MoeSpec:
+    """The mixture of experts that takes the place of the MLP in every layer.
+
+    Attributes:
+        num_experts: Experts of a layer.
+        top_k: Experts that a token goes to.
+        intermediate_size: Width of an expert.
+        norm_topk_prob: The chosen experts' probabilities are scaled to a sum of 1; otherwise they stay what the softmax
+            over all experts gave them.
+        shared_intermediate_size: Width of the expert that every token goes to, behind a sigmoid gate; 0: none.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    norm_topk_prob: bool
+    shared_intermediate_size: int = 0
+
+
+@dataclass(frozen=True)
 class ArchSpec:
     """The structure of a decoder: everything that shapes its weights and its forward pass.
 
@@ -31,6 +51,7 @@ class ArchSpec:
         vocab_size: True vocabulary, without padding: embedding rows of the Hugging Face checkpoint.
         qkv_bias: Bias on the query, key and value projections.
         qk_norm: RMSNorm over the head dimension of queries and keys.
+        moe: None: a dense MLP of `intermediate_size` in every layer.
     """
 
     family: str
@@ -48,6 +69,18 @@ class ArchSpec:
     qkv_bias: bool = False
     qk_norm: bool = False
     rope_scaling: RopeScaling | None = None
+    moe: MoeSpec | None = None
+
+
+def moe_of(arch: ArchSpec) -> MoeSpec:
+    """The mixture of experts of a model that has one.
+
+    Raises:
+        ValueError: The model is dense.
+    """
+    if arch.moe is None:
+        raise ValueError(f"this {arch.family} model has no experts")
+    return arch.moe
 
 
 class Kind(Enum):
@@ -59,6 +92,13 @@ class Kind(Enum):
     ROW = "row"
     QKV = "qkv"
     GATE_UP = "gate_up"
+    EXPERT_GATE_UP = "expert_gate_up"
+    EXPERT_DOWN = "expert_down"
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether a row stands for one tensor of each expert."""
+        return self in (Kind.EXPERT_GATE_UP, Kind.EXPERT_DOWN)
 
 
 class Place(Enum):
@@ -71,7 +111,10 @@ class Place(Enum):
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One row of a family's table; `{layer}` in a name stands for the layer's index.
+    """One row of a family's table; `{layer}` in a name stands for the layer's index, `{expert}` for the expert's.
+
+    An expert row stands for as many tensors as there are experts in the Hugging Face checkpoint and in Megatron, and
+    for one tensor in the native engine, in which the experts' rows lie one after the other.
 
     Attributes:
         hf: Hugging Face names, in the order in which Megatron fuses them (q, k, v; gate, up).
@@ -101,6 +144,10 @@ def dims(arch: ArchSpec) -> dict[str, int]:
         "q": arch.num_heads * arch.head_dim,
         "kv": arch.num_kv_heads * arch.head_dim,
         "head": arch.head_dim,
+        "one": 1,
+        "experts": arch.moe.num_experts if arch.moe else 0,
+        "expert_ffn": arch.moe.intermediate_size if arch.moe else 0,
+        "shared_ffn": arch.moe.shared_intermediate_size if arch.moe else 0,
     }
 
 

@@ -27,6 +27,8 @@ _TINY: dict[str, Any] = {
     "rope_theta": 10000.0,
 }
 
+_TINY_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
+
 _LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -44,6 +46,31 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rope_scaling": {**_LLAMA3_ROPE, "original_max_position_embeddings": 64},
     },
     "qwen3_tiny": {"model_type": "qwen3", **_TINY, "head_dim": 32, "tie_word_embeddings": True},
+    "qwen3_moe_tiny": {
+        "model_type": "qwen3_moe",
+        **_TINY,
+        **_TINY_EXPERTS,
+        "head_dim": 32,
+        "num_experts": 4,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
+    "qwen2_moe_tiny": {
+        "model_type": "qwen2_moe",
+        **_TINY,
+        **_TINY_EXPERTS,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 96,
+        "norm_topk_prob": False,
+        "tie_word_embeddings": True,
+    },
+    "mixtral_tiny": {
+        "model_type": "mixtral",
+        **_TINY,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
     "qwen2.5_0.5b": {
         "model_type": "qwen2",
         "vocab_size": 151936,
@@ -98,6 +125,42 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rope_scaling": _LLAMA3_ROPE,
         "tie_word_embeddings": False,
     },
+    "qwen3_30b_a3b": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
+    "qwen3_235b_a22b": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1536,
+        "norm_topk_prob": True,
+    },
 }
 
 
@@ -114,10 +177,11 @@ def arch_from_preset(name: str, overrides: Mapping[str, Any], vocab_size: int | 
     """
     if name not in PRESETS:
         raise UserError(f"model.preset: there is no '{name}'.{_near(name, PRESETS)} Known: {', '.join(PRESETS)}.")
-    for key in overrides:
-        if key not in KEYS:
-            raise UserError(f"model.overrides: unknown key '{key}'.{_near(key, KEYS)} Known: {', '.join(KEYS)}.")
     config = dict(PRESETS[name])
+    known = (*KEYS, *(key for key in config if key not in (*KEYS, "model_type")))
+    for key in overrides:
+        if key not in known:
+            raise UserError(f"model.overrides: unknown key '{key}'.{_near(key, known)} Known: {', '.join(known)}.")
     if vocab_size is not None:
         config["vocab_size"] = vocab_size
     try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mrl.weights.layout import Region
 from mrl.weights.regions import split, translate, volume
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 """Bytes of an element, for each dtype that a layout may name."""
 
 

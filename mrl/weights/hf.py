@@ -12,15 +12,18 @@ def hf_layout(arch: ArchSpec, dtype: str) -> Layout:
 
     Args:
         arch: The model.
-        dtype: "float32" or "bfloat16".
+        dtype: Of every tensor.
     """
     rows = table(arch)
+    experts = range(arch.moe.num_experts) if arch.moe else range(0)
     layout: Layout = {}
     for place in Place:
         for layer in range(arch.num_layers) if place is Place.LAYER else (None,):
             for spec in rows:
-                if spec.place is place:
+                if spec.place is not place:
+                    continue
+                for expert in experts if spec.kind.is_expert else (None,):
                     for name, shape in zip(spec.hf, hf_shapes(spec, arch), strict=True):
-                        full = name if layer is None else name.format(layer=layer)
+                        full = name if layer is None else name.format(layer=layer, expert=expert)
                         layout[full] = stack([full], [shape], [(0, 0, shape[0])], dim=0, dtype=dtype)
     return layout

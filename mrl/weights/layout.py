@@ -27,15 +27,17 @@ class StoredTensor:
 
     Attributes:
         shape: Stored shape.
-        dtype: "float32" or "bfloat16".
+        dtype: A name of `weights/tensors.py: DTYPES`.
         pieces: What it holds of the Hugging Face tensors; together with `padding` they cover it exactly once.
         padding: Regions that hold nothing (padded vocabulary rows).
+        view: Shape in a file, where it has more dimensions (experts, layers); the same elements in the same order.
     """
 
     shape: tuple[int, ...]
     dtype: str
     pieces: tuple[Piece, ...]
     padding: tuple[Region, ...] = ()
+    view: tuple[int, ...] | None = None
 
 
 Layout = dict[str, StoredTensor]

@@ -1,11 +1,12 @@
-"""The layout of one Megatron-Core rank: tensor, pipeline and virtual-pipeline parallel.
+"""The layout of one Megatron-Core rank: tensor, expert, pipeline and virtual-pipeline parallel.
 
 Owns Megatron's names and its order of fused rows. It imports no Megatron: names and shapes are compared with a real
 GPTModel in the tests.
 
 Sources, megatron-core 0.16.1: `transformer/attention.py` (query heads of a group, its key, its value, then the next
 group; with more ranks than groups the same rows are cut evenly, in the middle of a group), `transformer/mlp.py` (a
-rank's gate rows, then its up rows), `transformer/transformer_layer.py: get_transformer_layer_offset`,
+rank's gate rows, then its up rows), `transformer/moe/experts.py`, `transformer/transformer_layer.py:
+get_transformer_layer_offset`, `transformer/transformer_block.py: get_num_layers_to_build`,
 `models/common/language_module` (with tied embeddings the last of several stages holds its own copy).
 """
 
@@ -13,9 +14,19 @@ from __future__ import annotations
 
 from mrl.errors import UserError
 from mrl.grid import Grid
-from mrl.models.base import ArchSpec, Kind, ParamSpec, Place
+from mrl.models.base import ArchSpec, Kind, ParamSpec, Place, moe_of
 from mrl.weights.layout import Layout
-from mrl.weights.shards import Segment, TensorShard, check_divides, padded_rows, shard_row, table
+from mrl.weights.shards import (
+    ExpertShard,
+    Segment,
+    TensorShard,
+    check_divides,
+    check_experts_divide,
+    padded_rows,
+    shard_expert,
+    shard_row,
+    table,
+)
 
 _OUTPUT = "output_layer.weight"
 
@@ -25,20 +36,38 @@ def padded_vocab(arch: ArchSpec, tp: int) -> int:
     return padded_rows(arch.vocab_size, tp)
 
 
-def num_layers_per_chunk(arch: ArchSpec, grid: Grid) -> int:
-    """Layers in each model chunk.
+def chunk_layers(arch: ArchSpec, grid: Grid) -> dict[tuple[int, int], range]:
+    """(stage, chunk) -> the layers that it holds.
 
     Raises:
         UserError: The stages and chunks do not divide the layers.
     """
-    chunks = grid.pp * grid.vpp
-    if arch.num_layers % chunks:
-        virtual = f" x virtual_pipeline_model_parallel_size={grid.vpp}" if grid.vpp > 1 else ""
-        raise UserError(
-            f"parallel.pipeline_model_parallel_size={grid.pp}{virtual} does not divide the model's "
-            f"{arch.num_layers} layers. Choose a divisor."
-        )
-    return arch.num_layers // chunks
+    ends = {0: grid.first_stage_layers, grid.pp - 1: grid.last_stage_layers}
+    fixed = {stage: count for stage, count in ends.items() if count is not None}
+    left, stages = arch.num_layers - sum(fixed.values()), grid.pp - len(fixed)
+    if left < 0 or left % max(1, stages * (1 if fixed else grid.vpp)) or (left and not stages):
+        sizes = {
+            "pipeline_model_parallel_size": grid.pp,
+            "virtual_pipeline_model_parallel_size": grid.vpp if grid.vpp > 1 else None,
+            "num_layers_in_first_pipeline_stage": grid.first_stage_layers,
+            "num_layers_in_last_pipeline_stage": grid.last_stage_layers,
+        }
+        given = "parallel." + " x ".join(f"{key}={size}" for key, size in sizes.items() if size is not None)
+        rest = f"; {left} layers are left for {stages} stages" if fixed else ""
+        raise UserError(f"{given} does not divide the model's {arch.num_layers} layers{rest}. Choose a divisor.")
+    found: dict[tuple[int, int], range] = {}
+    start = 0
+    for chunk in range(grid.vpp):
+        for stage in range(grid.pp):
+            count = fixed.get(stage, left // max(1, stages))
+            if count % grid.vpp or not count:
+                raise UserError(
+                    f"parallel.virtual_pipeline_model_parallel_size={grid.vpp} does not divide the {count} layers of "
+                    f"pipeline stage {stage}. Choose a divisor."
+                )
+            found[stage, chunk] = range(start, start + count // grid.vpp)
+            start += count // grid.vpp
+    return found
 
 
 def megatron_layout(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str, te: bool) -> Layout:
@@ -48,8 +77,9 @@ def megatron_layout(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str, te: bo
         arch: The model.
         grid: Ranks of the job.
         rank: Global rank.
-        dtype: "float32" or "bfloat16".
-        te: Names of TransformerEngine's layer spec, in which a norm is part of the linear that follows.
+        dtype: Of every tensor.
+        te: Names of TransformerEngine's layer spec, in which a norm is part of the linear that follows and the experts
+            of a layer are one grouped module.
 
     Raises:
         UserError: A parallel size does not divide what it splits.
@@ -57,7 +87,10 @@ def megatron_layout(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str, te: bo
     coords = grid.coords(rank)
     shard = TensorShard(grid.tp, coords.tp, "parallel.tensor_model_parallel_size")
     check_divides(arch, shard)
-    per_chunk = num_layers_per_chunk(arch, grid)
+    experts = expert_shard(grid, rank)
+    if arch.moe is not None:
+        check_experts_divide(arch.moe, experts)
+    layers = chunk_layers(arch, grid)
     rows = table(arch)
     layout: Layout = {}
 
@@ -65,21 +98,37 @@ def megatron_layout(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str, te: bo
         stored = shard_row(spec, arch, shard, layer=layer, dtype=dtype, qkv_rows=_interleaved_by_group)
         layout[f"chunk{chunk}.{name}"] = stored
 
+    def add_experts(chunk: int, spec: ParamSpec, name: str, local: int, layer: int) -> None:
+        for index, expert in enumerate(experts.experts(moe_of(arch))):
+            stored = shard_expert(spec, arch, experts.cut, layer=layer, expert=expert, dtype=dtype)
+            layout[f"chunk{chunk}.{name.format(layer=local, expert=index)}"] = stored
+
     for chunk in range(grid.vpp):
         first = coords.pp == 0 and chunk == 0
         last = coords.pp == grid.pp - 1 and chunk == grid.vpp - 1
-        offset = (chunk * grid.pp + coords.pp) * per_chunk
         for spec in rows:
             name = spec.megatron_te if te and spec.megatron_te else spec.megatron
             if spec.place is Place.LAYER:
-                for local in range(per_chunk):
-                    add(chunk, spec, name.format(layer=local), offset + local)
+                for local, layer in enumerate(layers[coords.pp, chunk]):
+                    if spec.kind.is_expert:
+                        add_experts(chunk, spec, name, local, layer)
+                    else:
+                        add(chunk, spec, name.format(layer=local), layer)
             elif first if spec.place is Place.FIRST else last:
                 add(chunk, spec, name, None)
         if arch.tie_word_embeddings and last and not first:
             embedding = next(spec for spec in rows if spec.kind is Kind.VOCAB)
             add(chunk, embedding, _OUTPUT, None)
     return layout
+
+
+def expert_shard(grid: Grid, rank: int) -> ExpertShard:
+    """A rank's experts, and its part of each."""
+    place = grid.expert_coords(rank)
+    return ExpertShard(
+        TensorShard(grid.ep, place.ep, "parallel.expert_model_parallel_size"),
+        TensorShard(grid.expert_tp, place.etp, "parallel.expert_tensor_parallel_size"),
+    )
 
 
 def _interleaved_by_group(arch: ArchSpec, shard: TensorShard) -> list[Segment]:
@@ -109,12 +158,13 @@ def _cut(segments: list[Segment], start: int, stop: int) -> list[Segment]:
 
 
 def megatron_layouts(arch: ArchSpec, grid: Grid, *, dtype: str, te: bool) -> dict[int, Layout]:
-    """Rank -> `megatron_layout`; data-parallel copies share one object."""
-    shared: dict[tuple[int, int], Layout] = {}
+    """Rank -> `megatron_layout`; data- and context-parallel copies share one object."""
+    shared: dict[tuple[int, ...], Layout] = {}
     found = {}
     for rank in range(grid.world_size):
-        coords = grid.coords(rank)
-        if (coords.tp, coords.pp) not in shared:
-            shared[coords.tp, coords.pp] = megatron_layout(arch, grid, rank, dtype=dtype, te=te)
-        found[rank] = shared[coords.tp, coords.pp]
+        coords, experts = grid.coords(rank), grid.expert_coords(rank)
+        place = (coords.tp, coords.pp, *((experts.ep, experts.etp) if arch.moe else ()))
+        if place not in shared:
+            shared[place] = megatron_layout(arch, grid, rank, dtype=dtype, te=te)
+        found[rank] = shared[place]
     return found

@@ -7,35 +7,69 @@ heads. With fewer key/value heads than ranks, neighbouring ranks hold the same h
 from __future__ import annotations
 
 from mrl.grid import Grid
-from mrl.models.base import ArchSpec, Place
+from mrl.models.base import ArchSpec, Place, moe_of
 from mrl.weights.layout import Layout
-from mrl.weights.shards import Segment, TensorShard, check_divides, shard_row, table
+from mrl.weights.shards import (
+    ExpertShard,
+    Segment,
+    TensorShard,
+    check_divides,
+    check_experts_divide,
+    pile,
+    shard_expert,
+    shard_row,
+    table,
+)
 
 
-def native_layout(arch: ArchSpec, tp_size: int, tp_rank: int, dtype: str) -> Layout:
+def native_layout(arch: ArchSpec, tp_size: int, tp_rank: int, dtype: str, *, ep_size: int = 1) -> Layout:
     """What a rank of a replica holds: `embed`, `layers.{i}.qkv`, ..., `final_norm`, `lm_head` (unless tied).
+
+    A layer's experts are one matrix: the rows of the rank's first expert, of its second, and so on. Of an expert
+    `experts_gate_up` holds [gate rows; up rows] and `experts_down` the columns of the rank's part.
 
     Args:
         arch: The model.
         tp_size: Ranks of a replica.
         tp_rank: Position in the replica.
-        dtype: "float32" or "bfloat16".
+        dtype: Of every tensor.
+        ep_size: Parts in which the replica's ranks spread the experts; `tp_size / ep_size` ranks cut each of them.
 
     Raises:
-        UserError: `tp_size` does not divide the model's heads or MLP.
+        UserError: `tp_size` does not divide the model's heads or MLP, or `ep_size` its experts.
     """
     shard = TensorShard(tp_size, tp_rank, "rollout.tensor_model_parallel_size")
     check_divides(arch, shard)
+    experts = expert_shard(tp_size, tp_rank, ep_size)
+    if arch.moe is not None:
+        check_experts_divide(arch.moe, experts)
     layout: Layout = {}
     for spec in table(arch):
         for layer in range(arch.num_layers) if spec.place is Place.LAYER else (None,):
             name = spec.native if layer is None else spec.native.format(layer=layer)
-            layout[name] = shard_row(spec, arch, shard, layer=layer, dtype=dtype, qkv_rows=_by_projection)
+            if spec.kind.is_expert and layer is not None:
+                layout[name] = pile(
+                    [
+                        shard_expert(spec, arch, experts.cut, layer=layer, expert=expert, dtype=dtype)
+                        for expert in experts.experts(moe_of(arch))
+                    ]
+                )
+            else:
+                layout[name] = shard_row(spec, arch, shard, layer=layer, dtype=dtype, qkv_rows=by_projection)
     return layout
 
 
-def _by_projection(arch: ArchSpec, shard: TensorShard) -> list[Segment]:
-    """[queries; keys; values] of the rank's heads."""
+def expert_shard(tp_size: int, tp_rank: int, ep_size: int) -> ExpertShard:
+    """A replica's rank: the experts are spread over neighbours first, as in TensorRT-LLM's `Mapping`."""
+    cut_rank, spread_rank = divmod(tp_rank, ep_size)
+    return ExpertShard(
+        TensorShard(ep_size, spread_rank, "rollout.expert_parallel_size"),
+        TensorShard(tp_size // ep_size, cut_rank, "rollout.tensor_model_parallel_size / rollout.expert_parallel_size"),
+    )
+
+
+def by_projection(arch: ArchSpec, shard: TensorShard) -> list[Segment]:
+    """Fused rows of a rank of an engine: [queries; keys; values] of the rank's heads."""
     queries = arch.num_heads // shard.size * arch.head_dim
     kv_heads = max(1, arch.num_kv_heads // shard.size)
     first = shard.rank * arch.num_kv_heads // shard.size
@@ -45,5 +79,8 @@ def _by_projection(arch: ArchSpec, shard: TensorShard) -> list[Segment]:
 
 def native_layouts(arch: ArchSpec, grid: Grid, dtype: str) -> dict[int, Layout]:
     """Rank -> `native_layout`; the replicas share their objects."""
-    shared = [native_layout(arch, grid.rollout_tp, position, dtype) for position in range(grid.rollout_tp)]
+    shared = [
+        native_layout(arch, grid.rollout_tp, position, dtype, ep_size=grid.rollout_ep)
+        for position in range(grid.rollout_tp)
+    ]
     return {rank: shared[grid.rollout_tp_rank(rank)] for rank in range(grid.world_size)}

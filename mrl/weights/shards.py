@@ -1,8 +1,8 @@
-"""How one row of a family's table is cut over tensor-parallel ranks.
+"""How one row of a family's table is cut over tensor-parallel ranks, and spread over expert-parallel ones.
 
-Owns the rules that Megatron and the native engine share: a rule says which rows (or columns) of which Hugging Face
-tensors a rank stores, in order; `shard_row` turns them into a `StoredTensor`. Only the order of fused query, key and
-value rows differs between the two, so it is an argument. Pure arithmetic.
+Owns the rules that the layouts share: a rule says which rows (or columns) of which Hugging Face tensors a rank stores,
+in order; `shard_row` and `shard_expert` turn them into a `StoredTensor`. Only the order of fused query, key and value
+rows differs between Megatron and the engines, so it is an argument. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mrl.errors import UserError
-from mrl.models.base import ArchSpec, Kind, ParamSpec, dims
+from mrl.models.base import ArchSpec, Kind, MoeSpec, ParamSpec, dims
 from mrl.models.hf_config import family_of
 from mrl.weights.layout import Piece, Region, StoredTensor
 
@@ -26,6 +26,19 @@ class TensorShard:
     size: int
     rank: int
     key: str
+
+
+@dataclass(frozen=True)
+class ExpertShard:
+    """One rank's experts: `spread` says which of them it holds, `cut` which part of each."""
+
+    spread: TensorShard
+    cut: TensorShard
+
+    def experts(self, moe: MoeSpec) -> range:
+        """The experts of the rank, as indices in the whole layer."""
+        each = moe.num_experts // self.spread.size
+        return range(self.spread.rank * each, (self.spread.rank + 1) * each)
 
 
 def table(arch: ArchSpec) -> list[ParamSpec]:
@@ -45,14 +58,30 @@ def padded_rows(num_rows: int, num_shards: int) -> int:
 
 
 def check_divides(arch: ArchSpec, shard: TensorShard) -> None:
-    """Raises UserError where `shard.size` ranks cannot share a layer of `arch`."""
-    tp = shard.size
-    for what, size in (("attention heads", arch.num_heads), ("intermediate_size", arch.intermediate_size)):
-        if size % tp:
-            raise UserError(f"{shard.key}={tp} does not divide the model's {what} ({size}). Choose a divisor.")
+    """Raises UserError where `shard.size` ranks cannot share a layer of `arch`, its experts aside."""
+    sizes = [("attention heads", arch.num_heads)]
+    if arch.moe is None:
+        sizes.append(("intermediate_size", arch.intermediate_size))
+    elif arch.moe.shared_intermediate_size:
+        sizes.append(("shared_expert_intermediate_size", arch.moe.shared_intermediate_size))
+    for what, size in sizes:
+        _check_divides(what, size, shard)
     kv = arch.num_kv_heads
-    if kv % tp and tp % kv:
-        raise UserError(f"{shard.key}={tp} and the model's {kv} key/value heads: one must be a multiple of the other.")
+    if kv % shard.size and shard.size % kv:
+        raise UserError(
+            f"{shard.key}={shard.size} and the model's {kv} key/value heads: one must be a multiple of the other."
+        )
+
+
+def check_experts_divide(moe: MoeSpec, expert: ExpertShard) -> None:
+    """Raises UserError where the experts cannot be spread and cut as `expert` says."""
+    _check_divides("experts", moe.num_experts, expert.spread)
+    _check_divides("moe_intermediate_size", moe.intermediate_size, expert.cut)
+
+
+def _check_divides(what: str, size: int, shard: TensorShard) -> None:
+    if size % shard.size:
+        raise UserError(f"{shard.key}={shard.size} does not divide the model's {what} ({size}). Choose a divisor.")
 
 
 def shard_row(
@@ -64,7 +93,7 @@ def shard_row(
     dtype: str,
     qkv_rows: Callable[[ArchSpec, TensorShard], list[Segment]],
 ) -> StoredTensor:
-    """What one rank stores of one row of the table.
+    """What one rank stores of one row of the table that is not a row of experts.
 
     Args:
         spec: The row.
@@ -89,10 +118,46 @@ def shard_row(
         padding = each - (stop - start)
     elif spec.kind is Kind.QKV:
         segments = qkv_rows(arch, shard)
-    else:  # COLUMN, ROW and GATE_UP: an equal part of each tensor, one after the other
-        each = size // shard.size
-        segments = [(index, shard.rank * each, (shard.rank + 1) * each) for index in range(len(names))]
+    else:  # COLUMN, ROW and GATE_UP
+        segments = equal_parts(len(names), size, shard)
     return stack(names, shapes, segments, dim=dim, dtype=dtype, padding=padding)
+
+
+def equal_parts(count: int, size: int, shard: TensorShard) -> list[Segment]:
+    """The rank's equal part of each of `count` tensors, one after the other."""
+    each = size // shard.size
+    return [(index, shard.rank * each, (shard.rank + 1) * each) for index in range(count)]
+
+
+def shard_expert(
+    spec: ParamSpec, arch: ArchSpec, cut: TensorShard, *, layer: int, expert: int, dtype: str
+) -> StoredTensor:
+    """What one rank stores of one expert: [gate rows; up rows] of its part, or its columns of the projection back.
+
+    Args:
+        spec: A row of experts.
+        arch: The model.
+        cut: The rank's place among the ranks that share the expert.
+        layer: Layer index in the whole model.
+        expert: Expert index in the whole layer.
+        dtype: Stored dtype.
+    """
+    shapes = hf_shapes(spec, arch)
+    names = [name.format(layer=layer, expert=expert) for name in spec.hf]
+    dim = 1 if spec.kind is Kind.EXPERT_DOWN else 0
+    return stack(names, shapes, equal_parts(len(names), shapes[0][dim], cut), dim=dim, dtype=dtype)
+
+
+def pile(parts: Sequence[StoredTensor]) -> StoredTensor:
+    """Stored matrices of equal shape as one, their rows one after the other."""
+    rows, *rest = parts[0].shape
+    pieces = [
+        Piece(piece.hf_name, piece.src, ((first + number * rows, last + number * rows), *others))
+        for number, part in enumerate(parts)
+        for piece in part.pieces
+        for (first, last), *others in [piece.dst]
+    ]
+    return StoredTensor((rows * len(parts), *rest), parts[0].dtype, tuple(pieces))
 
 
 def stack(

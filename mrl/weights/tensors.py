@@ -9,7 +9,12 @@ from torch import Tensor
 
 from mrl.weights.layout import Layout
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
 """The dtypes that layouts name."""
 
 

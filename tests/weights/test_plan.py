@@ -52,7 +52,7 @@ def test_megatron_to_native_equals_hugging_face_to_native(arch):
     """All pairs of layouts for the weights; moved bytes meet the bound for each."""
     hf = counted(arch)
     for (tp, pp, vpp), rollout_tp in PAIRS:
-        grid = Grid(8, tp, pp, vpp, rollout_tp)
+        grid = Grid(8, tp, pp, vpp, rollout_tp=rollout_tp)
         sources = megatron_layouts(arch, grid, dtype="float32", te=False)
         targets = native_layouts(arch, grid, "float32")
         plan = make_plan(sources, targets)

@@ -1,0 +1,135 @@
+"""The mixture-of-experts layer that takes the place of the dense MLP: its rows, and config.json -> MoeSpec.
+
+Owns what mixtral, qwen2_moe and qwen3_moe have in common; how a family spells its tensors and keys stands in its file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mrl.errors import UserError
+from mrl.models._decoder import DENSE_MLP, whole
+from mrl.models.base import Kind, MoeSpec, ParamSpec, Place
+
+
+def moe_layer(*, prefix: str, router: str, gate: str, up: str, down: str) -> tuple[ParamSpec, ...]:
+    """The norm before the experts, the router and the experts.
+
+    With TransformerEngine the norm stays a module of its own, unlike before a dense MLP.
+
+    Args:
+        prefix: Of the Hugging Face names, "model.layers.{layer}....".
+        router: Hugging Face name of the router, behind the prefix.
+        gate: Of an expert's projection into the activated branch, behind the prefix, with `{expert}`.
+        up: Of the projection into the other branch.
+        down: Of the projection back.
+    """
+    norm = DENSE_MLP[0]
+    experts = "decoder.layers.{layer}.mlp.experts"
+    return (
+        ParamSpec(
+            hf=norm.hf,
+            shapes=norm.shapes,
+            megatron=norm.megatron,
+            native=norm.native,
+            kind=norm.kind,
+            place=norm.place,
+        ),
+        ParamSpec(
+            hf=(f"{prefix}{router}.weight",),
+            shapes=("experts hidden",),
+            megatron="decoder.layers.{layer}.mlp.router.weight",
+            native="layers.{layer}.router",
+            kind=Kind.REPLICATED,
+            place=Place.LAYER,
+        ),
+        ParamSpec(
+            hf=(f"{prefix}{gate}.weight", f"{prefix}{up}.weight"),
+            shapes=("expert_ffn hidden", "expert_ffn hidden"),
+            megatron=f"{experts}.local_experts.{{expert}}.linear_fc1.weight",
+            megatron_te=f"{experts}.linear_fc1.weight{{expert}}",
+            native="layers.{layer}.experts_gate_up",
+            kind=Kind.EXPERT_GATE_UP,
+            place=Place.LAYER,
+        ),
+        ParamSpec(
+            hf=(f"{prefix}{down}.weight",),
+            shapes=("hidden expert_ffn",),
+            megatron=f"{experts}.local_experts.{{expert}}.linear_fc2.weight",
+            megatron_te=f"{experts}.linear_fc2.weight{{expert}}",
+            native="layers.{layer}.experts_down",
+            kind=Kind.EXPERT_DOWN,
+            place=Place.LAYER,
+        ),
+    )
+
+
+def shared_expert(prefix: str) -> tuple[ParamSpec, ...]:
+    """The expert that every token goes to, and its gate."""
+    shared = "decoder.layers.{layer}.mlp.shared_experts"
+    return (
+        ParamSpec(
+            hf=(f"{prefix}shared_expert.gate_proj.weight", f"{prefix}shared_expert.up_proj.weight"),
+            shapes=("shared_ffn hidden", "shared_ffn hidden"),
+            megatron=f"{shared}.linear_fc1.weight",
+            native="layers.{layer}.shared_gate_up",
+            kind=Kind.GATE_UP,
+            place=Place.LAYER,
+        ),
+        ParamSpec(
+            hf=(f"{prefix}shared_expert.down_proj.weight",),
+            shapes=("hidden shared_ffn",),
+            megatron=f"{shared}.linear_fc2.weight",
+            native="layers.{layer}.shared_down",
+            kind=Kind.ROW,
+            place=Place.LAYER,
+        ),
+        ParamSpec(
+            hf=(f"{prefix}shared_expert_gate.weight",),
+            shapes=("one hidden",),
+            megatron=f"{shared}.gate_weight",
+            native="layers.{layer}.shared_gate",
+            kind=Kind.REPLICATED,
+            place=Place.LAYER,
+        ),
+    )
+
+
+def moe_spec(
+    config: Mapping[str, Any],
+    *,
+    defaults: Mapping[str, Any],
+    num_experts: str,
+    intermediate_size: str,
+    norm_topk_prob: bool,
+    shared_intermediate_size: str | None = None,
+) -> MoeSpec:
+    """config.json -> MoeSpec.
+
+    Args:
+        config: The parsed file.
+        defaults: What transformers assumes for keys that the file may leave out.
+        num_experts: The family's key for the number of experts.
+        intermediate_size: Its key for the width of an expert.
+        norm_topk_prob: As in `MoeSpec`.
+        shared_intermediate_size: Its key for the width of the shared expert; None: there is none.
+
+    Raises:
+        UserError: A key is missing or wrong, or some layers have a dense MLP.
+    """
+    if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
+        raise UserError(
+            f"config.json: decoder_sparse_step={config.get('decoder_sparse_step', 1)}, mlp_only_layers="
+            f"{config.get('mlp_only_layers')}: some layers have a dense MLP. mrl builds experts in all layers or none."
+        )
+    experts, top_k = whole(config, num_experts, defaults), whole(config, "num_experts_per_tok", defaults)
+    if top_k > experts:
+        raise UserError(f"config.json: num_experts_per_tok ({top_k}) is above {num_experts} ({experts}).")
+    return MoeSpec(
+        num_experts=experts,
+        top_k=top_k,
+        intermediate_size=whole(config, intermediate_size, defaults),
+        norm_topk_prob=norm_topk_prob,
+        shared_intermediate_size=whole(config, shared_intermediate_size, defaults) if shared_intermediate_size else 0,
+    )

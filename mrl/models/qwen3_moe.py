@@ -1,0 +1,79 @@
+"""Qwen 3 with experts: qwen3's attention, and a mixture of experts in place of the MLP.
+
+transformers 5 writes the number of experts as `num_local_experts`, older versions as `num_experts`: both are read and
+written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mrl.models._decoder import ATTENTION, HEAD, arch_from_config, config_from_arch, flag
+from mrl.models._moe import moe_layer, moe_spec
+from mrl.models.base import ArchSpec, Family, moe_of
+
+_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": False,
+}
+
+
+def arch_from_hf(config: Mapping[str, Any]) -> ArchSpec:
+    """As `Family.arch_from_hf`."""
+    moe = moe_spec(
+        config,
+        defaults=_DEFAULTS,
+        num_experts="num_local_experts" if "num_local_experts" in config else "num_experts",
+        intermediate_size="moe_intermediate_size",
+        norm_topk_prob=flag(config, "norm_topk_prob", _DEFAULTS),
+    )
+    return arch_from_config(config, family="qwen3_moe", defaults=_DEFAULTS, qk_norm=True, moe=moe)
+
+
+def arch_to_hf(arch: ArchSpec) -> dict[str, Any]:
+    """As `Family.arch_to_hf`."""
+    moe = moe_of(arch)
+    return config_from_arch(
+        arch,
+        model_type="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        fixed={
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "num_experts": moe.num_experts,
+            "num_local_experts": moe.num_experts,
+            "num_experts_per_tok": moe.top_k,
+            "moe_intermediate_size": moe.intermediate_size,
+            "norm_topk_prob": moe.norm_topk_prob,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+    )
+
+
+FAMILY = Family(
+    hf_model_type="qwen3_moe",
+    hf_architecture="Qwen3MoeForCausalLM",
+    params=(
+        *ATTENTION,
+        *moe_layer(
+            prefix="model.layers.{layer}.mlp.",
+            router="gate",
+            gate="experts.{expert}.gate_proj",
+            up="experts.{expert}.up_proj",
+            down="experts.{expert}.down_proj",
+        ),
+        *HEAD,
+    ),
+    arch_from_hf=arch_from_hf,
+    arch_to_hf=arch_to_hf,
+)

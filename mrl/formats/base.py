@@ -1,8 +1,8 @@
 """What a checkpoint format is: something to read by parts, and something to write file by file.
 
-Owns the two interfaces that `mrl/convert.py` joins. Full Hugging Face tensors are the common coordinates: a source reads
-any region of any of them, a target says of each tensor in each of its files which regions it holds (`StoredTensor`). So
-N formats need N readers and N writers, and a conversion is one loop. No format knows another one.
+Owns the two interfaces that `mrl/convert.py` joins. Full Hugging Face tensors are the common coordinates: a source
+reads any region of any of them, a target says of each tensor in each of its files which regions it holds
+(`StoredTensor`). So N formats need N readers and N writers, and a conversion is one loop. No format knows another one.
 """
 
 from __future__ import annotations
@@ -104,7 +104,12 @@ class Target(ABC):
 
     @abstractmethod
     def finish(self, folder: Path, records: Mapping[str, Mapping[str, Any]]) -> None:
-        """Writes everything that is not a weight (config, index, metadata); `records`: file name -> what `write` gave."""
+        """Writes everything that is not a weight: config, index, metadata.
+
+        Args:
+            folder: The target's folder, with all of `files` in it.
+            records: File name -> what `write` returned.
+        """
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:

@@ -1,0 +1,139 @@
+"""What a refit sends, from the layouts alone: over all ranks and for the busiest one, by the kind of link.
+
+Owns `traffic`. It counts what `plan.make_plan` would send, without listing the copies: ranks that stand in the same
+place (same shard, same shards on their node, same wish) are counted once, so thousands of ranks take seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from mrl.weights.copies import ITEM_BYTES
+from mrl.weights.layout import Layout, Region
+from mrl.weights.regions import union_volume, volume, without
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes that reach ranks, by where they come from.
+
+    Attributes:
+        local: From the rank itself.
+        intra_node: From another rank of its node.
+        inter_node: From another node.
+    """
+
+    local: int = 0
+    intra_node: int = 0
+    inter_node: int = 0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The bytes of one refit.
+
+    Attributes:
+        total: Over all ranks.
+        busiest: The ranks' different shares, each once: what any one rank receives.
+        full_gather_bytes: What would be sent if every full tensor came to every rank, as a gather of whole tensors
+            does.
+    """
+
+    total: Bytes
+    shares: tuple[Bytes, ...]
+    full_gather_bytes: int
+
+
+_Held = dict[str, list[Region]]
+"""Hugging Face name -> the regions that are there."""
+
+
+def traffic(sources: Mapping[int, Layout], targets: Mapping[int, Layout], gpus_per_node: int) -> Traffic:
+    """Counts the bytes of a refit.
+
+    Args:
+        sources: Rank -> what it holds; ranks with equal shards share one object.
+        targets: Rank -> what it wants; likewise.
+        gpus_per_node: Consecutive ranks that share a node.
+
+    Raises:
+        RuntimeError: No rank holds an element that a target needs.
+    """
+    held = {id(layout): _held(layout) for layout in sources.values()}
+    widths = _widths(sources.values())
+    on_node: dict[int, frozenset[int]] = {}
+    for rank in targets:
+        node = rank // gpus_per_node
+        if node not in on_node:
+            ranks = range(node * gpus_per_node, (node + 1) * gpus_per_node)
+            on_node[node] = frozenset(id(sources[other]) for other in ranks if other in sources)
+    layouts = {id(layout): layout for layout in targets.values()}
+    places = Counter(
+        (id(sources.get(rank)), on_node[rank // gpus_per_node], id(layout)) for rank, layout in targets.items()
+    )
+    everywhere = _merged(held.values())
+    nodes = {ids: _merged(held[one] for one in ids) for ids in set(on_node.values())}
+    shares = {
+        place: _share(layouts[place[2]], held.get(place[0], {}), nodes[place[1]], everywhere, widths)
+        for place in places
+    }
+    total = Bytes(
+        sum(shares[place].local * count for place, count in places.items()),
+        sum(shares[place].intra_node * count for place, count in places.items()),
+        sum(shares[place].inter_node * count for place, count in places.items()),
+    )
+    whole = sum(_num_bytes(everywhere, name, widths) for name in everywhere)
+    own = {key: sum(_num_bytes(found, name, widths) for name in found) for key, found in held.items()}
+    gathered = sum(whole - own.get(id(sources.get(rank)), 0) for rank in targets)
+    return Traffic(total, tuple(dict.fromkeys(shares.values())), gathered)
+
+
+def _held(layout: Layout) -> _Held:
+    found: _Held = defaultdict(list)
+    for stored in layout.values():
+        for piece in stored.pieces:
+            found[piece.hf_name].append(piece.src)
+    return dict(found)
+
+
+def _merged(parts: Iterable[_Held]) -> _Held:
+    found: dict[str, dict[Region, None]] = defaultdict(dict)
+    for part in parts:
+        for name, regions in part.items():
+            found[name].update(dict.fromkeys(regions))
+    return {name: list(regions) for name, regions in found.items()}
+
+
+def _widths(layouts: Iterable[Layout]) -> dict[str, int]:
+    """Bytes of an element, by Hugging Face name."""
+    found: dict[str, int] = {}
+    for layout in {id(layout): layout for layout in layouts}.values():
+        for stored in layout.values():
+            for piece in stored.pieces:
+                found[piece.hf_name] = min(found.get(piece.hf_name, 8), ITEM_BYTES[stored.dtype])
+    return found
+
+
+def _num_bytes(held: _Held, name: str, widths: Mapping[str, int]) -> int:
+    return union_volume(held[name]) * widths[name]
+
+
+def _share(target: Layout, own: _Held, node: _Held, everywhere: _Held, widths: Mapping[str, int]) -> Bytes:
+    """What one rank receives, from the nearest holder of each element."""
+    counts = [0, 0, 0]
+    for name, stored in target.items():
+        for piece in stored.pieces:
+            width = min(widths.get(piece.hf_name, 8), ITEM_BYTES[stored.dtype])
+            missing = [piece.src]
+            for distance, near in enumerate((own, node, everywhere)):
+                before = sum(volume(region) for region in missing)
+                for region in near.get(piece.hf_name, ()):
+                    if not missing:
+                        break
+                    missing = [part for item in missing for part in without(item, region)]
+                counts[distance] += (before - sum(volume(region) for region in missing)) * width
+            if missing:
+                raise RuntimeError(f"'{name}' needs '{piece.hf_name}'{list(missing[0])}, which no rank holds")
+    return Bytes(*counts)

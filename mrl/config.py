@@ -9,8 +9,7 @@ algorithm defines"; the resolved value is written into the run folder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Optional
@@ -20,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from mrl.errors import UserError
-from mrl.keys import leaves, nested
+from mrl.values import Values, one_line
 
 
 @dataclass(frozen=True)
@@ -406,24 +405,21 @@ class Config:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The config of a YAML file and `section.key=value` overrides, every field typed and known.
+    """The config of a YAML file and overrides in their order, every field typed and known.
 
-    A list is replaced whole (`data.val_files=[a.jsonl,b.jsonl]`) or changed in place (`reward.functions[0].weight=2`).
+    - `section.key=value` sets a field; `reward.functions[0].weight=2` reaches into a list.
+    - A list is replaced whole (`data.val_files=[a.jsonl,b.jsonl]`); `data.val_files=a.jsonl` is a list of one.
+    - A mapping is merged (`data.task_kwargs={max_value: 9}`); `data.task_kwargs={}` empties it.
+    - `~section.key` takes back what was set, a whole section too; `~data.task_kwargs.max_value` removes an item.
 
     Raises:
         UserError: The file is missing or not YAML, a key is unknown (the nearest is named), or a type is wrong.
     """
-    node: Any = OmegaConf.structured(Config)
-    for key, value in leaves(_read(Path(path)), Config):
-        _set(node, key, value, f"in '{path}'")
+    values = Values(Config)
+    values.update(_read(Path(path)), f"in '{path}'")
     for item in overrides:
-        key, equals, text = item.partition("=")
-        if not (key and equals):
-            raise UserError(f"override '{item}' is not section.key=value, for example train.num_steps=10.")
-        for leaf, value in leaves(nested(key, _parse(text, item)), Config):
-            _set(node, leaf, value, f"in override '{item}'")
-    with _explained(f"in '{path}' or an override"):
-        config: Config = OmegaConf.to_object(node)  # type: ignore[assignment]
+        values.override(item)
+    config: Config = values.made(f"in '{path}' or an override")
     return config
 
 
@@ -440,41 +436,4 @@ def _read(file: Path) -> Any:
     try:
         return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"config file '{file}' is not readable YAML: {_one_line(error)}.") from error
-
-
-def _parse(text: str, override: str) -> Any:
-    with _explained(f"in override '{override}'"):
-        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[index, call-overload]
-
-
-def _set(node: Any, key: str, value: Any, where: str) -> None:
-    _make_writable(node)
-    with _explained(where):
-        OmegaConf.update(node, key, value, merge=True)
-
-
-@contextmanager
-def _explained(where: str) -> Iterator[None]:
-    """Turns what OmegaConf and YAML raise into one line that names the key."""
-    try:
-        yield
-    except (YAMLError, OmegaConfBaseException) as error:
-        key = getattr(error, "full_key", None)
-        reason = _one_line(error).partition(" full_key:")[0].rstrip(".")
-        if reason.endswith("is not Optional"):
-            reason = "null came, a value is expected"
-        raise UserError(f"config key '{key}' {where}: {reason}." if key else f"{reason}, {where}.") from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
-def _make_writable(node: Any) -> None:
-    """Frozen dataclasses make read-only nodes; changing them needs writable ones."""
-    OmegaConf.set_readonly(node, False)
-    for key in range(len(node)) if OmegaConf.is_list(node) else node:
-        child = node._get_node(key)
-        if OmegaConf.is_config(child) and not child._is_none():
-            _make_writable(child)
+        raise UserError(f"config file '{file}' is not readable YAML: {one_line(error)}.") from error

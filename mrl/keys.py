@@ -33,8 +33,13 @@ def nested(key: str, value: Any) -> Any:
     return value
 
 
-def leaves(raw: Any, schema: type) -> list[tuple[str, Any]]:
-    """The dotted key and value of every field that `raw`, nested dicts and lists, sets; sections are opened.
+def is_key(key: str, schema: type) -> bool:
+    """Whether a dotted key names a field or a section of the schema; what is inside a list or a mapping is neither."""
+    return any(known == key or known.startswith(f"{key}.") for known in dotted_keys(schema))
+
+
+def leaves(raw: Any, schema: type) -> list[tuple[str, Any, Any]]:
+    """The dotted key, value and type of every field that `raw`, nested dicts and lists, sets; sections are opened.
 
     A list of sections comes first as a list of empty ones, then field by field.
 
@@ -44,19 +49,19 @@ def leaves(raw: Any, schema: type) -> list[tuple[str, Any]]:
     return list(_walk(raw, schema, "", schema))
 
 
-def _walk(raw: Any, kind: Any, path: str, schema: type) -> Iterator[tuple[str, Any]]:
+def _walk(raw: Any, kind: Any, path: str, schema: type) -> Iterator[tuple[str, Any, Any]]:
     if is_dataclass(kind):
         yield from _section(raw, _members(kind), path, schema)
     elif get_origin(kind) is list and is_dataclass(item := get_args(kind)[0]) and isinstance(raw, (list, dict)):
         if isinstance(raw, list):
-            yield path, [{} for _ in raw]
+            yield path, [{} for _ in raw], kind
         for index, value in enumerate(raw) if isinstance(raw, list) else raw.items():
             yield from _section(value, _members(item), f"{path}[{index}]", schema)
     else:
-        yield path, raw
+        yield path, raw, kind
 
 
-def _section(raw: Any, known: dict[str, Any], path: str, schema: type) -> Iterator[tuple[str, Any]]:
+def _section(raw: Any, known: dict[str, Any], path: str, schema: type) -> Iterator[tuple[str, Any, Any]]:
     if not isinstance(raw, dict):
         name = f"config key '{path}'" if path else "the config file"
         came = "is empty" if raw is None else f"is {raw!r}"

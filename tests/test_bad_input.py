@@ -98,8 +98,8 @@ OVERRIDES = [
     # what is given instead, what the message says
     ("unknown key", ["train.num_step=3"], "Did you mean 'train.num_steps'?"),
     ("unknown key in a list", ["reward.functions[0].nam=math"], "'reward.functions[0].nam' is unknown"),
-    ("wrong type", ["train.num_steps=many"], "'train.num_steps' in override"),
-    ("unknown choice", ["run.resume=maybe"], "expected one of ['auto', 'never', 'must']"),
+    ("wrong type", ["train.num_steps=many"], "'many' came, expected a whole number"),
+    ("unknown choice", ["run.resume=maybe"], "expected one of auto, never, must"),
     ("no value", ["train.num_steps"], "is not section.key=value"),
     ("more ranks than there are", [f"{TP}=2"], "does not divide the 1 rank"),
     ("sequence parallel alone", ["parallel.sequence_parallel=true"], f"needs {TP} above 1"),

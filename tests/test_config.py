@@ -1,7 +1,7 @@
 """The schema: files load, what is written reads back, mistakes are named in full, each field is documented."""
 
 import ast
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import get_type_hints
 
@@ -49,7 +49,7 @@ def test_yaml_loads_and_reads_back(file, tmp_path):
 def test_yaml_holds_differences_only(file):
     defaults = Config()
     given = leaves(yaml.safe_load(file.read_text(encoding="utf-8")), Config)
-    plain = [(key, value) for key, value in given if "[" not in key]
+    plain = [(key, value) for key, value, _ in given if "[" not in key]
     repeated = [key for key, value in plain if key in dotted_keys(Config) and value_at(defaults, key) == value]
     assert repeated == []
 
@@ -81,6 +81,37 @@ def test_overrides_reach_into_lists_and_free_mappings(tmp_path):
     assert config.model.overrides == {"a": 1}
 
 
+MAPPING = "data:\n  task_kwargs: {min_terms: 2, max_value: 9}\ntrain:\n  warm_start: {num_steps: 5}\n"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "left"),
+    [
+        (["data.task_kwargs={max_value: 5, a: 1}"], {"min_terms": 2, "max_value": 5, "a": 1}),
+        (["data.task_kwargs={}"], {}),
+        (["data.task_kwargs={}", "data.task_kwargs.b=1"], {"b": 1}),
+        (["~data.task_kwargs"], {}),
+        (["~data.task_kwargs.max_value"], {"min_terms": 2}),
+        (["data.task_kwargs.a={b: 1}", "data.task_kwargs.a={}"], {"min_terms": 2, "max_value": 9, "a": {}}),
+    ],
+)
+def test_a_mapping_is_merged_emptied_or_taken_back(overrides, left, tmp_path):
+    assert load(write(tmp_path, MAPPING), overrides).data.task_kwargs == left
+
+
+def test_a_field_and_a_section_are_taken_back_to_their_defaults(tmp_path):
+    config = load(write(tmp_path, MAPPING), ["train.num_steps=3", "~train.warm_start", "train.warm_start.lr=0.5"])
+    assert (config.train.num_steps, config.train.warm_start.num_steps, config.train.warm_start.lr) == (3, 0, 0.5)
+    assert load(write(tmp_path, MAPPING), ["train.num_steps=3", "~train.num_steps"]).train == replace(
+        Config().train, warm_start=replace(Config().train.warm_start, num_steps=5)
+    )
+
+
+def test_one_text_is_a_list_of_one_and_a_reference_is_what_it_names(tmp_path):
+    config = load(write(tmp_path, "data:\n  train_files: a.jsonl\n"), ["data.val_files=${data.train_files}"])
+    assert config.data.train_files == config.data.val_files == ["a.jsonl"]
+
+
 def test_null_is_a_value_where_the_field_is_optional(tmp_path):
     assert (
         load(write(tmp_path, "{}"), ["train.minibatch_size=4", "train.minibatch_size=null"]).train.minibatch_size
@@ -99,12 +130,25 @@ def test_null_is_a_value_where_the_field_is_optional(tmp_path):
         ("{}", ["reward.functions[0].wieght=1"], "Did you mean 'reward.functions[0].weight'?"),
         ("reward:\n  functions: [{weight: q}]\n", [], "'reward.functions[0].weight' in '"),
         ("train:\n  num_steps: many\n", [], "'train.num_steps' in '"),
-        ("{}", ["train.num_steps=1.5"], "'train.num_steps' in override 'train.num_steps=1.5': Value '1.5'"),
-        ("{}", ["run.resume=maybe"], "expected one of ['auto', 'never', 'must']"),
+        ("{}", ["train.num_steps=1.5"], "override 'train.num_steps=1.5': 1.5 came, expected a whole number."),
+        ("{}", ["run.resume=maybe"], "'maybe' came, expected one of auto, never, must."),
         ("{}", ["train.num_steps="], "'train.num_steps' in override 'train.num_steps=': null came"),
         ("{}", ["train.num_steps"], "is not section.key=value"),
         ("{}", ["train.num_steps=["], "override 'train.num_steps=['"),
-        ("{}", ["data.train_files=a.jsonl"], "'data.train_files'"),
+        ("{}", ["data.train_files=3"], "3 came, expected a list such as [a, b], or one text."),
+        ("{}", ["data.train_files=[a,[b]]"], "expected a list such as [a, b], or one text."),
+        ("data:\n  train_files: {a: b}\n", [], "{'a': 'b'} came, expected a list"),
+        ("{}", ["actor.lr=abc"], "'actor.lr' in override 'actor.lr=abc': 'abc' came, expected a number."),
+        ("{}", ["train.minibatch_size=x"], "'x' came, expected a whole number, or null."),
+        ("{}", ["reward.functions=3"], "3 came, expected a list of sections with keys name, weight, kwargs."),
+        ("{}", ["reward.functions[1].weight=2"], "'reward.functions' has 1 entries, counted from 0."),
+        ("{}", ["data.task_kwargs=3"], "expected a mapping such as {key: value}."),
+        ("{}", ["train={}"], "override 'train={}' sets nothing. Set its keys, or take the section back with '~train'."),
+        ("{}", ["~trian"], "'trian' is unknown. Did you mean 'train'?"),
+        ("{}", ["~data.task_kwargs.a"], "there is no 'data.task_kwargs.a' to take back"),
+        ("{}", ["~reward.functions[0].weight"], "is part of a list"),
+        ("{}", ["~train.num_steps=3"], "write '~train.num_steps' or 'train.num_steps=3'"),
+        ("{}", ["~"], "is not section.key=value"),
         ("{}", ["run.output_dir=${nowhere}"], "'nowhere' not found"),
         ("train: 3\n", [], "'train' is 3, expected a section"),
         ("train:\n", [], "'train' is empty, expected a section"),

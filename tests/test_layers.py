@@ -21,6 +21,7 @@ LAYERS = (
     ("transfer",),
     ("weights", "distributed", "rewards", "algorithms", "data"),
     ("config", "functional", "models"),
+    ("values",),
     ("types", "registry", "grid", "keys"),
     ("errors",),
 )

@@ -1,0 +1,150 @@
+"""Values for the fields of a schema: taken from files and overrides, typed, a mistake told in one line.
+
+Owns `Values` and what a field may be written as. Which keys exist is known to `keys.py`; the schema and its defaults
+are in `config.py`; ranges and rules between fields in `preflight.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException, ValidationError
+from yaml import YAMLError
+
+from mrl.errors import UserError
+from mrl.keys import is_key, leaves, nested
+
+REFERENCE = re.compile(r"\$\{.*\}")
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+class Values:
+    """Every field of a schema of dataclasses, first at its default.
+
+    Each method raises UserError for an unknown key, with the nearest one, and for a value of another type.
+    """
+
+    def __init__(self, schema: type) -> None:
+        self._schema = schema
+        self._node: Any = OmegaConf.structured(schema)
+        _make_writable(self._node)
+
+    def update(self, raw: Any, where: str) -> None:
+        """Sets what nested dicts and lists give; `where` says in messages where they come from."""
+        for key, value, kind in leaves(raw, self._schema):
+            self._set(key, value, kind, where)
+
+    def override(self, item: str) -> None:
+        """`key=value` sets; `~key` takes back. See `config.load`."""
+        key, equals, text = item.partition("=")
+        where = f"in override '{item}'"
+        if item[:1] == "~" and len(item) > 1:
+            if equals:
+                raise UserError(f"override '{item}' takes back and sets at once; write '{key}' or '{item[1:]}'.")
+            self._take_back(key[1:], where)
+            return
+        if not (key and equals):
+            raise UserError(f"override '{item}' is not section.key=value, for example train.num_steps=10.")
+        with explained(where):
+            parsed: Any = OmegaConf.from_dotlist([f"value={text}"])
+            value = OmegaConf.to_container(parsed, resolve=False)["value"]  # type: ignore[index, call-overload]
+        found = leaves(nested(key, value), self._schema)
+        if not found:
+            raise UserError(f"override '{item}' sets nothing. Set its keys, or take the section back with '~{key}'.")
+        for leaf, inner, kind in found:
+            if value == {} and _is_mapping(kind):
+                self._set(key, value, kind, where, merge=False)
+            else:
+                self._set(leaf, inner, kind, where)
+
+    def made(self, where: str) -> Any:
+        """The schema's dataclass, references between keys (`${run.seed}`) resolved."""
+        with explained(where):
+            return OmegaConf.to_object(self._node)
+
+    def _take_back(self, key: str, where: str) -> None:
+        """The default of a field or section; an item of a mapping is removed."""
+        if is_key(key, self._schema):
+            default = OmegaConf.select(OmegaConf.structured(self._schema), key)
+            OmegaConf.update(self._node, key, default, merge=False)
+            _make_writable(self._node)
+            return
+        ((leaf, _, kind),) = leaves(nested(key, {}), self._schema) or [(key, None, None)]  # refuses an unknown key
+        above, _, last = key.rpartition(".")
+        if not _is_mapping(kind) or key == leaf or "[" in last:
+            raise UserError(f"'{key}' {where} is part of a list. Set it, or set or take back the whole list.")
+        mapping = OmegaConf.select(self._node, above)
+        if not OmegaConf.is_dict(mapping) or last not in mapping:
+            has = ", ".join(map(str, mapping)) if OmegaConf.is_dict(mapping) else ""
+            raise UserError(f"there is no '{key}' to take back, {where}; '{above}' has {has or 'nothing in it'}.")
+        del mapping[last]
+
+    def _set(self, key: str, value: Any, kind: Any, where: str, *, merge: bool = True) -> None:
+        entry = re.match(r"(.*)\[(\d+)\]", key)
+        if entry and int(entry[2]) >= (count := len(OmegaConf.select(self._node, entry[1]))):
+            raise UserError(f"config key '{key}' {where}: '{entry[1]}' has {count} entries, counted from 0.")
+        try:
+            OmegaConf.update(self._node, key, _listed(value, kind), merge=merge)
+        except OmegaConfBaseException as error:
+            came = "null" if value is None else repr(value)
+            raise UserError(f"config key '{key}' {where}: {came} came, expected {expected(kind)}.") from error
+        _make_writable(self._node)
+
+
+def expected(kind: Any) -> str:
+    """What a field of this type takes, in words: "a whole number, or null"."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin is Union:
+        return f"{expected(inside[0])}, or null"
+    if origin is Literal:
+        return f"one of {', '.join(map(str, inside))}"
+    if _is_mapping(kind):
+        return "a mapping such as {key: value}"
+    if origin is list and is_dataclass(inside[0]):
+        return f"a list of sections with keys {', '.join(item.name for item in fields(inside[0]))}"
+    if origin is list:
+        return "a list such as [a, b], or one text"
+    return WORDS[kind]
+
+
+@contextmanager
+def explained(where: str) -> Iterator[None]:
+    """Turns what YAML and OmegaConf raise into one line that names the key."""
+    try:
+        yield
+    except (YAMLError, OmegaConfBaseException) as error:
+        key = getattr(error, "full_key", None)
+        reason = one_line(error).partition(" full_key:")[0].rstrip(".")
+        raise UserError(f"config key '{key}' {where}: {reason}." if key else f"{reason}, {where}.") from error
+
+
+def one_line(error: Exception) -> str:
+    """An error's message without its line ends."""
+    return " ".join(str(error).split())
+
+
+def _is_mapping(kind: Any) -> bool:
+    return get_origin(kind) is dict
+
+
+def _listed(value: Any, kind: Any) -> Any:
+    """The value of a list of texts as a list: one text is a list of one."""
+    if kind != list[str] or (isinstance(value, str) and REFERENCE.fullmatch(value)):
+        return value
+    if isinstance(value, list) and any(isinstance(item, (list, dict)) for item in value):
+        raise ValidationError("a list in a list of texts")  # which OmegaConf would take
+    return [value] if isinstance(value, str) else value
+
+
+def _make_writable(node: Any) -> None:
+    """Frozen dataclasses make read-only nodes; changing them needs writable ones."""
+    OmegaConf.set_readonly(node, False)
+    for key in range(len(node)) if OmegaConf.is_list(node) else node:
+        child = node._get_node(key)
+        if OmegaConf.is_config(child) and not child._is_none():
+            _make_writable(child)

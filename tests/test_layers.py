@@ -12,7 +12,7 @@ from tests.source import PACKAGE, ROOT, imports, modules, name_of, tree_of
 LAYERS = (
     ("__main__",),
     ("cli",),
-    ("train", "dryrun"),
+    ("train", "dryrun", "plan"),
     ("job",),
     ("prepare",),
     ("preflight",),
@@ -22,7 +22,7 @@ LAYERS = (
     ("weights", "distributed", "rewards", "algorithms", "data"),
     ("config", "functional", "models"),
     ("values",),
-    ("types", "registry", "grid", "keys"),
+    ("types", "registry", "grid", "keys", "hardware"),
     ("errors",),
 )
 """Top to bottom. A part may import itself and what stands in a lower row."""

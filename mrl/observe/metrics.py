@@ -15,25 +15,13 @@ import psutil
 import torch
 from torch import Tensor
 
+from mrl.hardware import peak_bf16_flops
 from mrl.models.base import ArchSpec
 from mrl.types import Rollout, SampleTable
 
 WALL_CLOCK_PREFIXES = ("timing_s/", "timing_per_token_ms/", "perf/")
 CORRECT_ABOVE = 0.5
 GIB = 1024**3
-
-PEAK_BF16_FLOPS = {
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA H100 80GB HBM3": 989.4e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H200": 989.4e12,
-}
-"""Dense bf16 tensor-core rate by `torch.cuda.get_device_name()`, FLOP/s, from the vendor's data sheets. A device that
-is not here gets no `perf/mfu/actor`."""
-
 
 def is_wall_clock(name: str) -> bool:
     """Whether a metric differs between two identical runs: times, rates, memory (`timing_s/`, `perf/`, `..._s`)."""
@@ -204,7 +192,7 @@ def mfu_metrics(
     Returns:
         Forward and backward count 3 x `forward_flops`; recomputed activations count nothing (so MFU, not HFU).
     """
-    peak = PEAK_BF16_FLOPS.get(device_name)
+    peak = peak_bf16_flops(device_name)
     if peak is None or update_s <= 0:
         return {}
     return {"perf/mfu/actor": 3 * num_passes * forward_flops(arch, seq_lens) / (update_s * world_size * peak)}

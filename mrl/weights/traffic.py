@@ -61,8 +61,9 @@ def traffic(sources: Mapping[int, Layout], targets: Mapping[int, Layout], gpus_p
     Raises:
         RuntimeError: No rank holds an element that a target needs.
     """
-    held = {id(layout): _held(layout) for layout in sources.values()}
-    widths = _widths(sources.values())
+    distinct = {id(layout): layout for layout in sources.values()}
+    held = {key: _held(layout) for key, layout in distinct.items()}
+    widths = _widths(distinct.values())
     on_node: dict[int, frozenset[int]] = {}
     for rank in targets:
         node = rank // gpus_per_node
@@ -109,7 +110,7 @@ def _merged(parts: Iterable[_Held]) -> _Held:
 def _widths(layouts: Iterable[Layout]) -> dict[str, int]:
     """Bytes of an element, by Hugging Face name."""
     found: dict[str, int] = {}
-    for layout in {id(layout): layout for layout in layouts}.values():
+    for layout in layouts:
         for stored in layout.values():
             for piece in stored.pieces:
                 found[piece.hf_name] = min(found.get(piece.hf_name, 8), ITEM_BYTES[stored.dtype])

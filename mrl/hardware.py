@@ -1,0 +1,90 @@
+"""Figures of accelerators and clusters: what predictions are made from.
+
+Owns the table `HARDWARE` and the reading of a user's own figures. All are the vendors' peak figures, not measurements;
+a prediction made from them is a bound, and a cluster's own figures belong in a YAML file of the user's.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import yaml
+from omegaconf import OmegaConf
+
+from mrl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of node.
+
+    Attributes:
+        gpus_per_node: GPUs that share the fast links.
+        memory_bytes: Of one GPU.
+        bf16_flops: Dense bf16 rate of one GPU, FLOP/s.
+        memory_bytes_per_s: Of one GPU's memory.
+        intra_node_bytes_per_s: Into one GPU from the others of its node.
+        inter_node_bytes_per_s: Into one GPU from other nodes.
+        device_names: `torch.cuda.get_device_name()` of these GPUs.
+    """
+
+    gpus_per_node: int
+    memory_bytes: int
+    bf16_flops: float
+    memory_bytes_per_s: float
+    intra_node_bytes_per_s: float
+    inter_node_bytes_per_s: float
+    device_names: tuple[str, ...] = ()
+
+
+HARDWARE = {
+    "a100": Hardware(8, 80 * 10**9, 312e12, 2.039e12, 300e9, 25e9, ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB")),
+    "a100_pcie": Hardware(
+        8, 80 * 10**9, 312e12, 1.935e12, 32e9, 25e9, ("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe")
+    ),
+    "h100": Hardware(8, 80 * 10**9, 989.4e12, 3.35e12, 450e9, 50e9, ("NVIDIA H100 80GB HBM3",)),
+    "h100_pcie": Hardware(8, 80 * 10**9, 756e12, 2.0e12, 64e9, 50e9, ("NVIDIA H100 PCIe",)),
+    "h200": Hardware(8, 141 * 10**9, 989.4e12, 4.8e12, 450e9, 50e9, ("NVIDIA H200",)),
+    "b200": Hardware(8, 180 * 10**9, 2250e12, 8.0e12, 900e9, 50e9, ("NVIDIA B200",)),
+}
+"""By name; links are one direction: half of what the vendor calls NVLink's or PCIe's bandwidth, and one InfiniBand port
+for each GPU (200 Gb/s beside A100, 400 Gb/s beside the others)."""
+
+
+def peak_bf16_flops(device_name: str) -> float | None:
+    """Dense bf16 rate of a device, by `torch.cuda.get_device_name()`; None where the table has none."""
+    return next((found.bf16_flops for found in HARDWARE.values() if device_name in found.device_names), None)
+
+
+def load_hardware(name: str) -> Hardware:
+    """A row of the table, or a YAML file with `base` (a row) and the figures that differ.
+
+    Raises:
+        UserError: No such row or file, or the file has a key or value that is none.
+    """
+    if name in HARDWARE:
+        return HARDWARE[name]
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml"):
+        near = difflib.get_close_matches(name, HARDWARE, 1)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        raise UserError(
+            f"--hardware {name} is not in the table.{hint} Known: {', '.join(HARDWARE)}; or give a YAML file."
+        )
+    try:
+        given = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"--hardware {name} cannot be read: {error}") from error
+    figures = {field.name for field in fields(Hardware)} - {"device_names"}
+    if not isinstance(given, dict) or given.get("base", "h100") not in HARDWARE:
+        raise UserError(f"--hardware {name}: expected a mapping with base: one of {', '.join(HARDWARE)}, and figures.")
+    base = HARDWARE[str(given.pop("base", "h100"))]
+    figures_given = {str(key): value for key, value in given.items()}
+    for key, value in figures_given.items():
+        if key not in figures:
+            raise UserError(f"--hardware {name}: unknown figure '{key}'. Known: {', '.join(sorted(figures))}.")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise UserError(f"--hardware {name}: {key} is {value!r}; expected a number above 0.")
+    return replace(base, **figures_given)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from mrl.config import CheckpointConfig
 from mrl.distributed.collectives import together
 from mrl.errors import UserError
+from mrl.observe.run_dir import committed_steps
 
 FORMAT = 1
 
@@ -132,12 +133,6 @@ class Checkpoints:
                     f"checkpoint in '{self.folder}' failed: {error}. Free space or make the folder writable, then "
                     "start the same command again: it continues from the last whole checkpoint."
                 ) from error
-
-
-def committed_steps(folder: Path) -> list[int]:
-    """Steps with a whole commit under a `checkpoints/` folder, ascending; needs no process group."""
-    found = (path.name.removeprefix("step-") for path in folder.glob("step-*") if (path / "commit.json").is_file())
-    return sorted(int(name) for name in found if name.isdigit())
 
 
 def read_commit(path: Path) -> dict[str, Any]:

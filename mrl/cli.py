@@ -1,42 +1,73 @@
 """The command line: `mrl train|evaluate|report`, the same as `python -m mrl ...`.
 
-Owns arguments and exit statuses, no logic: 0 done, 2 a mistake that the user can mend (one message, no traceback), 130
-interrupted. What needs torch is imported inside the commands, so that `mrl --help` answers at once.
+Owns arguments, exit statuses and the one message of a run that ended early: 0 done, 2 a mistake that the user can mend
+(no traceback), 130 interrupted, 143 ended by SIGTERM. What needs torch is imported inside the commands, so that
+`mrl --help` and a mistake in a config answer at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
+import signal
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from mrl import __version__
-from mrl.config import load
+from mrl.config import Config, load
+from mrl.distributed.launch import environment
 from mrl.errors import UserError
+from mrl.observe.run_dir import RunDir
 
 SILENT_RANK_WAIT_S = 10.0
 """A launcher ends all ranks when the first one ends: one that is silent lets the one that speaks end first."""
 
 
+class Terminated(BaseException):
+    """SIGTERM came: the launcher, a scheduler or a person ends this process."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit status; `argv` is without the program's name."""
     arguments = _parse(argv)
+    arguments.words = list(sys.argv[1:] if argv is None else argv)
+    arguments.to_go_on = ""
     _quieten()
     try:
-        arguments.command(arguments)
+        with _terminable():
+            arguments.command(arguments)
     except UserError as error:
         if _speaks(error):
-            print(f"mrl: error: {error}", file=sys.stderr, flush=True)
+            print(f"mrl: error: {error}{arguments.to_go_on}", file=sys.stderr, flush=True)
         else:
             time.sleep(SILENT_RANK_WAIT_S)
         return 2
-    except KeyboardInterrupt:
-        print("mrl: interrupted", file=sys.stderr)
-        return 130
+    except (KeyboardInterrupt, Terminated) as stop:
+        word, status = ("interrupted", 130) if isinstance(stop, KeyboardInterrupt) else ("ended by SIGTERM", 143)
+        if environment().rank == 0:
+            print(f"mrl: {word}.{arguments.to_go_on}", file=sys.stderr, flush=True)
+        return status
     return 0
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Inside, SIGTERM raises Terminated, so that the job ends in order; a second one changes nothing."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _speaks(error: UserError) -> bool:
@@ -44,13 +75,23 @@ def _speaks(error: UserError) -> bool:
 
     Before ranks know each other, those of a host read the same files and raise the same error.
     """
-    from mrl.distributed.launch import environment
-
     try:
         here = environment()
     except UserError:
         return True  # the launcher's variables are the mistake
     return here.rank == 0 if error.everywhere else here.local_rank == 0
+
+
+def _to_go_on(config: Config, words: Sequence[str], at: str) -> str:
+    """What is kept of a run that ended early, and the command that goes on from there."""
+    steps = RunDir(Path(config.run.output_dir)).committed_steps()
+    again = [*words, "run.resume=auto"] if config.run.resume == "never" and steps else list(words)
+    command = shlex.join(["mrl", *again])
+    if environment().world_size > 1:
+        command = f"the same launcher with -m {command}"
+    kept = f"The last checkpoint is of step {steps[-1]}" if steps else "There is no checkpoint yet"
+    happened = f"\nThis was at {at}." if at else ""
+    return f"{happened}\n{kept}, in {config.run.output_dir}. {'Continue' if steps else 'Start again'} with: {command}"
 
 
 def _quieten() -> None:
@@ -62,16 +103,23 @@ def _quieten() -> None:
 def _train(arguments: argparse.Namespace) -> None:
     config = load(arguments.config, arguments.overrides)
     if arguments.dry_run:
-        from mrl.distributed.launch import environment
         from mrl.dryrun import describe
 
         described = describe(config, arguments.world_size or environment().world_size)
         if environment().rank == 0:
             print(described)
         return
-    from mrl.train import train
+    try:
+        from mrl.train import train
 
-    train(config)
+        train(config)
+    except UserError as error:
+        if error.at:
+            arguments.to_go_on = _to_go_on(config, arguments.words, error.at)
+        raise
+    except (KeyboardInterrupt, Terminated):
+        arguments.to_go_on = _to_go_on(config, arguments.words, "")
+        raise
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:

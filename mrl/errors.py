@@ -12,6 +12,8 @@ class UserError(ValueError):
 
     Attributes:
         everywhere: True where every rank of the job raises this same error, so that one rank prints it.
+        at: What the job was doing, "step 12, reward"; "" where no step had begun.
     """
 
     everywhere: bool = False
+    at: str = ""

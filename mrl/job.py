@@ -357,6 +357,9 @@ def open_job(plan: Plan, *, log: bool = True) -> Iterator[Job]:
                 run_log.note(note)
             try:
                 yield job
+            except UserError as error:
+                error.at = job.timers.where if job.timers.has_begun else ""
+                raise
             finally:
                 job.close()
         failed = False

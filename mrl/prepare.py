@@ -12,7 +12,6 @@ from pathlib import Path
 from mrl import preflight
 from mrl.algorithms import base as algorithms
 from mrl.algorithms.base import Algorithm
-from mrl.checkpoint import committed_steps
 from mrl.config import Config
 from mrl.data.prompts import PromptSource, load_training, load_validation
 from mrl.data.tokenizer import Tokenizer, load_tokenizer
@@ -81,7 +80,7 @@ def load_model_facts(config: Config) -> tuple[ArchSpec, Tokenizer]:
 
 
 def _resume_step(config: Config, run: RunDir) -> int | None:
-    steps = committed_steps(run.checkpoints)
+    steps = run.committed_steps()
     if config.run.resume == "must" and not steps:
         raise UserError(
             f"run.resume=must, but '{run.checkpoints}' has no checkpoint. Use run.resume=auto to start from nothing."

@@ -89,7 +89,7 @@ class Values:
         if entry and int(entry[2]) >= (count := len(OmegaConf.select(self._node, entry[1]))):
             raise UserError(f"config key '{key}' {where}: '{entry[1]}' has {count} entries, counted from 0.")
         try:
-            OmegaConf.update(self._node, key, _listed(value, kind), merge=merge)
+            OmegaConf.update(self._node, key, _meant(value, kind), merge=merge)
         except OmegaConfBaseException as error:
             came = "null" if value is None else repr(value)
             raise UserError(f"config key '{key}' {where}: {came} came, expected {expected(kind)}.") from error
@@ -132,8 +132,10 @@ def _is_mapping(kind: Any) -> bool:
     return get_origin(kind) is dict
 
 
-def _listed(value: Any, kind: Any) -> Any:
-    """The value of a list of texts as a list: one text is a list of one."""
+def _meant(value: Any, kind: Any) -> Any:
+    """The value with what YAML makes of it put right: one text for a list of texts, `off` for a choice of words."""
+    if value is False and get_origin(kind) is Literal and "off" in get_args(kind):
+        return "off"
     if kind != list[str] or (isinstance(value, str) and REFERENCE.fullmatch(value)):
         return value
     if isinstance(value, list) and any(isinstance(item, (list, dict)) for item in value):

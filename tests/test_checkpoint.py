@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from mrl.checkpoint import Checkpoints, committed_steps, read_commit
+from mrl.checkpoint import Checkpoints, read_commit
 from mrl.config import CheckpointConfig
 from mrl.errors import UserError
+from mrl.observe.run_dir import committed_steps
 from tests.ranks import run_ranks
 
 

@@ -1,11 +1,15 @@
 """What the command line prints and returns; mistakes are in test_bad_input.py."""
 
+import shlex
+import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from mrl import __version__, cli
+from mrl.config import Config
 from mrl.errors import UserError
 from tests.source import ROOT
 
@@ -77,7 +81,92 @@ def run_with_task(config: str, tmp_path, monkeypatch, code: str) -> int:
 
 def test_an_interrupt_ends_with_130(config, tmp_path, monkeypatch, capsys):
     assert run_with_task(config, tmp_path, monkeypatch, "raise KeyboardInterrupt") == 130
-    assert capsys.readouterr().err.endswith("mrl: interrupted\n")
+    told = capsys.readouterr().err
+    assert "mrl: interrupted.\nThere is no checkpoint yet, in runs/default. Start again with: mrl train " in told
+
+
+TASK = """
+import os, signal
+from mrl.data.tasks import Task
+from mrl.errors import UserError
+
+class At(Task):
+    num_train, num_val = 100, 0
+
+    def __init__(self, *, action):
+        self.action = action
+
+    def train_row(self, index):
+        if index == 5:  # in the third step of two rows
+            if self.action == "mistake":
+                raise UserError("row 5 is wrong.")
+            os.kill(os.getpid(), getattr(signal, self.action))
+        return {"prompt": "<1+1>", "answer": "2"}
+
+    def val_row(self, index):
+        raise IndexError
+"""
+
+TINY = (
+    "model.overrides={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2}", "run.num_threads=1",
+    "actor.max_tokens_per_microbatch=64", "rollout.n=2", "rollout.gpu_memory_utilization=0.01", "train.num_steps=4",
+    "train.batch_size=2", "data.shuffle=false", "checkpoint.interval=1",
+    "observe={console: off, tensorboard: false, report: false}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("action", "status", "said"),
+    [
+        ("SIGTERM", 143, "mrl: ended by SIGTERM.\n"),
+        ("SIGINT", 130, "mrl: interrupted.\n"),
+        ("mistake", 2, "mrl: error: row 5 is wrong.\nThis was at step 3, between phases.\n"),
+    ],
+)
+def test_a_run_that_ends_early_names_its_last_checkpoint_and_the_command(
+    action, status, said, config, tmp_path, monkeypatch, capsys
+):
+    tmp_path.joinpath("task_at.py").write_text(TASK)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    handler = signal.getsignal(signal.SIGTERM)
+    words = ["train", config, "data.task=task_at:At", f"data.task_kwargs.action={action}", *TINY]
+    assert cli.main(words) == status
+    told = capsys.readouterr().err
+    last = f"The last checkpoint is of step 2, in runs/default. Continue with: {shlex.join(['mrl', *words])}\n"
+    assert told.endswith(said + last)
+    assert "Traceback" not in told and signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_the_command_that_goes_on_may_resume_and_names_the_launcher(tmp_path, monkeypatch):
+    config = Config(run=replace(Config().run, output_dir=str(tmp_path), resume="never"))
+    assert cli._to_go_on(config, ["train", "a b.yaml"], "").endswith("Start again with: mrl train 'a b.yaml'")
+    commit = tmp_path / "checkpoints" / "step-00000007" / "commit.json"
+    commit.parent.mkdir(parents=True)
+    commit.write_text("{}")
+    launcher = {
+        "RANK": 0,
+        "WORLD_SIZE": 2,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": 1,
+    }
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, str(value))
+    told = cli._to_go_on(config, ["train", "a.yaml"], "")
+    assert told.endswith(
+        "of step 7, in " + str(tmp_path) + ". Continue with: the same launcher with -m mrl train a.yaml run.resume=auto"
+    )
+
+
+def test_a_mistake_in_the_config_is_told_without_torch():
+    code = (
+        "import sys; from mrl.cli import main; status = main(['train', 'configs/quickstart.yaml', 'train.num_step=3'])"
+    )
+    code += "; print(status, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "2 False\n" and "Did you mean" in done.stderr
 
 
 def test_a_defect_keeps_its_traceback(config, tmp_path, monkeypatch):

@@ -112,6 +112,11 @@ def test_one_text_is_a_list_of_one_and_a_reference_is_what_it_names(tmp_path):
     assert config.data.train_files == config.data.val_files == ["a.jsonl"]
 
 
+def test_off_is_a_word_where_it_is_a_choice(tmp_path):
+    config = load(write(tmp_path, "observe: {console: off}\n"), ["observe.tensorboard=off"])
+    assert (config.observe.console, config.observe.tensorboard) == ("off", False)
+
+
 def test_null_is_a_value_where_the_field_is_optional(tmp_path):
     assert (
         load(write(tmp_path, "{}"), ["train.minibatch_size=4", "train.minibatch_size=null"]).train.minibatch_size

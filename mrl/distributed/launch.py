@@ -2,7 +2,7 @@
 
 Owns what the launcher tells (rank, world size, host layout), the device of the rank, threads, and the default process
 group. It knows torchrun's variables and a plain single process. Process groups of the parallel layout are in
-`groups.py`.
+`groups.py`. `environment` needs no torch, so that a mistake is told before torch is imported.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
-
-from mrl.distributed import device as device_module
 from mrl.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -69,6 +68,8 @@ def choose_device(wanted: str) -> str:
     Raises:
         UserError: CUDA was asked for and there is none, or the CPU where Megatron would find CUDA devices.
     """
+    import torch
+
     if wanted == "cpu" and torch.cuda.is_available():
         raise UserError("run.device=cpu on a machine with CUDA: hide its devices too, by CUDA_VISIBLE_DEVICES=''.")
     if wanted == "cuda" and not torch.cuda.is_available():
@@ -89,6 +90,12 @@ def start(device: str = "auto", *, num_threads: int = 0, timeout_s: float = 600.
     Returns:
         The device of this rank.
     """
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
+
+    from mrl.distributed import device as device_module
+
     env = environment()
     kind = choose_device(device)
     torch.set_num_threads(num_threads or max(1, len(os.sched_getaffinity(0)) // env.local_world_size))
@@ -113,6 +120,8 @@ def stop(*, in_order: bool = True) -> None:
     Args:
         in_order: Wait for the others first; False after an error, when they may never come.
     """
+    import torch.distributed as dist
+
     if dist.is_initialized():
         if in_order:
             dist.barrier()
@@ -121,6 +130,8 @@ def stop(*, in_order: bool = True) -> None:
 
 def device_name(device: torch.device) -> str:
     """Such as "cpu" or "NVIDIA H100 80GB HBM3"."""
+    import torch
+
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 

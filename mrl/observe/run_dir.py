@@ -1,7 +1,7 @@
 """The self-describing run folder: where each file is, and what it says about the run.
 
 Owns `RunDir`: paths, config.yaml, run.json (who ran this, on what, from which step) and the refusal of a folder that
-holds another run. It reads no metrics and no checkpoint: `files.py` and `megatron/checkpoint.py` do.
+holds another run. It reads no metrics and no checkpoint: `files.py` and `checkpoint.py` do.
 """
 
 from __future__ import annotations
@@ -85,6 +85,10 @@ class RunDir:
         """The page that `write_report` makes."""
         return self.root / "report.html"
 
+    def committed_steps(self) -> list[int]:
+        """Steps with a whole checkpoint, ascending."""
+        return committed_steps(self.checkpoints)
+
     def start(self, config: Config, *, resume_step: int | None, world_size: int, device_name: str) -> list[str]:
         """Makes the folder, or takes it up again, and records this start. Rank 0 calls it, before anything is written.
 
@@ -147,6 +151,12 @@ class RunDir:
                 "Put these keys back to resume it, or choose another run.output_dir."
             )
         return [line for key, line in lines.items() if not key.startswith(FREE_KEYS)]
+
+
+def committed_steps(folder: Path) -> list[int]:
+    """Steps with a whole commit under a `checkpoints/` folder, ascending; needs no process group."""
+    found = (path.name.removeprefix("step-") for path in folder.glob("step-*") if (path / "commit.json").is_file())
+    return sorted(int(name) for name in found if name.isdigit())
 
 
 def read_facts(run: RunDir) -> dict[str, Any]:

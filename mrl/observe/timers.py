@@ -73,6 +73,11 @@ class Timers:
         return {f"timing_s/{name}": value for name, value in seconds.items()}
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a step was begun."""
+        return self._step is not None
+
+    @property
     def where(self) -> str:
         """What runs now, for people: "step 12, update_actor/forward"; the failed phase after an error."""
         phase = self._failed or "/".join(self._stack) or "between phases"

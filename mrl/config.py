@@ -103,9 +103,9 @@ class ParallelConfig:
     context_parallel_size: int = 1
     """CP; must be 1 in this version."""
     expert_model_parallel_size: int = 1
-    """EP; must be 1 in this version."""
+    """EP; ranks over which a layer's experts are spread."""
     expert_tensor_parallel_size: Optional[int] = None
-    """ETP; ranks that share each expert; null: TP."""
+    """ETP; ranks that share each expert; null: TP. Differs from TP only with EP above 1."""
     num_layers_in_first_pipeline_stage: Optional[int] = None
     """Layers of the first stage; null: as many as the others."""
     num_layers_in_last_pipeline_stage: Optional[int] = None
@@ -144,6 +144,18 @@ class ActorConfig:
     """Activation recompute: core attention only, or whole layers."""
     logprob_chunk_tokens: int = 1024
     """Rows of logits that exist in fp32 at a time."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens reach their experts; allgather pads all ranks' microbatches to the longest, and needs PP of 1."""
+    moe_router_dtype: Optional[Literal["fp32", "fp64"]] = "fp32"
+    """Of the router's logits and probabilities; null: `model.dtype`."""
+    moe_router_load_balancing_type: Literal["none", "aux_loss"] = "none"
+    """aux_loss: also minimise the unevenness of the experts' load, microbatch by microbatch."""
+    moe_aux_loss_coeff: float = 0.0
+    """Weight of that loss."""
+    moe_z_loss_coeff: float = 0.0
+    """Weight of the mean square of the router's log-sum-exp; 0: off."""
+    router_replay: Literal["none", "rollout"] = "none"
+    """rollout: a token goes to the experts that the engine chose for it, weighted by the actor's own router."""
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,8 @@ class RolloutBatch:
             trained; set by `Algorithm.weigh`, fp32.
         truncated_B: True where the response was cut at its length limit, bool; needed by
             `algorithm.overlong.mask_truncated`.
+        routed_experts_P: The experts that the engine chose for each token and layer, [P, layers, top_k], int16; -1 for
+            a token that the engine never read (the last of a response). None unless they are replayed.
     """
 
     tokens_P: Tensor
@@ -113,6 +115,7 @@ class RolloutBatch:
     proximal_logprobs_R: Tensor | None = None
     metric_weights_R: Tensor | None = None
     truncated_B: Tensor | None = None
+    routed_experts_P: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:

@@ -257,10 +257,58 @@ def _fix_mappings(module: Any) -> None:
     module._reduce = lambda input_, group: reduce(input_.contiguous(), group)
 
 
+def _fix_mappings_cpu(module: Any) -> None:
+    _fix_mappings(module)
+    gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
+
+    # gloo gathers and scatters parts of equal size only; experts that are cut over ranks get parts of any size
+    def gather_any(
+        input_: torch.Tensor,
+        group: dist.ProcessGroup,
+        output_split_sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
+        size = group.size()
+        if output_split_sizes is None or size == 1:
+            gathered: torch.Tensor = gather(input_, group, output_split_sizes, use_global_buffer)
+            return gathered
+        parts = input_.new_empty((sum(output_split_sizes), *input_.shape[1:]))
+        copies = torch.cat([input_] * size)
+        dist.all_to_all_single(parts, copies, output_split_sizes, [input_.size(0)] * size, group=group)
+        return parts
+
+    def reduce_scatter_any(
+        input_: torch.Tensor,
+        group: dist.ProcessGroup,
+        input_split_sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
+        size = group.size()
+        if input_split_sizes is None or size == 1:
+            scattered: torch.Tensor = reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
+            return scattered
+        own = input_split_sizes[group.rank()]
+        parts = input_.new_empty((size, own, *input_.shape[1:]))
+        dist.all_to_all_single(
+            parts.view(size * own, *input_.shape[1:]), input_.contiguous(), [own] * size, input_split_sizes, group=group
+        )
+        return parts.sum(0)
+
+    module._gather_along_first_dim, module._reduce_scatter_along_first_dim = gather_any, reduce_scatter_any
+
+
 def _fix_moe_utils(module: Any) -> None:
     # NameError in the router without TransformerEngine
     if not hasattr(module, "te_general_gemm"):
         module.te_general_gemm = None
+
+
+def _fix_moe_utils_cpu(module: Any) -> None:
+    _fix_moe_utils(module)
+    # split sizes become numpy arrays only where they come from a GPU; as tensors, collectives refuse them
+    module.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
 
 
 def _fix_random(module: Any) -> None:
@@ -293,5 +341,7 @@ _ANY_DEVICE_FIXES: dict[str, Callable[[ModuleType], None]] = {
 }
 _CPU_FIXES: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.jit": _fix_jit,
+    "megatron.core.tensor_parallel.mappings": _fix_mappings_cpu,
     "megatron.core.tensor_parallel.random": _fix_random_cpu,
+    "megatron.core.transformer.moe.moe_utils": _fix_moe_utils_cpu,
 }

@@ -18,6 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mrl.data.prefixes import Prefixes
+from mrl.megatron.router import Routing
 
 MAX_PADDING = 0.25
 """Longest part of a bucket that may be padding."""
@@ -42,12 +43,14 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core h
         slot_to_token: For each slot of all buckets the packed token in it; a padding slot repeats some token.
         token_to_slot: For each packed token a slot that holds it.
         shared: Whether sequences share tokens: several slots besides padding may hold the same one.
+        routing: What the routers of a mixture of experts must know; None for a dense model.
     """
 
     buckets: list[Bucket] = field(default_factory=list)
     slot_to_token: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     token_to_slot: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     shared: bool = False
+    routing: Routing | None = None
 
 
 def pack(lens: Sequence[int], device: torch.device, *, te: bool, prefixes: Prefixes | None = None) -> PackedSequences:

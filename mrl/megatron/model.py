@@ -34,7 +34,9 @@ from torch import Tensor
 from mrl.config import ActorConfig, ParallelConfig
 from mrl.functional.logprobs import Distribution, VocabShard, linear_logprobs
 from mrl.megatron.attention import CoreAttention, PackedSequences
+from mrl.megatron.moe import load_balance, moe_config, with_router
 from mrl.megatron.norm import RMSNorm
+from mrl.megatron.router import LoadBalance
 from mrl.models.base import ArchSpec
 from mrl.weights.megatron import padded_vocab
 
@@ -57,11 +59,19 @@ class Targets:
 class ActorModel(GPTModel):  # type: ignore[misc]  # megatron.core has no types
     """A GPTModel that scores tokens: with `Targets` as labels the last stage returns (logprobs_R, entropy_R)."""
 
-    def __init__(self, config: TransformerConfig, arch: ArchSpec, *, te: bool, vp_stage: int | None) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        arch: ArchSpec,
+        *,
+        te: bool,
+        vp_stage: int | None,
+        balance: LoadBalance | None = None,
+    ) -> None:
         stage = {"ignore_virtual": False, "vp_stage": vp_stage}
         super().__init__(
             config,
-            _block_spec(config, te=te, vp_stage=vp_stage),
+            _block_spec(config, te=te, vp_stage=vp_stage, balance=balance),
             vocab_size=padded_vocab(arch, config.tensor_model_parallel_size),
             max_sequence_length=arch.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**stage),
@@ -137,28 +147,38 @@ def uses_te(device: torch.device) -> bool:
 
 
 def build_chunks(
-    arch: ArchSpec, parallel: ParallelConfig, actor: ActorConfig, *, dtype: torch.dtype, device: torch.device
+    arch: ArchSpec,
+    parallel: ParallelConfig,
+    actor: ActorConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    balance: LoadBalance | None = None,
 ) -> list[ActorModel]:
     """Collective over the job: this rank's chunks of the model, one for each virtual stage, parameters NaN.
 
     Args:
         arch: The model.
         parallel: Its layout; `mrl.megatron.parallel.initialize` ran with the same.
-        actor: Activation recompute.
+        actor: Activation recompute, routing.
         dtype: Of parameters and activations.
         device: Of the parameters.
+        balance: What the routers of a mixture of experts report to; None: one that nobody asks.
     """
-    config = transformer_config(arch, parallel, actor, dtype=dtype)
+    te = uses_te(device)
+    config = transformer_config(arch, parallel, actor, dtype=dtype, te=te)
+    balance = balance or load_balance(arch, actor)
     stages = parallel.virtual_pipeline_model_parallel_size or 1
     virtual = stages > 1
-    te = uses_te(device)
-    return [ActorModel(config, arch, te=te, vp_stage=stage if virtual else None) for stage in range(stages)]
+    return [
+        ActorModel(config, arch, te=te, vp_stage=stage if virtual else None, balance=balance) for stage in range(stages)
+    ]
 
 
 def transformer_config(
-    arch: ArchSpec, parallel: ParallelConfig, actor: ActorConfig, *, dtype: torch.dtype
+    arch: ArchSpec, parallel: ParallelConfig, actor: ActorConfig, *, dtype: torch.dtype, te: bool = False
 ) -> TransformerConfig:
-    """The structure and its layout as Megatron's config."""
+    """The structure and its layout as Megatron's config; `te`: for TransformerEngine's layer spec."""
     stages = parallel.virtual_pipeline_model_parallel_size or 1
     interleaved = stages > 1
     recompute: dict[str, Any] = {}
@@ -185,6 +205,8 @@ def transformer_config(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=stages if interleaved else None,
+        num_layers_in_first_pipeline_stage=parallel.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=parallel.num_layers_in_last_pipeline_stage,
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -192,9 +214,7 @@ def transformer_config(
         init_method=_leave,
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
-        # a packed microbatch has its own length; Megatron allows that with this dispatcher only, dense models included
-        variable_seq_lengths=parallel.pipeline_model_parallel_size > 1,
-        moe_token_dispatcher_type="alltoall",
+        variable_seq_lengths=parallel.pipeline_model_parallel_size > 1,  # a packed microbatch has its own length
         # with two stages and batched sends an interleaved schedule swaps two messages without an error
         batch_p2p_comm=not interleaved,
         overlap_p2p_comm=interleaved,
@@ -202,6 +222,7 @@ def transformer_config(
         # otherwise the schedule divides the loss, in place, by the number of microbatches
         calculate_per_token_loss=True,
         **recompute,
+        **moe_config(arch, parallel, actor, te=te),
     )
 
 
@@ -218,11 +239,15 @@ def _leave(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _block_spec(config: TransformerConfig, *, te: bool, vp_stage: int | None) -> Any:
+def _block_spec(config: TransformerConfig, *, te: bool, vp_stage: int | None, balance: LoadBalance | None) -> Any:
     """Layers of one chunk. The local spec gets our attention, and our norm everywhere, the final one included."""
+    experts = {"num_experts": config.num_moe_experts, "moe_grouped_gemm": config.moe_grouped_gemm}
     if te:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    layer: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        return with_router(
+            get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, **experts), balance
+        )
+    layer: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm", **experts)
+    layer = with_router(layer, balance)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules

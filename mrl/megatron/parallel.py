@@ -37,6 +37,9 @@ def initialize(grid: Grid, *, seed: int, timeout_s: float = 600.0) -> ProcessGro
         tensor_model_parallel_size=grid.tp,
         pipeline_model_parallel_size=grid.pp,
         virtual_pipeline_model_parallel_size=grid.vpp if grid.vpp > 1 else None,
+        context_parallel_size=grid.cp,
+        expert_model_parallel_size=grid.ep,
+        expert_tensor_parallel_size=grid.expert_tp,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -51,10 +54,25 @@ def initialize(grid: Grid, *, seed: int, timeout_s: float = 600.0) -> ProcessGro
         pp=parallel_state.get_pipeline_model_parallel_group(),
         rollout_tp=rollout_tp,
     )
-    place = (dist.get_rank(groups.tp), dist.get_rank(groups.dp), dist.get_rank(groups.pp))
-    if place != (groups.coords.tp, groups.coords.dp, groups.coords.pp):
-        raise RuntimeError(f"rank {rank}: Megatron has it at (tp, dp, pp) = {place}, the grid at {groups.coords}")
+    _check_order(grid, rank)
     return groups
+
+
+def _check_order(grid: Grid, rank: int) -> None:
+    """Raises RuntimeError where Megatron orders ranks differently from the grid."""
+    coords, experts = grid.coords(rank), grid.expert_coords(rank)
+    expected = {
+        "tensor": (parallel_state.get_tensor_model_parallel_group(), coords.tp),
+        "context": (parallel_state.get_context_parallel_group(), coords.cp),
+        "data": (parallel_state.get_data_parallel_group(), coords.dp),
+        "pipeline": (parallel_state.get_pipeline_model_parallel_group(), coords.pp),
+        "expert tensor": (parallel_state.get_expert_tensor_parallel_group(), experts.etp),
+        "expert": (parallel_state.get_expert_model_parallel_group(), experts.ep),
+        "expert data": (parallel_state.get_expert_data_parallel_group(), experts.edp),
+    }
+    found = {name: dist.get_rank(group) for name, (group, _) in expected.items()}
+    if any(found[name] != index for name, (_, index) in expected.items()):
+        raise RuntimeError(f"rank {rank}: Megatron has it at {found}, the grid at {coords} and {experts}")
 
 
 def destroy() -> None:

@@ -23,6 +23,7 @@ from mrl.functional.mismatch import mismatch_metrics, mismatch_sums
 from mrl.functional.sampling import keep_threshold
 from mrl.grid import Coords
 from mrl.megatron.model import build_chunks, named_tensors, uses_te
+from mrl.megatron.moe import load_balance
 from mrl.megatron.optimizer import LearningRate, build_optimizer
 from mrl.megatron.schedule import Microbatch, Schedule
 from mrl.models.base import ArchSpec
@@ -52,7 +53,10 @@ class Policy:
         self._config, self._arch, self._groups, self._device = config.actor, arch, groups, device
         self._dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         self._te = uses_te(device)
-        self.chunks = build_chunks(arch, config.parallel, config.actor, dtype=self._dtype, device=device)
+        self._balance = load_balance(arch, config.actor)
+        self.chunks = build_chunks(
+            arch, config.parallel, config.actor, dtype=self._dtype, device=device, balance=self._balance
+        )
         for chunk in self.chunks:
             chunk.to(device)
         self._model_config = self.chunks[0].config
@@ -69,6 +73,9 @@ class Policy:
             _distribution(config),
             max_tokens=config.actor.max_tokens_per_microbatch,
             te=self._te,
+            num_experts=arch.moe.num_experts if arch.moe else 0,
+            even=groups.grid.ep > 1 and config.actor.moe_token_dispatcher_type == "allgather",
+            replay=config.actor.router_replay == "rollout",
         )
         self._reference: dict[str, Tensor] = {}
         self._learning_rate: LearningRate | None = None
@@ -103,9 +110,21 @@ class Policy:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Inside, the modules hold the reference's weights; the actor's come back unchanged, also after an error."""
+        """Inside, the modules hold the reference's weights; the actor's come back unchanged, also after an error.
+
+        The reference routes by its own choice, whatever is replayed to the actor.
+        """
         if not self._reference:
             raise RuntimeError("there is no reference: fill reference_tensors first")
+        replay, self._schedule.replay = self._schedule.replay, False
+        try:
+            with self._reference_weights():
+                yield
+        finally:
+            self._schedule.replay = replay
+
+    @contextmanager
+    def _reference_weights(self) -> Iterator[None]:
         live = self.named_tensors()
         if self._device.type == "cuda":
             kept = {name: tensor.to("cpu", copy=True) for name, tensor in live.items()}
@@ -185,8 +204,12 @@ class Policy:
             wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
         microbatches = self._schedule.microbatches(minibatch)
+        if self._balance is not None:
+            self._balance.start([micro.packed.routing for micro in microbatches], self._groups.dp)
         reports = self._schedule.run(microbatches, algorithm.loss, backward=True)
         metrics = self._reduced(minibatch, microbatches, reports, on_policy)
+        if self._balance is not None:
+            metrics |= self._balance.metrics()
         _, grad_norm, _ = self.optimizer.step()
         self.num_updates += 1
         if not torch.isfinite(torch.tensor(float(grad_norm))):

@@ -18,12 +18,14 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from mrl.algorithms.base import required
 from mrl.data.packing import pack_microbatches
 from mrl.data.prefixes import Prefixes, each_token, shared_prefixes
 from mrl.distributed.groups import ProcessGroups
 from mrl.functional.logprobs import Distribution
 from mrl.megatron.attention import PackedSequences, pack
 from mrl.megatron.model import Targets
+from mrl.megatron.router import routing_of
 from mrl.types import RolloutBatch
 
 Loss = Callable[[Tensor, Tensor, RolloutBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -63,6 +65,9 @@ class Schedule:
         *,
         max_tokens: int,
         te: bool,
+        num_experts: int = 0,
+        even: bool = False,
+        replay: bool = False,
     ) -> None:
         """Holds the chunks, wrapped for data parallelism or not.
 
@@ -73,9 +78,13 @@ class Schedule:
             distribution: What is scored.
             max_tokens: Budget of a microbatch.
             te: Whether attention is TransformerEngine's.
+            num_experts: Experts of a layer; 0: the model is dense.
+            even: Fill microbatches until all data-parallel ranks' are of the same length.
+            replay: Route tokens as `RolloutBatch.routed_experts_P` says; may be changed between batches.
         """
         self._chunks, self._groups, self._device = list(chunks), groups, device
         self._distribution, self._max_tokens, self._te = distribution, max_tokens, te
+        self._num_experts, self._even, self.replay = num_experts, even, replay
 
     def microbatches(self, batch: RolloutBatch) -> list[Microbatch]:
         """Collective over data-parallel: the batch, packed; every rank gets the same number of microbatches."""
@@ -90,7 +99,13 @@ class Schedule:
             if extremes[0] == -extremes[1]:
                 break
             packed = pack_microbatches(lens, self._max_tokens, at_least=int(extremes[0]), multiple_of=multiple)
-        return [self._microbatch(batch, [row for item in items for row in families[item][0]]) for items in packed]
+        rows = [[row for item in items for row in families[item][0]] for items in packed]
+        made = [self._microbatch(batch, each) for each in rows]
+        if not self._even:
+            return made
+        longest = torch.tensor([micro.tokens.size(1) for micro in made])
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self._groups.dp)
+        return [self._microbatch(batch, *each) for each in zip(rows, longest.tolist(), strict=True)]
 
     def run(self, microbatches: list[Microbatch], loss: Loss, *, backward: bool) -> list[dict[str, Tensor]]:
         """Collective over the actor's replica: forward, and backward where asked for.
@@ -154,7 +169,7 @@ class Schedule:
                 families.append(([row], prompt_len + response_len))
         return families
 
-    def _microbatch(self, batch: RolloutBatch, rows: list[int]) -> Microbatch:
+    def _microbatch(self, batch: RolloutBatch, rows: list[int], at_least: int = 0) -> Microbatch:
         part = batch.select(rows)
         lens = part.seq_lens_B.tolist()
         ends = part.seq_lens_B.cumsum(0)
@@ -163,6 +178,7 @@ class Schedule:
         filling = -origin_D.numel() % self._groups.grid.tp  # sequence parallelism shards the packed length
         if not lens:
             filling = self._groups.grid.tp
+        filling = max(filling, at_least - origin_D.numel())
         # response token i of a sequence is predicted at the position before it
         first = ends - part.response_lens_B - 1
         before = part.response_lens_B.cumsum(0) - part.response_lens_B
@@ -173,14 +189,20 @@ class Schedule:
         targets = Targets(
             distinct_P[rows_R].to(self._device), part.tokens_P[rows_R + 1].to(self._device), self._distribution
         )
+        routing = None
+        if self._num_experts:
+            chosen = required(part.routed_experts_P, "routed_experts_P") if self.replay else None
+            routing = routing_of(prefixes, filling, chosen, self._device, num_experts=self._num_experts)
         distinct_P = torch.cat([distinct_P, torch.arange(origin_D.numel(), origin_D.numel() + filling)])
         origin_D = torch.cat([origin_D, torch.arange(sum(lens), sum(lens) + filling)])
+        packed = pack(all_lens, self._device, te=self._te, prefixes=Prefixes(distinct_P, origin_D))
+        packed.routing = routing
         return Microbatch(
             rows,
-            _moved(part, self._device),
+            _moved(replace(part, routed_experts_P=None), self._device),
             tokens[origin_D][None].to(self._device),
             positions[origin_D][None].to(self._device),
-            pack(all_lens, self._device, te=self._te, prefixes=Prefixes(distinct_P, origin_D)),
+            packed,
             targets,
         )
 

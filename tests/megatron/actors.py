@@ -25,6 +25,11 @@ ARCHS = {
     "qwen3": arch_from_preset("qwen3_tiny", {}, VOCAB),
     "qwen2_untied": arch_from_preset("qwen2_tiny", {"tie_word_embeddings": False, "num_key_value_heads": 1}, VOCAB),
 }
+MIXTURES = {
+    "qwen3_moe": arch_from_preset("qwen3_moe_tiny", {}, VOCAB),
+    "qwen2_moe": arch_from_preset("qwen2_moe_tiny", {}, VOCAB),
+    "mixtral": arch_from_preset("mixtral_tiny", {}, VOCAB),
+}
 LAYOUTS = {
     "single": Grid(1),
     "tp2": Grid(2, tp=2),
@@ -32,6 +37,17 @@ LAYOUTS = {
     "pp2_vpp2": Grid(2, pp=2, vpp=2),
     "dp2": Grid(2),
     "tp2_pp2": Grid(4, tp=2, pp=2),
+}
+EXPERT_LAYOUTS = {
+    "ep2": Grid(2, ep=2),
+    "tp2": Grid(2, tp=2),
+    "tp2_ep2": Grid(2, tp=2, ep=2, etp=1),
+    "ep4": Grid(4, ep=4),
+    "ep2_dp2": Grid(4, ep=2),
+    "tp2_ep2_etp2": Grid(4, tp=2, ep=2),
+    "ep2_pp2": Grid(4, pp=2, ep=2),
+    "tp2_ep2_pp2": Grid(4, tp=2, pp=2, ep=2, etp=1),
+    "ep2_pp2_vpp2": Grid(4, pp=2, vpp=2, ep=2),
 }
 SEED = 11
 PEAK = 1e-3
@@ -46,6 +62,10 @@ def config_for(grid: Grid, *, actor: dict | None = None, rollout: dict | None = 
             pipeline_model_parallel_size=grid.pp,
             virtual_pipeline_model_parallel_size=grid.vpp if grid.vpp > 1 else None,
             sequence_parallel=grid.tp > 1,
+            expert_model_parallel_size=grid.ep,
+            expert_tensor_parallel_size=grid.etp,
+            num_layers_in_first_pipeline_stage=grid.first_stage_layers,
+            num_layers_in_last_pipeline_stage=grid.last_stage_layers,
         ),
         actor=ActorConfig(**{"max_tokens_per_microbatch": 64, "logprob_chunk_tokens": 16, **(actor or {})}),
         rollout=RolloutConfig(**(rollout or {})),

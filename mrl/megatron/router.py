@@ -1,0 +1,240 @@
+"""The router of a mixture-of-experts layer: Megatron's top-k, told which experts to replay, measured and balanced.
+
+Owns what a microbatch tells the routers (`Routing`), how it reaches them (`RoutedLayer`), and the losses and measures
+of the load (`LoadBalance`). Which experts exist where, and how tokens get there, is Megatron's.
+
+Megatron's own balancing losses count each microbatch by its tokens and are divided by the step's tokens later, which
+mrl's losses are not; they also count filling. Here each microbatch has its part of the global minibatch, so that a loss
+is the mean over the minibatch's tokens at every layout.
+
+Shapes: P packed tokens of a microbatch, n of them on this rank, L layers of the whole model, E experts, K chosen ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from mrl.data.prefixes import Prefixes
+
+
+@dataclass
+class Routing:
+    """What the routers must know of a microbatch.
+
+    Attributes:
+        real_P: False for filling, which takes part in no loss and no measure, bool.
+        experts_PLK: The experts to go to, int64; -1 where the router chooses. None: it always does.
+    """
+
+    real_P: Tensor
+    experts_PLK: Tensor | None = None
+
+
+def routing_of(
+    prefixes: Prefixes, filling: int, routed_experts_P: Tensor | None, device: torch.device, *, num_experts: int
+) -> Routing:
+    """The routing of packed sequences.
+
+    Args:
+        prefixes: The packed tokens that are computed, without filling.
+        filling: Tokens behind them.
+        routed_experts_P: The engine's choice for each packed token, [P, L, K], -1 where it made none (the last token of
+            a response is never an input); on the CPU. None: nothing is replayed.
+        device: Of the routers.
+        num_experts: E.
+
+    Raises:
+        RuntimeError: A choice is no expert, or names one twice.
+    """
+    count = prefixes.origin_D.numel()
+    real_P = torch.arange(count + filling) < count
+    if routed_experts_P is None:
+        return Routing(real_P.to(device))
+    chosen = routed_experts_P.long()
+    _check_choices(chosen, num_experts)
+    experts = chosen.new_full((count + filling, *chosen.shape[1:]), -1)
+    # sequences that share a token agree on it but for rounding; one whose last token it is knows nothing
+    known = chosen.flatten(1).min(1).values >= 0
+    experts[prefixes.distinct_P[known]] = chosen[known]
+    return Routing(real_P.to(device), experts.to(device))
+
+
+def _check_choices(chosen: Tensor, num_experts: int) -> None:
+    if chosen.numel() and not (int(chosen.min()) >= -1 and int(chosen.max()) < num_experts):
+        raise RuntimeError(
+            f"routed experts lie in [{int(chosen.min())}, {int(chosen.max())}]; the model has experts 0 to "
+            f"{num_experts - 1}, and -1 stands for none"
+        )
+    top_k = chosen.size(-1)
+    for step in range(1, top_k):
+        first, second = chosen[..., step:], chosen[..., : top_k - step]
+        if bool(((first == second) & (first >= 0)).any()):
+            raise RuntimeError("routed experts name an expert twice for one token and layer")
+
+
+class LoadBalance:
+    """Losses that balance the experts, and what is measured of the routing; one for all routers of an actor's rank."""
+
+    def __init__(self, *, num_layers: int, num_experts: int, top_k: int, aux_coeff: float, z_coeff: float) -> None:
+        """Nothing measured yet.
+
+        Args:
+            num_layers: L, of the whole model.
+            num_experts: E.
+            top_k: K.
+            aux_coeff: Weight of the load-balancing loss; 0: off.
+            z_coeff: Weight of the z-loss; 0: off.
+        """
+        self._num_experts, self._top_k = num_experts, top_k
+        self._aux_coeff, self._z_coeff = aux_coeff, z_coeff
+        self._minibatch_tokens = 1
+        # of each layer: tokens of each expert, tokens, sum of entropies, auxiliary loss, z-loss
+        self._sums_LM = torch.zeros(num_layers, num_experts + 4, dtype=torch.float64)
+
+        self._has_losses = aux_coeff > 0 or z_coeff > 0
+
+    def start(self, routings: Iterable[Routing | None], dp_group: dist.ProcessGroup) -> None:
+        """Collective over data-parallel: begins an update with these microbatches."""
+        self._sums_LM.zero_()
+        if self._has_losses:
+            tokens = torch.tensor(sum(int(routing.real_P.sum()) for routing in routings if routing is not None))
+            dist.all_reduce(tokens, group=dp_group)
+            self._minibatch_tokens = max(1, int(tokens))
+
+    def attach(
+        self, probs_nE: Tensor, chosen_nE: Tensor, logits_nE: Tensor, real_n: Tensor, *, layer: int, group: Any
+    ) -> Tensor:
+        """Measures one layer's routing of one microbatch, and adds the losses to what `probs_nE` will have as gradient.
+
+        Args:
+            probs_nE: Weights of the chosen experts, 0 elsewhere.
+            chosen_nE: Which ones, bool.
+            logits_nE: The router's.
+            real_n: False for filling, bool.
+            layer: Index in the whole model.
+            group: The ranks that hold the microbatch's other tokens.
+
+        Returns:
+            `probs_nE`, its values unchanged.
+        """
+        log_probs_nE = logits_nE.float().log_softmax(-1)
+        softmax_nE = log_probs_nE.exp()
+        with torch.no_grad():
+            load_E = (chosen_nE & real_n[:, None]).sum(0).double()
+            entropy = -(softmax_nE * log_probs_nE).sum(-1)[real_n].double().sum()
+            tokens = real_n.sum().double()
+            measured = torch.cat([load_E, torch.stack([tokens, entropy])])
+            if self._sums_LM.device != measured.device:
+                self._sums_LM = self._sums_LM.to(measured.device)
+            self._sums_LM[layer, : self._num_experts + 2] += measured
+        if not self._has_losses:
+            return probs_nE
+        counts = torch.cat([load_E, tokens[None]])
+        if group.size() > 1:
+            dist.all_reduce(counts, group=group)
+        load_E, tokens = counts[:-1], counts[-1].clamp(min=1)
+        # Switch Transformer (arXiv 2101.03961), equations 4 to 6, times this microbatch's part of the minibatch
+        mass_E = softmax_nE[real_n].sum(0)
+        aux = (mass_E * load_E).sum() * self._num_experts / (self._top_k * tokens * self._minibatch_tokens)
+        z = logits_nE[real_n].float().logsumexp(-1).square().sum() / self._minibatch_tokens
+        self._sums_LM[layer, self._num_experts + 2 :] += torch.stack([aux.detach().double(), z.detach().double()])
+        weighted: Tensor = MoEAuxLossAutoScaler.apply(probs_nE, self._aux_coeff * aux + self._z_coeff * z)
+        return weighted
+
+    def metrics(self) -> dict[str, float]:
+        """Collective over the job: measures since `start`.
+
+        Returns:
+            `actor/moe_load_max_over_mean` (tokens of the busiest expert over the mean expert's: mean over layers, and
+            `.../worst` the largest), `actor/moe_router_entropy` (nats, mean over tokens and layers), and where the
+            losses are on `actor/moe_aux_loss` and `actor/moe_z_loss` (before their weights, mean over layers).
+        """
+        sums_LM = self._sums_LM.cpu().clone()
+        dist.all_reduce(sums_LM)
+        load_LE, (tokens_L, entropy_L, aux_L, z_L) = sums_LM[:, :-4], sums_LM[:, -4:].unbind(1)
+        unevenness_L = load_LE.max(1).values / load_LE.mean(1).clamp(min=1e-9)
+        metrics = {
+            "actor/moe_load_max_over_mean": float(unevenness_L.mean()),
+            "actor/moe_load_max_over_mean/worst": float(unevenness_L.max()),
+            "actor/moe_router_entropy": float((entropy_L / tokens_L.clamp(min=1)).mean()),
+        }
+        if self._aux_coeff:
+            metrics["actor/moe_aux_loss"] = float(aux_L.mean())
+        if self._z_coeff:
+            metrics["actor/moe_z_loss"] = float(z_L.mean())
+        return metrics
+
+
+class _Choice:
+    """Where Megatron's top-k chooses experts: its `router_replay`. It asks for `get_replay_topk`."""
+
+    def __init__(self) -> None:
+        self.given_nK: Tensor | None = None
+
+    def get_replay_topk(
+        self, scores_nE: Tensor, top_k: int, num_groups: int | None, group_topk: int | None, own: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and indices of the chosen experts: the given ones, else the `top_k` largest."""
+        scores_nK, chosen_nK = own(scores_nE, top_k, num_groups, group_topk)
+        if self.given_nK is None:
+            return scores_nK, chosen_nK
+        chosen_nK = torch.where(self.given_nK >= 0, self.given_nK, chosen_nK)
+        return scores_nE.gather(1, chosen_nK), chosen_nK
+
+
+class Router(TopKRouter):  # type: ignore[misc]  # megatron.core has no types
+    """Megatron's router, which replays the experts of `routing` and reports to a `LoadBalance`.
+
+    The weights of replayed experts are those that this router gives to them, so that it learns as ever.
+    """
+
+    def __init__(self, config: Any, pg_collection: Any = None, *, balance: LoadBalance) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.balance = balance
+        self.routing_plan: Routing | None = None
+        self.router_replay = _Choice()
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As Megatron's: the weights of the chosen experts and which ones they are, [n, E] each."""
+        plan = self.routing_plan
+        if plan is None:
+            raise RuntimeError("a router ran without a Routing: the layer was not given PackedSequences with one")
+        layer = self.layer_number - 1
+        given = plan.experts_PLK
+        self.router_replay.given_nK = None if given is None else self._own(given[:, layer])
+        probs, chosen = super().routing(logits)
+        if self.training and torch.is_grad_enabled():  # recomputation runs twice, once with gradients
+            probs = self.balance.attach(
+                probs,
+                chosen,
+                logits.view(-1, logits.size(-1)),
+                self._own(plan.real_P),
+                layer=layer,
+                group=self.tp_cp_group,
+            )
+        return probs, chosen
+
+    def _own(self, rows: Tensor) -> Tensor:
+        """This rank's part of what is there for every token: under sequence parallelism a run of equal length."""
+        if not self.config.sequence_parallel:
+            return rows
+        each = rows.size(0) // self.tp_group.size()
+        return rows.narrow(0, self.tp_group.rank() * each, each)
+
+
+class RoutedLayer(TransformerLayer):  # type: ignore[misc]
+    """A layer that hands the microbatch's `Routing` to its router, again when it is recomputed."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron's; `packed_seq_params` are `PackedSequences`."""
+        self.mlp.router.routing_plan = kwargs["packed_seq_params"].routing
+        return super().forward(*args, **kwargs)

@@ -117,8 +117,9 @@ class ParamSpec:
     for one tensor in the native engine, in which the experts' rows lie one after the other.
 
     Attributes:
-        hf: Hugging Face names, in the order in which Megatron fuses them (q, k, v; gate, up).
-        shapes: Shape of each Hugging Face tensor, as words of `dims` ("q hidden": [num_heads x head_dim, hidden_size]).
+        hf: Hugging Face names, in the order in which Megatron fuses them (q, k, v; gate, up); one name where the
+            checkpoint has them in one tensor already, their rows one after the other in this order.
+        shapes: Shape of each part, as words of `dims` ("q hidden": [num_heads x head_dim, hidden_size]).
         megatron: Megatron-Core name with its local (not TransformerEngine) layer spec.
         megatron_te: The name under TransformerEngine's layer spec, where it differs.
         native: Name in the native engine.

@@ -71,6 +71,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "tie_word_embeddings": False,
     },
+    "phi3_tiny": {"model_type": "phi3", **_TINY, "tie_word_embeddings": False},
     "qwen2.5_0.5b": {
         "model_type": "qwen2",
         "vocab_size": 151936,

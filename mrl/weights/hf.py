@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from mrl.models.base import ArchSpec, Place
-from mrl.weights.layout import Layout
-from mrl.weights.shards import hf_shapes, stack, table
+from mrl.weights.layout import Layout, Piece, StoredTensor
+from mrl.weights.regions import whole
+from mrl.weights.shards import hf_tensors, table
 
 
 def hf_layout(arch: ArchSpec, dtype: str) -> Layout:
@@ -23,7 +24,7 @@ def hf_layout(arch: ArchSpec, dtype: str) -> Layout:
                 if spec.place is not place:
                     continue
                 for expert in experts if spec.kind.is_expert else (None,):
-                    for name, shape in zip(spec.hf, hf_shapes(spec, arch), strict=True):
+                    for name, shape in hf_tensors(spec, arch).items():
                         full = name if layer is None else name.format(layer=layer, expert=expert)
-                        layout[full] = stack([full], [shape], [(0, 0, shape[0])], dim=0, dtype=dtype)
+                        layout[full] = StoredTensor(shape, dtype, (Piece(full, whole(shape), whole(shape)),))
     return layout

@@ -17,7 +17,7 @@ from mrl.models.base import ArchSpec, Kind
 from mrl.weights.hf import hf_layout
 from mrl.weights.layout import Layout, Piece
 from mrl.weights.regions import intersect, slices, translate, whole
-from mrl.weights.shards import table
+from mrl.weights.shards import hf_tensors, table
 from mrl.weights.tensors import check_tensors
 
 INITIALIZER_RANGE = 0.02
@@ -58,8 +58,8 @@ def _constants(arch: ArchSpec) -> dict[str, float]:
     """Vectors: norms are one, biases zero."""
     found = {}
     for spec in table(arch):
-        for name, shape in zip(spec.hf, spec.shapes, strict=True):
-            if " " not in shape:
+        for name, shape in hf_tensors(spec, arch).items():
+            if len(shape) == 1:
                 for layer in range(arch.num_layers):
                     found[name.format(layer=layer)] = 1.0 if spec.kind is Kind.REPLICATED else 0.0
     return found

@@ -16,7 +16,7 @@ from mrl.models.hf_config import family_of
 from mrl.weights.layout import Piece, Region, StoredTensor
 
 Segment = tuple[int, int, int]
-"""(index into `ParamSpec.hf`, first row, row after the last): a run of rows along the split dimension."""
+"""(index of the part, first row, row after the last): a run of rows along the split dimension."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,39 @@ def table(arch: ArchSpec) -> list[ParamSpec]:
     return [spec for spec in family_of(arch).params if spec.when(arch)]
 
 
-def hf_shapes(spec: ParamSpec, arch: ArchSpec) -> list[tuple[int, ...]]:
-    """Shape of each Hugging Face tensor of a row."""
+@dataclass(frozen=True)
+class Part:
+    """One of the projections that a row stands for, and where it is in the Hugging Face checkpoint.
+
+    Attributes:
+        name: Hugging Face name, with `{layer}` and `{expert}`.
+        first_row: Its first row in that tensor.
+        shape: Its own.
+    """
+
+    name: str
+    first_row: int
+    shape: tuple[int, ...]
+
+
+def parts_of(spec: ParamSpec, arch: ArchSpec) -> list[Part]:
+    """The projections of a row, in Megatron's order; a row with one name and several shapes has them in one tensor."""
     words = dims(arch)
-    return [tuple(words[word] for word in shape.split()) for shape in spec.shapes]
+    parts, row = [], 0
+    for index, shape in enumerate(spec.shapes):
+        extents = tuple(words[word] for word in shape.split())
+        fused = len(spec.hf) == 1
+        parts.append(Part(spec.hf[0 if fused else index], row if fused else 0, extents))
+        row += extents[0]
+    return parts
+
+
+def hf_tensors(spec: ParamSpec, arch: ArchSpec) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each Hugging Face tensor of a row."""
+    found: dict[str, tuple[int, ...]] = {}
+    for part in parts_of(spec, arch):
+        found[part.name] = (part.first_row + part.shape[0], *part.shape[1:])
+    return found
 
 
 def padded_rows(num_rows: int, num_shards: int) -> int:
@@ -103,11 +132,10 @@ def shard_row(
         dtype: Stored dtype.
         qkv_rows: The order of fused query, key and value rows on this rank.
     """
-    shapes = hf_shapes(spec, arch)
-    names = [name if layer is None else name.format(layer=layer) for name in spec.hf]
+    parts = parts_of(spec, arch)
     padding = 0
     dim = 1 if spec.kind is Kind.ROW else 0
-    size = shapes[0][dim]
+    size = parts[0].shape[dim]
     if spec.kind is Kind.REPLICATED:
         segments = [(0, 0, size)]
     elif spec.kind is Kind.VOCAB:
@@ -119,8 +147,8 @@ def shard_row(
     elif spec.kind is Kind.QKV:
         segments = qkv_rows(arch, shard)
     else:  # COLUMN, ROW and GATE_UP
-        segments = equal_parts(len(names), size, shard)
-    return stack(names, shapes, segments, dim=dim, dtype=dtype, padding=padding)
+        segments = equal_parts(len(parts), size, shard)
+    return stack(parts, segments, layer=layer, dim=dim, dtype=dtype, padding=padding)
 
 
 def equal_parts(count: int, size: int, shard: TensorShard) -> list[Segment]:
@@ -142,10 +170,10 @@ def shard_expert(
         expert: Expert index in the whole layer.
         dtype: Stored dtype.
     """
-    shapes = hf_shapes(spec, arch)
-    names = [name.format(layer=layer, expert=expert) for name in spec.hf]
+    parts = parts_of(spec, arch)
     dim = 1 if spec.kind is Kind.EXPERT_DOWN else 0
-    return stack(names, shapes, equal_parts(len(names), shapes[0][dim], cut), dim=dim, dtype=dtype)
+    segments = equal_parts(len(parts), parts[0].shape[dim], cut)
+    return stack(parts, segments, layer=layer, expert=expert, dim=dim, dtype=dtype)
 
 
 def pile(parts: Sequence[StoredTensor]) -> StoredTensor:
@@ -161,24 +189,30 @@ def pile(parts: Sequence[StoredTensor]) -> StoredTensor:
 
 
 def stack(
-    names: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
+    parts: Sequence[Part],
     segments: Sequence[Segment],
     *,
+    layer: int | None,
+    expert: int | None = None,
     dim: int,
     dtype: str,
     padding: int = 0,
 ) -> StoredTensor:
     """Segments one after the other along `dim`, then `padding` empty rows."""
-    rest = [(0, extent) for extent in shapes[0]]
+    shape = parts[0].shape
 
-    def region(start: int, stop: int) -> Region:
-        return tuple((start, stop) if axis == dim else whole for axis, whole in enumerate(rest))
+    def region(start: int, stop: int, offset: int = 0) -> Region:
+        """`start` to `stop` along `dim`, everything of the other dimension; `offset` rows further down."""
+        ends = [(start, stop) if axis == dim else (0, extent) for axis, extent in enumerate(shape)]
+        ends[0] = (ends[0][0] + offset, ends[0][1] + offset)
+        return tuple(ends)
 
     pieces, end = [], 0
     for index, start, stop in segments:
         if stop > start:
-            pieces.append(Piece(names[index], region(start, stop), region(end, end + stop - start)))
+            part = parts[index]
+            name = part.name if layer is None else part.name.format(layer=layer, expert=expert)
+            pieces.append(Piece(name, region(start, stop, part.first_row), region(end, end + stop - start)))
             end += stop - start
-    shape = tuple(end + padding if axis == dim else extent for axis, extent in enumerate(shapes[0]))
-    return StoredTensor(shape, dtype, tuple(pieces), (region(end, end + padding),) if padding else ())
+    stored = tuple(end + padding if axis == dim else extent for axis, extent in enumerate(shape))
+    return StoredTensor(stored, dtype, tuple(pieces), (region(end, end + padding),) if padding else ())

@@ -35,8 +35,9 @@ MODELS = {
     "qwen2": ("Qwen2", {**SIZES, "tie_word_embeddings": True}),
     "llama": ("Llama", {**SIZES, "rope_parameters": LLAMA3, "tie_word_embeddings": False}),
     "qwen3": ("Qwen3", {**SIZES, "head_dim": 20, "tie_word_embeddings": True}),
+    "phi3": ("Phi3", {**SIZES, "tie_word_embeddings": False, "pad_token_id": None}),
 }
-FAMILIES = [(family, layout) for family in MODELS for layout in LAYOUTS]
+FAMILIES = [(family, layout) for family in MODELS for layout in LAYOUTS if family != "phi3" or layout == "tp2_pp2"]
 WIDE = Grid(4, tp=4)
 """More tensor-parallel ranks than key-value heads."""
 

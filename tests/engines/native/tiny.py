@@ -39,6 +39,13 @@ FAMILIES = {
     "qwen2_untied": {"model_type": "qwen2", **SHAPE, "rope_parameters": ROPE, "tie_word_embeddings": False},
     "llama3_rope": {"model_type": "llama", **SHAPE, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False},
     "qwen3": {"model_type": "qwen3", **SHAPE, "head_dim": 32, "rope_parameters": ROPE, "tie_word_embeddings": True},
+    "phi3": {
+        "model_type": "phi3",
+        **SHAPE,
+        "rope_parameters": ROPE,
+        "tie_word_embeddings": False,
+        "pad_token_id": None,
+    },
 }
 
 

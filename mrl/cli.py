@@ -1,4 +1,4 @@
-"""The command line: `mrl train|evaluate|report`, the same as `python -m mrl ...`.
+"""The command line: `mrl train|evaluate|plan|report`, the same as `python -m mrl ...`.
 
 Owns arguments, exit statuses and the one message of a run that ended early: 0 done, 2 a mistake that the user can mend
 (no traceback), 130 interrupted, 143 ended by SIGTERM. What needs torch is imported inside the commands, so that
@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -128,6 +129,16 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     evaluate(load(arguments.config, arguments.overrides), arguments.checkpoint)
 
 
+def _plan(arguments: argparse.Namespace) -> None:
+    from mrl.hardware import load_hardware
+    from mrl.plan import describe
+
+    hardware = load_hardware(arguments.hardware)
+    if arguments.gpus_per_node is not None:
+        hardware = replace(hardware, gpus_per_node=arguments.gpus_per_node)
+    print(describe(load(arguments.config, arguments.overrides), arguments.world_size, hardware))
+
+
 def _report(arguments: argparse.Namespace) -> None:
     from mrl.observe.report import write_report
 
@@ -145,6 +156,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mrl", description="Reinforcement learning of language models at scale.")
     parser.add_argument("--version", action="version", version=f"mrl {__version__}")
@@ -160,6 +178,15 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(evaluate)
     evaluate.add_argument("--checkpoint", metavar="STEP|PATH", help="which one; default: the run folder's newest")
     evaluate.set_defaults(command=_evaluate)
+
+    plan = commands.add_parser("plan", help="print what a refit costs on a cluster of any size, start nothing")
+    _add_config(plan)
+    plan.add_argument("--world-size", type=_positive, metavar="N", required=True, help="ranks, one for each GPU")
+    plan.add_argument(
+        "--hardware", metavar="NAME|FILE", default="h100", help="a row of mrl/hardware.py, or a YAML file"
+    )
+    plan.add_argument("--gpus-per-node", type=_positive, metavar="N", help="default: what the hardware says")
+    plan.set_defaults(command=_plan)
 
     report = commands.add_parser("report", help="write report.html of a run folder")
     report.add_argument("run", metavar="RUN", help="run folder")

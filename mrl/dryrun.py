@@ -1,30 +1,54 @@
 """What a run would be, without starting it: `mrl train CONFIG --dry-run`.
 
-Owns the text only. The same checks refuse the same mistakes as in a real run; no process group exists, no weight is
-read and no folder is made.
+Owns the text and the estimate of memory. The same checks refuse the same mistakes as in a real run; no process group
+exists, no weight is read and no folder is made.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from mrl import preflight
-from mrl.algorithms import base as algorithms
 from mrl.config import Config, to_yaml
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
-from mrl.prepare import load_model_facts
+from mrl.prepare import Resolved, resolve
 from mrl.weights.layout import Layout
-from mrl.weights.megatron import megatron_layout
-from mrl.weights.native import native_layout
+from mrl.weights.megatron import megatron_layout, megatron_layouts
+from mrl.weights.native import native_layouts
 from mrl.weights.plan import Plan, make_plan
 
 MIB = 1 << 20
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+GRADIENT_BYTES = 4
+"""Megatron's gradient buffer is fp32 (`grad_reduce_in_fp32`)."""
+MOMENT_BYTES = 8
+"""Adam's two moments, fp32."""
+MASTER_BYTES = 4
+"""fp32 master weights, kept where the parameters are of another type."""
+MAX_ROWS = 32
+"""Ranks that are listed."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a rank holds all the time, by the shapes of its tensors."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    engine: int
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return self.weights + self.gradients + self.optimizer + self.engine
 
 
 def describe(config: Config, world_size: int) -> str:
-    """The resolved config, who sits where, and the cost of a refit.
+    """A summary, who sits where, the cost of a refit, and the resolved config.
 
     Args:
         config: What was asked for.
@@ -33,44 +57,120 @@ def describe(config: Config, world_size: int) -> str:
     Raises:
         UserError: The run would be refused.
     """
-    config = replace(config, algorithm=algorithms.build(config.algorithm, config.rollout).config)
-    arch, tokenizer = load_model_facts(config)
-    preflight.check(config, arch, world_size, tokenizer.vocab_size)
-    grid = preflight.grid_of(config, world_size)
-    cost = refit_plan(config, arch, grid)
+    found = resolve(config, world_size)
+    config, grid = found.config, found.grid
+    cost = refit_plan(config, found.arch, grid)
     bucket_bytes = config.rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB
+    shown = range(min(grid.world_size, MAX_ROWS))
     lines = [
-        "# config",
-        to_yaml(config).rstrip(),
+        f"dry run of {grid.world_size} rank(s), nothing was started",
+        "",
+        *(f"{name:<10} {words}" for name, words in _summary(found)),
         "",
         f"# ranks: {grid.world_size} = tp {grid.tp} x dp {grid.dp} x pp {grid.pp}"
         f" (model chunks per stage {grid.vpp}); {grid.num_replicas} rollout replica(s) of tp {grid.rollout_tp}",
         "rank    tp    dp    pp replica",
-        *(_row(grid, rank) for rank in range(grid.world_size)),
+        *(_row(grid, rank) for rank in shown),
+        *([f"... and {grid.world_size - len(shown)} more"] if len(shown) < grid.world_size else []),
         "",
         "# refit, each time the weights change",
         f"copied inside ranks    {cost.bytes_local / MIB:.2f} MiB",
         f"sent between ranks     {cost.bytes_moved / MIB:.2f} MiB (lower bound {cost.lower_bound_bytes / MIB:.2f} MiB)",
         f"staging of a rank      {cost.peak_staging_bytes(bucket_bytes) / MIB:.2f} MiB",
+        "",
+        "# config, every field as the run would have it",
+        to_yaml(config).rstrip(),
     ]
     return "\n".join(lines)
 
 
+def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
+    config, arch, grid = found.config, found.arch, found.grid
+    model, train, rollout = config.model, config.train, config.rollout
+    num_parameters = _num_elements(megatron_layout(arch, Grid(1), 0, dtype=model.dtype, te=False))
+    yield (
+        "model",
+        f"{model.path or model.preset} ({arch.family}): {arch.num_layers} layers, hidden {arch.hidden_size}, "
+        f"vocabulary {arch.vocab_size:,}: {num_parameters:,} parameters, {model.dtype}",
+    )
+    warm = train.warm_start.num_steps
+    yield "steps", f"{train.num_steps} of {config.algorithm.name}" + (f" after {warm} supervised" if warm else "")
+    each = preflight.max_model_len(config)
+    supervised = found.algorithm.supervised
+    num_samples = train.batch_size * (1 if supervised else rollout.n)
+    product = "examples" if supervised else f"prompts x {rollout.n} samples = {num_samples:,} sequences"
+    yield (
+        "each step",
+        f"{train.batch_size} {product} of at most {each:,} tokens: at most {num_samples * each:,} tokens",
+    )
+    prompts = train.batch_size if supervised else train.minibatch_size or train.batch_size
+    in_minibatch = prompts * (num_samples // train.batch_size)
+    per_rank = -(-in_minibatch // grid.dp)
+    yield (
+        "update",
+        f"{train.batch_size // prompts} minibatch(es) of {in_minibatch:,} sequences"
+        + (f", {train.num_epochs} times" if train.num_epochs > 1 and not supervised else "")
+        + f"; {per_rank:,} for each of {grid.dp} data-parallel rank(s), in about {_num_microbatches(found, per_rank)} "
+        f"microbatch(es) of {config.actor.max_tokens_per_microbatch:,} tokens if all are of full length",
+    )
+    fullest = max(memory(config, arch, grid), key=lambda one: one.total)
+    parts = {
+        "weights": fullest.weights,
+        "gradients": fullest.gradients,
+        "optimizer": fullest.optimizer,
+        "engine's weights": fullest.engine,
+    }
+    yield (
+        "memory",
+        " + ".join(f"{name} {size / MIB:,.1f}" for name, size in parts.items())
+        + f" = {fullest.total / MIB:,.1f} MiB on the fullest rank, by the shapes of the tensors",
+    )
+    more = ", the reference's weights in host memory" if found.algorithm.needs_reference else ""
+    yield "", f"besides: activations, logits, buffers of collectives, the engine's KV cache{more}"
+
+
+def _num_microbatches(found: Resolved, num_sequences: int) -> int:
+    """Of the longest sequences, whole ones in each; an interleaved pipeline needs a multiple of its stages."""
+    together = found.config.actor.max_tokens_per_microbatch // preflight.max_model_len(found.config)
+    count = math.ceil(num_sequences / max(1, together))
+    multiple = found.grid.pp if found.grid.vpp > 1 else 1
+    return -(-count // multiple) * multiple
+
+
+def memory(config: Config, arch: ArchSpec, grid: Grid) -> list[Memory]:
+    """What each rank holds of weights, gradients and optimizer, and the weights of its engine."""
+    model, rollout = config.model, config.rollout
+    kept_bytes = MOMENT_BYTES + (MASTER_BYTES if model.dtype != "float32" else 0)
+    sharded = config.actor.use_distributed_optimizer
+    copies = grid.dp * grid.cp if sharded else 1
+    expert_copies = grid.world_size // (grid.pp * grid.ep * grid.expert_tp) if sharded else 1
+    actors = megatron_layouts(arch, grid, dtype=model.dtype, te=False)
+    engines = native_layouts(arch, grid, rollout.dtype or model.dtype)
+    found: dict[tuple[int, int], Memory] = {}  # ranks with equal shards share their layouts
+    for rank in range(grid.world_size):
+        actor, engine = actors[rank], engines[rank]
+        if (id(actor), id(engine)) not in found:
+            experts = _num_elements({name: stored for name, stored in actor.items() if ".experts." in name})
+            everything = _num_elements(actor)
+            owned = math.ceil((everything - experts) / copies) + math.ceil(experts / expert_copies)
+            found[id(actor), id(engine)] = Memory(
+                weights=everything * DTYPE_BYTES[model.dtype],
+                gradients=everything * GRADIENT_BYTES,
+                optimizer=owned * kept_bytes,
+                engine=_num_elements(engine) * DTYPE_BYTES[rollout.dtype or model.dtype],
+            )
+    return [found[id(actors[rank]), id(engines[rank])] for rank in range(grid.world_size)]
+
+
 def refit_plan(config: Config, arch: ArchSpec, grid: Grid) -> Plan:
-    """The copies of a refit between all ranks of a grid; ranks with equal shards share a layout."""
+    """The copies of a refit between all ranks of a grid."""
+    dtype = config.model.dtype
+    sources = megatron_layouts(arch, grid, dtype=dtype, te=False)
+    return make_plan(sources, native_layouts(arch, grid, config.rollout.dtype or dtype))
 
-    @cache
-    def actor(tp: int, pp: int) -> Layout:
-        rank = next(r for r in range(grid.world_size) if (grid.coords(r).tp, grid.coords(r).pp) == (tp, pp))
-        return megatron_layout(arch, grid, rank, dtype=config.model.dtype, te=False)
 
-    @cache
-    def engine(tp_rank: int) -> Layout:
-        return native_layout(arch, grid.rollout_tp, tp_rank, config.rollout.dtype or config.model.dtype)
-
-    ranks = range(grid.world_size)
-    sources = {rank: actor(grid.coords(rank).tp, grid.coords(rank).pp) for rank in ranks}
-    return make_plan(sources, {rank: engine(grid.rollout_tp_rank(rank)) for rank in ranks})
+def _num_elements(layout: Layout) -> int:
+    return sum(math.prod(stored.shape) for stored in layout.values())
 
 
 def _row(grid: Grid, rank: int) -> str:

@@ -6,15 +6,13 @@ Owns the predictions and their text. They come from the layouts (`weights/traffi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from mrl import preflight
-from mrl.algorithms import base as algorithms
 from mrl.config import Config
 from mrl.grid import Grid
 from mrl.hardware import Hardware
 from mrl.models.base import ArchSpec
-from mrl.prepare import load_model_facts
+from mrl.prepare import resolve
 from mrl.weights.megatron import megatron_layouts
 from mrl.weights.native import native_layouts
 from mrl.weights.traffic import Bytes, Traffic, traffic
@@ -52,11 +50,9 @@ def describe(config: Config, world_size: int, hardware: Hardware) -> str:
     Raises:
         UserError: The run would be refused.
     """
-    config = replace(config, algorithm=algorithms.build(config.algorithm, config.rollout).config)
-    arch, tokenizer = load_model_facts(config)
-    preflight.check(config, arch, world_size, tokenizer.vocab_size)
-    grid = preflight.grid_of(config, world_size)
-    found = predict_refit(config, arch, grid, hardware)
+    resolved = resolve(config, world_size)
+    arch, grid = resolved.arch, resolved.grid
+    found = predict_refit(resolved.config, arch, grid, hardware)
     total = found.traffic.total
     moved = total.intra_node + total.inter_node
     nodes = -(-world_size // hardware.gpus_per_node)

@@ -10,7 +10,9 @@ are told at once. It imports no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +108,14 @@ def check_config(config: Config, world_size: int) -> None:
         UserError: Each broken rule, with the keys and what to do.
     """
     _raise([*_ranges(config), *_fixed(config)])
-    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    if world_size % (tp * pp):
+    names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    sizes = {name: getattr(config.parallel, name) for name in names}
+    num_ranks = math.prod(sizes.values())
+    if world_size % num_ranks:
+        product = " x ".join(f"parallel.{name}={size}" for name, size in sizes.items() if size > 1)
+        equals = f" = {num_ranks}" if " x " in product else ""
         raise UserError(
-            f"parallel.tensor_model_parallel_size={tp} x parallel.pipeline_model_parallel_size={pp} = {tp * pp} does "
-            f"not divide the {world_size} rank(s) of this job. Start a multiple of {tp * pp} ranks, or lower one."
+            f"{product}{equals} does not divide the {world_size} rank(s) of this job. {_how_many_ranks(config)}"
         )
     grid = grid_of(config, world_size)
     rules: tuple[Rule, ...] = (_parallel, _steps, _lengths, _sampling, _model, _data, _evaluation, _idle)
@@ -176,6 +181,23 @@ def _value(config: Any, key: str) -> Any:
     return config
 
 
+def _how_many_ranks(config: Config) -> str:
+    """How to start as many ranks as the layout needs, to look at it without them, and to do with one."""
+    parallel, rollout = config.parallel, config.rollout
+    actor = parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
+    num_ranks = math.lcm(actor, rollout.tensor_model_parallel_size)
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_parallel_size")
+    defaults = {f"parallel.{item.name}": item.default for item in fields(parallel)}
+    defaults |= {f"rollout.{item.name}": item.default for item in fields(rollout) if item.name in names}
+    changed = {key: value for key, value in defaults.items() if _value(config, key) != value}
+    alone = " ".join(f"{key}={'null' if value is None else str(value).lower()}" for key, value in changed.items())
+    return (
+        f"Start a multiple of {num_ranks} ranks: torchrun --nproc-per-node {num_ranks} -m mrl ... "
+        f"(launch/torchrun.sh); only look at it: mrl train ... --dry-run --world-size {num_ranks}; "
+        f"or do with one process: {alone}"
+    )
+
+
 def _ranges(config: Config) -> Iterator[str]:
     for key, allowed in RANGES.items():
         value = _value(config, key)
@@ -213,7 +235,7 @@ def _parallel(config: Config, grid: Grid) -> Iterator[str]:
     if grid.world_size % grid.rollout_tp:
         yield (
             f"rollout.tensor_model_parallel_size={grid.rollout_tp} does not divide the {grid.world_size} rank(s) of "
-            "this job: replicas are equal groups of ranks."
+            f"this job: replicas are equal groups of ranks. {_how_many_ranks(config)}"
         )
 
 

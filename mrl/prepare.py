@@ -26,14 +26,12 @@ from mrl.types import Prompt
 
 
 @dataclass
-class Plan:
-    """What a job will be, known before any process group exists.
+class Resolved:
+    """A config that fits its model and its ranks.
 
     Attributes:
-        config: Resolved: the algorithm's nulls are filled.
+        config: The algorithm's nulls are filled.
         grid: Who sits where.
-        validation: Held-out prompts, maybe none.
-        resume_step: Step of the commit to continue from; None: from nothing.
     """
 
     config: Config
@@ -41,6 +39,17 @@ class Plan:
     tokenizer: Tokenizer
     algorithm: Algorithm
     grid: Grid
+
+
+@dataclass
+class Plan(Resolved):
+    """What a job will be, known before any process group exists.
+
+    Attributes:
+        validation: Held-out prompts, maybe none.
+        resume_step: Step of the commit to continue from; None: from nothing.
+    """
+
     source: PromptSource
     validation: list[Prompt]
     run: RunDir
@@ -53,18 +62,26 @@ def prepare(config: Config) -> Plan:
     Raises:
         UserError: A mistake in the config, the model folder, the data or the run folder.
     """
-    env = launch.environment()
     launch.choose_device(config.run.device)
-    algorithm = algorithms.build(config.algorithm, config.rollout)
-    config = replace(config, algorithm=algorithm.config)
-    arch, tokenizer = load_model_facts(config)
-    preflight.check(config, arch, env.world_size, tokenizer.vocab_size)
-    rollout = config.rollout
-    grid = preflight.grid_of(config, env.world_size)
+    found = resolve(config, launch.environment().world_size)
+    config, tokenizer, rollout = found.config, found.tokenizer, found.config.rollout
     source = load_training(config.data, tokenizer, prompt_length=rollout.prompt_length, seed=config.run.seed)
     validation = load_validation(config.data, tokenizer, prompt_length=rollout.prompt_length)
     run = RunDir(Path(config.run.output_dir))
-    return Plan(config, arch, tokenizer, algorithm, grid, source, validation, run, _resume_step(config, run))
+    return Plan(**vars(found), source=source, validation=validation, run=run, resume_step=_resume_step(config, run))
+
+
+def resolve(config: Config, world_size: int) -> Resolved:
+    """Fills the algorithm's nulls, reads the model's structure and tokenizer, and checks every rule for so many ranks.
+
+    Raises:
+        UserError: A mistake in the config or the model folder.
+    """
+    algorithm = algorithms.build(config.algorithm, config.rollout)
+    config = replace(config, algorithm=algorithm.config)
+    arch, tokenizer = load_model_facts(config)
+    preflight.check(config, arch, world_size, tokenizer.vocab_size)
+    return Resolved(config, arch, tokenizer, algorithm, preflight.grid_of(config, world_size))
 
 
 def load_model_facts(config: Config) -> tuple[ArchSpec, Tokenizer]:

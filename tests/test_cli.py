@@ -44,6 +44,11 @@ def test_dry_run_shows_config_ranks_and_refit_and_makes_nothing(config, capsys, 
     layout = ("parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2")
     assert cli.main(["train", config, *layout, "--dry-run", "--world-size", "8"]) == 0
     told = capsys.readouterr().out
+    assert told.index("dry run of 8 rank(s)") == 0 < told.index("# ranks") < told.index("# config")
+    assert "32 prompts x 8 samples = 256 sequences of at most 24 tokens: at most 6,144 tokens" in told
+    assert (
+        "1 minibatch(es) of 256 sequences; 128 for each of 2 data-parallel rank(s), in about 1 microbatch(es)" in told
+    )
     assert "clip_low: 0.2" in told  # the algorithm's own default, resolved
     assert "# ranks: 8 = tp 2 x dp 2 x pp 2" in told and "8 rollout replica(s) of tp 1" in told
     assert "   7     1     1     1       7" in told

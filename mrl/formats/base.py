@@ -99,7 +99,8 @@ class Target(ABC):
             tensors: (name, tensor) in the order of `file.layout`, with its shapes and dtypes.
 
         Returns:
-            What `finish` needs to know of this file, as JSON.
+            What `finish` needs to know of this file, as JSON; with "num_bytes" and "xxh3" where the file was written
+            through `OutputFile`, so that it need not be read again for its hash.
         """
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """The one exception that a user can mend.
 
-Owns `UserError`. The command line prints its message without a traceback and exits with status 2; every other
-exception is a defect or a broken cluster and keeps its traceback.
+Owns `UserError` and how another library's error is quoted in one. The command line prints its message without a
+traceback and exits with status 2; every other exception is a defect or a broken cluster and keeps its traceback.
 """
 
 
@@ -17,3 +17,9 @@ class UserError(ValueError):
 
     everywhere: bool = False
     at: str = ""
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.data.tasks import Task
-from mrl.errors import UserError
+from mrl.errors import UserError, first_line
 
 PARQUET_CACHE_BYTES = 1 << 30
 """Decoded parquet row groups that one file keeps, at least one; a file below this size is decoded once."""
@@ -111,7 +111,7 @@ class ParquetRows(Rows):
         try:
             self._file = pyarrow.parquet.ParquetFile(path, memory_map=True)
         except (pyarrow.ArrowException, OSError) as error:
-            raise UserError(f"data: '{path}' is not a readable parquet file: {_first_line(error)}.") from error
+            raise UserError(f"data: '{path}' is not a readable parquet file: {first_line(error)}.") from error
         metadata = self._file.metadata
         self._starts = [0]
         for group in range(metadata.num_row_groups):
@@ -234,7 +234,3 @@ def _parse(line: bytes, source: str) -> Row:
     if not isinstance(row, dict):
         raise UserError(f"{source}: holds {type(row).__name__}, expected one JSON object per line.")
     return row
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

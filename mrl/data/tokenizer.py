@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config import DataConfig, ModelConfig
-from mrl.errors import UserError
+from mrl.errors import UserError, first_line
+from mrl.models.hf_config import read_json
 
 CHAR_PREFIX = "char:"
 _TOKENIZER_FILES = (
@@ -166,7 +167,7 @@ class HFTokenizer(Tokenizer):
             )
         except Exception as error:  # transformers raises many kinds for one thing, an unusable folder
             raise UserError(
-                f"model.tokenizer: no tokenizer could be loaded from '{folder}': {_first_line(error)}. "
+                f"model.tokenizer: no tokenizer could be loaded from '{folder}': {first_line(error)}. "
                 "Expected tokenizer.json and tokenizer_config.json of a tokenizer that needs no code of its own."
             ) from error
         self.name = str(folder)
@@ -192,7 +193,7 @@ class HFTokenizer(Tokenizer):
             named.append(int(self._tokenizer.eos_token_id))
         for folder in dict.fromkeys((self._folder, model_folder)):
             for file in ("generation_config.json", "config.json"):
-                value = _read_json(folder / file).get("eos_token_id") if (folder / file).is_file() else None
+                value = read_json(folder / file).get("eos_token_id") if (folder / file).is_file() else None
                 named += [int(item) for item in (value if isinstance(value, list) else [value]) if item is not None]
         if not named:
             raise UserError(
@@ -206,9 +207,7 @@ class HFTokenizer(Tokenizer):
         try:
             ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         except Exception as error:  # the tokenizers library raises bare Exception
-            raise UserError(
-                f"the tokenizer '{self.name}' cannot encode {text[:60]!r}: {_first_line(error)}."
-            ) from error
+            raise UserError(f"the tokenizer '{self.name}' cannot encode {text[:60]!r}: {first_line(error)}.") from error
         return self._prompt_prefix + ids if prompt else ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -228,7 +227,7 @@ class HFTokenizer(Tokenizer):
                 [dict(message) for message in messages], tokenize=True, add_generation_prompt=True, return_dict=False
             )
         except Exception as error:  # a template is a program of the user's, and may raise anything
-            raise UserError(f"the chat template of '{self.name}' failed: {_first_line(error)}.") from error
+            raise UserError(f"the chat template of '{self.name}' failed: {first_line(error)}.") from error
         return ids
 
     def save(self, folder: str | Path) -> None:
@@ -308,18 +307,3 @@ def _hugging_face(model: ModelConfig, data: DataConfig) -> HFTokenizer:
                 "Jinja template."
             ) from error
     return HFTokenizer(folder, model_folder=Path(model.path) if model.path else None, chat_template=template)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"'{file}' is not readable JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise UserError(f"'{file}' holds {type(content).__name__}, expected a JSON object.")
-    return content
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

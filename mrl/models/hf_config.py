@@ -1,6 +1,7 @@
 """config.json of a Hugging Face folder -> ArchSpec, and ArchSpec -> family.
 
-Owns the reading of the file and the choice of the family by `model_type`. What the keys mean is the family's business.
+Owns the reading of the folder's JSON files and the choice of the family by `model_type`. What the keys mean is the
+family's business.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mrl import registry
-from mrl.errors import UserError
+from mrl.errors import UserError, first_line
 from mrl.models.base import ArchSpec, Family
 
 _NOT_FAMILIES = ("hf_config", "presets")
@@ -41,13 +42,22 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         raise UserError(
             f"'{folder}' has no config.json. A Hugging Face folder holds config.json, *.safetensors and a tokenizer."
         )
+    return read_json(path)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file of a Hugging Face folder.
+
+    Raises:
+        UserError: It cannot be read or is not a JSON object.
+    """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"'{path}' cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"'{path}' holds a JSON {type(config).__name__}; expected an object.")
-    return config
+        raise UserError(f"'{file}' cannot be read as JSON: {first_line(error)}.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"'{file}' holds a JSON {type(content).__name__}, expected an object.")
+    return content
 
 
 def arch_from_config(config: dict[str, Any]) -> ArchSpec:

@@ -12,10 +12,13 @@ get_transformer_layer_offset`, `transformer/transformer_block.py: get_num_layers
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec, Kind, ParamSpec, Place, moe_of
-from mrl.weights.layout import Layout
+from mrl.weights.layout import Layout, StoredTensor
 from mrl.weights.shards import (
     ExpertShard,
     Segment,
@@ -70,6 +73,69 @@ def chunk_layers(arch: ArchSpec, grid: Grid) -> dict[tuple[int, int], range]:
     return found
 
 
+@dataclass(frozen=True)
+class RankTensor:
+    """One tensor of a rank, with its place in the model.
+
+    Attributes:
+        spec: Its row in the family's table.
+        chunk: Virtual pipeline chunk.
+        local_layer: Layer index inside the chunk; None outside the layers.
+        layer: Layer index in the whole model.
+        local_expert: Expert index on the rank; None for all but experts.
+        expert: Expert index in the whole layer.
+        stored: What it holds.
+        is_copy: The last stage's copy of a tied embedding.
+    """
+
+    spec: ParamSpec
+    chunk: int
+    stored: StoredTensor
+    local_layer: int | None = None
+    layer: int | None = None
+    local_expert: int | None = None
+    expert: int | None = None
+    is_copy: bool = False
+
+
+def rank_tensors(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str) -> Iterator[RankTensor]:
+    """What `rank` holds, in the order of Megatron's chunks.
+
+    Raises:
+        UserError: A parallel size does not divide what it splits.
+    """
+    coords = grid.coords(rank)
+    shard = TensorShard(grid.tp, coords.tp, "parallel.tensor_model_parallel_size")
+    check_divides(arch, shard)
+    experts = expert_shard(grid, rank)
+    if arch.moe is not None:
+        check_experts_divide(arch.moe, experts)
+    layers = chunk_layers(arch, grid)
+    rows = table(arch)
+
+    def whole(spec: ParamSpec, layer: int | None) -> StoredTensor:
+        return shard_row(spec, arch, shard, layer=layer, dtype=dtype, qkv_rows=_interleaved_by_group)
+
+    for chunk in range(grid.vpp):
+        first = coords.pp == 0 and chunk == 0
+        last = coords.pp == grid.pp - 1 and chunk == grid.vpp - 1
+        for spec in rows:
+            if spec.place is not Place.LAYER:
+                if first if spec.place is Place.FIRST else last:
+                    yield RankTensor(spec, chunk, whole(spec, None))
+                continue
+            for local, layer in enumerate(layers[coords.pp, chunk]):
+                if not spec.kind.is_expert:
+                    yield RankTensor(spec, chunk, whole(spec, layer), local, layer)
+                    continue
+                for index, expert in enumerate(experts.experts(moe_of(arch))):
+                    stored = shard_expert(spec, arch, experts.cut, layer=layer, expert=expert, dtype=dtype)
+                    yield RankTensor(spec, chunk, stored, local, layer, index, expert)
+        if arch.tie_word_embeddings and last and not first:
+            embedding = next(spec for spec in rows if spec.kind is Kind.VOCAB)
+            yield RankTensor(embedding, chunk, whole(embedding, None), is_copy=True)
+
+
 def megatron_layout(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str, te: bool) -> Layout:
     """What `rank` holds: "chunk{v}.{parameter name inside GPTModel}" -> tensor.
 
@@ -84,41 +150,12 @@ def megatron_layout(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str, te: bo
     Raises:
         UserError: A parallel size does not divide what it splits.
     """
-    coords = grid.coords(rank)
-    shard = TensorShard(grid.tp, coords.tp, "parallel.tensor_model_parallel_size")
-    check_divides(arch, shard)
-    experts = expert_shard(grid, rank)
-    if arch.moe is not None:
-        check_experts_divide(arch.moe, experts)
-    layers = chunk_layers(arch, grid)
-    rows = table(arch)
     layout: Layout = {}
-
-    def add(chunk: int, spec: ParamSpec, name: str, layer: int | None) -> None:
-        stored = shard_row(spec, arch, shard, layer=layer, dtype=dtype, qkv_rows=_interleaved_by_group)
-        layout[f"chunk{chunk}.{name}"] = stored
-
-    def add_experts(chunk: int, spec: ParamSpec, name: str, local: int, layer: int) -> None:
-        for index, expert in enumerate(experts.experts(moe_of(arch))):
-            stored = shard_expert(spec, arch, experts.cut, layer=layer, expert=expert, dtype=dtype)
-            layout[f"chunk{chunk}.{name.format(layer=local, expert=index)}"] = stored
-
-    for chunk in range(grid.vpp):
-        first = coords.pp == 0 and chunk == 0
-        last = coords.pp == grid.pp - 1 and chunk == grid.vpp - 1
-        for spec in rows:
-            name = spec.megatron_te if te and spec.megatron_te else spec.megatron
-            if spec.place is Place.LAYER:
-                for local, layer in enumerate(layers[coords.pp, chunk]):
-                    if spec.kind.is_expert:
-                        add_experts(chunk, spec, name, local, layer)
-                    else:
-                        add(chunk, spec, name.format(layer=local), layer)
-            elif first if spec.place is Place.FIRST else last:
-                add(chunk, spec, name, None)
-        if arch.tie_word_embeddings and last and not first:
-            embedding = next(spec for spec in rows if spec.kind is Kind.VOCAB)
-            add(chunk, embedding, _OUTPUT, None)
+    for tensor in rank_tensors(arch, grid, rank, dtype=dtype):
+        spec = tensor.spec
+        name = spec.megatron_te if te and spec.megatron_te else spec.megatron
+        name = _OUTPUT if tensor.is_copy else name.format(layer=tensor.local_layer, expert=tensor.local_expert)
+        layout[f"chunk{tensor.chunk}.{name}"] = tensor.stored
     return layout
 
 

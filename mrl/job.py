@@ -28,6 +28,7 @@ from mrl.distributed.groups import ProcessGroups
 from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.errors import UserError
 from mrl.export import export_to_hf
+from mrl.formats.hf import load_from_hf
 from mrl.megatron import checkpoint as megatron_checkpoint
 from mrl.megatron import parallel
 from mrl.megatron.optimizer import LearningRate
@@ -41,7 +42,6 @@ from mrl.registry import find
 from mrl.rewards.scorer import Scorer, part_names
 from mrl.rollout import LengthHistory
 from mrl.weights.init import random_init
-from mrl.weights.load import load_from_hf
 from mrl.weights.tensors import DTYPES
 
 
@@ -353,8 +353,10 @@ def open_job(plan: Plan, *, log: bool = True) -> Iterator[Job]:
                 )
         with RunLog(plan.config, plan.run, plan.resume_step, rank=groups.rank if log else -1) as run_log:
             job = Job(plan, groups, device, run_log)
+            if notes:
+                run_log.note("settings changed since the last start:")
             for note in notes:
-                run_log.note(note)
+                run_log.note(f"  {note}")
             try:
                 yield job
             except UserError as error:

@@ -42,8 +42,10 @@ def train(config: Config) -> None:
         if done is None:
             done = 0
             warm_start(job)
-            job.freeze_reference(done)
-            job.commit(done, evaluate_if_due(job, done))
+            with job.timers.step(done):
+                job.freeze_reference(done)
+                held_out_metrics = evaluate_if_due(job, done)
+            job.commit(done, held_out_metrics)
         if done >= config.train.num_steps:
             job.log.note(f"all {config.train.num_steps} steps are done; raise train.num_steps to go on")
         for step in range(done + 1, config.train.num_steps + 1):

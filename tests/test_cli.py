@@ -1,5 +1,6 @@
 """What the command line prints and returns; mistakes are in test_bad_input.py."""
 
+import json
 import shlex
 import signal
 import subprocess
@@ -141,6 +142,24 @@ def test_a_run_that_ends_early_names_its_last_checkpoint_and_the_command(
     last = f"The last checkpoint is of step 2, in runs/default. Continue with: {shlex.join(['mrl', *words])}\n"
     assert told.endswith(said + last)
     assert "Traceback" not in told and signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_a_resume_tells_changed_settings_under_a_heading_and_step_0_has_its_own_times(
+    config, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    warm = ("train.warm_start={num_steps: 1, batch_size: 2}", "data.task_kwargs.num_val=2")
+    words = ["train", config, *TINY, *warm]
+    assert cli.main([*words, "train.num_steps=1"]) == 0
+    assert cli.main([*words, "train.num_steps=2", "actor.lr=0.5", "observe.console=plain"]) == 0
+    told = capsys.readouterr().out
+    assert (
+        "\nsettings changed since the last start:\n  actor.lr: 1e-06 -> 0.5\n  train.num_steps: 1 -> 2\n" in f"\n{told}"
+    )
+    rows = [json.loads(line) for line in (tmp_path / "runs/default/timings.jsonl").read_text().splitlines()]
+    (zero,) = [row for row in rows if row["phase"] == "train" and row["step"] == 0]
+    assert {"timing_s/step", "timing_s/testing", "timing_s/save_checkpoint"} <= set(zero)
+    assert "timing_s/warm_start" not in zero
 
 
 def test_the_command_that_goes_on_may_resume_and_names_the_launcher(tmp_path, monkeypatch):

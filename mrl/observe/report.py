@@ -84,7 +84,7 @@ def write_report(run_dir: Path) -> Path:
     name = run.root.resolve().name
     body = "".join(
         (
-            _headline(name, history, config, facts),
+            _headline(name, history, config, facts, run.committed_steps()),
             section("Learning", _drawings(history.steps, LEARNING)),
             section("Before and after", _samples(read_rows(run.samples)), "The same held-out prompts."),
             section("Policy", _drawings(history.steps, POLICY)),
@@ -94,10 +94,15 @@ def write_report(run_dir: Path) -> Path:
                 "Probabilities of the sampled tokens: captured while sampling, and recomputed by the actor.",
             ),
             section("Warm start", _warm_start(history), "Supervised steps before reinforcement learning."),
-            section("Where the time went", _timing(history.times) + _drawings(history.times, SPEED)),
+            section(
+                "Where the time went",
+                _timing(history) + _drawings(history.times, SPEED),
+                "Step 0 is what comes before the first step: evaluation and checkpoint. Start-up is not counted.",
+            ),
             section("Refit", _refit(history), "The actor's weights copied into the engine."),
             section("Settings that differ from the defaults", _differences(config)),
             section("Starts", _starts(facts)),
+            section("Settings changed on resume", _changes(facts)),
             section("Notes", _notes(read_rows(run.notes))),
             _rest(history),
         )
@@ -147,12 +152,16 @@ def _config(run: RunDir) -> Config | None:
         return None
 
 
-def _headline(name: str, history: History, config: Config | None, facts: Mapping[str, Any]) -> str:
+def _headline(
+    name: str, history: History, config: Config | None, facts: Mapping[str, Any], kept_steps: Sequence[int]
+) -> str:
     cards = []
     accuracy = history.steps.get(ACCURACY, [])
     if accuracy:
-        best = max(accuracy, key=lambda point: point[1])
+        best = max(accuracy, key=lambda point: (point[1], point[0]))
         more = f"best {best[1]:.3f} after step {best[0]:.0f}"
+        if best[0] not in kept_steps:
+            more += ", of which no checkpoint is kept (checkpoint.interval, checkpoint.keep_best)"
         before = f"{accuracy[0][1]:.3f}" if len(accuracy) > 1 else ""
         cards.append(card("Held-out accuracy", f"{accuracy[-1][1]:.3f}", more, before))
     reward = [y for _, y in history.steps.get("critic/score/mean", []) if math.isfinite(y)]
@@ -226,35 +235,41 @@ def _warm_start(history: History) -> str:
     return grid([line_chart(name, [Series(name, points)], x_label="warm-start step") for name, points in kept.items()])
 
 
-def _timing(times: Mapping[str, list[Point]]) -> str:
-    """Seconds per phase: shares of the whole run, then stacked over the steps."""
+def _timing(history: History) -> str:
+    """Seconds per phase: shares of the whole run, warm start included, then stacked over the steps."""
+    times = history.times
     phases = {
         name.removeprefix("timing_s/"): dict(points)
         for name, points in times.items()
         if name.startswith("timing_s/") and name.count("/") == 1 and name != "timing_s/step"
     }
     whole = dict(times.get("timing_s/step", []))
-    if not phases or not whole:
-        return ""
-    order = sorted(phases, key=lambda name: -sum(phases[name].values()))
+    order = sorted(phases, key=lambda name: -sum(phases[name].values())) if whole else []
     xs = sorted(whole)
     layers = [(name, [phases[name].get(x, 0.0) for x in xs]) for name in order]
     other = [max(0.0, whole[x] - sum(values[i] for _, values in layers)) for i, x in enumerate(xs)]
     if sum(other) > 0.005 * sum(whole.values()):
         layers.append(("other", other))
-    total = sum(sum(values) for _, values in layers) or 1.0
-    rows, bar = [], []
-    for index, (name, values) in enumerate(layers):
+    warm_start = [y for _, y in history.warm_start_times.get("timing_s/step", [])]
+    rows = [*layers, *([("warm start", warm_start)] if warm_start else [])]
+    bars = [stacked_bars("Time per step", xs, layers, y_label="s")] if layers else []
+    return grid([*bars, _shares(rows)]) if rows else ""
+
+
+def _shares(rows: Sequence[tuple[str, Sequence[float]]]) -> str:
+    """A bar of shares above a table: name and seconds of each step."""
+    total = sum(sum(values) for _, values in rows) or 1.0
+    lines, bar = [], []
+    for index, (name, values) in enumerate(rows):
         share = sum(values) / total
         bar.append(f'<i style="width:{100 * share:.3f}%;background:{colour(index)}"></i>')
         key = f'<i class="key" style="background:{colour(index)}"></i>'
         average, longest = sum(values) / len(values), max(values)
         label = cell(name).replace("<td>", f"<td>{key}", 1)
         numbers = (clock(sum(values)), f"{100 * share:.1f} %", f"{average:.3g}", f"{longest:.3g}")
-        rows.append(label + "".join(cell(word, "num") for word in numbers))
+        lines.append(label + "".join(cell(word, "num") for word in numbers))
     heads = ("phase", ">total", ">share", ">mean, s/step", ">longest, s")
-    listing = table(heads, rows).replace("<table>", f'<div class="share">{"".join(bar)}</div><table>', 1)
-    return grid([stacked_bars("Time per step", xs, layers, y_label="s"), listing])
+    return table(heads, lines).replace("<table>", f'<div class="share">{"".join(bar)}</div><table>', 1)
 
 
 def _refit(history: History) -> str:
@@ -325,9 +340,18 @@ def _starts(facts: Mapping[str, Any]) -> str:
         versions = ", ".join(f"{name} {number}" for name, number in start.get("versions", {}).items())
         where = f"{start.get('world_size', '?')} x {start.get('device', '?')}, {start.get('num_cores', '?')} cores"
         words = ("from the beginning" if resumed is None else f"from step {resumed}", where)
-        changes = "; ".join(start.get("changes", []))
-        rows.append(_when(start) + "".join(cell(word) for word in (*words, versions, changes)))
-    return table(("time", "began", "ranks", "versions", "changed settings"), rows)
+        rows.append(_when(start) + "".join(cell(word) for word in (*words, versions)))
+    return table(("time", "began", "ranks", "versions"), rows)
+
+
+def _changes(facts: Mapping[str, Any]) -> str:
+    """What a resume changed of what the run computes."""
+    rows = []
+    for start in facts.get("starts", []):
+        for change in start.get("changes", []):
+            step = cell(f"from step {start.get('resume_step')}")
+            rows.append(_when(start) + step + cell(change, "text"))
+    return table(("time", "began", "setting: before -> now"), rows)
 
 
 def _notes(rows: Sequence[Row]) -> str:

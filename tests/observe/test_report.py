@@ -76,6 +76,38 @@ def test_the_page_says_what_happened(whole):
         assert title in page.figures(), title
 
 
+def test_time_counts_the_warm_start(whole):
+    words = Page(write_report(whole.root)).words
+    # two warm-start steps of 0.5 s; six steps of 0.35 s, of which 0.2 s sampling
+    assert "warm start 0:01 32.3 % 0.5 0.5" in " ".join(words.split())
+    assert "gen 0:01 38.7 % 0.2 0.2" in " ".join(words.split())
+
+
+def test_a_run_that_ended_in_its_warm_start_says_where_the_time_went(tmp_path):
+    with logging(tmp_path, warm_start=2) as (run, log):
+        log.warm_start(1, {"actor/loss": 3.0, "timing_s/step": 0.5})
+    page = Page(write_report(run.root))
+    assert "warm start 0:00 100.0 % 0.5 0.5" in " ".join(page.words.split())
+
+
+def test_the_best_step_without_a_checkpoint_is_told(whole):
+    assert "of which no checkpoint is kept" in Page(write_report(whole.root)).words
+    commit = whole.checkpoints / "step-00000006" / "commit.json"
+    commit.parent.mkdir(parents=True)
+    commit.write_text("{}")
+    assert "no checkpoint is kept" not in Page(write_report(whole.root)).words
+
+
+def test_settings_changed_on_resume_have_a_heading(tmp_path):
+    with logging(tmp_path, num_steps=2) as (run, log):
+        run_steps(log, 1, 1)
+    assert "Settings changed on resume" not in Page(write_report(run.root)).words
+    with logging(tmp_path, num_steps=2, resume_step=1, actor={"lr": 0.5}) as (run, log):
+        run_steps(log, 2, 2)
+    words = Page(write_report(run.root)).words
+    assert "Settings changed on resume" in words and "actor.lr: 1e-06 -> 0.5" in words
+
+
 def test_nothing_is_loaded_from_outside(whole):
     text = write_report(whole.root).read_text(encoding="utf-8")
     page = Page(whole.report)

@@ -41,7 +41,15 @@ WATCHED: tuple[tuple[str, str], ...] = (
     ("step s", "perf/time_per_step"),
     ("loss", "warm_start/loss"),
 )
-"""(word on the terminal, metric); a metric that a run does not have is not shown."""
+"""(word in the panel, metric); a metric that a run does not have is not shown. `docs/metrics.md` explains them."""
+
+PLAIN: tuple[tuple[tuple[str, str], ...], ...] = (
+    (("reward", "critic/score/mean"), ("length", "response_length/mean")),
+    (("entropy", "actor/entropy"), ("kl", "actor/kl_loss"), ("grad", "actor/grad_norm")),
+    (("loss", "warm_start/loss"),),
+    (("tokens/s/rank", "perf/throughput"), ("step s", "perf/time_per_step")),
+)
+"""Groups of (word, metric) on a plain line: what changes with learning, what warns, how fast it goes."""
 
 TITLES = {"warm_start": "warm start", "train": "training", "val": "training"}
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -118,10 +126,14 @@ class Plain(Logger):
         if phase == "val":
             self._line(f"evaluation after step {step}: {evaluation_words(metrics, before)}")
         elif fresh and (phase == "train" or self._due(step)):
-            words = "  ".join(f"{word} {short(metrics[name])}" for word, name, _ in shown.watched() if name in metrics)
-            eta = f"  left {clock(shown.eta_s)}" if shown.eta_s is not None else ""
+            groups = (
+                "  ".join(f"{word} {short(metrics[name])}" for word, name in group if name in metrics)
+                for group in PLAIN
+            )
+            eta = f"left {clock(shown.eta_s)}" if shown.eta_s is not None else ""
             width = len(str(shown.total))
-            self._line(f"{TITLES[phase]} {step:{width}d}/{shown.total}  {words}{eta}")
+            head = f"{TITLES[phase]} {step:{width}d}/{shown.total}"
+            self._line(" | ".join(part for part in (head, *groups, eta) if part))
 
     def samples(self, phase: Phase, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Evaluation samples, one per line."""

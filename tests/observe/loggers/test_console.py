@@ -31,7 +31,7 @@ def test_without_a_terminal_each_step_is_a_line(tmp_path, capsys):
     assert lines[1] == "evaluation after step 0: accuracy 0.250   reward 0.5"
     assert lines[2] == "evaluation after step 1: accuracy 0.125 (-0.125)"
     assert lines[3] == "  1+2= -> answer of step 1  answer 3  reward 1"
-    assert lines[4].startswith("training 1/2  reward 0.1  response length 3.33  entropy 0.1  tokens/s/rank 1k")
+    assert lines[4].startswith("training 1/2 | reward 0.1  length 3.33 | entropy 0.1 | tokens/s/rank 1k | left 0:0")
     assert sum(line.startswith("training 2/2") for line in lines) == 1
 
 
@@ -41,7 +41,7 @@ def test_a_long_warm_start_is_ten_lines(tmp_path, capsys):
             log.warm_start(step, {"actor/loss": 1 / step})
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warm start")]
     assert len(lines) == 11
-    assert lines[-1].startswith("warm start 200/200  loss 0.005")
+    assert lines[-1].startswith("warm start 200/200 | loss 0.005")
 
 
 def test_off_is_silent(tmp_path, capsys):

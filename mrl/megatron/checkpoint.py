@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mrl.errors import UserError
-from mrl.megatron.optimizer_state import repair
+from mrl.megatron.optimizer_state import adapt, repair
 from mrl.megatron.policy import Policy
 
 OPTIMIZER_FORMAT = "fully_reshardable"
@@ -107,7 +107,7 @@ def load(folder: Path, policy: Policy) -> None:
         if wrong:
             raise RuntimeError(f"checkpoint '{folder}': Megatron loaded all but {', '.join(wrong)}")
     if policy.optimizer is not None:
-        policy.optimizer.load_state_dict(loaded["optimizer"])
+        policy.optimizer.load_state_dict(adapt(loaded["optimizer"], policy.optimizer))
         policy.num_updates = int(loaded["num_updates"])
 
 

@@ -10,6 +10,9 @@ is without TransformerEngine and Apex; the fourth is always there:
 4. Saving "fully_reshardable" state leaves out the padding behind each bucket, but looks parameters up where they lie
    with it: behind a bucket that does not end at a multiple of 128 (the tied embedding has one of its own in a pipeline)
    master weights and moments are saved shifted, and the last of them as zeros.
+
+Also owns `adapt`: experts spread over ranks have an optimizer of their own, so that what is not a tensor of it has
+another form in the checkpoint of a job with expert parallelism than of one without.
 """
 
 from __future__ import annotations
@@ -56,6 +59,31 @@ def repair() -> None:
     DistributedOptimizer.load_state_dict = load_state_dict_with_own_steps
     DistributedOptimizer._set_main_param_and_optimizer_states = set_state_with_step
     setattr(DistributedOptimizer, _REPAIRED, True)
+
+
+def adapt(loaded: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
+    """The loaded state of a "fully_reshardable" checkpoint in the form that this layout's optimizer reads.
+
+    Args:
+        loaded: Tensors as `sharded_state_dict` asked for them, the rest as it was saved: under 0 and 1 by a job with
+            two chained optimizers (everything but experts, experts), at the top by one with a single optimizer.
+        optimizer: Megatron's ChainedOptimizer.
+    """
+    parts = optimizer.chained_optimizers
+    if len(parts) == 1:
+        if "optimizer" in loaded:
+            return loaded
+        both = {**loaded, **{key: value for key, value in loaded[0].items() if key not in loaded}}
+        return {key: value for key, value in both.items() if key not in (0, 1)}
+    if "optimizer" not in loaded:
+        return loaded
+    common = {key: value for key, value in loaded.items() if key not in (0, 1)}
+    adapted: dict[Any, Any] = {}
+    for index, part in enumerate(parts):
+        is_expert = any(group.get("is_expert_parallel") for group in part.optimizer.param_groups)
+        groups = [{**group, "is_expert_parallel": is_expert} for group in common["optimizer"]["param_groups"]]
+        adapted[index] = {**common, **loaded[index], "optimizer": {**common["optimizer"], "param_groups": groups}}
+    return adapted
 
 
 def make_adam_state(optimizer: Any) -> None:

@@ -4,10 +4,10 @@ Owns what a microbatch tells the routers (`Routing`), how it reaches them (`Rout
 of the load (`LoadBalance`). Which experts exist where, and how tokens get there, is Megatron's.
 
 Megatron's own balancing losses count each microbatch by its tokens and are divided by the step's tokens later, which
-mrl's losses are not; they also count filling. Here each microbatch has its part of the global minibatch, so that a loss
-is the mean over the minibatch's tokens at every layout.
+mrl's losses are not; they also count filling, and a token that several sequences share only once. Here each microbatch
+has its part of the global minibatch, so that a loss is the mean over the minibatch's tokens at every layout.
 
-Shapes: P packed tokens of a microbatch, n of them on this rank, L layers of the whole model, E experts, K chosen ones.
+Shapes: P tokens that are computed for a microbatch, n of them on this rank, L layers of the whole model, E experts, K chosen ones.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Routing:
     """What the routers must know of a microbatch.
 
     Attributes:
-        real_P: False for filling, which takes part in no loss and no measure, bool.
+        copies_P: How many tokens of the batch each stands for in losses and measures; 0 for filling, fp32.
         experts_PLK: The experts to go to, int64; -1 where the router chooses. None: it always does.
     """
 
-    real_P: Tensor
+    copies_P: Tensor
     experts_PLK: Tensor | None = None
 
 
@@ -56,16 +56,16 @@ def routing_of(
         RuntimeError: A choice is no expert, or names one twice.
     """
     count = prefixes.origin_D.numel()
-    real_P = torch.arange(count + filling) < count
+    copies_P = torch.bincount(prefixes.distinct_P, minlength=count + filling).float().to(device)
     if routed_experts_P is None:
-        return Routing(real_P.to(device))
+        return Routing(copies_P)
     chosen = routed_experts_P.long()
     _check_choices(chosen, num_experts)
     experts = chosen.new_full((count + filling, *chosen.shape[1:]), -1)
     # sequences that share a token agree on it but for rounding; one whose last token it is knows nothing
     known = chosen.flatten(1).min(1).values >= 0
     experts[prefixes.distinct_P[known]] = chosen[known]
-    return Routing(real_P.to(device), experts.to(device))
+    return Routing(copies_P, experts.to(device))
 
 
 def _check_choices(chosen: Tensor, num_experts: int) -> None:
@@ -106,12 +106,12 @@ class LoadBalance:
         """Collective over data-parallel: begins an update with these microbatches."""
         self._sums_LM.zero_()
         if self._has_losses:
-            tokens = torch.tensor(sum(int(routing.real_P.sum()) for routing in routings if routing is not None))
+            tokens = torch.tensor(sum(int(routing.copies_P.sum()) for routing in routings if routing is not None))
             dist.all_reduce(tokens, group=dp_group)
             self._minibatch_tokens = max(1, int(tokens))
 
     def attach(
-        self, probs_nE: Tensor, chosen_nE: Tensor, logits_nE: Tensor, real_n: Tensor, *, layer: int, group: Any
+        self, probs_nE: Tensor, chosen_nE: Tensor, logits_nE: Tensor, copies_n: Tensor, *, layer: int, group: Any
     ) -> Tensor:
         """Measures one layer's routing of one microbatch, and adds the losses to what `probs_nE` will have as gradient.
 
@@ -119,7 +119,7 @@ class LoadBalance:
             probs_nE: Weights of the chosen experts, 0 elsewhere.
             chosen_nE: Which ones, bool.
             logits_nE: The router's.
-            real_n: False for filling, bool.
+            copies_n: As in `Routing`.
             layer: Index in the whole model.
             group: The ranks that hold the microbatch's other tokens.
 
@@ -129,9 +129,9 @@ class LoadBalance:
         log_probs_nE = logits_nE.float().log_softmax(-1)
         softmax_nE = log_probs_nE.exp()
         with torch.no_grad():
-            load_E = (chosen_nE & real_n[:, None]).sum(0).double()
-            entropy = -(softmax_nE * log_probs_nE).sum(-1)[real_n].double().sum()
-            tokens = real_n.sum().double()
+            load_E = (chosen_nE * copies_n[:, None]).sum(0).double()
+            entropy = -(copies_n[:, None] * softmax_nE * log_probs_nE).sum().double()
+            tokens = copies_n.sum().double()
             measured = torch.cat([load_E, torch.stack([tokens, entropy])])
             if self._sums_LM.device != measured.device:
                 self._sums_LM = self._sums_LM.to(measured.device)
@@ -143,9 +143,9 @@ class LoadBalance:
             dist.all_reduce(counts, group=group)
         load_E, tokens = counts[:-1], counts[-1].clamp(min=1)
         # Switch Transformer (arXiv 2101.03961), equations 4 to 6, times this microbatch's part of the minibatch
-        mass_E = softmax_nE[real_n].sum(0)
+        mass_E = (softmax_nE * copies_n[:, None]).sum(0)
         aux = (mass_E * load_E).sum() * self._num_experts / (self._top_k * tokens * self._minibatch_tokens)
-        z = logits_nE[real_n].float().logsumexp(-1).square().sum() / self._minibatch_tokens
+        z = (logits_nE.float().logsumexp(-1).square() * copies_n).sum() / self._minibatch_tokens
         self._sums_LM[layer, self._num_experts + 2 :] += torch.stack([aux.detach().double(), z.detach().double()])
         weighted: Tensor = MoEAuxLossAutoScaler.apply(probs_nE, self._aux_coeff * aux + self._z_coeff * z)
         return weighted
@@ -217,7 +217,7 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron.core has no types
                 probs,
                 chosen,
                 logits.view(-1, logits.size(-1)),
-                self._own(plan.real_P),
+                self._own(plan.copies_P),
                 layer=layer,
                 group=self.tp_cp_group,
             )

@@ -125,9 +125,10 @@ def own_part(batch: RolloutBatch, policy: Policy) -> RolloutBatch:
     coords, size = policy._groups.coords, policy._groups.grid.dp
     if size == 1:
         return batch
-    cut = batch.num_sequences // 4
-    rows = range(cut) if coords.dp == 0 else range(cut, batch.num_sequences)
-    return batch.select(list(rows))
+    cuts = [0, batch.num_sequences // 4]
+    for left in range(size - 1, 0, -1):
+        cuts.append(cuts[-1] + -(-(batch.num_sequences - cuts[-1]) // left))
+    return batch.select(list(range(cuts[coords.dp], cuts[coords.dp + 1])))
 
 
 def algorithm():

@@ -1,0 +1,59 @@
+"""A checkpoint of a mixture of experts loads where the experts lie otherwise, and training goes on."""
+
+import math
+
+import pytest
+import torch
+
+from mrl.grid import Grid
+from mrl.megatron import checkpoint
+from mrl.megatron.optimizer import LearningRate
+from tests.megatron.actors import EXPERT_LAYOUTS, MIXTURES, full_weights, make_policy, train
+from tests.ranks import run_ranks
+
+RELATIVE = 1e-4  # fp32 sums in another order, over two steps of Adam
+ABSOLUTE = 2e-6  # losses around zero
+BEFORE, AFTER = 2, 2
+RATE = LearningRate(1e-3, 0.0, "linear", 0, BEFORE + AFTER)
+LAYOUTS = {"single": Grid(1), "tp2_pp2": Grid(4, tp=2, pp=2), **EXPERT_LAYOUTS}
+CASES = [
+    ("tp2_ep2_etp2", ["single", "ep4", "tp2_pp2", "tp2_ep2_etp2", "ep2_pp2_vpp2"]),
+    ("single", ["ep2"]),
+]
+
+
+def saved(folder, grid):
+    """Trains, saves, trains on: weights at the save and metrics behind it."""
+    policy = make_policy(MIXTURES["qwen2_moe"], grid)
+    policy.start_optimizer(RATE)
+    train(policy, BEFORE)
+    checkpoint.save(folder, policy)
+    weights = full_weights(policy)
+    return weights, train(policy, AFTER, first=BEFORE)
+
+
+def resumed(folder, grid):
+    policy = make_policy(MIXTURES["qwen2_moe"], grid, seed=None)
+    policy.start_optimizer(RATE)
+    checkpoint.load(folder, policy)
+    weights = full_weights(policy)
+    steps = {
+        float(state["step"]) for part in policy.optimizer.chained_optimizers for state in part.optimizer.state.values()
+    }
+    return weights, train(policy, AFTER, first=BEFORE), len(policy.optimizer.chained_optimizers), steps
+
+
+@pytest.mark.parametrize(("source", "targets"), CASES, ids=[source for source, _ in CASES])
+def test_training_goes_on_where_the_experts_lie_otherwise(source, targets, tmp_path):
+    folder = tmp_path / "actor"
+    weights, metrics = run_ranks(LAYOUTS[source].world_size, saved, folder, LAYOUTS[source])[0]
+    for target in targets:
+        grid = LAYOUTS[target]
+        for found, stepped, num_optimizers, steps in run_ranks(grid.world_size, resumed, folder, grid):
+            assert found.keys() == weights.keys()
+            assert all(torch.equal(found[key], weights[key]) for key in weights), target
+            assert num_optimizers == (2 if grid.ep > 1 else 1)
+            assert steps == {float(BEFORE)}
+            for ours, theirs in zip(stepped, metrics, strict=True):
+                for key in theirs:
+                    assert math.isclose(ours[key], theirs[key], rel_tol=RELATIVE, abs_tol=ABSOLUTE), (target, key)

@@ -1,13 +1,12 @@
 """The actor as a Hugging Face folder: config.json, sharded safetensors, tokenizer.
 
-Owns `export_to_hf`. The weights go from all ranks to the writers by the same kind of plan as a refit, one file at a
-time: no rank holds more of the model than its own shard and a file. The folder appears whole or not at all: it is
-written under another name and renamed last.
+Owns `export_to_hf`; what such a folder holds is in `formats/hf.py`. The weights go from all ranks to the writers by the
+same kind of plan as a refit, one file at a time: no rank holds more of the model than its own shard and a file. The
+folder appears whole or not at all: it is written under another name and renamed last.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,29 +20,14 @@ from torch import Tensor
 
 from mrl.distributed.collectives import together
 from mrl.errors import UserError
+from mrl.formats.hf import assign_files, write_companions
 from mrl.models.base import ArchSpec
-from mrl.models.hf_config import family_of, read_config
 from mrl.transfer import Arrival, Transfer
-from mrl.weights.copies import ITEM_BYTES
 from mrl.weights.hf import hf_layout
 from mrl.weights.layout import Layout
-from mrl.weights.load import INDEX, SINGLE
 from mrl.weights.plan import make_plan
-from mrl.weights.regions import slices, volume, whole
+from mrl.weights.regions import slices
 from mrl.weights.tensors import allocate
-
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-"""Files of a model folder that are copied as they are, where they exist."""
 
 
 def export_to_hf(
@@ -107,27 +91,8 @@ def export_to_hf(
                 save_file(arrived, partial / file, metadata={"format": "pt"})
     with together(), _disk_errors():
         if rank == 0:
-            _finish(target, partial, arch, files, dtype, like)
-
-
-def assign_files(layout: Layout, max_file_bytes: int) -> dict[str, Layout]:
-    """File name -> its tensors: the layout's order, cut before a file would grow above `max_file_bytes`."""
-    parts: list[Layout] = []
-    room = 0
-    for name, stored in layout.items():
-        size = _num_bytes(layout, name)
-        if size > room:
-            parts.append({})
-            room = max_file_bytes
-        parts[-1][name] = stored
-        room -= size
-    if len(parts) == 1:
-        return {SINGLE: parts[0]}
-    return {f"model-{index:05}-of-{len(parts):05}.safetensors": part for index, part in enumerate(parts, 1)}
-
-
-def _num_bytes(layout: Layout, name: str) -> int:
-    return volume(whole(layout[name].shape)) * ITEM_BYTES[layout[name].dtype]
+            write_companions(partial, arch, files, None if like is None else Path(like))
+            os.replace(partial, target)
 
 
 @contextmanager
@@ -149,23 +114,3 @@ def _prepare(target: Path, partial: Path) -> None:
 def _write(into: Mapping[str, Tensor], arrivals: Sequence[Arrival]) -> None:
     for item in arrivals:
         into[item.name][slices(item.region)].copy_(item.data)
-
-
-def _finish(
-    target: Path, partial: Path, arch: ArchSpec, files: Mapping[str, Layout], dtype: str, like: str | Path | None
-) -> None:
-    """Everything that is not a weight; then the folder gets its name."""
-    config = family_of(arch).arch_to_hf(arch)
-    if like is not None:
-        config = {**read_config(like), **config}
-        for name in COMPANIONS:
-            if (Path(like) / name).is_file():
-                shutil.copyfile(Path(like) / name, partial / name)
-    config |= {"dtype": dtype, "torch_dtype": dtype}
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    if len(files) > 1:
-        sizes = [_num_bytes(content, name) for content in files.values() for name in content]
-        weight_map = {name: file for file, content in files.items() for name in content}
-        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
-        (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, target)

@@ -28,6 +28,7 @@ from mrl.distributed.groups import ProcessGroups
 from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.errors import UserError
 from mrl.export import export_to_hf
+from mrl.formats.hf import load_from_hf
 from mrl.megatron import checkpoint as megatron_checkpoint
 from mrl.megatron import parallel
 from mrl.megatron.optimizer import LearningRate
@@ -41,7 +42,6 @@ from mrl.registry import find
 from mrl.rewards.scorer import Scorer, part_names
 from mrl.rollout import LengthHistory
 from mrl.weights.init import random_init
-from mrl.weights.load import load_from_hf
 from mrl.weights.tensors import DTYPES
 
 

@@ -8,16 +8,16 @@ import torch.distributed as dist
 import transformers
 
 from mrl.errors import UserError
-from mrl.export import assign_files, export_to_hf
+from mrl.export import export_to_hf
+from mrl.formats.hf import assign_files, load_from_hf
 from mrl.grid import Grid
 from mrl.models.hf_config import arch_from_folder
 from mrl.weights.hf import hf_layout
-from mrl.weights.load import load_from_hf
 from mrl.weights.megatron import megatron_layouts
 from mrl.weights.tensors import allocate
+from tests.formats.test_hf import save_model
 from tests.ranks import run_ranks
 from tests.weights.archs import ARCHS, counted
-from tests.weights.test_load import save_model
 
 
 def exports(folder, arch, grid, like, dtype="float32", **how):

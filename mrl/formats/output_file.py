@@ -16,6 +16,8 @@ import xxhash
 from mrl.errors import UserError
 
 _READ_BYTES = 16 << 20
+_THREAD_BYTES = 1 << 20
+"""Below this, handing the hash to a thread costs more than the hash."""
 
 
 class OutputFile:
@@ -65,7 +67,11 @@ class OutputFile:
         if not view.nbytes:
             return 0
         view = view.cast("B")
-        hashed = self._hasher.submit(self._hash.update, view)
+        if view.nbytes < _THREAD_BYTES:
+            self._hash.update(view)
+            hashed = None
+        else:
+            hashed = self._hasher.submit(self._hash.update, view)
         try:
             done = 0
             while done < view.nbytes:
@@ -73,7 +79,8 @@ class OutputFile:
         except OSError as error:
             raise self._failure(error) from error
         finally:
-            hashed.result()
+            if hashed is not None:
+                hashed.result()
         self.num_bytes += view.nbytes
         return view.nbytes
 

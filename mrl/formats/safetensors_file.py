@@ -13,12 +13,13 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from mrl.errors import UserError
+from mrl.formats.output_file import OutputFile
 
 _TORCH = {
     "F64": torch.float64,
@@ -66,10 +67,10 @@ def write_safetensors(
     layout_like: Mapping[str, tuple[tuple[int, ...], str]],
     tensors: Iterable[tuple[str, Tensor]],
     metadata: Mapping[str, str] | None = None,
-) -> int:
+) -> dict[str, Any]:
     """Writes a file from front to back; each tensor may be freed once the next one is asked for.
 
-    The bytes are not forced to the disk: who renames the finished file decides that.
+    The bytes are hashed on the way and forced to the disk; to rename the finished file is the caller's.
 
     Args:
         path: The file; an existing one is overwritten.
@@ -79,26 +80,21 @@ def write_safetensors(
         metadata: Free text of the header; Hugging Face files say {"format": "pt"}.
 
     Returns:
-        The size of the file in bytes.
+        {"num_bytes": the file's size, "xxh3": its hash}, as `OutputFile` says.
 
     Raises:
         UserError: The file cannot be written (no space, no permission); it is named.
         RuntimeError: `tensors` are not what `layout_like` announced, or a tensor would be misaligned.
     """
-    header = _header(layout_like, metadata or {})
-    size = len(header)
-    try:
-        with Path(path).open("wb") as file:
-            file.write(header)
-            expected = iter(layout_like.items())
-            for name, tensor in tensors:
-                size += _write_tensor(file, name, tensor, next(expected, None))
-            left = next(expected, None)
-            if left is not None:
-                raise RuntimeError(f"'{path}': the tensors end before '{left[0]}'")
-    except OSError as error:
-        raise UserError(f"'{path}' cannot be written: {error.strerror or error}.") from error
-    return size
+    with OutputFile(path) as file:
+        file.write(_header(layout_like, metadata or {}))
+        expected = iter(layout_like.items())
+        for name, tensor in tensors:
+            _write_tensor(file, name, tensor, next(expected, None))
+        left = next(expected, None)
+        if left is not None:
+            raise RuntimeError(f"'{path}': the tensors end before '{left[0]}'")
+    return {"num_bytes": file.num_bytes, "xxh3": file.xxh3}
 
 
 def _header(layout_like: Mapping[str, tuple[tuple[int, ...], str]], metadata: Mapping[str, str]) -> bytes:
@@ -116,14 +112,13 @@ def _header(layout_like: Mapping[str, tuple[tuple[int, ...], str]], metadata: Ma
 
 
 def _write_tensor(
-    file: BinaryIO, name: str, tensor: Tensor, announced: tuple[str, tuple[tuple[int, ...], str]] | None
-) -> int:
+    file: OutputFile, name: str, tensor: Tensor, announced: tuple[str, tuple[tuple[int, ...], str]] | None
+) -> None:
     found = (name, (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
     if announced is None or found != (announced[0], (tuple(announced[1][0]), announced[1][1])):
         raise RuntimeError(f"the file's next tensor is {announced}, but {found} came")
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     file.write(data.numpy().data)
-    return data.numel()
 
 
 class SafetensorsFile:
@@ -166,7 +161,7 @@ class SafetensorsFile:
         if not isinstance(self.metadata, dict):
             self._refuse("its __metadata__ is not a JSON object")
         found = {name: self._entry(name, entry, first) for name, entry in entries.items()}
-        self.headers = dict(sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)))
+        self.headers: dict[str, Header] = dict(sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)))
         end = first
         for name, header in self.headers.items():
             if header.start != end:

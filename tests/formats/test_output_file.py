@@ -13,7 +13,7 @@ from mrl.formats.output_file import OutputFile, hash_file
 
 
 def test_the_hash_is_that_of_the_bytes_on_the_disk(tmp_path):
-    parts = [os.urandom(size) for size in (8, 0, 100_000, 1)]
+    parts = [os.urandom(size) for size in (8, 0, 100_000, 3_000_000, 1)]
     with OutputFile(tmp_path / "x") as file:
         for part in parts:
             assert file.write(part) == len(part)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mrl.errors import UserError
+from mrl.formats.output_file import hash_file
 from mrl.formats.safetensors_file import SafetensorsFile, write_safetensors
 
 FUZZED = 400
@@ -43,8 +44,9 @@ def write(path, tensors, metadata=None):
 
 def test_safetensors_reads_what_is_written(tmp_path):
     tensors = example()
-    size = write(tmp_path / "x.safetensors", tensors, {"format": "pt"})
-    assert size == (tmp_path / "x.safetensors").stat().st_size
+    record = write(tmp_path / "x.safetensors", tensors, {"format": "pt"})
+    assert record["num_bytes"] == (tmp_path / "x.safetensors").stat().st_size
+    assert record["xxh3"] == hash_file(tmp_path / "x.safetensors")
     found = load_file(tmp_path / "x.safetensors")
     assert set(found) == set(tensors)
     assert all(same(found[name].reshape(-1), tensors[name].reshape(-1)) for name in tensors)

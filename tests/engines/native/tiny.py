@@ -8,9 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mrl.config import RolloutConfig
 from mrl.engines.base import WeightSlice
 from mrl.engines.native.engine import NativeEngine
+from mrl.formats.hf import load_from_hf
 from mrl.models.hf_config import arch_from_folder
 from mrl.types import Prompt
-from mrl.weights.load import load_from_hf
 from mrl.weights.regions import whole
 
 VOCAB = 99

@@ -11,10 +11,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from mrl.errors import UserError
+from mrl.formats.hf import load_from_hf
 from mrl.grid import Grid
 from mrl.models.hf_config import arch_from_folder, family_of
 from mrl.weights.hf import hf_layout
-from mrl.weights.load import load_from_hf
 from mrl.weights.megatron import megatron_layout
 from mrl.weights.native import native_layout
 from mrl.weights.tensors import allocate
@@ -112,11 +112,11 @@ DAMAGED = {
         lambda folder: weights(folder).rename(folder / "pytorch_model.bin"),
         "has neither model.safetensors nor model.safetensors.index.json",
     ),
-    "garbage": (lambda folder: weights(folder).write_bytes(b"no weights at all"), "is not a readable safetensors file"),
-    "empty": (lambda folder: weights(folder).write_bytes(b""), "is not a readable safetensors file"),
+    "garbage": (lambda folder: weights(folder).write_bytes(b"no weights at all"), "is not a whole safetensors file"),
+    "empty": (lambda folder: weights(folder).write_bytes(b""), "is not a whole safetensors file"),
     "cut off": (
         lambda folder: weights(folder).write_bytes(weights(folder).read_bytes()[:-1000]),
-        "is not a readable safetensors file",
+        "is not a whole safetensors file",
     ),
     "tensor missing": (
         saved(model__norm__weight=None),
@@ -136,7 +136,7 @@ DAMAGED = {
     ),
     "integers": (
         saved(model__norm__weight=torch.zeros(32, dtype=torch.int8)),
-        "'model.norm.weight' is stored as I8",
+        "'model.norm.weight' is stored as int8",
     ),
     "index is no json": (index_text("{"), "is not a safetensors index"),
     "index without map": (index_text('{"metadata": {}}'), "is not a safetensors index"),
@@ -188,7 +188,7 @@ def test_a_rank_holds_its_shard_never_the_model(tmp_path):
         import torch
         from mrl.grid import Grid
         from mrl.models.hf_config import arch_from_folder
-        from mrl.weights.load import load_from_hf
+        from mrl.formats.hf import load_from_hf
         from mrl.weights.megatron import megatron_layout
         from mrl.weights.tensors import allocate
 

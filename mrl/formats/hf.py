@@ -1,0 +1,307 @@
+"""Hugging Face folders: config.json, safetensors (one file or shards with an index), tokenizer.
+
+Owns their reading, for conversions and for the ranks of a job, and everything of their writing that is not the moving
+of weights: which tensor is in which file, the index, config.json, the files that come along. `mrl/convert.py` and
+`mrl/export.py` write folders with it. No reader holds the whole model: tensors are views of mapped files.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.errors import UserError
+from mrl.formats.base import OutFile, Source, Target
+from mrl.formats.safetensors_file import SafetensorsFile, write_safetensors
+from mrl.models.base import ArchSpec
+from mrl.models.hf_config import arch_from_folder, family_of, read_config
+from mrl.weights.copies import ITEM_BYTES
+from mrl.weights.hf import hf_layout
+from mrl.weights.layout import Layout, Region
+from mrl.weights.regions import slices, volume, whole
+from mrl.weights.tensors import check_tensors
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+TIED_HEAD = "lm_head.weight"
+
+MAX_FILE_BYTES = 5 << 30
+
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Files of a model folder that are copied as they are, where they exist."""
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class HfSource(Source):
+    """A Hugging Face folder, open for reading by parts."""
+
+    def __init__(self, folder: str | Path, arch: ArchSpec | None = None) -> None:
+        """Finds which file holds which tensor and checks the headers of all files.
+
+        Args:
+            folder: With safetensors, single or sharded.
+            arch: The model; None: what config.json says.
+
+        Raises:
+            UserError: The folder has no config.json or no safetensors, its index is broken, or a file is missing or
+                not whole.
+        """
+        self.folder = Path(folder)
+        self.arch = arch_from_folder(folder) if arch is None else arch
+        self._open_files: dict[str, SafetensorsFile] = {}
+        self._file_of = self._find()
+        self.files = tuple(sorted(set(self._file_of.values())))
+
+    def dtype(self, hf_name: str) -> str:
+        """See `Source`."""
+        return self._file(hf_name).headers[hf_name].dtype
+
+    def read(self, hf_name: str, region: Region) -> Tensor:
+        """See `Source`; a view of a private map of the file, which goes with it."""
+        return self._file(hf_name).tensor(hf_name)[slices(region)]
+
+    def check(self) -> None:
+        """See `Source`; a tied head and rotary frequencies may be there and are not read."""
+        arch = self.arch
+        expected = hf_layout(arch, "float32")
+        missing = [name for name in expected if name not in self._file_of]
+        unknown = [name for name in self._file_of if name not in expected and not self._is_optional(name)]
+        for what, names in (("lacks", missing), ("has unknown", unknown)):
+            if names:
+                raise UserError(
+                    f"model folder '{self.folder}' {what} {len(names)} tensors of a {arch.family} model with "
+                    f"{arch.num_layers} layers, first '{names[0]}'. config.json and the weights do not belong together."
+                )
+        for name, stored in expected.items():
+            header = self._file(name).headers[name]
+            if header.shape != stored.shape:
+                vocab = (
+                    "; config.json says vocab_size=" + str(arch.vocab_size) if arch.vocab_size in stored.shape else ""
+                )
+                raise UserError(
+                    f"model folder '{self.folder}': '{name}' has shape {list(header.shape)}, but config.json asks for "
+                    f"{list(stored.shape)}{vocab}."
+                )
+            if header.dtype not in _DTYPES:
+                raise UserError(
+                    f"model folder '{self.folder}': '{name}' is stored as {header.dtype}; expected one of "
+                    f"{', '.join(_DTYPES)}. Use a release of the model that is not quantized."
+                )
+
+    def describe(self) -> dict[str, Any]:
+        """See `Source`."""
+        tensors = {
+            name: {"shape": list(header.shape), "dtype": header.dtype, "file": file}
+            for name, file in self._file_of.items()
+            for header in [self._open(file).headers[name]]
+        }
+        return {
+            "format": "huggingface",
+            "family": self.arch.family,
+            "num_layers": self.arch.num_layers,
+            "num_bytes": sum(self._open(file).num_bytes for file in self.files),
+            "tensors": tensors,
+        }
+
+    def close(self) -> None:
+        """See `Source`; maps go with the tensors that were read, so nothing is left to let go of."""
+        self._open_files.clear()
+
+    def fill(self, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
+        """Copies what `layout` says into `tensors`, with a cast to each tensor's dtype; padding becomes zero.
+
+        Raises:
+            UserError: A file ends early or cannot be read.
+        """
+        check_tensors(layout, tensors, dtypes=False)
+        with torch.no_grad():
+            for name, stored in layout.items():
+                for region in stored.padding:
+                    tensors[name][slices(region)] = 0
+                for piece in stored.pieces:
+                    tensors[name][slices(piece.dst)].copy_(self.read(piece.hf_name, piece.src))
+
+    def _is_optional(self, name: str) -> bool:
+        return name.endswith("rotary_emb.inv_freq") or (name == TIED_HEAD and self.arch.tie_word_embeddings)
+
+    def _find(self) -> dict[str, str]:
+        index = self.folder / INDEX
+        if index.is_file():
+            return self._read_index(index)
+        if (self.folder / SINGLE).is_file():
+            return dict.fromkeys(self._open(SINGLE).headers, SINGLE)
+        raise UserError(
+            f"model folder '{self.folder}' has neither {SINGLE} nor {INDEX}. mrl reads safetensors; convert other "
+            "formats with transformers' save_pretrained."
+        )
+
+    def _read_index(self, path: Path) -> dict[str, str]:
+        try:
+            weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            found = {str(name): str(file) for name, file in weight_map.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise UserError(f"'{path}' is not a safetensors index: {type(error).__name__}: {error}") from error
+        if not found:
+            raise UserError(f"'{path}' is not a safetensors index: it names no tensor.")
+        for file in sorted(set(found.values())):
+            if Path(file).name != file or "\0" in file or not (self.folder / file).is_file():
+                raise UserError(f"'{path}' names the file {file!r}, which is not in the folder. Download it again.")
+            inside = self._open(file).headers
+            lacking = [name for name, where in found.items() if where == file and name not in inside]
+            if lacking:
+                raise UserError(f"'{path}' says that '{lacking[0]}' is in '{file}', but it is not.")
+        return found
+
+    def _file(self, name: str) -> SafetensorsFile:
+        return self._open(self._file_of[name])
+
+    def _open(self, file: str) -> SafetensorsFile:
+        if file not in self._open_files:
+            self._open_files[file] = SafetensorsFile(self.folder / file)
+        return self._open_files[file]
+
+
+def load_from_hf(folder: str | Path, arch: ArchSpec, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
+    """Fills one rank's tensors from a Hugging Face folder; no collective: ranks read what they store.
+
+    Args:
+        folder: With safetensors, single or sharded.
+        arch: What config.json says.
+        layout: What this rank stores (`megatron_layout`, `native_layout`, `hf_layout`).
+        tensors: Name -> tensor to fill in place, each name of the layout; dtypes may differ from the files'.
+
+    Raises:
+        UserError: The files are missing or corrupt, or do not fit `arch`.
+    """
+    with closing(HfSource(folder, arch)) as weights:
+        weights.check()
+        weights.fill(layout, tensors)
+
+
+class HfTarget(Target):
+    """A Hugging Face folder that is to be written.
+
+    Attributes:
+        layout: All tensors, in the order of the model.
+    """
+
+    def __init__(
+        self,
+        arch: ArchSpec,
+        dtype: str | Mapping[str, str],
+        *,
+        like: str | Path | None = None,
+        max_file_bytes: int = MAX_FILE_BYTES,
+    ) -> None:
+        """Assigns tensors to files.
+
+        Args:
+            arch: The model.
+            dtype: Of every tensor, or of each by its name.
+            like: Model folder whose tokenizer, generation settings and further config.json keys are copied; None: none.
+            max_file_bytes: Largest safetensors file, unless one tensor is larger.
+        """
+        self.arch = arch
+        if isinstance(dtype, str):
+            self.layout = hf_layout(arch, dtype)
+        else:
+            by_dtype = {each: hf_layout(arch, each) for each in set(dtype.values())}
+            self.layout = {name: by_dtype[dtype[name]][name] for name in hf_layout(arch, "float32")}
+        self._like = None if like is None else Path(like)
+        self.files = tuple(OutFile(name, part) for name, part in assign_files(self.layout, max_file_bytes).items())
+
+    def write(self, path: Path, file: OutFile, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
+        """See `Target`."""
+        shapes = {name: (stored.shape, stored.dtype) for name, stored in file.layout.items()}
+        return write_safetensors(path, shapes, tensors, {"format": "pt"})
+
+    def finish(self, folder: Path, records: Mapping[str, Mapping[str, Any]]) -> None:
+        """See `Target`."""
+        write_companions(folder, self.arch, {file.name: file.layout for file in self.files}, self._like)
+
+    def describe(self) -> dict[str, Any]:
+        """See `Target`."""
+        dtypes = Counter(stored.dtype for stored in self.layout.values())
+        return {
+            "format": "huggingface",
+            "family": self.arch.family,
+            "dtypes": dict(sorted(dtypes.items())),
+            "num_files": len(self.files),
+        }
+
+
+def assign_files(layout: Layout, max_file_bytes: int) -> dict[str, Layout]:
+    """File name -> its tensors: the layout's order, cut before a file would grow above `max_file_bytes`.
+
+    Inside a file, wider dtypes come first, as the format's alignment wants.
+    """
+    parts: list[Layout] = []
+    room = 0
+    for name, stored in layout.items():
+        size = _num_bytes(layout, name)
+        if size > room:
+            parts.append({})
+            room = max_file_bytes
+        parts[-1][name] = stored
+        room -= size
+    parts = [dict(sorted(part.items(), key=lambda item: -ITEM_BYTES[item[1].dtype])) for part in parts]
+    if len(parts) == 1:
+        return {SINGLE: parts[0]}
+    return {f"model-{index:05}-of-{len(parts):05}.safetensors": part for index, part in enumerate(parts, 1)}
+
+
+def write_companions(folder: Path, arch: ArchSpec, files: Mapping[str, Layout], like: Path | None) -> None:
+    """Everything of a folder that is not a weight: the index, what comes along, and last config.json.
+
+    Args:
+        folder: Where; it exists.
+        arch: The model.
+        files: What `assign_files` returned.
+        like: Model folder whose tokenizer, generation settings and further config.json keys are copied; None: none.
+
+    Raises:
+        UserError: `like` has no readable config.json.
+        OSError: The disk refuses.
+    """
+    config = family_of(arch).arch_to_hf(arch)
+    if like is not None:
+        config = {**read_config(like), **config}
+        config.pop("quantization_config", None)
+        for name in COMPANIONS:
+            if (like / name).is_file():
+                shutil.copyfile(like / name, folder / name)
+    if len(files) > 1:
+        sizes = [_num_bytes(content, name) for content in files.values() for name in content]
+        weight_map = {name: file for file, content in files.items() for name in content}
+        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    dtypes: Counter[str] = Counter()
+    for content in files.values():
+        for name, stored in content.items():
+            dtypes[stored.dtype] += _num_bytes(content, name)
+    dtype = dtypes.most_common(1)[0][0]
+    config |= {"dtype": dtype, "torch_dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _num_bytes(layout: Layout, name: str) -> int:
+    return volume(whole(layout[name].shape)) * ITEM_BYTES[layout[name].dtype]

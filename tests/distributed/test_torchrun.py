@@ -1,0 +1,58 @@
+"""The launcher adds nothing to a message that a rank has printed, and hides nothing else."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.e2e.runs import free_port
+from tests.source import ROOT
+
+CONFIG = """
+run: {output_dir: run, num_threads: 1}
+model: {preset: qwen2_tiny, tokenizer: "char:0123456789<>+#", dtype: float32}
+data: {task: "own_task:Task"}
+rollout: {prompt_length: 16, response_length: 8}
+"""
+TIMEOUT_S = 120
+
+
+def start(folder: Path, *overrides: str, task: str = "") -> subprocess.Popen[str]:
+    folder.joinpath("c.yaml").write_text(CONFIG)
+    folder.joinpath("own_task.py").write_text(task)
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "1", "MASTER_PORT": str(free_port()),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]),
+    }  # fmt: skip
+    command = [str(ROOT / "launch" / "torchrun.sh"), "train", "c.yaml", *overrides]
+    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_mistake_is_one_message_and_status_2(tmp_path):
+    process = start(tmp_path, "train.num_step=3")
+    _, told = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 2
+    assert told.count("mrl: error: config key 'train.num_step' is unknown") == 1
+    assert "Traceback" not in told and "FAILED" not in told
+
+
+def test_a_defect_keeps_the_launchers_table(tmp_path):
+    process = start(tmp_path, task="1 / 0")
+    _, told = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1
+    assert "ZeroDivisionError" in told and "Root Cause" in told
+
+
+def test_a_signal_to_the_launcher_reaches_the_rank_and_is_the_status(tmp_path):
+    process = start(tmp_path, task="import pathlib, time\npathlib.Path('up').touch()\ntime.sleep(100)\n")
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (tmp_path / "up").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 143
+    assert "mrl: ended by SIGTERM.\nThere is no checkpoint yet, in run. Start again with: mrl train c.yaml\n" in told
+    assert "Traceback" not in told

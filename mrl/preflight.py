@@ -21,6 +21,7 @@ from mrl.config import Config
 from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
+from mrl.preflight_experts import expert_rules
 from mrl.weights.megatron import chunk_layers
 from mrl.weights.shards import TensorShard, check_divides
 
@@ -55,6 +56,8 @@ RANGES = {
     "actor.clip_grad": "[0, inf)",
     "actor.max_tokens_per_microbatch": "[1, inf)",
     "actor.logprob_chunk_tokens": "[1, inf)",
+    "actor.moe_aux_loss_coeff": "[0, inf)",
+    "actor.moe_z_loss_coeff": "[0, inf)",
     "reference.update_interval": "[0, inf)",
     "rollout.n": "[1, inf)",
     "rollout.temperature": "(0, inf)",
@@ -90,7 +93,6 @@ RANGES = {
 
 FIXED = {
     "parallel.context_parallel_size": (1, "this version does not split sequences over ranks"),
-    "parallel.expert_model_parallel_size": (1, "this version has no mixture of experts"),
     "rollout.pipeline_model_parallel_size": (1, "the native engine has no pipeline"),
     "rollout.expert_parallel_size": (1, "this version has no mixture of experts"),
     "rollout.repetition_penalty": (1.0, "the log-probabilities that train would not be those that sampled"),
@@ -136,7 +138,7 @@ def check(config: Config, arch: ArchSpec, world_size: int, tokenizer_vocab_size:
     """
     check_config(config, world_size)
     grid = grid_of(config, world_size)
-    broken = list(_fit(config, arch, grid))
+    broken = [*_fit(config, arch, grid), *expert_rules(config, arch, grid)]
     if tokenizer_vocab_size > arch.vocab_size:
         broken.append(
             f"the tokenizer gives ids up to {tokenizer_vocab_size - 1}, the model has embeddings for {arch.vocab_size} "
@@ -185,7 +187,9 @@ def _how_many_ranks(config: Config) -> str:
     """How to start as many ranks as the layout needs, to look at it without them, and to do with one."""
     parallel, rollout = config.parallel, config.rollout
     actor = parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
-    num_ranks = math.lcm(actor, rollout.tensor_model_parallel_size)
+    expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    experts = parallel.expert_model_parallel_size * expert_tp * parallel.pipeline_model_parallel_size
+    num_ranks = math.lcm(actor, experts, rollout.tensor_model_parallel_size)
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_parallel_size")
     defaults = {f"parallel.{item.name}": item.default for item in fields(parallel)}
     defaults |= {f"rollout.{item.name}": item.default for item in fields(rollout) if item.name in names}
@@ -232,6 +236,13 @@ def _parallel(config: Config, grid: Grid) -> Iterator[str]:
         )
     if config.parallel.sequence_parallel and grid.tp == 1:
         yield "parallel.sequence_parallel=true needs parallel.tensor_model_parallel_size above 1."
+    stage = grid.world_size // grid.pp
+    if grid.ep > 1 and stage % (grid.ep * grid.expert_tp):
+        yield (
+            f"parallel.expert_model_parallel_size={grid.ep} x parallel.expert_tensor_parallel_size={grid.expert_tp} = "
+            f"{grid.ep * grid.expert_tp} does not divide the {stage} rank(s) of a pipeline stage. "
+            f"{_how_many_ranks(config)}"
+        )
     if grid.world_size % grid.rollout_tp:
         yield (
             f"rollout.tensor_model_parallel_size={grid.rollout_tp} does not divide the {grid.world_size} rank(s) of "
@@ -355,6 +366,10 @@ def _idle(config: Config, grid: Grid) -> Iterator[str]:
             "actor.min_lr",
             config.actor.min_lr > 0 and config.actor.lr_schedule == "constant",
             "actor.lr_schedule is constant",
+        ),
+        *(
+            (key, grid.pp == 1 and _value(config, key) is not None, "parallel.pipeline_model_parallel_size is 1")
+            for key in ("parallel.num_layers_in_first_pipeline_stage", "parallel.num_layers_in_last_pipeline_stage")
         ),
         (
             "data.chat_template",

@@ -16,6 +16,7 @@ LAYERS = (
     ("job",),
     ("prepare",),
     ("preflight",),
+    ("preflight_experts",),
     ("refit", "export", "rollout", "checkpoint", "supervised", "convert"),
     ("megatron", "engines", "observe", "formats"),
     ("transfer",),

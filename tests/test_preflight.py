@@ -131,7 +131,6 @@ RULES = [
     ([f"{VPP}=2"], 1, f"{VPP}=2 needs {PP} above 1"),
     (["parallel.sequence_parallel=true"], 1, f"parallel.sequence_parallel=true needs {TP} above 1"),
     (["parallel.context_parallel_size=2"], 2, "parallel.context_parallel_size=2 is refused; it must be 1"),
-    (["parallel.expert_model_parallel_size=2"], 2, "parallel.expert_model_parallel_size=2 is refused"),
     (["rollout.pipeline_model_parallel_size=2"], 2, "the native engine has no pipeline"),
     (["rollout.expert_parallel_size=2"], 2, "rollout.expert_parallel_size=2 is refused"),
     (["rollout.repetition_penalty=1.1"], 1, "rollout.repetition_penalty=1.1 is refused; it must be 1.0"),
@@ -166,6 +165,7 @@ RULES = [
     (["data.task=null", "train.eval_interval=5"], 1, "train.eval_interval=5 needs held-out prompts"),
     (["checkpoint.keep_best=1"], 1, "ranks checkpoints by evaluations"),
     (["checkpoint.best_metric=loss"], 1, "checkpoint.best_metric=loss is no evaluation metric"),
+    (["parallel.num_layers_in_last_pipeline_stage=2"], 1, "because parallel.pipeline_model_parallel_size is 1"),
     (["actor.min_lr=0.0000001"], 1, "actor.min_lr is set, but would have no effect"),
     (["rollout.val_kwargs.temperature=0.5"], 1, "because rollout.val_kwargs.do_sample is false"),
 ]  # fmt: skip

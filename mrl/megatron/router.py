@@ -7,7 +7,8 @@ Megatron's own balancing losses count each microbatch by its tokens and are divi
 mrl's losses are not; they also count filling, and a token that several sequences share only once. Here each microbatch
 has its part of the global minibatch, so that a loss is the mean over the minibatch's tokens at every layout.
 
-Shapes: P tokens that are computed for a microbatch, n of them on this rank, L layers of the whole model, E experts, K chosen ones.
+Shapes: P tokens that are computed for a microbatch, n of them on this rank, L layers of the whole model, E experts, K
+chosen ones.
 """
 
 from __future__ import annotations

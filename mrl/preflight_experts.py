@@ -1,0 +1,70 @@
+"""Refuses layouts and settings of the actor that do not fit a mixture of experts, or a model without one.
+
+Owns the rules that `preflight.py` asks about experts. It imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from mrl.config import ActorConfig, Config, ParallelConfig
+from mrl.errors import UserError
+from mrl.grid import Grid
+from mrl.models.base import ArchSpec, MoeSpec
+from mrl.weights.megatron import expert_shard
+from mrl.weights.shards import check_experts_divide
+
+
+def expert_rules(config: Config, arch: ArchSpec, grid: Grid) -> Iterator[str]:
+    """Each broken rule, with the keys and what to do."""
+    return _idle(config) if arch.moe is None else _experts(config, arch.moe, grid)
+
+
+def _idle(config: Config) -> Iterator[str]:
+    """Fields that mean nothing to a dense model."""
+    default = Config()
+    settings = (
+        *(("parallel", item.name) for item in fields(ParallelConfig) if item.name.startswith("expert_")),
+        *(("actor", item.name) for item in fields(ActorConfig) if item.name.startswith(("moe_", "router_"))),
+    )
+    for section, name in settings:
+        value = getattr(getattr(config, section), name)
+        if value != getattr(getattr(default, section), name):
+            yield f"{section}.{name}={value} is set, but would have no effect because the model has no experts."
+
+
+def _experts(config: Config, moe: MoeSpec, grid: Grid) -> Iterator[str]:
+    actor = config.actor
+    if grid.tp > 1 and not config.parallel.sequence_parallel:
+        yield (
+            f"parallel.tensor_model_parallel_size={grid.tp} with a mixture of experts needs "
+            "parallel.sequence_parallel=true: without it Megatron would route every token on each of these ranks, and "
+            "refuses to train."
+        )
+    if grid.ep == 1 and grid.expert_tp != grid.tp:
+        yield (
+            f"parallel.expert_tensor_parallel_size={grid.expert_tp} differs from "
+            f"parallel.tensor_model_parallel_size={grid.tp}, which needs parallel.expert_model_parallel_size above 1: "
+            "with 1 Megatron adds up the experts' gradients over the ranks of the other parameters."
+        )
+    try:
+        check_experts_divide(moe, expert_shard(grid, 0))
+    except UserError as error:
+        yield str(error)
+    if moe.top_k == 1 and moe.norm_topk_prob:
+        yield (
+            "the model sends a token to one expert with weight 1 (num_experts_per_tok=1, norm_topk_prob=true): its "
+            "router has no gradient, and Megatron does not build it."
+        )
+    if actor.moe_token_dispatcher_type == "allgather" and grid.pp > 1:
+        yield (
+            f"actor.moe_token_dispatcher_type=allgather with parallel.pipeline_model_parallel_size={grid.pp}: Megatron "
+            "cannot pass microbatches of different lengths from stage to stage then. Use alltoall."
+        )
+    if (actor.moe_router_load_balancing_type == "aux_loss") != (actor.moe_aux_loss_coeff > 0):
+        yield (
+            f"actor.moe_router_load_balancing_type={actor.moe_router_load_balancing_type} with "
+            f"actor.moe_aux_loss_coeff={actor.moe_aux_loss_coeff} has no effect: set aux_loss and a coefficient above "
+            "0, or none and 0."
+        )

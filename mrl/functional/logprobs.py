@@ -1,8 +1,9 @@
 """Log-probability and entropy of chosen tokens from hidden states, the vocabulary split over ranks.
 
 Owns the fused output layer of the trainer: it computes logits for a chunk of rows at a time, forward and again
-backward, so that neither fp32 logits nor all logits of a microbatch ever exist. Reductions over the hidden states' own
-parallelism are the caller's.
+backward, so that neither fp32 logits nor all logits of a microbatch ever exist. The last chunk of the forward is the
+first of the backward and stays in memory between them: one that holds all rows is computed once. Reductions over the
+hidden states' own parallelism are the caller's.
 
 Shapes: P packed positions, R scored tokens, C rows of a chunk, H hidden, V this rank's part of the vocabulary.
 """
@@ -104,7 +105,9 @@ class _LinearLogprobs(torch.autograd.Function):
         # of this rank's tokens, at each row: largest logit m; sums of e^(x-m) and (x-m) e^(x-m); the target's logit
         partial = torch.zeros((4, rows_R.numel()), dtype=torch.float32, device=hidden_PH.device)
         cuts = []
+        powers: Tensor | None = None
         for part in _chunks(rows_R.numel(), distribution.chunk_rows):
+            del powers  # the last chunk's, before this chunk's logits exist
             logits, own = _scaled_logits(hidden_PH, weight, rows_R[part], targets_R[part], shard, distribution)
             target = logits.gather(1, own.clamp(min=0)[:, None]).squeeze(1) if shard.size else partial[3, part]
             if distribution.threshold is not None:
@@ -120,8 +123,9 @@ class _LinearLogprobs(torch.autograd.Function):
                 logits.masked_fill_(logits == -torch.inf, 0)  # times e^-inf: 0
             partial[0, part] = largest
             partial[1, part] = powers.sum(1)
-            partial[2, part] = powers.mul_(logits).sum(1)
+            partial[2, part] = logits.mul_(powers).sum(1)
             partial[3, part] = torch.where(own >= 0, target, 0)
+            del logits
         largest, total, weighted, target = _combine(partial, shard)
         log_total = total.log()
         normalizer = largest + log_total
@@ -129,6 +133,7 @@ class _LinearLogprobs(torch.autograd.Function):
         cut_R = torch.cat(cuts) if cuts else None
         ctx.save_for_backward(hidden_PH, weight_VH, rows_R, targets_R, normalizer, entropy, cut_R)
         ctx.shard, ctx.distribution = shard, distribution
+        ctx.powers, ctx.largest = powers, partial[0]
         ctx.set_materialize_grads(False)
         return target - normalizer, entropy
 
@@ -143,25 +148,33 @@ class _LinearLogprobs(torch.autograd.Function):
         # several chunks add up in fp32
         sum_dtype = torch.float32 if len(chunks) > 1 else weight_VH.dtype
         grad_weight = torch.zeros(weight_VH.shape, dtype=sum_dtype, device=weight_VH.device)
-        for part in chunks:
+        # d log p(t) / d x = 1[t] - p;   d entropy / d x = -p (log p + entropy)
+        slope, target_slope = torch.zeros_like(normalizer), None
+        if grad_entropy is not None:
+            grad_entropy = grad_entropy / distribution.temperature
+            slope = grad_entropy * entropy
+        if grad_logprobs is not None:
+            target_slope = grad_logprobs / distribution.temperature
+            slope = slope + target_slope
+        powers, ctx.powers = ctx.powers, None
+        for part in reversed(chunks):
             rows = rows_R[part]
-            logits, own = _scaled_logits(hidden_PH, weight, rows, targets_R[part], shard, distribution)
-            if cut_R is not None:
-                _mask(logits, own, cut_R[part])
-            logprobs = logits.sub_(normalizer[part, None])
-            probs = logprobs.exp()
-            # d log p(t) / d x = 1[t] - p;   d entropy / d x = -p (log p + entropy)
-            slope = torch.zeros_like(normalizer[part])[:, None]
-            if grad_entropy is not None:
+            if powers is not None:
+                own = _own_columns(targets_R[part], shard)
+                probs = powers.mul_((ctx.largest[part] - normalizer[part]).exp_()[:, None])
+            else:
+                logits, own = _scaled_logits(hidden_PH, weight, rows, targets_R[part], shard, distribution)
                 if cut_R is not None:
-                    logprobs.masked_fill_(logprobs == -torch.inf, 0)  # times p: 0
-                slope = logprobs.add_(entropy[part, None]).mul_(grad_entropy[part, None])
-            if grad_logprobs is not None:
-                slope = slope + grad_logprobs[part, None]
-            grad_logits = probs.mul_(slope).neg_()
-            if grad_logprobs is not None and shard.size:
-                grad_logits.scatter_add_(1, own.clamp(min=0)[:, None], (grad_logprobs[part] * (own >= 0))[:, None])
-            scaled = grad_logits.div_(distribution.temperature).to(weight.dtype)
+                    _mask(logits, own, cut_R[part])
+                probs = logits.sub_(normalizer[part, None]).exp_()
+            surprise = None if grad_entropy is None else torch.xlogy(probs, probs).mul_(grad_entropy[part, None])
+            grad_logits = probs.mul_(-slope[part, None])
+            if surprise is not None:
+                grad_logits.sub_(surprise)
+            if target_slope is not None and shard.size:
+                grad_logits.scatter_add_(1, own.clamp(min=0)[:, None], (target_slope[part] * (own >= 0))[:, None])
+            scaled = grad_logits.to(weight.dtype)
+            powers = None
             grad_hidden.index_add_(0, rows, (scaled @ weight).float())
             hidden = hidden_PH.index_select(0, rows)
             if sum_dtype == weight.dtype:
@@ -182,8 +195,13 @@ def _scaled_logits(
     logits = F.linear(hidden_PH.index_select(0, rows), weight).float()
     if distribution.temperature != 1.0:
         logits.div_(distribution.temperature)
+    return logits, _own_columns(targets, shard)
+
+
+def _own_columns(targets: Tensor, shard: VocabShard) -> Tensor:
+    """Each target's column in the logits of this rank, -1 if it is elsewhere."""
     own = targets - shard.start
-    return logits, torch.where((own >= 0) & (own < shard.size), own, -1)
+    return torch.where((own >= 0) & (own < shard.size), own, -1)
 
 
 def _gather_vocabulary(logits: Tensor, shard: VocabShard) -> Tensor:

@@ -68,12 +68,13 @@ class NativeEngine(RolloutEngine):
         self._decode = decode
         tp_size = 1 if tp_group is None else dist.get_world_size(tp_group)
         tp_rank = 0 if tp_group is None else dist.get_rank(tp_group)
-        self._layout = native_layout(arch, tp_size, tp_rank, str(dtype).removeprefix("torch."))
+        ep_size = config.expert_parallel_size
+        self._layout = native_layout(arch, tp_size, tp_rank, str(dtype).removeprefix("torch."), ep_size=ep_size)
         self._weights = {
             name: torch.zeros(stored.shape, dtype=dtype, device=device) for name, stored in self._layout.items()
         }
         self._max_len = config.max_model_len or config.prompt_length + config.response_length
-        self._model = Decoder(arch, self._weights, tp_group=tp_group, max_positions=self._max_len)
+        self._model = Decoder(arch, self._weights, tp_group=tp_group, max_positions=self._max_len, ep_size=ep_size)
         self._cache = KVCache(
             num_layers=arch.num_layers,
             num_kv_heads=self._model.num_kv_heads,
@@ -226,7 +227,8 @@ class NativeEngine(RolloutEngine):
         if rows is None or rows.shape != (num_rows, max_tokens) or before != (num_rows, self._cache.row_len):
             rows = Rows(num_rows, max_tokens, self._device)
             self._graphs = None
-        if self._graphs is None and self._device.type == "cuda" and not self._config.enforce_eager:
+        capture = self._device.type == "cuda" and self._model.is_capturable and not self._config.enforce_eager
+        if self._graphs is None and capture:
             self._graphs = DecodeGraphs(self._decode_eagerly, num_rows, self._cache.row_len)
         return rows
 

@@ -17,9 +17,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from mrl.engines.native.experts import NAMES, Experts
 from mrl.engines.native.linear import Linear, compute_dtype
 from mrl.functional.rope import inverse_frequencies, scale_llama3
 from mrl.models.base import ArchSpec
+from mrl.weights.native import expert_shard
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q_PND, k_PKD, v_PKD) -> [P, N, D]; stores the keys and values in the cache."""
@@ -33,27 +35,47 @@ class _Layer:
     k_norm: Tensor | None
     o: Linear
     post_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp | Experts
+
+
+class Mlp:
+    """The gated MLP of a dense layer; what it returns is this rank's share of the sum."""
+
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
+        self._gate_up = gate_up
+        self._down = down
+
+    def __call__(self, x_PH: Tensor) -> tuple[Tensor, None]:
+        """[P, H], and nothing: no experts were chosen."""
+        gate, up = self._gate_up(x_PH).chunk(2, 1)
+        return self._down(F.silu(gate).mul_(up)), None
 
 
 class Decoder:
-    """A pre-norm decoder with rotary positions, grouped queries and a gated MLP.
+    """A pre-norm decoder with rotary positions, grouped queries and a gated MLP, or experts in its place.
 
     Args:
         arch: The model.
         weights: This rank's stored tensors by the names of `weights/native.py`.
         tp_group: Ranks of the replica; None: this rank alone.
         max_positions: Rotary angles are prepared for positions below this.
+        ep_size: Parts in which the replica's ranks spread the experts.
 
     Attributes:
         dtype: Of activations, keys and values.
         num_heads: Query heads of this rank.
         num_kv_heads: Key/value heads of this rank.
+        is_capturable: Whether decoding can be captured in CUDA graphs.
     """
 
     def __init__(
-        self, arch: ArchSpec, weights: Mapping[str, Tensor], *, tp_group: dist.ProcessGroup | None, max_positions: int
+        self,
+        arch: ArchSpec,
+        weights: Mapping[str, Tensor],
+        *,
+        tp_group: dist.ProcessGroup | None,
+        max_positions: int,
+        ep_size: int = 1,
     ) -> None:
         self._arch = arch
         self._weights = weights
@@ -72,10 +94,20 @@ class Decoder:
         angles = torch.outer(torch.arange(max_positions).float(), inv_freq).to(device)
         self._cos = torch.cat([angles.cos(), angles.cos()], 1).to(self.dtype)
         self._sin = torch.cat([-angles.sin(), angles.sin()], 1).to(self.dtype)
+        self._experts: list[Experts] = []
+        if arch.moe is not None:
+            held = expert_shard(self._tp_size, tp_rank, ep_size).experts(arch.moe)
+            for i in range(arch.num_layers):
+                prefix = f"layers.{i}."
+                inside = {name: weights[prefix + name] for name in NAMES if prefix + name in weights}
+                self._experts.append(Experts(arch.moe, inside, held, self.dtype))
+        self.is_capturable = all(experts.is_capturable for experts in self._experts)
         self._linears = {
             name: Linear(weight, weights.get(f"{name}_bias"), self.dtype)
             for name, weight in weights.items()
-            if weight.dim() == 2 and (name != "embed" or arch.tie_word_embeddings)
+            if weight.dim() == 2
+            and (name != "embed" or arch.tie_word_embeddings)
+            and name.rpartition(".")[2] not in NAMES
         }
         self._head = self._linears["embed" if arch.tie_word_embeddings else "lm_head"]
         self._layers: list[_Layer] = []
@@ -85,6 +117,8 @@ class Decoder:
         """Takes in the stored weights after an update."""
         for linear in self._linears.values():
             linear.refresh()
+        for experts in self._experts:
+            experts.refresh()
         vectors = {name: weight.to(self.dtype) for name, weight in self._weights.items() if weight.dim() == 1}
         self._final_norm = vectors["final_norm"]
         self._layers = [
@@ -95,8 +129,9 @@ class Decoder:
                 k_norm=vectors.get(f"layers.{i}.k_norm"),
                 o=self._linears[f"layers.{i}.o"],
                 post_norm=vectors[f"layers.{i}.post_norm"],
-                gate_up=self._linears[f"layers.{i}.gate_up"],
-                down=self._linears[f"layers.{i}.down"],
+                mlp=self._experts[i]
+                if self._experts
+                else Mlp(self._linears[f"layers.{i}.gate_up"], self._linears[f"layers.{i}.down"]),
             )
             for i in range(self._arch.num_layers)
         ]
@@ -104,13 +139,19 @@ class Decoder:
     def release(self) -> None:
         """Lets go of every weight; the model cannot be used again."""
         self._linears.clear()
+        self._experts.clear()
         self._layers.clear()
         del self._head, self._embed_table, self._final_norm
         self._weights = {}
 
     @torch.inference_mode()
     def forward(
-        self, tokens_P: Tensor, positions_P: Tensor, attention: Attention, wanted_N: Tensor | None = None
+        self,
+        tokens_P: Tensor,
+        positions_P: Tensor,
+        attention: Attention,
+        wanted_N: Tensor | None = None,
+        routed_PLK: Tensor | None = None,
     ) -> Tensor:
         """Collective over the replica: hidden states after the final norm [P, H], or [N, H] of the wanted tokens.
 
@@ -118,18 +159,24 @@ class Decoder:
             tokens_P: Token ids, int64.
             positions_P: Position of each token in its sequence, int64.
             attention: What each layer's queries, keys and values go to.
-            wanted_N: Tokens whose state is returned; the others stop at the last layer's attention. None: all.
+            wanted_N: Tokens whose state is returned; the others stop at the last layer's attention, where nothing is
+                recorded of them. None: all.
+            routed_PLK: Receives the experts that each layer chooses for each token.
         """
         cos, sin = self._cos[positions_P][:, None], self._sin[positions_P][:, None]
         x_PH = self._embed(tokens_P)
         for i, layer in enumerate(self._layers):
             q_PND, k_PKD, v_PKD = self._project(layer, self._norm(x_PH, layer.input_norm), cos, sin)
             mixed = attention(i, q_PND, k_PKD, v_PKD).flatten(1)
-            if wanted_N is not None and i == len(self._layers) - 1:
+            if wanted_N is not None and routed_PLK is None and i == len(self._layers) - 1:
                 x_PH, mixed = x_PH[wanted_N], mixed[wanted_N]
             x_PH = x_PH + self._sum(layer.o(mixed))
-            gate, up = layer.gate_up(self._norm(x_PH, layer.post_norm)).chunk(2, 1)
-            x_PH = x_PH + self._sum(layer.down(F.silu(gate).mul_(up)))
+            share_PH, chosen_PK = layer.mlp(self._norm(x_PH, layer.post_norm))
+            if routed_PLK is not None and chosen_PK is not None:
+                routed_PLK[:, i] = chosen_PK
+            x_PH = x_PH + self._sum(share_PH)
+        if wanted_N is not None and routed_PLK is not None:
+            x_PH = x_PH[wanted_N]
         return self._norm(x_PH, self._final_norm)
 
     @torch.inference_mode()

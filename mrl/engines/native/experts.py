@@ -1,0 +1,137 @@
+"""The mixture of experts that takes the place of a layer's MLP, on one rank of a replica.
+
+Owns the routing of tokens and the products with the experts that this rank holds, or with its parts of them. Every rank
+of the replica has all tokens and chooses the same experts for them; what a rank returns is its share of the sum.
+
+A token's result does not depend on the other tokens: each expert is one product over its tokens, through `linear.py`,
+and a token's experts are added in the order of its choice. With few tokens only the chosen experts' weights are read.
+On a GPU that has them, bfloat16 experts are grouped products instead: nothing comes to the host, so that decoding can
+be captured. That path is compared with the other on a CPU and has not been run on a GPU.
+
+Shapes: P tokens, K experts of a token, E experts, A = P x K assignments, I width of an expert's part, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mrl.engines.native.linear import Linear
+from mrl.models.base import MoeSpec
+
+_SHARED = ("shared_gate_up", "shared_down", "shared_gate")
+NAMES = ("router", "experts_gate_up", "experts_down", *_SHARED)
+"""A layer's stored tensors that belong here (`weights/native.py`)."""
+
+GROUPED_MULTIPLE = 8
+"""Grouped products want rows of a multiple of 16 bytes."""
+
+MAX_ASSIGNMENTS = 1 << 14
+"""Assignments that are computed at a time: bounds what is held besides weights and hidden states."""
+
+
+class Experts:
+    """x -> this rank's share of the layer's experts, the shared expert's included.
+
+    Args:
+        moe: Of the model.
+        weights: The layer's stored tensors, by `NAMES`; updates in place are seen after `refresh`.
+        held: Experts of this rank.
+        dtype: Of the products; routing is float32.
+
+    Attributes:
+        is_capturable: Whether a call can be part of a CUDA graph.
+    """
+
+    def __init__(self, moe: MoeSpec, weights: Mapping[str, Tensor], held: range, dtype: torch.dtype) -> None:
+        self._moe = moe
+        self._held = held
+        self._dtype = dtype
+        self._stacks = [
+            weights[name].view(len(held), -1, weights[name].size(1)) for name in ("experts_gate_up", "experts_down")
+        ]
+        self._router = Linear(weights["router"], None, torch.float32)
+        self._shared = {name: Linear(weights[name], None, dtype) for name in _SHARED if name in weights}
+        device = weights["router"].device
+        self.is_capturable = (
+            device.type == "cuda"
+            and dtype == torch.bfloat16
+            and torch.cuda.get_device_capability(device) >= (9, 0)
+            and all(stack.size(2) % GROUPED_MULTIPLE == 0 for stack in self._stacks)
+        )
+        self._gate_up, self._down = (
+            [] if self.is_capturable else [Linear(weight, None, dtype) for weight in stack] for stack in self._stacks
+        )
+
+    def refresh(self) -> None:
+        """Takes in the stored values."""
+        for linear in (self._router, *self._gate_up, *self._down, *self._shared.values()):
+            linear.refresh()
+
+    def __call__(self, x_PH: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's share [P, H], to be summed over the replica, and the chosen experts [P, K], int64."""
+        shares_PK, chosen_PK = self.route(x_PH)
+        step = max(1, MAX_ASSIGNMENTS // self._moe.top_k)
+        parts = zip(*(torch.split(x, step) for x in (x_PH, shares_PK, chosen_PK)), strict=True)
+        outputs = [self._mix(*part) for part in parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs), chosen_PK
+
+    def route(self, x_PH: Tensor) -> tuple[Tensor, Tensor]:
+        """(weight of each chosen expert, fp32 [P, K]; the chosen experts, most likely first, int64 [P, K])."""
+        probs_PE: Tensor = self._router(x_PH.float()).softmax(-1)
+        shares_PK, chosen_PK = probs_PE.topk(self._moe.top_k, -1)
+        if self._moe.norm_topk_prob:
+            shares_PK = shares_PK / shares_PK.sum(-1, keepdim=True)
+        return shares_PK, chosen_PK
+
+    def _mix(self, x_PH: Tensor, shares_PK: Tensor, chosen_PK: Tensor) -> Tensor:
+        if self.is_capturable:
+            outputs_AH = grouped(x_PH, chosen_PK, self._held, *self._stacks)
+        else:
+            outputs_AH = one_by_one(x_PH, chosen_PK, self._held, self._gate_up, self._down)
+        mixed = outputs_AH.view(*chosen_PK.shape, x_PH.size(1)).mul(shares_PK[..., None]).sum(1).to(self._dtype)
+        if self._shared:
+            shared = self._shared["shared_down"](_activate(self._shared["shared_gate_up"](x_PH)))
+            mixed += shared.mul_(self._shared["shared_gate"](x_PH).sigmoid())
+        return mixed
+
+
+def one_by_one(x_PH: Tensor, chosen_PK: Tensor, held: range, gate_up: list[Linear], down: list[Linear]) -> Tensor:
+    """The chosen experts' outputs [A, H], zero where another rank holds the expert: a product for each one present."""
+    order_A = chosen_PK.flatten().sort(stable=True).indices
+    counts = torch.bincount(chosen_PK.flatten(), minlength=held.stop)[: held.stop].tolist()
+    first = sum(counts[: held.start])
+    counts = counts[held.start :]
+    order_A = order_A[first : first + sum(counts)]
+    present = [(expert, count) for expert, count in enumerate(counts) if count]
+    outputs_AH = x_PH.new_zeros(chosen_PK.numel(), x_PH.size(1))
+    if present:
+        experts, sizes = [expert for expert, _ in present], [count for _, count in present]
+        parts = torch.split(x_PH[order_A // chosen_PK.size(1)], sizes)
+        inner_AI = _activate(torch.cat([gate_up[expert](part) for expert, part in zip(experts, parts, strict=True)]))
+        parts = torch.split(inner_AI, sizes)
+        outputs_AH[order_A] = torch.cat([down[expert](part) for expert, part in zip(experts, parts, strict=True)])
+    return outputs_AH
+
+
+def grouped(x_PH: Tensor, chosen_PK: Tensor, held: range, gate_up_EJH: Tensor, down_EHI: Tensor) -> Tensor:
+    """As `one_by_one`, in two grouped products of fixed shape; the experts of other ranks sort behind ours."""
+    ours_A = chosen_PK.flatten() - held.start
+    ours_A = torch.where((ours_A < 0) | (ours_A >= len(held)), len(held), ours_A)
+    order_A = ours_A.sort(stable=True).indices
+    experts = torch.arange(len(held), device=x_PH.device)
+    ends_E = (ours_A[:, None] <= experts).sum(0, dtype=torch.int32)
+    inner_AI = _activate(F.grouped_mm(x_PH[order_A // chosen_PK.size(1)], gate_up_EJH.mT, offs=ends_E))
+    sorted_AH = F.grouped_mm(inner_AI, down_EHI.mT, offs=ends_E)
+    outputs_AH = torch.empty_like(sorted_AH)
+    outputs_AH[order_A] = sorted_AH
+    return outputs_AH.masked_fill_((ours_A == len(held))[:, None], 0)  # rows behind the last group are not computed
+
+
+def _activate(gate_up: Tensor) -> Tensor:
+    """silu(gate) x up of [gate; up] columns."""
+    gate, up = torch.chunk(gate_up, 2, -1)
+    return F.silu(gate).mul_(up)

@@ -1,0 +1,115 @@
+"""Mixtures of experts in the native engine: against transformers, at every layout, and in any company."""
+
+import pytest
+import torch
+
+from mrl.engines.base import SamplingConfig
+from mrl.engines.native.experts import grouped, one_by_one
+from mrl.engines.native.linear import Linear
+from tests.engines.native.test_engine import LENGTHS, LOGPROB_ATOL, score, tokens
+from tests.engines.native.tiny import make_checkpoint, make_engine, make_prompts, reference
+from tests.ranks import run_ranks
+
+GROUPED_ATOL = 1e-5
+"""Sums of 16 to 24 products of unit size in another order, fp32."""
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+FAMILIES = {
+    "qwen3_moe": {**EXPERTS, "norm_topk_prob": True, "head_dim": 32, "tie_word_embeddings": False},
+    "qwen2_moe": {**EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 40},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "tie_word_embeddings": False},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+
+    def folder(family):
+        if family not in made:
+            made[family] = make_checkpoint(
+                tmp_path_factory.mktemp(family), "qwen2", model_type=family, **FAMILIES[family]
+            )
+        return made[family]
+
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_those_of_transformers(folders, family):
+    folder = folders(family)
+    model, prompts = reference(folder), make_prompts(LENGTHS)
+    rollouts = make_engine(folder).generate(prompts, SamplingConfig(n=1, max_tokens=64, greedy=True))
+    for prompt, rollout in zip(prompts, rollouts, strict=True):
+        ids = torch.tensor([prompt.prompt_ids])
+        expected = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=64,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert rollout.response_ids == expected[0, ids.size(1) :].tolist()
+        torch.testing.assert_close(
+            torch.tensor(rollout.rollout_logprobs), score(model, rollout), atol=LOGPROB_ATOL, rtol=0
+        )
+
+
+def _generate_on_ranks(folder, sampling, settings):
+    engine = make_engine(folder, tp_group=torch.distributed.group.WORLD, **settings)
+    rollouts = engine.generate(make_prompts(LENGTHS), sampling)
+    return [(r.response_ids, r.rollout_logprobs) for r in rollouts]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("ranks", "ep"), [(2, 1), (2, 2), (4, 2)], ids=["tp2", "ep2", "ep2 x tp2"])
+def test_ranks_give_the_tokens_of_one(folders, family, ranks, ep):
+    folder = folders(family)
+    settings = {"max_num_seqs": 4, "expert_parallel_size": ep}
+    sampling = SamplingConfig(n=2, max_tokens=64, greedy=False, temperature=0.9, top_p=0.95)
+    found = run_ranks(ranks, _generate_on_ranks, folder, sampling, settings)
+    assert all(result == found[0] for result in found)
+    alone = make_engine(folder).generate(make_prompts(LENGTHS), sampling)
+    for (ids, logprobs), rollout in zip(found[0], alone, strict=True):
+        assert ids == rollout.response_ids
+        torch.testing.assert_close(
+            torch.tensor(logprobs), torch.tensor(rollout.rollout_logprobs), atol=LOGPROB_ATOL, rtol=0
+        )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_num_seqs": 1}, {"max_num_seqs": 3, "max_num_batched_tokens": 7}, {"enable_prefix_caching": False}],
+    ids=str,
+)
+def test_tokens_do_not_depend_on_the_batch(folders, family, settings):
+    sampling = SamplingConfig(n=4, max_tokens=20, temperature=0.9, stop_token_ids=(5, 6, 7), seed=1)
+    prompts = make_prompts(LENGTHS)
+    expected = tokens(make_engine(folders(family)).generate(prompts, sampling))
+    engine = make_engine(folders(family), **settings)
+    assert tokens(engine.generate(prompts, sampling)) == expected
+    assert tokens(engine.generate(prompts[::-1], sampling)) == expected
+
+
+@pytest.mark.parametrize("held", [range(8), range(2), range(2, 6), range(6, 8)], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_grouped_products_equal_one_for_each_expert(held, num_tokens):
+    generator = torch.Generator().manual_seed(0)
+    x_PH = torch.randn(num_tokens, 16, generator=generator)
+    chosen_PK = torch.rand(num_tokens, 8, generator=generator).topk(3).indices
+    gate_up = torch.randn(len(held), 48, 16, generator=generator)
+    down = torch.randn(len(held), 16, 24, generator=generator)
+    linears = [[Linear(weight, None, torch.float32) for weight in stack] for stack in (gate_up, down)]
+    for linear in (*linears[0], *linears[1]):
+        linear.refresh()
+    plain = torch.zeros(num_tokens, 3, 16)
+    for token in range(num_tokens):
+        for place, expert in enumerate(chosen_PK[token].tolist()):
+            if expert in held:
+                gate, up = (gate_up[expert - held.start] @ x_PH[token]).chunk(2)
+                plain[token, place] = down[expert - held.start] @ (torch.nn.functional.silu(gate) * up)
+    scale = plain.abs().max().clamp(min=1)
+    for found in (one_by_one(x_PH, chosen_PK, held, *linears), grouped(x_PH, chosen_PK, held, gate_up, down)):
+        assert (found.view_as(plain) - plain).abs().max() <= GROUPED_ATOL * scale

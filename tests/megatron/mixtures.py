@@ -1,0 +1,182 @@
+"""Mixtures of experts in transformers, and a dense reference of their layer that replays and balances."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+from mrl.types import RolloutBatch
+from tests.megatron.actors import VOCAB
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5.0e5},
+    "initializer_range": 0.2,
+    "num_experts_per_tok": 2,
+}
+MODELS = {
+    "qwen3_moe": ("Qwen3Moe", {"num_experts": 8, "moe_intermediate_size": 32, "norm_topk_prob": True, "head_dim": 20}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 4,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 56,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
+}
+
+
+def make_model(family: str, *, seed: int):
+    """A model with random weights, norms and biases too."""
+    name, sizes = MODELS[family]
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**SIZES, **sizes))
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            if "norm" in key or key.endswith("bias"):
+                value.add_(torch.randn(value.shape) * 0.3)
+    return model.float().eval()
+
+
+def load_model(folder: str, family: str):
+    return getattr(transformers, f"{MODELS[family][0]}ForCausalLM").from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def by_transformers(model, batch: RolloutBatch) -> Tensor:
+    """Log-probabilities and entropy [2, R]."""
+    parts = []
+    for tokens, prompt_len in _sequences(batch):
+        logprobs = model(tokens[None]).logits[0].double().log_softmax(-1)[prompt_len - 1 : -1]
+        chosen = logprobs.gather(1, tokens[prompt_len:, None]).squeeze(1)
+        parts.append(torch.stack([chosen, -(logprobs.exp() * logprobs).sum(1)]))
+    return torch.cat(parts, 1).float()
+
+
+def _sequences(batch: RolloutBatch) -> list[tuple[Tensor, int]]:
+    return list(zip(batch.tokens_P.split(batch.seq_lens_B.tolist()), batch.prompt_lens_B.tolist(), strict=True))
+
+
+class DenseMixture(torch.nn.Module):
+    """The layer by hand: every token through every expert, weighted by 0 where it was not chosen."""
+
+    def __init__(self, block: torch.nn.Module, *, norm_topk_prob: bool) -> None:
+        super().__init__()
+        self.block, self.norm_topk_prob = block, norm_topk_prob
+        self.given_TK: Tensor | None = None
+        self.logits_TE: list[Tensor] = []
+        self.chosen_TK: list[Tensor] = []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        x = hidden.reshape(-1, hidden.size(-1))
+        logits = x @ self.block.gate.weight.T
+        probs = logits.softmax(-1)
+        chosen = probs.topk(2, -1).indices
+        if self.given_TK is not None:
+            chosen = torch.where(self.given_TK >= 0, self.given_TK, chosen)
+        weights = probs.gather(1, chosen)
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        gate, up = torch.einsum("th,efh->tef", x, self.block.experts.gate_up_proj).chunk(2, -1)
+        each = torch.einsum("tef,ehf->teh", F.silu(gate) * up, self.block.experts.down_proj)
+        out = torch.einsum("te,teh->th", torch.zeros_like(probs).scatter(1, chosen, weights), each)
+        if hasattr(self.block, "shared_expert"):
+            out = out + self.block.shared_expert_gate(x).sigmoid() * self.block.shared_expert(x)
+        self.logits_TE.append(logits)
+        self.chosen_TK.append(chosen)
+        return out.view_as(hidden)
+
+
+@dataclass
+class Reference:
+    """What `by_hand` finds."""
+
+    logprobs_R: Tensor
+    nll: float
+    grad_norm: float
+    load_LE: Tensor
+    entropy: float
+    aux: float
+    z: float
+    chosen_PLK: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+def by_hand(
+    model,
+    batch: RolloutBatch,
+    *,
+    given_PLK: Tensor | None = None,
+    aux_coeff: float = 0.0,
+    z_coeff: float = 0.0,
+    cuts: tuple[int, ...] = (),
+) -> Reference:
+    """Loss, gradient norm and routing of a batch, with autograd through the dense layer, in fp64.
+
+    Args:
+        model: Changed for good.
+        batch: `weights_R` set; the loss is minus their sum with the log-probabilities.
+        given_PLK: Experts to replay.
+        aux_coeff: Of the load-balancing loss of each microbatch.
+        z_coeff: Of the z-loss.
+        cuts: Sequences at which a new microbatch starts.
+    """
+    layers = model.model.layers
+    norm = getattr(model.config, "norm_topk_prob", True)
+    for layer in layers:
+        layer.mlp = DenseMixture(layer.mlp, norm_topk_prob=norm)
+    model.double()
+    lens = batch.seq_lens_B.tolist()
+    given = given_PLK.split(lens) if given_PLK is not None else [None] * len(lens)
+    parts = []
+    for (tokens, prompt_len), choice in zip(_sequences(batch), given, strict=True):
+        for index, layer in enumerate(layers):
+            layer.mlp.given_TK = None if choice is None else choice[:, index].long()
+        logprobs = model(tokens[None]).logits[0, prompt_len - 1 : -1].log_softmax(-1)
+        parts.append(logprobs.gather(1, tokens[prompt_len:, None]).squeeze(1))
+    logprobs_R = torch.cat(parts)
+    nll = -(logprobs_R * batch.weights_R).sum()
+    edges = [0, *cuts, len(lens)]
+    aux = z = torch.zeros((), dtype=torch.float64)
+    loads, entropies = [], []
+    for layer in layers:
+        load, entropy = 0, 0
+        for first, last in zip(edges, edges[1:], strict=False):
+            logits = torch.cat(layer.mlp.logits_TE[first:last])
+            chosen = torch.cat(layer.mlp.chosen_TK[first:last])
+            tokens, experts = logits.shape
+            counts = torch.zeros_like(logits).scatter(1, chosen, 1.0).sum(0)
+            fraction, mean_prob = counts / (tokens * chosen.size(1)), logits.softmax(-1).mean(0)
+            aux = aux + experts * (fraction * mean_prob).sum() * tokens / sum(lens)
+            z = z + logits.logsumexp(-1).square().mean() * tokens / sum(lens)
+            load = load + counts
+            entropy = entropy - float((logits.softmax(-1) * logits.log_softmax(-1)).sum())
+        loads.append(load)
+        entropies.append(entropy / sum(lens))
+    (nll + aux_coeff * aux + z_coeff * z).backward()
+    norm = sum(float(parameter.grad.square().sum()) for parameter in model.parameters() if parameter.grad is not None)
+    chosen_PLK = torch.stack([torch.cat(layer.mlp.chosen_TK) for layer in layers], 1)
+    return Reference(
+        logprobs_R.detach().float(),
+        float(nll.detach()),
+        norm**0.5,
+        torch.stack(loads).detach(),
+        sum(entropies) / len(entropies),
+        float(aux.detach()) / len(layers),
+        float(z.detach()) / len(layers),
+        chosen_PLK,
+    )

@@ -1,0 +1,97 @@
+"""Balancing losses and measures of the load are those of a dense reference, at every layout."""
+
+import math
+
+import pytest
+
+from mrl.algorithms.base import build
+from mrl.config import AlgorithmConfig, RolloutConfig
+from mrl.formats.hf import load_from_hf
+from mrl.grid import Grid
+from mrl.models.hf_config import arch_from_folder
+from tests.megatron.actors import CONSTANT, EXPERT_LAYOUTS, make_batch, make_policy, own_part
+from tests.megatron.mixtures import by_hand, load_model, make_model
+from tests.ranks import run_ranks
+
+RELATIVE = 1e-4  # fp32 against fp64
+VISIBLE = 0.01  # each loss changes the gradient norm by more than this
+AUX, Z = 10.0, 1.0  # large, so that the gradient norm shows each
+BALANCED = {
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": AUX,
+    "moe_z_loss_coeff": Z,
+    "max_tokens_per_microbatch": 10_000,
+    "clip_grad": 0.0,
+}
+LAYOUTS = {"single": Grid(1), "ep1_dp2": Grid(2), **EXPERT_LAYOUTS}
+DP2_CUT = 3
+"""Where `own_part` cuts 14 sequences for two data-parallel ranks."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("qwen2_moe")
+    make_model("qwen2_moe", seed=5).save_pretrained(found)
+    return str(found)
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    """(cuts, coefficients) -> by_hand."""
+    known = {}
+
+    def find(cuts, aux, z):
+        key = (cuts, aux, z)
+        if key not in known:
+            model = load_model(folder, "qwen2_moe")
+            known[key] = by_hand(model, make_batch(), aux_coeff=aux, z_coeff=z, cuts=cuts)
+        return known[key]
+
+    return find
+
+
+def step(folder, grid, actor):
+    """Metrics of one supervised update."""
+    arch = arch_from_folder(folder)
+    policy = make_policy(arch, grid, seed=None, actor=actor)
+    load_from_hf(folder, arch, policy.layout(), policy.named_tensors())
+    policy.start_optimizer(CONSTANT)
+    return policy.update(own_part(make_batch(), policy), build(AlgorithmConfig(name="sft"), RolloutConfig()))
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        *((layout, {}) for layout in ("single", "tp2", "tp2_ep2", "ep2", "ep1_dp2", "ep2_pp2", "tp2_ep2_etp2")),
+        ("ep2", {"moe_token_dispatcher_type": "allgather"}),
+        ("tp2_ep2_pp2", {"recompute": "full"}),
+    ],
+    ids=str,
+)
+def test_losses_gradient_and_load_are_the_references(layout, more, folder, reference):
+    """Neither filling, shared prompts, recomputation nor the ranks that share a microbatch count twice."""
+    grid = LAYOUTS[layout]
+    expected = reference((DP2_CUT,) if grid.dp == 2 else (), AUX, Z)
+    unevenness = expected.load_LE.max(1).values / expected.load_LE.mean(1)
+    values = {
+        "actor/nll": expected.nll,
+        "actor/grad_norm": expected.grad_norm,
+        "actor/moe_aux_loss": expected.aux,
+        "actor/moe_z_loss": expected.z,
+        "actor/moe_router_entropy": expected.entropy,
+        "actor/moe_load_max_over_mean": float(unevenness.mean()),
+        "actor/moe_load_max_over_mean/worst": float(unevenness.max()),
+    }
+    for metrics in run_ranks(grid.world_size, step, folder, grid, {**BALANCED, **more}):
+        for key, value in values.items():
+            assert math.isclose(metrics[key], value, rel_tol=RELATIVE), (key, metrics[key], value)
+
+
+def test_without_losses_the_gradient_has_none_of_them(folder, reference):
+    plain = {"max_tokens_per_microbatch": 10_000, "clip_grad": 0.0}
+    expected = reference((), 0.0, 0.0)
+    for metrics in run_ranks(2, step, folder, EXPERT_LAYOUTS["tp2_ep2"], plain):
+        assert math.isclose(metrics["actor/grad_norm"], expected.grad_norm, rel_tol=RELATIVE)
+        assert not {"actor/moe_aux_loss", "actor/moe_z_loss"} & metrics.keys()
+    for aux, z in ((AUX, 0.0), (0.0, Z)):
+        assert not math.isclose(expected.grad_norm, reference((), aux, z).grad_norm, rel_tol=VISIBLE)

@@ -229,7 +229,7 @@ class RolloutConfig:
     pipeline_model_parallel_size: int = 1
     """Must be 1 on the native engine."""
     expert_parallel_size: int = 1
-    """EP inside a replica; must be 1 in this version."""
+    """EP inside a replica: its ranks hold different experts; the rest of the replica cuts each of them."""
     moe_tensor_parallel_size: Optional[int] = None
     """Ranks of a replica that share each expert; null: what `expert_parallel_size` leaves of the replica."""
     max_num_seqs: int = 256
@@ -248,6 +248,8 @@ class RolloutConfig:
     """No CUDA graphs."""
     calculate_log_probs: bool = True
     """Must be true: sampling-time log-probabilities are pi_old."""
+    enable_rollout_routing_replay: bool = False
+    """Keep the experts that the engine chose for each token and layer, for `actor.router_replay`."""
     val_kwargs: ValConfig = field(default_factory=ValConfig)
     checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
 

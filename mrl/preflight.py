@@ -94,7 +94,6 @@ RANGES = {
 FIXED = {
     "parallel.context_parallel_size": (1, "this version does not split sequences over ranks"),
     "rollout.pipeline_model_parallel_size": (1, "the native engine has no pipeline"),
-    "rollout.expert_parallel_size": (1, "this version has no mixture of experts"),
     "rollout.repetition_penalty": (1.0, "the log-probabilities that train would not be those that sampled"),
     "rollout.calculate_log_probs": (True, "log-probabilities captured at sampling time are pi_old"),
 }

@@ -1,4 +1,4 @@
-"""Refuses layouts and settings of the actor that do not fit a mixture of experts, or a model without one.
+"""Refuses layouts and settings of actor and engine that do not fit a mixture of experts, or a model without one.
 
 Owns the rules that `preflight.py` asks about experts. It imports no torch.
 """
@@ -13,12 +13,17 @@ from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec, MoeSpec
 from mrl.weights.megatron import expert_shard
+from mrl.weights.native import expert_shard as rollout_expert_shard
 from mrl.weights.shards import check_experts_divide
 
 
 def expert_rules(config: Config, arch: ArchSpec, grid: Grid) -> Iterator[str]:
     """Each broken rule, with the keys and what to do."""
-    return _idle(config) if arch.moe is None else _experts(config, arch.moe, grid)
+    if arch.moe is None:
+        yield from _idle(config)
+    else:
+        yield from _experts(config, arch.moe, grid)
+        yield from _rollout(config, arch.moe, grid)
 
 
 def _idle(config: Config) -> Iterator[str]:
@@ -26,6 +31,9 @@ def _idle(config: Config) -> Iterator[str]:
     default = Config()
     settings = (
         *(("parallel", item.name) for item in fields(ParallelConfig) if item.name.startswith("expert_")),
+        ("rollout", "expert_parallel_size"),
+        ("rollout", "moe_tensor_parallel_size"),
+        ("rollout", "enable_rollout_routing_replay"),
         *(("actor", item.name) for item in fields(ActorConfig) if item.name.startswith(("moe_", "router_"))),
     )
     for section, name in settings:
@@ -67,4 +75,29 @@ def _experts(config: Config, moe: MoeSpec, grid: Grid) -> Iterator[str]:
             f"actor.moe_router_load_balancing_type={actor.moe_router_load_balancing_type} with "
             f"actor.moe_aux_loss_coeff={actor.moe_aux_loss_coeff} has no effect: set aux_loss and a coefficient above "
             "0, or none and 0."
+        )
+
+
+def _rollout(config: Config, moe: MoeSpec, grid: Grid) -> Iterator[str]:
+    rollout = config.rollout
+    tp, ep, moe_tp = grid.rollout_tp, grid.rollout_ep, rollout.moe_tensor_parallel_size
+    if tp % ep or (moe_tp is not None and ep * moe_tp != tp):
+        given = f" x rollout.moe_tensor_parallel_size={moe_tp}" if moe_tp is not None else ""
+        yield (
+            f"rollout.expert_parallel_size={ep}{given} does not make up rollout.tensor_model_parallel_size={tp}: all "
+            "ranks of a replica hold experts, spread by the first and cut by the second. Choose two factors of it, or "
+            "leave rollout.moe_tensor_parallel_size out."
+        )
+    else:
+        try:
+            check_experts_divide(moe, rollout_expert_shard(tp, 0, ep))
+        except UserError as error:
+            yield str(error)
+    replays, records = config.actor.router_replay == "rollout", rollout.enable_rollout_routing_replay
+    if replays and not records:
+        yield "actor.router_replay=rollout needs rollout.enable_rollout_routing_replay=true."
+    if records and not replays:
+        yield (
+            "rollout.enable_rollout_routing_replay=true is set, but would have no effect because actor.router_replay "
+            "is none. Set it to rollout."
         )

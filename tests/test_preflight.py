@@ -132,7 +132,6 @@ RULES = [
     (["parallel.sequence_parallel=true"], 1, f"parallel.sequence_parallel=true needs {TP} above 1"),
     (["parallel.context_parallel_size=2"], 2, "parallel.context_parallel_size=2 is refused; it must be 1"),
     (["rollout.pipeline_model_parallel_size=2"], 2, "the native engine has no pipeline"),
-    (["rollout.expert_parallel_size=2"], 2, "rollout.expert_parallel_size=2 is refused"),
     (["rollout.repetition_penalty=1.1"], 1, "rollout.repetition_penalty=1.1 is refused; it must be 1.0"),
     (["rollout.calculate_log_probs=false"], 1, "rollout.calculate_log_probs=False is refused"),
     (["rollout.name=trtllm"], 1, "rollout.name=trtllm is no engine of this version"),

@@ -13,6 +13,8 @@ MIXTURE = arch_from_preset("qwen3_moe_tiny", {}, None)
 TP, SP = "parallel.tensor_model_parallel_size", "parallel.sequence_parallel=true"
 PP, EP = "parallel.pipeline_model_parallel_size", "parallel.expert_model_parallel_size"
 ETP = "parallel.expert_tensor_parallel_size"
+ROLLOUT_TP, ROLLOUT_EP = "rollout.tensor_model_parallel_size", "rollout.expert_parallel_size"
+MOE_TP, RECORD = "rollout.moe_tensor_parallel_size", "rollout.enable_rollout_routing_replay=true"
 
 RULES = [
     # overrides, ranks, what the message says
@@ -26,6 +28,13 @@ RULES = [
     (["actor.moe_token_dispatcher_type=allgather", f"{PP}=2"], 2, f"allgather with {PP}=2"),
     (["actor.moe_aux_loss_coeff=0.01"], 1, "moe_router_load_balancing_type=none with actor.moe_aux_loss_coeff=0.01"),
     (["actor.moe_router_load_balancing_type=aux_loss"], 1, "with actor.moe_aux_loss_coeff=0.0 has no effect"),
+    ([f"{ROLLOUT_EP}=2"], 1, f"{ROLLOUT_EP}=2 does not make up {ROLLOUT_TP}=1"),
+    ([f"{ROLLOUT_TP}=4", f"{ROLLOUT_EP}=3"], 4, f"{ROLLOUT_EP}=3 does not make up {ROLLOUT_TP}=4"),
+    ([f"{ROLLOUT_TP}=4", f"{ROLLOUT_EP}=2", f"{MOE_TP}=1"], 4, f"=2 x {MOE_TP}=1 does not make up {ROLLOUT_TP}=4"),
+    ([f"{ROLLOUT_TP}=2", f"{MOE_TP}=1"], 2, f"{ROLLOUT_EP}=1 x {MOE_TP}=1 does not make up {ROLLOUT_TP}=2"),
+    ([f"{ROLLOUT_TP}=8", f"{ROLLOUT_EP}=8"], 8, f"{ROLLOUT_EP}=8 does not divide the model's experts (4)"),
+    (["actor.router_replay=rollout"], 1, "needs rollout.enable_rollout_routing_replay=true"),
+    ([RECORD], 1, "would have no effect because actor.router_replay is none"),
 ]  # fmt: skip
 
 
@@ -42,6 +51,10 @@ def test_a_broken_rule_is_named(overrides, world_size, said):
         ([f"{TP}=2", SP, f"{EP}=2", f"{PP}=2"], 8),
         (["actor.moe_token_dispatcher_type=allgather", f"{EP}=4"], 4),
         (["actor.moe_router_load_balancing_type=aux_loss", "actor.moe_aux_loss_coeff=0.01"], 1),
+        ([f"{ROLLOUT_TP}=4", f"{ROLLOUT_EP}=2"], 4),
+        ([f"{ROLLOUT_TP}=4", f"{ROLLOUT_EP}=2", f"{MOE_TP}=2"], 4),
+        ([f"{ROLLOUT_TP}=2", f"{MOE_TP}=2"], 2),
+        ([RECORD, "actor.router_replay=rollout"], 1),
     ],
 )
 def test_layouts_that_work_pass(overrides, world_size):
@@ -52,6 +65,9 @@ IDLE = [
     f"{EP}=2",
     f"{ETP}=2",
     "actor.router_replay=rollout",
+    "rollout.expert_parallel_size=2",
+    "rollout.moe_tensor_parallel_size=2",
+    "rollout.enable_rollout_routing_replay=True",
     "actor.moe_router_dtype=fp64",
     "actor.moe_token_dispatcher_type=allgather",
     "actor.moe_router_load_balancing_type=aux_loss",

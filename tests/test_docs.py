@@ -1,4 +1,4 @@
-"""README speaks of what exists: paths, commands, keys, extras; and .ci/run runs its test command."""
+"""README and docs/ speak of what exists: paths, commands, keys, extras; and .ci/run runs README's test command."""
 
 import re
 import shlex
@@ -13,8 +13,18 @@ from tests.source import ROOT
 from tests.test_packaging import setup_keyword
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL)).replace("\\\n", " ")
-TICKED = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", README, flags=re.DOTALL))
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
+TEXT = "\n".join([README, *PAGES.values()])
+BLOCKS = "\n".join(re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)).replace("\\\n", " ")
+VERL = PAGES["verl.md"]
+"""Its first column holds keys of another project."""
+
+
+def ticked(text: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+
+
+TICKED = ticked(TEXT.replace(VERL, ""))
 TOP = ("mrl/", "configs/", "launch/", "tools/", "tests/", ".ci/")
 
 
@@ -50,7 +60,7 @@ def commands() -> list[str]:
 @pytest.mark.parametrize("command", commands())
 def test_commands_are_accepted(command):
     words = shlex.split(command.replace("[key=value ...]", "train.num_steps=3").replace("[", "").replace("]", ""))
-    arguments = cli._parse(["configs/quickstart.yaml" if word == "CONFIG" else word for word in words])
+    arguments = cli._parse(["configs/quickstart.yaml" if word in ("CONFIG", "my_run.yaml") else word for word in words])
     if "overrides" in arguments:
         load(ROOT / arguments.config, arguments.overrides)
 
@@ -64,7 +74,10 @@ def test_every_command_of_the_command_line_is_told():
 
 def test_config_keys_exist():
     sections = {key.split(".")[0] for key in dotted_keys(Config)}
-    named = {text.split("=")[0] for text in TICKED if re.fullmatch(r"[a-z]+(\.\w+)+(=\w+)?", text)}
+    rows = [line.split("|")[2] for line in VERL.splitlines() if line.startswith("| `")]
+    rest = "\n".join(line for line in VERL.splitlines() if not line.startswith("|"))
+    words = [*TICKED, *ticked("\n".join([*rows, rest.replace("actor_rollout_ref.", "verl.")]))]
+    named = {text.split("=")[0] for text in words if re.fullmatch(r"[a-z]+(\.\w+)+(=.+)?", text)}
     keys = {
         key
         for key in named
@@ -73,6 +86,22 @@ def test_config_keys_exist():
     assert len(keys) > 20
     known = dotted_keys(Config)
     assert keys - set(known) == set()
+
+
+def test_links_lead_to_pages_and_every_page_is_linked():
+    links = set(re.findall(r"\]\(([^)#:]+)\)", README))
+    assert {f"docs/{name}" for name in PAGES} <= links
+    assert {link for link in links if not (ROOT / link).is_file()} == set()
+
+
+def test_overrides_in_the_table_are_accepted():
+    rows = [
+        line.split("|")[1] for line in README.splitlines() if line.startswith("| `") and ("=" in line or "~" in line)
+    ]
+    overrides = [text.strip("'") for row in rows for text in ticked(row) if "=" in text or "~" in text]
+    assert len(overrides) >= 7
+    for override in overrides:
+        load(ROOT / "configs" / "quickstart.yaml", [override])
 
 
 def test_every_section_is_in_the_table():

@@ -1,0 +1,110 @@
+"""What docs/ shows works: the example of a model and data of one's own trains, and the glossary knows every metric."""
+
+import json
+import re
+
+import pytest
+
+from mrl.cli import main
+from tests.data.folders import byte_bpe_folder
+from tests.e2e import runs
+from tests.source import PACKAGE, ROOT
+
+OWN_DATA = (ROOT / "docs" / "own_data.md").read_text(encoding="utf-8")
+GLOSSARY = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+QUIET = ("observe.console=off", "observe.tensorboard=false", "observe.report=false", "train.num_steps=1")
+
+
+def shown(name):
+    """The block of own_data.md below a marker."""
+    return re.search(rf"<!-- {name} -->\n```\w+\n(.*?)```", OWN_DATA, re.DOTALL)[1]
+
+
+def model_folder(folder):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    byte_bpe_folder(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=320, **sizes, **heads)).save_pretrained(str(folder))
+
+
+def test_the_example_of_a_model_and_data_of_ones_own_trains(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    model_folder(tmp_path / "models" / "my-model")
+    (tmp_path / "my_rewards.py").write_text(shown("reward"))
+    (tmp_path / "my_run.yaml").write_text(shown("config"))
+    (tmp_path / "data").mkdir()
+    for name in ("train", "val"):
+        (tmp_path / "data" / f"{name}.jsonl").write_text(shown("row") * 4)
+    small = (
+        "run.num_threads=1", "model.dtype=float32", "train.batch_size=2", "train.minibatch_size=1", "rollout.n=2",
+        "rollout.prompt_length=96", "rollout.response_length=8", "rollout.max_num_seqs=8",
+        "rollout.gpu_memory_utilization=0.01",
+    )  # fmt: skip
+    assert main(["train", "my_run.yaml", *small, *QUIET]) == 0
+    run = tmp_path / "runs" / "my_run"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["reward/failed_frac"] == 0 and "reward/ends_with_answer/mean" in rows[-1]
+    assert (run / "checkpoints" / "step-00000001" / "hf" / "model.safetensors").is_file()
+
+
+VARIANTS = [
+    ["algorithm.proximal=recompute", "algorithm.dynamic_sampling=true", "rollout.val_kwargs={n: 2, do_sample: true}"],
+    ["algorithm.name=reinforce_pp", "algorithm.kl_in=reward"],
+    [
+        "algorithm={name: sft, kl_in: none, kl_coef: 0.001, entropy_coef: 0.0}",
+        "~algorithm.clip_low",
+        "~algorithm.clip_high",
+    ],
+]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Names of all metrics that runs of three kinds write."""
+    names = set()
+    for variant in VARIANTS:
+        folder = tmp_path_factory.mktemp("variant")
+        assert main(runs.arguments(folder, [*QUIET, "train.eval_interval=1", *variant])) == 0
+        for file in ("metrics.jsonl", "timings.jsonl"):
+            for line in (folder / "run" / file).read_text().splitlines():
+                names |= set(json.loads(line))
+    return names - {"step", "phase"}
+
+
+def told():
+    rows = [line.split("|")[1] for line in GLOSSARY.splitlines() if line.startswith("| `")]
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+
+
+def pattern(name):
+    return re.escape(name).replace("<function>", r"[^/]+").replace("@n", r"@\d+")
+
+
+def test_every_metric_that_a_run_writes_is_in_the_glossary(written):
+    patterns = [pattern(name) for name in told()]
+    assert {name for name in written if not any(re.fullmatch(one, name) for one in patterns)} == set()
+
+
+def test_the_glossary_tells_of_no_metric_that_is_not_there(written):
+    source = "\n".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
+    assert {
+        name
+        for name in told()
+        if not any(re.fullmatch(pattern(name), one) for one in written) and f'"{name}"' not in source
+    } == set()
+
+
+def test_the_terminals_words_are_in_the_glossary():
+    from mrl.observe.loggers.console import PLAIN, WATCHED
+
+    cells = {}
+    for line in GLOSSARY.splitlines():
+        if line.startswith("| `") and line.count("|") == 4:
+            for name in re.findall(r"`([^`]+)`", line.split("|")[1]):
+                cells[name] = {word.strip() for word in line.split("|")[3].split(",")}
+    for word, name in (*WATCHED, *(item for group in PLAIN for item in group)):
+        assert word in cells[name]

@@ -103,3 +103,48 @@ def test_a_synchronous_save_needs_no_manager_process():
     results = filesystem_async._get_write_results_queue()
     results.put({0: []})
     assert results.get_nowait() == {0: []}
+
+
+def unequal_parts() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gathered parts of 1 and 3 rows, their gradient, scattered sums of 1 and 3 rows, and their gradient."""
+    from megatron.core.tensor_parallel.mappings import (
+        gather_from_sequence_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
+    )
+
+    rank, sizes = dist.get_rank(), [1, 3]
+    own = (torch.arange(2.0 * sizes[rank]).view(-1, 2) + 10 * rank).requires_grad_()
+    gathered = gather_from_sequence_parallel_region(own, group=dist.group.WORLD, output_split_sizes=sizes)
+    (gathered * (rank + 1)).sum().backward()
+    whole = (torch.arange(8.0).view(4, 2) * (rank + 1)).requires_grad_()
+    summed = reduce_scatter_to_sequence_parallel_region(whole, group=dist.group.WORLD, input_split_sizes=sizes)
+    (summed * (rank + 1)).sum().backward()
+    return gathered.detach(), own.grad, summed.detach(), whole.grad
+
+
+def test_parts_of_unequal_size_are_gathered_and_scattered():
+    """gloo's own collectives take equal parts only; experts that are cut over ranks have parts of any size."""
+    rows = torch.cat([torch.arange(2.0).view(1, 2), torch.arange(6.0).view(3, 2) + 10])
+    sums = torch.arange(8.0).view(4, 2) * 3
+    for rank, (gathered, grad, summed, whole_grad) in enumerate(run_ranks(2, unequal_parts)):
+        assert torch.equal(gathered, rows)
+        assert torch.equal(grad, torch.full_like(grad, 3.0))
+        assert torch.equal(summed, sums[:1] if rank == 0 else sums[1:])
+        assert torch.equal(whole_grad, torch.tensor([1.0, 2.0, 2.0, 2.0])[:, None].expand(4, 2))
+
+
+def test_sizes_of_parts_become_what_collectives_take():
+    """Megatron turns them into numbers only where they come from a GPU."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    convert = token_dispatcher.maybe_move_tensor_to_cpu
+    assert [type(size).__module__ for size in convert(torch.tensor([1, 2]), as_numpy=True)] == ["numpy", "numpy"]
+    assert convert(3, as_numpy=True) == 3
+    assert torch.is_tensor(convert(torch.tensor([1, 2])))
+
+
+def test_a_router_needs_no_transformer_engine():
+    from megatron.core.transformer.moe.moe_utils import router_gating_linear
+
+    weight, rows = torch.eye(3), torch.arange(6.0).view(2, 3)
+    assert torch.equal(router_gating_linear(rows, weight, None, torch.float64), rows.double())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -155,7 +156,7 @@ def by_hand(
     loads, entropies = [], []
     for layer in layers:
         load, entropy = 0, 0
-        for first, last in zip(edges, edges[1:], strict=False):
+        for first, last in itertools.pairwise(edges):
             logits = torch.cat(layer.mlp.logits_TE[first:last])
             chosen = torch.cat(layer.mlp.chosen_TK[first:last])
             tokens, experts = logits.shape

@@ -35,3 +35,33 @@ def wrong_size():
 
 def test_a_grid_of_another_size_is_refused():
     run_ranks(1, wrong_size)
+
+
+MIXTURES = [Grid(4, tp=2, ep=2), Grid(4, tp=2, ep=4, etp=1), Grid(4, tp=2, pp=2, ep=2, etp=1), Grid(4, ep=2)]
+
+
+def expert_groups(grid):
+    from megatron.core import parallel_state
+
+    parallel.initialize(grid, seed=1)
+    groups = (
+        parallel_state.get_expert_tensor_parallel_group(),
+        parallel_state.get_expert_model_parallel_group(),
+        parallel_state.get_expert_data_parallel_group(),
+    )
+    return [dist.get_process_group_ranks(group) for group in groups]
+
+
+@pytest.mark.parametrize("grid", MIXTURES, ids=str)
+def test_expert_groups_follow_the_grid(grid):
+    stage = grid.world_size // grid.pp
+    for rank, found in enumerate(run_ranks(4, expert_groups, grid)):
+        own = grid.expert_coords(rank)
+        peers = [
+            (other, grid.expert_coords(other)) for other in range(grid.world_size) if other // stage == rank // stage
+        ]
+        assert found == [
+            [other for other, place in peers if (place.ep, place.edp) == (own.ep, own.edp)],
+            [other for other, place in peers if (place.etp, place.edp) == (own.etp, own.edp)],
+            [other for other, place in peers if (place.etp, place.ep) == (own.etp, own.ep)],
+        ]

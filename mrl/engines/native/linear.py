@@ -3,8 +3,8 @@
 Owns the choice of compute dtype and the packed copies of weights. On CUDA nothing is copied. On an x86 CPU oneDNN's
 blocked order saves it from reordering the weight in every product, at the price of one more copy of each matrix. Its
 1 x 1 convolution over images whose pixels are the rows is faster than its inner product, but keeps to one order only
-with one or two threads; with more the inner product is used. A CPU without bfloat16 instructions multiplies bfloat16
-many times slower than float32, so there the copy is float32, and so are activations and KV cache.
+for wide weights on few threads; the inner product does the rest. A CPU without bfloat16 instructions multiplies
+bfloat16 many times slower than float32, so there the copy is float32, and so are activations and KV cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ FEW_ROWS = (8, 4)
 """Sizes of images, and those for up to 8 rows. Of other sizes some want another order, and a reorder in each call."""
 
 IMAGE_THREADS = 2
-"""Up to this many threads all these sizes want the same order."""
+IMAGE_COLUMNS = 256
+"""On up to this many threads, with at least this many outputs for each, these sizes want the same order (of 21 shapes
+tried on AVX2 all but one; there a product reorders the weight, which is slower and not wrong)."""
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -46,7 +48,7 @@ class Linear:
         self._stored = (weight, bias)
         self._dtype = dtype
         self._out, self._in = weight.shape
-        self._form = _form(weight.device)
+        self._form = _form(weight)
         self._weight, self._bias = weight, bias
 
     def refresh(self) -> None:
@@ -82,9 +84,10 @@ class Linear:
         return product.as_strided((num, out), (out, 1))
 
 
-def _form(device: torch.device) -> Literal["stored", "product", "images"]:
-    """How weights on a device are kept and multiplied."""
+def _form(weight: Tensor) -> Literal["stored", "product", "images"]:
+    """How a weight is kept and multiplied."""
     on_x86 = torch.backends.cpu.get_cpu_capability().startswith("AVX")
-    if device.type != "cpu" or not on_x86 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if weight.device.type != "cpu" or not on_x86 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return "stored"
-    return "images" if torch.get_num_threads() <= IMAGE_THREADS else "product"
+    threads = torch.get_num_threads()
+    return "images" if threads <= IMAGE_THREADS and weight.size(0) >= IMAGE_COLUMNS * threads else "product"

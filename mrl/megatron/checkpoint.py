@@ -1,15 +1,16 @@
 """The actor in a folder: model and optimizer through megatron.core.dist_checkpointing, layout free.
 
 Owns what is saved of the actor and how it comes back at another TP, PP, VPP or DP. When a checkpoint counts as written
-is decided by `mrl/checkpoint.py`. A checkpoint's metadata is a pickle: before Megatron reads it, it is read here by an
-unpickler that knows the classes of metadata and nothing else, so that a folder from elsewhere cannot run code. For the
-same reason it holds tensors only: what torch calls bytes is unpickled without a question when it is loaded. `common.pt`
-is read by Megatron with torch's weights-only unpickler.
+is decided by `mrl/checkpoint.py`; without Megatron the folder is read by `mrl/formats/megatron.py`. Its metadata is a
+pickle: before Megatron reads it, it is read by an unpickler that knows the classes of metadata and nothing else, so
+that a folder from elsewhere cannot run code. For the same reason what is loaded is tensors only: what torch calls bytes
+is unpickled without a question; the extra states of modules, which may be such, are not loaded. `common.pt` is read by
+Megatron with torch's weights-only unpickler.
 """
 
 from __future__ import annotations
 
-import io
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -26,41 +27,17 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from mrl.distributed.checkpoint_metadata import METADATA, read_metadata
 from mrl.errors import UserError
 from mrl.megatron.optimizer_state import adapt, repair
 from mrl.megatron.policy import Policy
+from mrl.models.hf_config import family_of
+from mrl.weights.dist_checkpoint import EXTRA_STATE
 
 OPTIMIZER_FORMAT = "fully_reshardable"
 """Megatron's default format is broken in 0.16.1 for tensors that are split; this one loads at any layout."""
-
-METADATA_CLASSES = frozenset(
-    {
-        ("torch", "Size"),
-        ("torch", "device"),
-        ("torch.serialization", "_get_layout"),
-        ("torch.distributed.checkpoint.metadata", "Metadata"),
-        ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
-        ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-        ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
-        ("torch.distributed.checkpoint.metadata", "TensorProperties"),
-        ("torch.distributed.checkpoint.metadata", "StorageMeta"),
-        ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        # a rank's cached plan of what it wrote
-        ("torch.distributed.checkpoint.planner", "SavePlan"),
-        ("torch.distributed.checkpoint.planner", "WriteItem"),
-        ("torch.distributed.checkpoint.planner", "WriteItemType"),
-        ("torch.distributed.checkpoint.planner", "TensorWriteData"),
-        ("collections", "OrderedDict"),
-        ("pathlib", "PosixPath"),
-        ("pathlib", "Path"),
-    }
-)
-DTYPES = frozenset({"float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"})
-
-EXTRA_STATE = "_extra_state"
-"""Empty, or TransformerEngine's scales for fp8, which mrl does not use; Megatron would store it as a pickle."""
 
 UNLOADABLE = (
     CheckpointingException,
@@ -74,7 +51,7 @@ UNLOADABLE = (
 
 
 def save(folder: Path, policy: Policy) -> None:
-    """Collective over the job: writes model, optimizer and the number of updates into a new folder."""
+    """Collective over the job: writes model, optimizer, the number of updates and config.json into a new folder."""
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
     dist.barrier()
@@ -82,6 +59,10 @@ def save(folder: Path, policy: Policy) -> None:
     group = metadata.pop("dp_cp_group")
     strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group)
     dist_checkpointing.save(_state(policy, is_loading=False), str(folder), strategy, content_metadata=metadata)
+    if dist.get_rank() == 0:
+        arch = policy.chunks[0].arch
+        config = family_of(arch).arch_to_hf(arch)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def load(folder: Path, policy: Policy) -> None:
@@ -90,7 +71,7 @@ def load(folder: Path, policy: Policy) -> None:
     Raises:
         UserError: The folder is no such checkpoint, or holds another model, or something that is not data.
     """
-    refuse_code(folder / ".metadata")
+    refuse_code(folder / METADATA)
     state = _state(policy, is_loading=True)
     group = _metadata()["dp_cp_group"]
     try:
@@ -119,29 +100,17 @@ def _reason(error: BaseException) -> str:
 
 
 def refuse_code(file: Path) -> None:
-    """Reads a metadata pickle with an unpickler that builds metadata classes only.
+    """Reads the metadata, and refuses what torch would unpickle as any object while it loads.
 
     Raises:
-        UserError: The file is missing or unreadable, or asks for any other class or function.
+        UserError: The file is missing or unreadable, asks for code, or has a pickled object in place of a tensor.
     """
-    if not file.is_file():
-        raise UserError(f"'{file.parent}' is not a Megatron checkpoint: it has no {file.name}.")
-    try:
-        _MetadataOnly(io.BytesIO(file.read_bytes())).load()
-    except UserError:
-        raise
-    except Exception as error:  # a broken pickle raises anything
-        raise UserError(f"'{file}' cannot be read: {type(error).__name__}: {error}.") from error
-
-
-class _MetadataOnly(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in METADATA_CLASSES or (module == "torch" and name in DTYPES):
-            return super().find_class(module, name)
-        raise UserError(
-            f"the checkpoint's metadata asks for '{module}.{name}', which is not data. It was not written by mrl or "
-            "Megatron, and is not loaded."
-        )
+    for key, stored in read_metadata(file).state_dict_metadata.items():
+        if not isinstance(stored, TensorStorageMetadata) and EXTRA_STATE not in key:
+            raise UserError(
+                f"'{file}': '{key}' is a pickled object ({type(stored).__name__}), which is not data. It was not "
+                "written by mrl, and is not loaded."
+            )
 
 
 def _metadata() -> dict[str, Any]:

@@ -32,7 +32,7 @@ def packed(grid_args, count, minibatch_size):
     rank = dist.get_rank()
     grid = Grid(dist.get_world_size(), **grid_args)
     world = dist.group.WORLD
-    groups = ProcessGroups(rank, grid, world, world, world, make_rollout_group(grid, rank))
+    groups = ProcessGroups(rank, grid, world, world, world, world, world, make_rollout_group(grid, rank))
     mine = assign(prompts(count), grid.num_replicas, SAMPLES, LengthHistory(4.0))[grid.replica(rank)]
     rollouts = [rollout for prompt in mine for rollout in rollouts_of(prompt)]
     table = gather_table(rollouts, groups, ["r"])
@@ -86,7 +86,7 @@ def _history_after_table():
     rank = dist.get_rank()
     grid = Grid(dist.get_world_size())
     world = dist.group.WORLD
-    groups = ProcessGroups(rank, grid, world, world, world, world)
+    groups = ProcessGroups(rank, grid, world, world, world, world, world, world)
     asked = prompts(4)
     rollouts = [r for prompt in asked[rank::4] for r in rollouts_of(prompt)]
     history = LengthHistory(9.0)

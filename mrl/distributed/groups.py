@@ -21,7 +21,9 @@ class ProcessGroups:
         rank: Global rank.
         grid: Layout of all ranks.
         tp: Ranks that share this rank's layers.
+        cp: Ranks that share this rank's sequences.
         dp: Ranks that hold the same shard for other data.
+        dp_cp: Ranks that hold the same shard for other tokens.
         pp: Pipeline stages of this rank's replica of the actor.
         rollout_tp: Ranks of this rank's rollout replica.
     """
@@ -29,7 +31,9 @@ class ProcessGroups:
     rank: int
     grid: Grid
     tp: dist.ProcessGroup
+    cp: dist.ProcessGroup
     dp: dist.ProcessGroup
+    dp_cp: dist.ProcessGroup
     pp: dist.ProcessGroup
     rollout_tp: dist.ProcessGroup
 

@@ -18,6 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mrl.data.prefixes import Prefixes
+from mrl.megatron.context import ContextShard
 from mrl.megatron.router import Routing
 
 MAX_PADDING = 0.25
@@ -44,6 +45,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core h
         token_to_slot: For each packed token a slot that holds it.
         shared: Whether sequences share tokens: several slots besides padding may hold the same one.
         routing: What the routers of a mixture of experts must know; None for a dense model.
+        context: This rank's part of the tokens; None: it has all of them.
     """
 
     buckets: list[Bucket] = field(default_factory=list)
@@ -51,6 +53,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core h
     token_to_slot: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     shared: bool = False
     routing: Routing | None = None
+    context: ContextShard | None = None
 
 
 def pack(lens: Sequence[int], device: torch.device, *, te: bool, prefixes: Prefixes | None = None) -> PackedSequences:
@@ -200,6 +203,8 @@ class CoreAttention(torch.nn.Module):
         if attention_mask is not None or attention_bias is not None or packed_seq_params is None:
             raise ValueError("CoreAttention takes packed sequences, and neither a mask nor a bias")
         plan = packed_seq_params
+        if plan.context is not None:
+            return self._over_ranks(query, key, value, plan.context)
         tokens, heads, dim = query.size(0), query.size(2), query.size(3)
         slots = [
             _ToSlots.apply(x.reshape(tokens, -1), plan.slot_to_token, plan.token_to_slot, add)  # type: ignore[no-untyped-call]
@@ -219,3 +224,24 @@ class CoreAttention(torch.nn.Module):
         stacked = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         attended_P: Tensor = _ToTokens.apply(stacked, plan.token_to_slot)  # type: ignore[no-untyped-call]
         return attended_P.view(tokens, 1, heads * dim)
+
+    def _over_ranks(self, query: Tensor, key: Tensor, value: Tensor, context: ContextShard) -> Tensor:
+        """Collective over context-parallel: this rank's queries, all ranks' keys and values."""
+        tokens, heads, dim = query.size(0), query.size(2), query.size(3)
+        all_keys, all_values = context.gather(key).flatten(0, 1), context.gather(value).flatten(0, 1)
+        own = query.flatten(0, 1)
+        outputs = []
+        for found in context.groups:
+            q, k, v = (
+                rows[index].transpose(1, 2)
+                for rows, index in (
+                    (own, found.queries_BQ),
+                    (all_keys, found.keys_BT),
+                    (all_values, found.keys_BT),
+                )
+            )
+            attended = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=found.sees_BQT[:, None], scale=self.scale, enable_gqa=q.size(1) != k.size(1)
+            )
+            outputs.append(attended.transpose(1, 2).flatten(0, 1).flatten(1))
+        return torch.cat(outputs)[context.row_of_query].view(tokens, 1, heads * dim)

@@ -34,6 +34,7 @@ from torch import Tensor
 from mrl.config import ActorConfig, ParallelConfig
 from mrl.functional.logprobs import Distribution, VocabShard, linear_logprobs
 from mrl.megatron.attention import CoreAttention, PackedSequences
+from mrl.megatron.context import ContextTargets
 from mrl.megatron.moe import load_balance, moe_config, with_router
 from mrl.megatron.norm import RMSNorm
 from mrl.megatron.router import LoadBalance
@@ -49,11 +50,13 @@ class Targets:
         rows_R: Packed position whose distribution is scored: one before the token itself.
         tokens_R: The token scored there.
         distribution: Temperature and truncation.
+        context: Where the other ranks' scores are, if rows and tokens are this rank's alone; None: they are all.
     """
 
     rows_R: Tensor
     tokens_R: Tensor
     distribution: Distribution
+    context: ContextTargets | None = None
 
 
 class ActorModel(GPTModel):  # type: ignore[misc]  # megatron.core has no types
@@ -91,6 +94,7 @@ class ActorModel(GPTModel):  # type: ignore[misc]  # megatron.core has no types
                 high_freq_factor=scaling.high_freq_factor,
                 original_max_position_embeddings=scaling.original_max_position_embeddings,
             )
+        self.rotary_pos_emb.cp_group = None  # angles are taken by position: they are not to be cut over ranks before
         self._forget_weights()
 
     @torch.no_grad()
@@ -131,7 +135,7 @@ class ActorModel(GPTModel):  # type: ignore[misc]  # megatron.core has no types
             hidden = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden_states)
-        return linear_logprobs(
+        scores = linear_logprobs(
             hidden.squeeze(1),
             weight,
             labels.rows_R,
@@ -139,6 +143,7 @@ class ActorModel(GPTModel):  # type: ignore[misc]  # megatron.core has no types
             shard=self._shard(weight),
             distribution=labels.distribution,
         )
+        return scores if labels.context is None else labels.context.gather(scores)
 
 
 def uses_te(device: torch.device) -> bool:
@@ -203,6 +208,7 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=stages if interleaved else None,
         num_layers_in_first_pipeline_stage=parallel.num_layers_in_first_pipeline_stage,

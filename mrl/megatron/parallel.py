@@ -50,7 +50,9 @@ def initialize(grid: Grid, *, seed: int, timeout_s: float = 600.0) -> ProcessGro
         rank=rank,
         grid=grid,
         tp=parallel_state.get_tensor_model_parallel_group(),
+        cp=parallel_state.get_context_parallel_group(),
         dp=parallel_state.get_data_parallel_group(),
+        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
         pp=parallel_state.get_pipeline_model_parallel_group(),
         rollout_tp=rollout_tp,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from mrl.distributed.groups import ProcessGroups
 from mrl.functional.logprobs import Distribution
 from mrl.functional.mismatch import mismatch_metrics, mismatch_sums
 from mrl.functional.sampling import keep_threshold
-from mrl.grid import Coords
 from mrl.megatron.model import build_chunks, named_tensors, uses_te
 from mrl.megatron.moe import load_balance
 from mrl.megatron.optimizer import LearningRate, build_optimizer
@@ -205,7 +205,7 @@ class Policy:
         self.optimizer.zero_grad()
         microbatches = self._schedule.microbatches(minibatch)
         if self._balance is not None:
-            self._balance.start([micro.packed.routing for micro in microbatches], self._groups.dp)
+            self._balance.start([micro.packed.routing for micro in microbatches], self._groups.dp_cp)
         reports = self._schedule.run(microbatches, algorithm.loss, backward=True)
         metrics = self._reduced(minibatch, microbatches, reports, on_policy)
         if self._balance is not None:
@@ -257,8 +257,7 @@ class Policy:
 
     @property
     def _last_stage_rank(self) -> int:
-        coords = self._groups.coords
-        return self._groups.grid.rank(Coords(coords.tp, coords.dp, self._groups.grid.pp - 1))
+        return self._groups.grid.rank(replace(self._groups.coords, pp=self._groups.grid.pp - 1))
 
     @property
     def _is_last_stage(self) -> bool:

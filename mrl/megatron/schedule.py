@@ -24,8 +24,9 @@ from mrl.data.prefixes import Prefixes, each_token, shared_prefixes
 from mrl.distributed.groups import ProcessGroups
 from mrl.functional.logprobs import Distribution
 from mrl.megatron.attention import PackedSequences, pack
+from mrl.megatron.context import context_shard, context_targets, own_rows, own_rows_by_sequence
 from mrl.megatron.model import Targets
-from mrl.megatron.router import routing_of
+from mrl.megatron.router import Routing, routing_of
 from mrl.types import RolloutBatch
 
 Loss = Callable[[Tensor, Tensor, RolloutBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -39,7 +40,8 @@ class Microbatch:
     Attributes:
         rows: Sequences of the batch that are in it, maybe none.
         batch: Those sequences, on the device.
-        tokens: All their tokens and the filling behind them, [1, P]; what sequences begin with alike is there once.
+        tokens: Their tokens and the filling behind them, [1, P], or this rank's part of them; what sequences begin with
+            alike is there once.
         positions: Position of each token in its sequence, [1, P].
         packed: Where the sequences lie.
         targets: What is scored.
@@ -51,6 +53,25 @@ class Microbatch:
     positions: Tensor
     packed: PackedSequences
     targets: Targets
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """The rows of a microbatch that are computed, before any are given to other ranks.
+
+    Attributes:
+        count: Rows.
+        lens: Packed tokens of each sequence, filling included.
+        prefixes: Which of these are computed.
+        row_P: Row of each of the sequences' tokens.
+        positions: Position of each row in its sequence.
+    """
+
+    count: int
+    lens: list[int]
+    prefixes: Prefixes
+    row_P: Tensor
+    positions: Tensor
 
 
 class Schedule:
@@ -104,6 +125,7 @@ class Schedule:
         if not self._even:
             return made
         longest = torch.tensor([micro.tokens.size(1) for micro in made])
+        longest *= grid.cp
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self._groups.dp)
         return [self._microbatch(batch, *each) for each in zip(rows, longest.tolist(), strict=True)]
 
@@ -172,39 +194,86 @@ class Schedule:
     def _microbatch(self, batch: RolloutBatch, rows: list[int], at_least: int = 0) -> Microbatch:
         part = batch.select(rows)
         lens = part.seq_lens_B.tolist()
-        ends = part.seq_lens_B.cumsum(0)
         prefixes = each_token(sum(lens)) if self._te else shared_prefixes(part.tokens_P, lens)
-        distinct_P, origin_D = prefixes
-        filling = -origin_D.numel() % self._groups.grid.tp  # sequence parallelism shards the packed length
-        if not lens:
-            filling = self._groups.grid.tp
-        filling = max(filling, at_least - origin_D.numel())
-        # response token i of a sequence is predicted at the position before it
-        first = ends - part.response_lens_B - 1
-        before = part.response_lens_B.cumsum(0) - part.response_lens_B
-        rows_R = (first - before).repeat_interleave(part.response_lens_B) + torch.arange(part.response_mask_R.numel())
-        tokens = torch.cat([part.tokens_P, part.tokens_P.new_zeros(filling)])
-        all_lens = [*lens, filling] if filling else lens
-        positions = torch.cat([torch.arange(length) for length in all_lens])
-        targets = Targets(
-            distinct_P[rows_R].to(self._device), part.tokens_P[rows_R + 1].to(self._device), self._distribution
+        grid = self._groups.grid
+        # sequence parallelism shards the packed length, context parallelism cuts it into two runs for each rank
+        unit = grid.tp * (2 * grid.cp if grid.cp > 1 else 1)
+        laid = (
+            self._laid_by_sequence(lens, unit)
+            if self._te and grid.cp > 1
+            else self._laid(lens, prefixes, unit, at_least)
         )
+        # response token i of a sequence is predicted at the position before it
+        first = part.seq_lens_B.cumsum(0) - part.response_lens_B - 1
+        before = part.response_lens_B.cumsum(0) - part.response_lens_B
+        tokens_R = (first - before).repeat_interleave(part.response_lens_B) + torch.arange(part.response_mask_R.numel())
+        rows_R, targets_R = laid.row_P[tokens_R], part.tokens_P[tokens_R + 1]
+        tokens, positions = part.tokens_P.new_zeros(laid.count), laid.positions
+        tokens[laid.row_P] = part.tokens_P
         routing = None
         if self._num_experts:
             chosen = required(part.routed_experts_P, "routed_experts_P") if self.replay else None
+            filling = laid.count - prefixes.origin_D.numel()
             routing = routing_of(prefixes, filling, chosen, self._device, num_experts=self._num_experts)
-        distinct_P = torch.cat([distinct_P, torch.arange(origin_D.numel(), origin_D.numel() + filling)])
-        origin_D = torch.cat([origin_D, torch.arange(sum(lens), sum(lens) + filling)])
-        packed = pack(all_lens, self._device, te=self._te, prefixes=Prefixes(distinct_P, origin_D))
+        packed = pack(laid.lens, self._device, te=self._te, prefixes=laid.prefixes)
+        scores = None
+        if grid.cp > 1:
+            owner = torch.empty(laid.count, dtype=torch.int64)
+            for rank in range(grid.cp):
+                owner[self._own_rows(laid, rank)] = rank
+            own = self._own_rows(laid, self._groups.coords.cp)
+            tokens, positions = tokens[own], positions[own]
+            routing = None if routing is None else _some(routing, own.to(self._device))
+            if not self._te:
+                packed.context = context_shard(self._groups.cp, laid.lens, laid.prefixes, self._device)
+            scores = context_targets(self._groups.cp, owner[rows_R], self._device)
+            mine = owner[rows_R] == self._groups.coords.cp
+            local = torch.empty(laid.count, dtype=torch.int64)
+            local[own] = torch.arange(own.numel())
+            rows_R, targets_R = local[rows_R[mine]], targets_R[mine]
         packed.routing = routing
         return Microbatch(
             rows,
             _moved(replace(part, routed_experts_P=None), self._device),
-            tokens[origin_D][None].to(self._device),
-            positions[origin_D][None].to(self._device),
+            tokens[None].to(self._device),
+            positions[None].to(self._device),
             packed,
-            targets,
+            Targets(rows_R.to(self._device), targets_R.to(self._device), self._distribution, scores),
         )
+
+    def _own_rows(self, laid: _Laid, rank: int) -> Tensor:
+        size = self._groups.grid.cp
+        return own_rows_by_sequence(laid.lens, size, rank) if self._te else own_rows(laid.count, size, rank)
+
+    @staticmethod
+    def _laid(lens: list[int], prefixes: Prefixes, unit: int, at_least: int) -> _Laid:
+        """Distinct tokens, then filling up to a multiple of `unit`, which is a sequence of its own."""
+        distinct_P, origin_D = prefixes
+        filling = max(-origin_D.numel() % unit, at_least - origin_D.numel(), 0 if lens else unit)
+        count, end = origin_D.numel() + filling, sum(lens)
+        all_lens = [*lens, filling] if filling else lens
+        positions = torch.cat([torch.arange(length) for length in all_lens])
+        padded = Prefixes(
+            torch.cat([distinct_P, torch.arange(count - filling, count)]),
+            torch.cat([origin_D, torch.arange(end, end + filling)]),
+        )
+        return _Laid(count, all_lens, padded, distinct_P, positions[padded.origin_D])
+
+    @staticmethod
+    def _laid_by_sequence(lens: list[int], unit: int) -> _Laid:
+        """All tokens, each sequence filled up to a multiple of `unit`, as TransformerEngine cuts them."""
+        padded = [-(-length // unit) * unit for length in lens] or [unit]
+        starts = torch.tensor([0, *padded]).cumsum(0)
+        row_P = torch.cat(
+            [start + torch.arange(length) for start, length in zip(starts.tolist(), lens, strict=False)] or [starts[:0]]
+        )
+        positions = torch.cat([torch.arange(length) for length in padded])
+        return _Laid(sum(padded), padded, each_token(sum(padded)), row_P, positions)
+
+
+def _some(routing: Routing, rows: Tensor) -> Routing:
+    experts = routing.experts_PLK
+    return Routing(routing.copies_P[rows], None if experts is None else experts[rows])
 
 
 def _moved(batch: RolloutBatch, device: torch.device) -> RolloutBatch:

@@ -38,6 +38,13 @@ LAYOUTS = {
     "dp2": Grid(2),
     "tp2_pp2": Grid(4, tp=2, pp=2),
 }
+CONTEXT_LAYOUTS = {
+    "cp2": Grid(2, cp=2),
+    "cp4": Grid(4, cp=4),
+    "cp2_tp2": Grid(4, tp=2, cp=2),
+    "cp2_pp2": Grid(4, pp=2, cp=2),
+    "cp2_dp2": Grid(4, cp=2),
+}
 EXPERT_LAYOUTS = {
     "ep2": Grid(2, ep=2),
     "tp2": Grid(2, tp=2),
@@ -62,6 +69,7 @@ def config_for(grid: Grid, *, actor: dict | None = None, rollout: dict | None = 
             pipeline_model_parallel_size=grid.pp,
             virtual_pipeline_model_parallel_size=grid.vpp if grid.vpp > 1 else None,
             sequence_parallel=grid.tp > 1,
+            context_parallel_size=grid.cp,
             expert_model_parallel_size=grid.ep,
             expert_tensor_parallel_size=grid.etp,
             num_layers_in_first_pipeline_stage=grid.first_stage_layers,

@@ -101,7 +101,7 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Shard activations outside attention and MLP along the sequence over TP; needs TP above 1."""
     context_parallel_size: int = 1
-    """CP; must be 1 in this version."""
+    """CP; ranks that share the tokens of each microbatch."""
     expert_model_parallel_size: int = 1
     """EP; ranks over which a layer's experts are spread."""
     expert_tensor_parallel_size: Optional[int] = None

@@ -92,7 +92,6 @@ RANGES = {
 """Values of every number outside `algorithm`: intervals, or single values."""
 
 FIXED = {
-    "parallel.context_parallel_size": (1, "this version does not split sequences over ranks"),
     "rollout.pipeline_model_parallel_size": (1, "the native engine has no pipeline"),
     "rollout.repetition_penalty": (1.0, "the log-probabilities that train would not be those that sampled"),
     "rollout.calculate_log_probs": (True, "log-probabilities captured at sampling time are pi_old"),

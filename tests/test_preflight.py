@@ -130,7 +130,7 @@ RULES = [
     ([f"{PP}=2", f"{VPP}=4"], 2, "x virtual_pipeline_model_parallel_size=4 does not divide the model's 4 layers"),
     ([f"{VPP}=2"], 1, f"{VPP}=2 needs {PP} above 1"),
     (["parallel.sequence_parallel=true"], 1, f"parallel.sequence_parallel=true needs {TP} above 1"),
-    (["parallel.context_parallel_size=2"], 2, "parallel.context_parallel_size=2 is refused; it must be 1"),
+    (["parallel.context_parallel_size=2"], 3, "parallel.context_parallel_size=2 does not divide the 3 rank(s)"),
     (["rollout.pipeline_model_parallel_size=2"], 2, "the native engine has no pipeline"),
     (["rollout.repetition_penalty=1.1"], 1, "rollout.repetition_penalty=1.1 is refused; it must be 1.0"),
     (["rollout.calculate_log_probs=false"], 1, "rollout.calculate_log_probs=False is refused"),

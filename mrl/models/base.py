@@ -123,6 +123,9 @@ class ParamSpec:
         megatron: Megatron-Core name with its local (not TransformerEngine) layer spec.
         megatron_te: The name under TransformerEngine's layer spec, where it differs.
         native: Name in the native engine.
+        trtllm: TensorRT-LLM's name; two for [gate; up] where it keeps them apart, the activated branch first; none
+            where it has no such tensor, so that the family cannot be written for it.
+        trtllm_dtype: The dtype in which TensorRT-LLM wants the tensor, whatever the model's; None: the model's.
         when: The row exists only where this holds (tied embeddings, biases ...).
     """
 
@@ -133,6 +136,8 @@ class ParamSpec:
     kind: Kind
     place: Place
     megatron_te: str | None = None
+    trtllm: tuple[str, ...] = ()
+    trtllm_dtype: str | None = None
     when: Callable[[ArchSpec], bool] = lambda arch: True
 
 
@@ -162,6 +167,7 @@ class Family:
         params: The table.
         arch_from_hf: config.json as a dict -> ArchSpec; raises UserError for a structure that mrl does not build.
         arch_to_hf: ArchSpec -> config.json.
+        trtllm_architecture: `architecture` in TensorRT-LLM's config.json; None: it has no model with this structure.
     """
 
     hf_model_type: str
@@ -169,3 +175,4 @@ class Family:
     params: tuple[ParamSpec, ...]
     arch_from_hf: Callable[[dict[str, Any]], ArchSpec]
     arch_to_hf: Callable[[ArchSpec], dict[str, Any]]
+    trtllm_architecture: str | None = None

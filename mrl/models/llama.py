@@ -26,4 +26,5 @@ FAMILY = Family(
         architecture="LlamaForCausalLM",
         fixed={"attention_bias": False, "mlp_bias": False},
     ),
+    trtllm_architecture="LlamaForCausalLM",
 )

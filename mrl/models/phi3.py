@@ -55,4 +55,5 @@ FAMILY = Family(
     params=tuple(_fused(row) for row in DECODER if row.hf[0].rsplit(".", 1)[1] != "bias"),
     arch_from_hf=arch_from_hf,
     arch_to_hf=arch_to_hf,
+    trtllm_architecture="LlamaForCausalLM",
 )

@@ -27,4 +27,5 @@ FAMILY = Family(
         architecture="Qwen2ForCausalLM",
         fixed={"use_sliding_window": False},
     ),
+    trtllm_architecture="Qwen2ForCausalLM",
 )

@@ -27,4 +27,5 @@ FAMILY = Family(
         architecture="Qwen3ForCausalLM",
         fixed={"attention_bias": False, "use_sliding_window": False},
     ),
+    trtllm_architecture="Qwen3ForCausalLM",
 )

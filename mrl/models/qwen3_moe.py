@@ -76,4 +76,5 @@ FAMILY = Family(
     ),
     arch_from_hf=arch_from_hf,
     arch_to_hf=arch_to_hf,
+    trtllm_architecture="Qwen3MoeForCausalLM",
 )

@@ -1,4 +1,4 @@
-"""RMSNorm is the formula, and marks its weight where the sequence is sharded."""
+"""RMSNorm is the formula with its gradient, and marks its weight where the sequence is sharded."""
 
 from types import SimpleNamespace
 
@@ -21,6 +21,22 @@ def test_rows_are_divided_by_their_root_mean_square(dtype):
     found = norm(x)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_gradients_are_those_of_float64(dtype):
+    generator = torch.Generator().manual_seed(1)
+    norm = RMSNorm(SimpleNamespace(params_dtype=dtype, sequence_parallel=False), 8, eps=1e-3)
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(0.5, 2, 8))
+    x = torch.randn(5, 1, 3, 8, generator=generator).to(dtype).requires_grad_()
+    grad = torch.randn(x.shape, generator=generator).to(dtype)
+    exact, weight = x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
+    (exact / (exact.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight).backward(grad.double())
+    norm(x).backward(grad)
+    for found, expected in ((x.grad, exact.grad), (norm.weight.grad, weight.grad)):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE[dtype], atol=5 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])

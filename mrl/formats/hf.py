@@ -69,7 +69,8 @@ class HfSource(Source):
         self.arch = arch_from_folder(folder) if arch is None else arch
         self._open_files: dict[str, SafetensorsFile] = {}
         self._file_of = self._find()
-        self.files = tuple(sorted(set(self._file_of.values())))
+        names = (*sorted(set(self._file_of.values())), INDEX, "config.json")
+        self.files = tuple(name for name in names if (self.folder / name).is_file())
 
     def dtype(self, hf_name: str) -> str:
         """See `Source`."""
@@ -118,7 +119,7 @@ class HfSource(Source):
             "format": "huggingface",
             "family": self.arch.family,
             "num_layers": self.arch.num_layers,
-            "num_bytes": sum(self._open(file).num_bytes for file in self.files),
+            "num_bytes": sum(self._open(file).num_bytes for file in set(self._file_of.values())),
             "tensors": tensors,
         }
 

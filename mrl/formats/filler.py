@@ -1,0 +1,137 @@
+"""The tensors of one file of a target, filled from a source one after the other.
+
+Owns the buffers: while one tensor is written the next one is read and cast, in a thread, so at most two are in memory;
+a tensor that lies in the source as the target wants it is not copied at all. And it looks at every value: what is
+infinite or not a number is told before it is written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from mrl.errors import UserError
+from mrl.formats.base import Source
+from mrl.weights.copies import ITEM_BYTES
+from mrl.weights.layout import Layout, StoredTensor
+from mrl.weights.regions import slices, whole
+from mrl.weights.tensors import DTYPES
+
+_AHEAD_MIN_BYTES = 1 << 18
+"""Below this, handing a tensor to a thread costs more than filling it."""
+
+_AHEAD_MAX_BYTES = 256 << 20
+"""Above this, memory is dearer than the overlap."""
+
+_CHUNK_ELEMENTS = 1 << 22
+
+
+class Filler:
+    """Fills the tensors of one layout; iterate over it once.
+
+    Attributes:
+        not_finite: Tensor -> how many of its values are infinite or not a number, where there are any.
+    """
+
+    def __init__(self, source: Source, layout: Layout, *, allow_nan: bool) -> None:
+        """Reads nothing yet.
+
+        Args:
+            source: Where the values come from.
+            layout: What is wanted, in this order.
+            allow_nan: Count values that are not finite instead of refusing them.
+        """
+        self._source = source
+        self._layout = layout
+        self._allow_nan = allow_nan
+        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        self.not_finite: dict[str, int] = {}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor); a tensor is overwritten after the next one was asked for.
+
+        Raises:
+            UserError: The source cannot be read, or a value is not finite.
+        """
+        items = list(self._layout.items())
+        with ThreadPoolExecutor(1) as thread, torch.no_grad():
+            ahead: Future[Tensor] | None = None
+            slot = 0
+            for number, (name, stored) in enumerate(items):
+                tensor = ahead.result() if ahead is not None else self._fill(name, stored, slot)
+                ahead = None
+                if number + 1 < len(items) and _worth_a_thread(stored) and _worth_a_thread(items[number + 1][1]):
+                    slot = 1 - slot
+                    ahead = thread.submit(self._fill, *items[number + 1], slot)
+                yield name, tensor
+                del tensor
+
+    def _fill(self, name: str, stored: StoredTensor, slot: int) -> Tensor:
+        tensor = self._as_it_lies(stored)
+        if tensor is None:
+            tensor = self._buffer(stored, slot)
+            for region in stored.padding:
+                tensor[slices(region)] = 0
+            for piece in stored.pieces:
+                tensor[slices(piece.dst)].copy_(self._source.read(piece.hf_name, piece.src))
+        count = count_not_finite(tensor)
+        if count:
+            if not self._allow_nan:
+                self._refuse(name, stored, count)
+            self.not_finite[name] = count
+        return tensor
+
+    def _as_it_lies(self, stored: StoredTensor) -> Tensor | None:
+        """A view of the source, where it has exactly these bytes in this order."""
+        if stored.padding or len(stored.pieces) != 1:
+            return None
+        (piece,) = stored.pieces
+        if piece.dst != whole(stored.shape) or self._source.dtype(piece.hf_name) != stored.dtype:
+            return None
+        part = self._source.read(piece.hf_name, piece.src)
+        return part if part.is_contiguous() else None
+
+    def _buffer(self, stored: StoredTensor, slot: int) -> Tensor:
+        size = num_bytes(stored)
+        if self._buffers[slot].numel() < size:
+            self._buffers[slot] = torch.empty(0, dtype=torch.uint8)  # let go of the old one first
+            self._buffers[slot] = torch.empty(size, dtype=torch.uint8)
+        return self._buffers[slot][:size].view(DTYPES[stored.dtype]).view(stored.shape)
+
+    def _refuse(self, name: str, stored: StoredTensor, count: int) -> None:
+        for piece in stored.pieces:
+            if found := count_not_finite(self._source.read(piece.hf_name, piece.src)):
+                raise UserError(
+                    f"'{self._source.folder}': {found} values of '{piece.hf_name}' are infinite or not a number. Is "
+                    "the checkpoint damaged? Allow them with --allow-nan."
+                )
+        names = ", ".join(sorted({piece.hf_name for piece in stored.pieces}))
+        raise UserError(
+            f"{count} values of '{name}' (from {names}) do not fit into {stored.dtype}. Choose a wider dtype, or allow "
+            "infinities with --allow-nan."
+        )
+
+
+def num_bytes(stored: StoredTensor) -> int:
+    """Bytes of a tensor."""
+    return math.prod(stored.shape) * ITEM_BYTES[stored.dtype]
+
+
+def count_not_finite(tensor: Tensor) -> int:
+    """How many values are infinite or not a number; at the speed of a sum where there are none."""
+    if tensor.element_size() == 1:  # e4m3fn: no infinity; all bits but the sign set is not a number
+        return int(((tensor.contiguous().view(torch.uint8) & 0x7F) == 0x7F).sum())
+    if math.isfinite(float(tensor.sum(dtype=torch.float32))):
+        return 0
+    flat, count = tensor.reshape(-1), 0
+    for start in range(0, flat.numel(), _CHUNK_ELEMENTS):
+        count += int((~flat[start : start + _CHUNK_ELEMENTS].isfinite()).sum())
+    return count
+
+
+def _worth_a_thread(stored: StoredTensor) -> bool:
+    return _AHEAD_MIN_BYTES <= num_bytes(stored) <= _AHEAD_MAX_BYTES

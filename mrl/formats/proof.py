@@ -1,0 +1,115 @@
+"""The bijection of a conversion, checked from the pieces of its target before a byte is moved.
+
+Owns `prove`: each element of each Hugging Face tensor lands at least once, and more than once only where copies belong;
+each stored element has exactly one origin or is declared padding. What a file really holds is compared by
+`mrl/verify.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from mrl.models.base import ArchSpec, Kind, Place
+from mrl.weights.hf import hf_layout
+from mrl.weights.layout import Layout, Region
+from mrl.weights.plan import check_cover
+from mrl.weights.regions import intersect, union_volume, volume, whole
+from mrl.weights.shards import parts_of, table
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The counts of a cover that holds: stored = model + padding + repeated.
+
+    Attributes:
+        hf_tensors: Tensors of the Hugging Face checkpoint.
+        hf_elements: Their elements.
+        stored_tensors: Tensors in the target's files.
+        stored_elements: Their elements.
+        padding_elements: Stored elements without an origin.
+        repeated_elements: Why -> elements that are stored once more than once, for each further time.
+    """
+
+    hf_tensors: int
+    hf_elements: int
+    stored_tensors: int
+    stored_elements: int
+    padding_elements: int
+    repeated_elements: dict[str, int]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a manifest."""
+        return dict(vars(self))
+
+
+def prove(arch: ArchSpec, layouts: Iterable[Layout]) -> Proof:
+    """Checks the cover.
+
+    Args:
+        arch: The model.
+        layouts: What each file of the target holds.
+
+    Raises:
+        RuntimeError: The target's layout is wrong: a tensor is named.
+    """
+    landed: dict[str, list[Region]] = defaultdict(list)
+    stored_tensors = stored_elements = padding = 0
+    for layout in layouts:
+        for name, stored in layout.items():
+            check_cover(name, stored)
+            stored_tensors += 1
+            stored_elements += volume(whole(stored.shape))
+            padding += sum(volume(region) for region in stored.padding)
+            for piece in stored.pieces:
+                landed[piece.hf_name].append(piece.src)
+    expected = {name: stored.shape for name, stored in hf_layout(arch, "float32").items()}
+    strangers = [name for name in landed if name not in expected]
+    if strangers:
+        raise RuntimeError(f"the target holds '{strangers[0]}', which a {arch.family} model does not have")
+    reasons = _copies_allowed(arch)
+    repeated: Counter[str] = Counter()
+    for name, shape in expected.items():
+        bounds = whole(shape)
+        found = union_volume(landed[name])
+        if found != volume(bounds) or any(intersect(region, bounds) != region for region in landed[name]):
+            raise RuntimeError(f"{volume(bounds) - found} of {volume(bounds)} elements of '{name}' land nowhere")
+        extra = sum(volume(region) for region in landed[name]) - volume(bounds)
+        if extra:
+            reason, first_row = reasons.get(name, ("", shape[0]))
+            once = ((0, first_row), *bounds[1:])
+            inside = (intersect(region, once) for region in landed[name])
+            if sum(volume(region) for region in inside if region) != volume(once):
+                raise RuntimeError(f"elements of '{name}' land more than once, and it is not one of those with copies")
+            repeated[reason] += extra
+    return Proof(
+        len(expected),
+        sum(volume(whole(shape)) for shape in expected.values()),
+        stored_tensors,
+        stored_elements,
+        padding,
+        dict(sorted(repeated.items())),
+    )
+
+
+def _copies_allowed(arch: ArchSpec) -> dict[str, tuple[str, int]]:
+    """Hugging Face name -> why elements may be stored several times, and from which row on."""
+    found: dict[str, tuple[str, int]] = {}
+    for spec in table(arch):
+        parts = parts_of(spec, arch)
+        if spec.kind is Kind.REPLICATED:
+            rows = {part.name: ("replicated", 0) for part in parts}
+        elif spec.kind is Kind.VOCAB:
+            rows = {part.name: ("embedding", 0) for part in parts}
+        elif spec.kind is Kind.QKV:
+            rows = {}
+            for part in reversed(parts[1:]):  # keys and values
+                rows[part.name] = ("key/value heads", part.first_row)
+        else:
+            continue
+        for name, reason in rows.items():
+            for layer in range(arch.num_layers) if spec.place is Place.LAYER else (None,):
+                found[name if layer is None else name.format(layer=layer)] = reason
+    return found

@@ -26,6 +26,7 @@ LAYOUTS = {
     ),
     "dp2_rollout_tp2": (2, ["rollout.tensor_model_parallel_size=2"]),
     "dp2": (2, []),
+    "cp2": (2, ["parallel.context_parallel_size=2"]),
     "tp2_pp2_sp": (
         4,
         [
@@ -37,6 +38,34 @@ LAYOUTS = {
     ),
 }
 
+EXPERTS = [
+    "model.preset=qwen3_moe_tiny",
+    "model.overrides.moe_intermediate_size=32",
+    "model.overrides.head_dim=8",
+    "actor.moe_z_loss_coeff=0.001",  # the auxiliary loss is a microbatch's, and microbatches follow the layout
+]
+EXPERT_LAYOUTS = {
+    "ep2": (2, ["parallel.expert_model_parallel_size=2"]),
+    "ep2_rollout_ep2": (
+        2,
+        [
+            "parallel.expert_model_parallel_size=2",
+            "rollout.tensor_model_parallel_size=2",
+            "rollout.expert_parallel_size=2",
+        ],
+    ),
+    "tp2_ep2_sp": (
+        4,
+        [
+            "parallel.tensor_model_parallel_size=2",
+            "parallel.expert_model_parallel_size=2",
+            "parallel.sequence_parallel=true",
+            "rollout.tensor_model_parallel_size=4",
+            "rollout.expert_parallel_size=2",
+        ],
+    ),
+    "cp2_ep2": (2, ["parallel.context_parallel_size=2", "parallel.expert_model_parallel_size=2"]),
+}
 
 TOKENS = "rollout/token_checksum"
 """Of all sampled tokens of a step: equal, not close."""
@@ -57,11 +86,25 @@ def single(tmp_path_factory):
     return runs.train(tmp_path_factory.mktemp("single"))
 
 
+@pytest.fixture(scope="module")
+def single_with_experts(tmp_path_factory):
+    return runs.train_in_pool(tmp_path_factory.mktemp("single"), EXPERTS, 1)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_metrics_equal_the_single_process(layout, single, tmp_path):
     ranks, overrides = LAYOUTS[layout]
     start = runs.train if layout in TORCHRUN else runs.train_in_pool
-    found = start(tmp_path, overrides, ranks)
+    assert_same(start(tmp_path, overrides, ranks), single)
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_with_experts_too(layout, single_with_experts, tmp_path):
+    ranks, overrides = EXPERT_LAYOUTS[layout]
+    assert_same(runs.train_in_pool(tmp_path, [*EXPERTS, *overrides], ranks), single_with_experts)
+
+
+def assert_same(found, single):
     assert [(row["phase"], row["step"]) for row in found] == [(row["phase"], row["step"]) for row in single]
     for ours, theirs in zip(found, single, strict=True):
         where = f"{ours['phase']} step {ours['step']}"

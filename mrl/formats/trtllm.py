@@ -47,6 +47,23 @@ def rank_file(rank: int) -> str:
     return f"rank{rank}.safetensors"
 
 
+def read_activation_scales(path: str | Path) -> dict[str, float]:
+    """The `activation_scales` of a `TrtllmTarget` from a JSON object of numbers.
+
+    Raises:
+        UserError: The file cannot be read or holds something else; it is named.
+    """
+    try:
+        scales = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"'{path}' cannot be read: {error}") from error
+    if not isinstance(scales, dict) or not all(type(scale) in (int, float) for scale in scales.values()):
+        raise UserError(
+            f"'{path}' is not a JSON object of numbers, {{\"transformer.layers.0.attention.qkv\": 0.01, ...}}."
+        )
+    return scales
+
+
 class TrtllmTarget(Target):
     """A checkpoint that is to be written.
 

@@ -61,13 +61,14 @@ def describe(config: Config, world_size: int) -> str:
     config, grid = found.config, found.grid
     cost = refit_plan(config, found.arch, grid)
     bucket_bytes = config.rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB
+    context = f" x cp {grid.cp}" if grid.cp > 1 else ""
     shown = range(min(grid.world_size, MAX_ROWS))
     lines = [
         f"dry run of {grid.world_size} rank(s), nothing was started",
         "",
         *(f"{name:<10} {words}" for name, words in _summary(found)),
         "",
-        f"# ranks: {grid.world_size} = tp {grid.tp} x dp {grid.dp} x pp {grid.pp}"
+        f"# ranks: {grid.world_size} = tp {grid.tp}{context} x dp {grid.dp} x pp {grid.pp}"
         f" (model chunks per stage {grid.vpp}); {grid.num_replicas} rollout replica(s) of tp {grid.rollout_tp}",
         "rank    tp    dp    pp replica",
         *(_row(grid, rank) for rank in shown),

@@ -104,7 +104,7 @@ OVERRIDES = [
     ("more ranks than there are", [f"{TP}=2"], "does not divide the 1 rank"),
     ("sequence parallel alone", ["parallel.sequence_parallel=true"], f"needs {TP} above 1"),
     ("chunks without stages", ["parallel.virtual_pipeline_model_parallel_size=2"], "above 1"),
-    ("experts", ["parallel.expert_model_parallel_size=2"], "must be 1"),
+    ("experts on one rank", ["parallel.expert_model_parallel_size=2"], "does not divide the 1 rank(s) of a pipeline"),
     ("minibatch does not divide", ["train.batch_size=3", "train.minibatch_size=2"], "does not divide train.batch"),
     ("zero temperature", ["rollout.temperature=0"], "rollout.temperature=0.0 is out of range"),
     ("top_p above 1", ["rollout.top_p=1.5"], "rollout.top_p=1.5 is out of range"),

@@ -56,6 +56,11 @@ def test_dry_run_shows_config_ranks_and_refit_and_makes_nothing(config, capsys, 
     assert list(tmp_path.iterdir()) == [tmp_path / "config.yaml"]
 
 
+def test_dry_run_counts_context_parallel_ranks(config, capsys):
+    assert cli.main(["train", config, "parallel.context_parallel_size=2", "--dry-run", "--world-size", "4"]) == 0
+    assert "# ranks: 4 = tp 1 x cp 2 x dp 2 x pp 1" in capsys.readouterr().out
+
+
 def sent_mib(told: str) -> tuple[float, float]:
     (line,) = [line for line in told.splitlines() if line.startswith("sent between ranks")]
     words = line.split()

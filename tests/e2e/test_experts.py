@@ -1,0 +1,55 @@
+"""GRPO on a mixture of experts: the numbers of one process with experts spread and cut, and resumed elsewhere."""
+
+import math
+
+import pytest
+
+from tests.e2e import runs
+from tests.e2e.test_layouts import ABSOLUTE, RELATIVE, TOKENS, compared
+
+MODEL = [
+    "model.preset=qwen3_moe_tiny",
+    "model.overrides={hidden_size: 32, num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 2, "
+    "head_dim: 16, moe_intermediate_size: 32}",
+]
+EP2 = ["parallel.expert_model_parallel_size=2"]
+TP2_EP2 = [
+    *EP2,
+    "parallel.tensor_model_parallel_size=2",
+    "parallel.sequence_parallel=true",
+    "rollout.tensor_model_parallel_size=2",
+    "rollout.expert_parallel_size=2",
+]
+PP2 = ["parallel.pipeline_model_parallel_size=2"]
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    return runs.train_in_pool(tmp_path_factory.mktemp("single"), MODEL, 1)
+
+
+def assert_same(found, expected):
+    assert [(row["phase"], row["step"]) for row in found] == [(row["phase"], row["step"]) for row in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        where = f"{ours['phase']} step {ours['step']}"
+        assert ours.keys() == theirs.keys(), where
+        for name in filter(compared, ours):
+            assert math.isclose(ours[name], theirs[name], rel_tol=RELATIVE, abs_tol=ABSOLUTE), (
+                where, name, ours[name], theirs[name],
+            )  # fmt: skip
+    assert [row[TOKENS] for row in found if TOKENS in row] == [row[TOKENS] for row in expected if TOKENS in row]
+
+
+def test_metrics_equal_the_single_process(single, tmp_path):
+    assert_same(runs.train_in_pool(tmp_path, [*MODEL, *EP2], 2), single)
+
+
+def test_a_run_resumes_where_the_experts_lie_otherwise(single, tmp_path):
+    runs.train_in_pool(tmp_path, [*MODEL, *TP2_EP2, "train.num_steps=2"], 4)
+    found = runs.train_in_pool(tmp_path, [*MODEL, *PP2, "run.resume=must"], 2)
+    assert_same(updates(found), updates(single))
+
+
+def updates(rows):
+    """The training steps, without the evaluation that ended the first run."""
+    return [{name: row[name] for name in row if not name.startswith("val/")} for row in rows if TOKENS in row]

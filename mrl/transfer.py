@@ -4,8 +4,11 @@ Owns `Transfer`. Which copies there are is `weights/plan.py`'s business; what ha
 it hands in a sink. A message is one contiguous buffer per pair of ranks and round (gloo moves wrong bytes of anything
 else). It ends in the sender's 64-bit sum; the receiver adds up what arrived and compares.
 
-A failure on one rank reaches all: the ranks agree before each exchange, so that none waits for a message that never
-comes.
+While the messages of a round are on their way, the next ones are put together, a part of the rank's own copies is made,
+and what the last round brought is copied into place. The buffers for it, two to send and two to receive, are allocated
+at the first run and kept.
+
+A failure on one rank reaches all: the ranks agree before each round, so that none waits for a message that never comes.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.distributed.collectives import raise_together
-from mrl.weights.buckets import local_buckets, rounds
+from mrl.weights.buckets import NUM_BUFFERS, local_buckets, round_bytes, rounds
 from mrl.weights.checksum import MODULUS, bit_sum, word_sum
 from mrl.weights.copies import Copy
 from mrl.weights.layout import Region
@@ -64,13 +67,19 @@ class Transfer:
             sources: This rank's tensors, by the names of its source layout; read at every run.
             target_dtypes: Dtype of each of this rank's targets, as its layout names it.
             rank: This rank.
-            bucket_bytes: Largest staging buffer; a rank has one to send and one to receive.
+            bucket_bytes: Largest staging buffer; a rank has two to send and two to receive.
         """
         self._sources = sources
         self._target_dtypes = target_dtypes
         self._local = local_buckets(copies, rank, bucket_bytes)
-        self._rounds = [_by_peer(batch, rank) for batch in rounds(copies, bucket_bytes)]
+        self._rounds = [_by_peer(batch, rank) for batch in rounds(copies, round_bytes(copies, bucket_bytes))]
+        self._staging: list[tuple[Tensor, Tensor]] = []
         self.num_rounds = len(self._rounds)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of this rank's buffers: none before the first run."""
+        return sum(buffer.numel() for pair in self._staging for buffer in pair)
 
     def run(self, sink: Sink) -> int:
         """Collective over the job: hands everything that this rank is to get to `sink`.
@@ -81,34 +90,75 @@ class Transfer:
         Raises:
             RuntimeError: On every rank, where any rank failed; the message names that rank, the round and tensors.
         """
-        total = 0
-        error: Exception | None = None
-        try:
-            for bucket in self._local:
-                total += self._deliver([(copy, self._source(copy)) for copy in bucket], "local copy", sink)
-        except Exception as caught:  # noqa: BLE001 - the other ranks must hear of any failure
-            error = caught
-        for number, (sends, receives) in enumerate(self._rounds, 1):
-            outgoing: dict[int, Tensor] = {}
-            try:
-                if error is None:
-                    outgoing = {peer: self._pack(copies) for peer, copies in sends.items()}
-            except Exception as caught:  # noqa: BLE001 - the other ranks must hear of any failure
-                error = caught
-            raise_together(error)
-            incoming = _exchange(outgoing, {peer: self._buffer(copies) for peer, copies in receives.items()})
-            try:
-                for peer, message in incoming.items():
-                    where = f"round {number} of {self.num_rounds}, message from rank {peer}"
-                    total += self._unpack(receives[peer], message, where, sink)
-            except Exception as caught:  # noqa: BLE001 - the other ranks must hear of any failure
-                error = caught
-        raise_together(error)
-        return total % MODULUS
+        work = _Work()
+        flying: list[dist.Work] = []
+        for number in range(-1, self.num_rounds):  # the round whose messages are on their way
+            following: list[dist.Work] = []
+            if number + 1 < self.num_rounds:
+                work.attempt(self._pack_round, number + 1)
+                if _any_failed(work.error):
+                    _wait(flying)
+                    raise_together(work.error)
+                following = self._post(number + 1)
+            for bucket in self._local[number + 1 :: self.num_rounds + 1]:
+                work.attempt(self._copy, bucket, sink)
+            _wait(flying)
+            if number >= 0:
+                work.attempt(self._unpack_round, number, sink)
+            flying = following
+        raise_together(work.error)
+        return work.total % MODULUS
+
+    def _allocate(self, first: int) -> tuple[Tensor, Tensor]:
+        """A buffer to send and one to receive, for every `NUM_BUFFERS`-th round from `first` on."""
+        device = next((tensor.device for tensor in self._sources.values()), torch.device("cpu"))
+        turns = self._rounds[first::NUM_BUFFERS]
+        sizes = [max((sum(map(_message_bytes, peers[way].values())) for peers in turns), default=0) for way in (0, 1)]
+        send, receive = (torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
+        return send, receive
+
+    def _messages(self, number: int, way: int) -> dict[int, Tensor]:
+        """Peer -> its part of the round's buffer; `way` is 0 to send and 1 to receive."""
+        buffer = self._staging[number % NUM_BUFFERS][way]
+        found, offset = {}, 0
+        for peer, copies in self._rounds[number][way].items():
+            size = _message_bytes(copies)
+            found[peer] = buffer[offset : offset + size]
+            offset += size
+        return found
+
+    def _pack_round(self, number: int) -> int:
+        if not self._staging:
+            self._staging = [self._allocate(first) for first in range(NUM_BUFFERS)]
+        sends = self._rounds[number][0]
+        for peer, message in self._messages(number, 0).items():
+            self._pack(sends[peer], message)
+        return 0
+
+    def _post(self, number: int) -> list[dist.Work]:
+        """Starts all messages of a round at the same time."""
+        tag = number % NUM_BUFFERS
+        operations = [
+            dist.P2POp(call, message, peer, tag=tag)
+            for way, call in ((1, dist.irecv), (0, dist.isend))
+            for peer, message in self._messages(number, way).items()
+        ]
+        return list(dist.batch_isend_irecv(operations)) if operations else []
+
+    def _unpack_round(self, number: int, sink: Sink) -> int:
+        receives, total = self._rounds[number][1], 0
+        for peer, message in self._messages(number, 1).items():
+            where = f"round {number + 1} of {self.num_rounds}, message from rank {peer}"
+            total += self._unpack(receives[peer], message, where, sink)
+        return total
 
     def _source(self, copy: Copy) -> Tensor:
         """A view of what is to be copied, in the stored dtype."""
         return self._sources[copy.source_name].detach()[slices(copy.source_region)]
+
+    def _copy(self, bucket: Sequence[Copy], sink: Sink) -> int:
+        """Copies inside this rank."""
+        return self._deliver([(copy, self._source(copy)) for copy in bucket], "local copy", sink)
 
     def _deliver(self, values: Sequence[tuple[Copy, Tensor]], where: str, sink: Sink) -> int:
         """Casts, hands over, and returns the sum of what was handed over."""
@@ -122,18 +172,11 @@ class Transfer:
             raise RuntimeError(f"{where}: writing {_names(copy for copy, _ in values)} failed: {error}") from error
         return sum(bit_sum(arrival.data) for arrival in arrivals)
 
-    def _buffer(self, copies: Sequence[Copy]) -> Tensor:
-        device = next((tensor.device for tensor in self._sources.values()), torch.device("cpu"))
-        size = sum(_aligned(copy.num_bytes) for copy in copies) + _WORD
-        return torch.empty(size, dtype=torch.uint8, device=device)
-
-    def _pack(self, copies: Sequence[Copy]) -> Tensor:
-        """One message: the copies' bytes, then their sum."""
-        message = self._buffer(copies)
+    def _pack(self, copies: Sequence[Copy], message: Tensor) -> None:
+        """Fills a message: the copies' bytes, then their sum."""
         for copy, part in zip(copies, _parts(copies, message), strict=True):
             part.copy_(self._source(copy))
         message[-_WORD:].view(torch.int64).copy_(message[:-_WORD].view(torch.int64).sum())
-        return message
 
     def _unpack(self, copies: Sequence[Copy], message: Tensor, where: str, sink: Sink) -> int:
         """Compares checksums, then delivers."""
@@ -164,13 +207,36 @@ def _by_peer(copies: Sequence[Copy], rank: int) -> tuple[dict[int, list[Copy]], 
     return sends, receives
 
 
-def _exchange(outgoing: Mapping[int, Tensor], incoming: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Sends and receives all messages of a round at the same time; returns `incoming`, filled."""
-    operations = [dist.P2POp(dist.irecv, message, peer) for peer, message in incoming.items()]
-    operations += [dist.P2POp(dist.isend, message, peer) for peer, message in outgoing.items()]
-    for work in dist.batch_isend_irecv(operations) if operations else ():
+class _Work:
+    """Sums of what was delivered, and the first failure, after which nothing more is tried."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.error: Exception | None = None
+
+    def attempt(self, action: Callable[..., int], *args: object) -> None:
+        """Adds what `action` returns."""
+        if self.error is None:
+            try:
+                self.total += action(*args)
+            except Exception as caught:  # noqa: BLE001 - the other ranks must hear of any failure
+                self.error = caught
+
+
+def _any_failed(error: Exception | None) -> bool:
+    """Collective over the job."""
+    flag = torch.tensor([error is not None], dtype=torch.int32)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
+
+
+def _wait(works: Iterable[dist.Work]) -> None:
+    for work in works:
         work.wait()
-    return incoming
+
+
+def _message_bytes(copies: Sequence[Copy]) -> int:
+    return sum(_aligned(copy.num_bytes) for copy in copies) + _WORD
 
 
 def _aligned(num_bytes: int) -> int:

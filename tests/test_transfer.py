@@ -55,7 +55,14 @@ def arrives(name, grid, bucket_bytes, source_dtype, target_dtype):
 
 @pytest.mark.parametrize("name", ARCHS)
 @pytest.mark.parametrize(
-    "grid", [Grid(4, 2, 2, 1, 1), Grid(4, 1, 2, 2, 4), Grid(4, 4, 1, 1, 2), Grid(4, 2, 1, 1, 4)], ids=str
+    "grid",
+    [
+        Grid(4, 2, 2, 1, rollout_tp=1),
+        Grid(4, 1, 2, 2, rollout_tp=4),
+        Grid(4, 4, 1, 1, rollout_tp=2),
+        Grid(4, 2, 1, 1, rollout_tp=4),
+    ],
+    ids=str,
 )
 def test_every_rank_gets_its_bytes(name, grid):
     assert set(run_ranks(4, arrives, name, grid, 1 << 20, "float32", "float32")) == {1}
@@ -63,7 +70,7 @@ def test_every_rank_gets_its_bytes(name, grid):
 
 @pytest.mark.parametrize("source, target", [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")])
 def test_many_small_rounds_and_casts_give_the_same(source, target):
-    rounds = run_ranks(4, arrives, "biases, tied", Grid(4, 2, 2, 1, 4), 1000, source, target)
+    rounds = run_ranks(4, arrives, "biases, tied", Grid(4, 2, 2, 1, rollout_tp=4), 1000, source, target)
     assert len(set(rounds)) == 1
     assert rounds[0] > 10
 
@@ -73,12 +80,11 @@ class FlippedBit(Transfer):
 
     sent = 0
 
-    def _pack(self, copies):
-        message = super()._pack(copies)
+    def _pack(self, copies, message):
+        super()._pack(copies, message)
         self.sent += 1
         if dist.get_rank() == 1 and self.sent == 2:
             message[5] ^= 1
-        return message
 
 
 class LostSource(Transfer):
@@ -91,7 +97,7 @@ class LostSource(Transfer):
 
 
 def fails(kind, bucket_bytes):
-    setup = Setup("biases, tied", Grid(4, 2, 2, 1, 1))
+    setup = Setup("biases, tied", Grid(4, 2, 2, 1, rollout_tp=1))
     try:
         setup.transfer(bucket_bytes, kind).run(setup.write)
     except RuntimeError as error:
@@ -118,7 +124,7 @@ def refuses_one_tensor(arrivals):
 
 
 def sink_fails(bucket_bytes):
-    setup = Setup("biases, tied", Grid(4, 2, 2, 1, 1))
+    setup = Setup("biases, tied", Grid(4, 2, 2, 1, rollout_tp=1))
     try:
         setup.transfer(bucket_bytes).run(refuses_one_tensor)
     except RuntimeError as error:
@@ -132,3 +138,53 @@ def test_a_failing_write_names_rank_and_tensors_on_every_rank():
     assert "rank 3 failed" in messages[0]
     assert "layers.2.down" in messages[0]
     assert "no room" in messages[0]
+
+
+class Diary(Transfer):
+    """Writes down what happens in which order."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.events = []
+
+    def _post(self, number):
+        self.events.append(("post", number))
+        return super()._post(number)
+
+    def _copy(self, bucket, sink):
+        self.events.append(("copy", len(bucket)))
+        return super()._copy(bucket, sink)
+
+    def _unpack_round(self, number, sink):
+        self.events.append(("unpack", number))
+        return super()._unpack_round(number, sink)
+
+
+def keeps_a_diary(bucket_bytes):
+    setup = Setup("biases, tied", Grid(4, 2, 2, rollout_tp=4))
+    transfer = setup.transfer(bucket_bytes, Diary)
+    before, places = transfer.staging_bytes, []
+    for _ in range(2):
+        transfer.run(setup.write)
+        places.append([buffer.data_ptr() for pair in transfer._staging for buffer in pair])
+    most = max(sum(map(len, way.values())) for peers in transfer._rounds for way in peers)
+    return transfer.events, transfer.num_rounds, before, transfer.staging_bytes, places, most
+
+
+def test_messages_travel_while_the_last_ones_are_copied():
+    for events, rounds, *_ in run_ranks(4, keeps_a_diary, 5000):
+        order = events[: len(events) // 2]
+        assert events == order * 2
+        assert rounds > 3
+        for number in range(rounds - 1):
+            assert order.index(("post", number + 1)) < order.index(("unpack", number))
+        first = order[order.index(("post", 0)) : order.index(("unpack", 0))]
+        assert any(name == "copy" for name, _ in first)
+
+
+def test_buffers_are_allocated_once_and_bounded():
+    bucket_bytes = 5000
+    for _, _, before, staging_bytes, (first, second), most in run_ranks(4, keeps_a_diary, bucket_bytes):
+        assert before == 0
+        assert first == second
+        assert 0 < staging_bytes <= 4 * (bucket_bytes + 8 * (most + 3))  # copies align; each of 3 peers has a sum

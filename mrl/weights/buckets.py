@@ -1,6 +1,8 @@
 """Copies in buckets: what is staged and sent at a time, and how much memory that takes.
 
-Owns the order of a transfer. Every rank computes the same rounds from the same copies. Pure arithmetic.
+Owns the order of a transfer. Every rank computes the same rounds from the same copies. While the messages of one round
+are on their way, those of the last are copied into place and those of the next put together: a rank has two buffers to
+send and two to receive, and rounds take them in turn. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -9,6 +11,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from mrl.weights.copies import Copy
+
+NUM_BUFFERS = 2
+"""To send, and as many to receive."""
+
+PIPELINE_ROUNDS = 8
+"""Rounds that a transfer is cut into where its bytes allow, so that messages and copies overlap."""
+
+MIN_ROUND_BYTES = 16 << 20
+"""A message of this size is limited by bandwidth, not by the agreement before it."""
 
 
 def local_buckets(copies: Sequence[Copy], rank: int, bucket_bytes: int) -> list[list[Copy]]:
@@ -53,13 +64,25 @@ def rounds(copies: Sequence[Copy], bucket_bytes: int) -> list[list[Copy]]:
     return found
 
 
+def round_bytes(copies: Sequence[Copy], bucket_bytes: int) -> int:
+    """What a rank sends, or receives, in a round: a part of the busiest rank's bytes, at most `bucket_bytes`."""
+    busy: dict[tuple[str, int], int] = defaultdict(int)
+    for copy in copies:
+        if copy.source_rank != copy.target_rank:
+            busy["sends", copy.source_rank] += copy.num_bytes
+            busy["receives", copy.target_rank] += copy.num_bytes
+    return min(bucket_bytes, max(MIN_ROUND_BYTES, -(-max(busy.values(), default=0) // PIPELINE_ROUNDS)))
+
+
 def peak_staging_bytes(copies: Sequence[Copy], bucket_bytes: int) -> int:
-    """The largest sum of send and receive buffers that any rank holds in a round."""
-    peak = 0
-    for batch in rounds(copies, bucket_bytes):
-        held: dict[int, int] = defaultdict(int)
+    """The largest sum of send and receive buffers of any rank, without the checksums of messages."""
+    buffers: dict[int, dict[tuple[str, int], int]] = defaultdict(lambda: defaultdict(int))
+    for number, batch in enumerate(rounds(copies, round_bytes(copies, bucket_bytes))):
+        held: dict[tuple[int, str], int] = defaultdict(int)
         for copy in batch:
-            held[copy.source_rank] += copy.num_bytes
-            held[copy.target_rank] += copy.num_bytes
-        peak = max(peak, *held.values())
-    return peak
+            held[copy.source_rank, "sends"] += copy.num_bytes
+            held[copy.target_rank, "receives"] += copy.num_bytes
+        for (rank, direction), size in held.items():
+            buffer = (direction, number % NUM_BUFFERS)
+            buffers[rank][buffer] = max(buffers[rank][buffer], size)
+    return max((sum(sizes.values()) for sizes in buffers.values()), default=0)

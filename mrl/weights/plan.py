@@ -39,7 +39,7 @@ class Plan:
     link_bytes: dict[tuple[int, int], int]
 
     def peak_staging_bytes(self, bucket_bytes: int) -> int:
-        """The largest sum of send and receive buffers that any rank holds in a round of the transfer."""
+        """The largest sum of send and receive buffers of any rank, kept from the first transfer on."""
         return peak_staging_bytes(self.copies, bucket_bytes)
 
 

@@ -65,11 +65,17 @@ def _experts(config: Config, moe: MoeSpec, grid: Grid) -> Iterator[str]:
             "the model sends a token to one expert with weight 1 (num_experts_per_tok=1, norm_topk_prob=true): its "
             "router has no gradient, and Megatron does not build it."
         )
-    if actor.moe_token_dispatcher_type == "allgather" and grid.pp > 1:
-        yield (
-            f"actor.moe_token_dispatcher_type=allgather with parallel.pipeline_model_parallel_size={grid.pp}: Megatron "
-            "cannot pass microbatches of different lengths from stage to stage then. Use alltoall."
-        )
+    if actor.moe_token_dispatcher_type == "allgather":
+        if grid.pp > 1:
+            yield (
+                f"actor.moe_token_dispatcher_type=allgather with parallel.pipeline_model_parallel_size={grid.pp}: "
+                "Megatron cannot pass microbatches of different lengths from stage to stage then. Use alltoall."
+            )
+        if grid.cp > 1:
+            yield (
+                f"actor.moe_token_dispatcher_type=allgather with parallel.context_parallel_size={grid.cp}: mrl does "
+                "not fill sequences that are cut over ranks to one length. Use alltoall."
+            )
     if (actor.moe_router_load_balancing_type == "aux_loss") != (actor.moe_aux_loss_coeff > 0):
         yield (
             f"actor.moe_router_load_balancing_type={actor.moe_router_load_balancing_type} with "

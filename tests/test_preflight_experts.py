@@ -12,7 +12,7 @@ MIXTURE = arch_from_preset("qwen3_moe_tiny", {}, None)
 """4 layers, 4 heads, 4 experts of width 64, two for each token."""
 TP, SP = "parallel.tensor_model_parallel_size", "parallel.sequence_parallel=true"
 PP, EP = "parallel.pipeline_model_parallel_size", "parallel.expert_model_parallel_size"
-ETP = "parallel.expert_tensor_parallel_size"
+ETP, CP = "parallel.expert_tensor_parallel_size", "parallel.context_parallel_size"
 ROLLOUT_TP, ROLLOUT_EP = "rollout.tensor_model_parallel_size", "rollout.expert_parallel_size"
 MOE_TP, RECORD = "rollout.moe_tensor_parallel_size", "rollout.enable_rollout_routing_replay=true"
 
@@ -26,6 +26,7 @@ RULES = [
     ([f"{EP}=8"], 8, f"{EP}=8 does not divide the model's experts (4)"),
     ([f"{EP}=2", f"{ETP}=3"], 6, f"{ETP}=3 does not divide the model's moe_intermediate_size (64)"),
     (["actor.moe_token_dispatcher_type=allgather", f"{PP}=2"], 2, f"allgather with {PP}=2"),
+    (["actor.moe_token_dispatcher_type=allgather", f"{CP}=2"], 2, f"allgather with {CP}=2"),
     (["actor.moe_aux_loss_coeff=0.01"], 1, "moe_router_load_balancing_type=none with actor.moe_aux_loss_coeff=0.01"),
     (["actor.moe_router_load_balancing_type=aux_loss"], 1, "with actor.moe_aux_loss_coeff=0.0 has no effect"),
     ([f"{ROLLOUT_EP}=2"], 1, f"{ROLLOUT_EP}=2 does not make up {ROLLOUT_TP}=1"),

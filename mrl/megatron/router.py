@@ -7,7 +7,7 @@ Megatron's own balancing losses count each microbatch by its tokens and are divi
 mrl's losses are not; they also count filling, and a token that several sequences share only once. Here each microbatch
 has its part of the global minibatch, so that a loss is the mean over the minibatch's tokens at every layout.
 
-Shapes: P tokens that are computed for a microbatch, n of them on this rank, L layers of the whole model, E experts, K
+Shapes: D tokens that are computed for a microbatch, n of them on this rank, L layers of the whole model, E experts, K
 chosen ones.
 """
 
@@ -24,30 +24,28 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from mrl.data.prefixes import Prefixes
-
 
 @dataclass
 class Routing:
     """What the routers must know of a microbatch.
 
     Attributes:
-        copies_P: How many tokens of the batch each stands for in losses and measures; 0 for filling, fp32.
-        experts_PLK: The experts to go to, int64; -1 where the router chooses. None: it always does.
+        copies_D: How many tokens of the batch each stands for in losses and measures; 0 for filling, fp32.
+        experts_DLK: The experts to go to, int64; -1 where the router chooses. None: it always does.
     """
 
-    copies_P: Tensor
-    experts_PLK: Tensor | None = None
+    copies_D: Tensor
+    experts_DLK: Tensor | None = None
 
 
 def routing_of(
-    prefixes: Prefixes, filling: int, routed_experts_P: Tensor | None, device: torch.device, *, num_experts: int
+    row_P: Tensor, count: int, routed_experts_P: Tensor | None, device: torch.device, *, num_experts: int
 ) -> Routing:
     """The routing of packed sequences.
 
     Args:
-        prefixes: The packed tokens that are computed, without filling.
-        filling: Tokens behind them.
+        row_P: For each packed token the computed one that stands for it.
+        count: Computed tokens, filling included.
         routed_experts_P: The engine's choice for each packed token, [P, L, K], -1 where it made none (the last token of
             a response is never an input); on the CPU. None: nothing is replayed.
         device: Of the routers.
@@ -56,17 +54,16 @@ def routing_of(
     Raises:
         RuntimeError: A choice is no expert, or names one twice.
     """
-    count = prefixes.origin_D.numel()
-    copies_P = torch.bincount(prefixes.distinct_P, minlength=count + filling).float().to(device)
+    copies = torch.bincount(row_P, minlength=count).float().to(device)
     if routed_experts_P is None:
-        return Routing(copies_P)
+        return Routing(copies)
     chosen = routed_experts_P.long()
     _check_choices(chosen, num_experts)
-    experts = chosen.new_full((count + filling, *chosen.shape[1:]), -1)
+    experts = chosen.new_full((count, *chosen.shape[1:]), -1)
     # sequences that share a token agree on it but for rounding; one whose last token it is knows nothing
     known = chosen.flatten(1).min(1).values >= 0
-    experts[prefixes.distinct_P[known]] = chosen[known]
-    return Routing(copies_P, experts.to(device))
+    experts[row_P[known]] = chosen[known]
+    return Routing(copies, experts.to(device))
 
 
 def _check_choices(chosen: Tensor, num_experts: int) -> None:
@@ -104,10 +101,10 @@ class LoadBalance:
         self._has_losses = aux_coeff > 0 or z_coeff > 0
 
     def start(self, routings: Iterable[Routing | None], dp_group: dist.ProcessGroup) -> None:
-        """Collective over data-parallel: begins an update with these microbatches."""
+        """Collective over data- and context-parallel: begins an update with these microbatches."""
         self._sums_LM.zero_()
         if self._has_losses:
-            tokens = torch.tensor(sum(int(routing.copies_P.sum()) for routing in routings if routing is not None))
+            tokens = torch.tensor(sum(int(routing.copies_D.sum()) for routing in routings if routing is not None))
             dist.all_reduce(tokens, group=dp_group)
             self._minibatch_tokens = max(1, int(tokens))
 
@@ -210,7 +207,7 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron.core has no types
         if plan is None:
             raise RuntimeError("a router ran without a Routing: the layer was not given PackedSequences with one")
         layer = self.layer_number - 1
-        given = plan.experts_PLK
+        given = plan.experts_DLK
         self.router_replay.given_nK = None if given is None else self._own(given[:, layer])
         probs, chosen = super().routing(logits)
         if self.training and torch.is_grad_enabled():  # recomputation runs twice, once with gradients
@@ -218,7 +215,7 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron.core has no types
                 probs,
                 chosen,
                 logits.view(-1, logits.size(-1)),
-                self._own(plan.copies_P),
+                self._own(plan.copies_D),
                 layer=layer,
                 group=self.tp_cp_group,
             )

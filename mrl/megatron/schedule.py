@@ -125,7 +125,6 @@ class Schedule:
         if not self._even:
             return made
         longest = torch.tensor([micro.tokens.size(1) for micro in made])
-        longest *= grid.cp
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self._groups.dp)
         return [self._microbatch(batch, *each) for each in zip(rows, longest.tolist(), strict=True)]
 
@@ -213,8 +212,7 @@ class Schedule:
         routing = None
         if self._num_experts:
             chosen = required(part.routed_experts_P, "routed_experts_P") if self.replay else None
-            filling = laid.count - prefixes.origin_D.numel()
-            routing = routing_of(prefixes, filling, chosen, self._device, num_experts=self._num_experts)
+            routing = routing_of(laid.row_P, laid.count, chosen, self._device, num_experts=self._num_experts)
         packed = pack(laid.lens, self._device, te=self._te, prefixes=laid.prefixes)
         scores = None
         if grid.cp > 1:
@@ -272,8 +270,8 @@ class Schedule:
 
 
 def _some(routing: Routing, rows: Tensor) -> Routing:
-    experts = routing.experts_PLK
-    return Routing(routing.copies_P[rows], None if experts is None else experts[rows])
+    experts = routing.experts_DLK
+    return Routing(routing.copies_D[rows], None if experts is None else experts[rows])
 
 
 def _moved(batch: RolloutBatch, device: torch.device) -> RolloutBatch:

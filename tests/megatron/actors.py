@@ -55,6 +55,7 @@ EXPERT_LAYOUTS = {
     "ep2_pp2": Grid(4, pp=2, ep=2),
     "tp2_ep2_pp2": Grid(4, tp=2, pp=2, ep=2, etp=1),
     "ep2_pp2_vpp2": Grid(4, pp=2, vpp=2, ep=2),
+    "cp2_ep2": Grid(2, cp=2, ep=2),
 }
 SEED = 11
 PEAK = 1e-3

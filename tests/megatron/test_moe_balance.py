@@ -62,7 +62,10 @@ def step(folder, grid, actor):
 @pytest.mark.parametrize(
     ("layout", "more"),
     [
-        *((layout, {}) for layout in ("single", "tp2", "tp2_ep2", "ep2", "ep1_dp2", "ep2_pp2", "tp2_ep2_etp2")),
+        *(
+            (layout, {})
+            for layout in ("single", "tp2", "tp2_ep2", "ep2", "ep1_dp2", "ep2_pp2", "tp2_ep2_etp2", "cp2_ep2")
+        ),
         ("ep2", {"moe_token_dispatcher_type": "allgather"}),
         ("tp2_ep2_pp2", {"recompute": "full"}),
     ],

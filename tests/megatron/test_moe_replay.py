@@ -7,7 +7,7 @@ import torch
 
 from mrl.algorithms.base import build
 from mrl.config import AlgorithmConfig, RolloutConfig
-from mrl.data.prefixes import Prefixes, each_token, shared_prefixes
+from mrl.data.prefixes import shared_prefixes
 from mrl.formats.hf import load_from_hf
 from mrl.grid import Grid
 from mrl.megatron.router import routing_of
@@ -27,6 +27,7 @@ LAYOUTS = {"single": Grid(1), **EXPERT_LAYOUTS}
 CASES = [
     *((family, layout, {}) for family in FAMILIES for layout in ("single", "tp2_ep2")),
     ("qwen3_moe", "ep2_dp2", {}),
+    ("qwen3_moe", "cp2_ep2", {}),
     ("qwen3_moe", "tp2_ep2_pp2", {"recompute": "full"}),
     ("qwen2_moe", "ep2_pp2_vpp2", {"max_tokens_per_microbatch": 24}),
 ]
@@ -118,11 +119,11 @@ def test_a_shared_token_is_routed_as_the_sequence_that_knows_it():
     tokens = torch.tensor([5, 6, 5, 6, 7])
     prefixes = shared_prefixes(tokens, [2, 3])
     chosen = torch.tensor([[[0, 1]], [[-1, -1]], [[0, 1]], [[2, 3]], [[-1, -1]]])
-    routing = routing_of(prefixes, 2, chosen, torch.device("cpu"), num_experts=4)
-    by_token = routing.experts_PLK[prefixes.distinct_P][:, 0].tolist()
+    routing = routing_of(prefixes.distinct_P, 5, chosen, torch.device("cpu"), num_experts=4)
+    by_token = routing.experts_DLK[prefixes.distinct_P][:, 0].tolist()
     assert by_token == [[0, 1], [2, 3], [0, 1], [2, 3], [-1, -1]]
-    assert routing.copies_P.tolist() == [2, 2, 1, 0, 0]
-    assert routing.experts_PLK[3:].unique().tolist() == [-1]
+    assert routing.copies_D.tolist() == [2, 2, 1, 0, 0]
+    assert routing.experts_DLK[3:].unique().tolist() == [-1]
 
 
 @pytest.mark.parametrize(
@@ -131,14 +132,14 @@ def test_a_shared_token_is_routed_as_the_sequence_that_knows_it():
 )
 def test_choices_that_are_no_experts_are_refused(chosen, said):
     with pytest.raises(RuntimeError, match=said):
-        routing_of(each_token(1), 0, torch.tensor(chosen), torch.device("cpu"), num_experts=4)
+        routing_of(torch.tensor([0]), 1, torch.tensor(chosen), torch.device("cpu"), num_experts=4)
 
 
 def test_no_sequences_have_a_routing():
     nothing = torch.empty(0, dtype=torch.int64)
-    routing = routing_of(Prefixes(nothing, nothing), 2, torch.empty(0, 4, 2), torch.device("cpu"), num_experts=4)
-    assert routing.copies_P.tolist() == [0, 0]
-    assert routing.experts_PLK.shape == (2, 4, 2)
+    routing = routing_of(nothing, 2, torch.empty(0, 4, 2), torch.device("cpu"), num_experts=4)
+    assert routing.copies_D.tolist() == [0, 0]
+    assert routing.experts_DLK.shape == (2, 4, 2)
 
 
 def without_choice(folder):

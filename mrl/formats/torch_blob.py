@@ -89,16 +89,17 @@ def read_blob(file: BinaryIO, offset: int, length: int) -> BlobTensor:
             if entries["data.pkl"].file_size > _MAX_PICKLE_BYTES:
                 raise DamagedError("its description is too long for one tensor's")
             described = _TensorOnly(io.BytesIO(archive.read(entries["data.pkl"]))).load()
-            if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
+            order = entries.get("byteorder")
+            if order is not None and (order.file_size > 6 or archive.read(order) != b"little"):
                 raise DamagedError("its bytes are in big-endian order")
         if not isinstance(described, _Described):
             raise DamagedError(f"it holds a {type(described).__name__}, not a tensor")
         entry = entries[f"data/{described.storage.key}"]
         start = offset + _data_start(file, offset, entry)
-    except (KeyError, zipfile.BadZipFile, NotImplementedError, struct.error, ValueError, TypeError) as error:
+    except DamagedError:
+        raise
+    except Exception as error:  # a broken archive or pickle raises anything
         raise DamagedError(f"it cannot be read as a tensor ({type(error).__name__}: {error})") from error
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError) as error:
-        raise DamagedError(f"its description cannot be read ({type(error).__name__}: {error})") from error
     described.check(entry, offset + length - start)
     first = described.first * described.storage.dtype.itemsize
     return BlobTensor(described.storage.dtype, described.shape, described.strides, start + first)

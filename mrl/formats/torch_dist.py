@@ -18,7 +18,7 @@ import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -175,13 +175,19 @@ class ChunkFiles:
         """Compares the files with the bytes that boxes take; reads nothing.
 
         Raises:
-            UserError: A file is missing or ends early; it is named.
+            UserError: A file is missing or ends early, or two boxes take the same bytes; it is named.
         """
-        ends: dict[str, int] = {}
+        spans: dict[str, list[tuple[int, int]]] = {}
         for chunk in chunks:
-            ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.start + chunk.num_bytes)
-        for name, end in sorted(ends.items()):
-            self._check_size(name, end)
+            spans.setdefault(chunk.file, []).append((chunk.start, chunk.start + chunk.num_bytes))
+        for name, parts in sorted(spans.items()):
+            parts.sort()
+            self._check_size(name, max(stop for _, stop in parts))
+            for (_, stop), (start, _) in pairwise(parts):
+                if start < stop:
+                    raise UserError(
+                        f"'{self._folder / METADATA}' is wrong: two tensors share the bytes from {start} of '{name}'."
+                    )
 
     def read(self, chunk: Chunk, region: Region, dtype: str) -> Tensor:
         """A part of a box, in coordinates of the global tensor; only its bytes are read.
@@ -225,15 +231,15 @@ class ChunkFiles:
 
     def _blob(self, chunk: Chunk, dtype: str) -> BlobTensor:
         place = (chunk.file, chunk.start)
-        if place in self._blobs:
-            return self._blobs[place]
         path = self._folder / chunk.file
-        self._check_size(chunk.file, chunk.start + chunk.num_bytes)
-        try:
-            with path.open("rb") as file:
-                blob = read_blob(file, chunk.start, chunk.num_bytes)
-        except (DamagedError, OSError) as error:
-            raise UserError(f"'{path}' is damaged: what lies at byte {chunk.start}: {error}.") from error
+        if place not in self._blobs:
+            self._check_size(chunk.file, chunk.start + chunk.num_bytes)
+            try:
+                with path.open("rb") as file:
+                    self._blobs[place] = read_blob(file, chunk.start, chunk.num_bytes)
+            except (DamagedError, OSError) as error:
+                raise UserError(f"'{path}' is damaged: what lies at byte {chunk.start}: {error}.") from error
+        blob = self._blobs[place]
         found = f"{list(blob.shape)} {str(blob.dtype).removeprefix('torch.')}"
         expected = f"{list(chunk.sizes)} {dtype}"
         if found != expected:
@@ -241,7 +247,6 @@ class ChunkFiles:
                 f"'{path}' does not belong to its checkpoint's {METADATA}: at byte {chunk.start} it holds a tensor "
                 f"{found}, the metadata says {expected}."
             )
-        self._blobs[place] = blob
         return blob
 
 

@@ -1,4 +1,4 @@
-"""README and docs/ speak of what exists: paths, commands, keys, extras; and .ci/run runs README's test command."""
+"""README and mrl/docs speak of what exists: paths, commands, keys, extras; and .ci/run runs README's test command."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ from tests.source import ROOT
 from tests.test_packaging import setup_keyword
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "mrl" / "docs").glob("*.md"))}
 TEXT = "\n".join([README, *PAGES.values()])
 BLOCKS = "\n".join(re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)).replace("\\\n", " ")
 VERL = PAGES["verl.md"]
@@ -90,7 +90,7 @@ def test_config_keys_exist():
 
 def test_links_lead_to_pages_and_every_page_is_linked():
     links = set(re.findall(r"\]\(([^)#:]+)\)", README))
-    assert {f"docs/{name}" for name in PAGES} <= links
+    assert {f"mrl/docs/{name}" for name in PAGES} <= links
     assert {link for link in links if not (ROOT / link).is_file()} == set()
 
 

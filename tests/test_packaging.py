@@ -81,4 +81,4 @@ def test_the_top_level_is_the_documented_one():
         return  # an unpacked archive, not a checkout
     top = {line.split("/")[0] for line in tracked.stdout.splitlines()}
     visible = {name for name in top if not name.startswith(".")}
-    assert visible <= {"setup.py", "README.md", "mrl", "launch", "configs", "tests", "tools", "docs"}
+    assert visible <= {"setup.py", "README.md", "mrl", "launch", "configs", "tests", "tools"}

@@ -1,4 +1,4 @@
-"""What docs/ shows works: the example of a model and data of one's own trains, and the glossary knows every metric."""
+"""What mrl/docs shows works: the example of a model and data of one's own trains, and the glossary knows every metric."""
 
 import json
 import re
@@ -10,8 +10,8 @@ from tests.data.folders import byte_bpe_folder
 from tests.e2e import runs
 from tests.source import PACKAGE, ROOT
 
-OWN_DATA = (ROOT / "docs" / "own_data.md").read_text(encoding="utf-8")
-GLOSSARY = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+OWN_DATA = (ROOT / "mrl" / "docs" / "own_data.md").read_text(encoding="utf-8")
+GLOSSARY = (ROOT / "mrl" / "docs" / "metrics.md").read_text(encoding="utf-8")
 QUIET = ("observe.console=off", "observe.tensorboard=false", "observe.report=false", "train.num_steps=1")
 
 

@@ -41,7 +41,7 @@ WATCHED: tuple[tuple[str, str], ...] = (
     ("step s", "perf/time_per_step"),
     ("loss", "warm_start/loss"),
 )
-"""(word in the panel, metric); a metric that a run does not have is not shown. `docs/metrics.md` explains them."""
+"""(word in the panel, metric); a metric that a run does not have is not shown. `mrl/docs/metrics.md` explains them."""
 
 PLAIN: tuple[tuple[tuple[str, str], ...], ...] = (
     (("reward", "critic/score/mean"), ("length", "response_length/mean")),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from torch import Tensor
 
-from mrl.algorithms.base import Algorithm
+from mrl.algorithms.base import Algorithm, required
 from mrl.config import Config
 from mrl.distributed.groups import ProcessGroups
 from mrl.functional.logprobs import Distribution
@@ -196,6 +196,8 @@ class Policy:
         """
         if self.optimizer is None or self._learning_rate is None:
             raise RuntimeError("start_optimizer comes before update")
+        if self._schedule.replay and not algorithm.supervised:
+            required(minibatch.routed_experts_P, "routed_experts_P")
         rate = self._learning_rate.at(self.num_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = rate

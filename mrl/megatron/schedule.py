@@ -18,7 +18,6 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from mrl.algorithms.base import required
 from mrl.data.packing import pack_microbatches
 from mrl.data.prefixes import Prefixes, each_token, shared_prefixes
 from mrl.distributed.groups import ProcessGroups
@@ -101,7 +100,7 @@ class Schedule:
             te: Whether attention is TransformerEngine's.
             num_experts: Experts of a layer; 0: the model is dense.
             even: Fill microbatches until all data-parallel ranks' are of the same length.
-            replay: Route tokens as `RolloutBatch.routed_experts_P` says; may be changed between batches.
+            replay: Route the tokens of batches that have `routed_experts_P` as it says; may be changed between batches.
         """
         self._chunks, self._groups, self._device = list(chunks), groups, device
         self._distribution, self._max_tokens, self._te = distribution, max_tokens, te
@@ -211,7 +210,7 @@ class Schedule:
         tokens[laid.row_P] = part.tokens_P
         routing = None
         if self._num_experts:
-            chosen = required(part.routed_experts_P, "routed_experts_P") if self.replay else None
+            chosen = part.routed_experts_P if self.replay else None
             routing = routing_of(laid.row_P, laid.count, chosen, self._device, num_experts=self._num_experts)
         packed = pack(laid.lens, self._device, te=self._te, prefixes=laid.prefixes)
         scores = None

@@ -12,7 +12,7 @@ from mrl.formats.hf import load_from_hf
 from mrl.grid import Grid
 from mrl.megatron.router import routing_of
 from mrl.models.hf_config import arch_from_folder
-from tests.megatron.actors import CONSTANT, EXPERT_LAYOUTS, make_batch, make_policy, own_part, scores
+from tests.megatron.actors import CONSTANT, EXPERT_LAYOUTS, algorithm, make_batch, make_policy, own_part, scores
 from tests.megatron.mixtures import SIZES, by_hand, load_model, make_model
 from tests.ranks import run_ranks
 
@@ -143,8 +143,12 @@ def test_no_sequences_have_a_routing():
 
 
 def without_choice(folder):
+    """An update of rollouts without experts is refused; supervised steps have none."""
+    policy = make_policy(arch_from_folder(folder), Grid(1), actor={"router_replay": "rollout"})
+    policy.start_optimizer(CONSTANT)
+    policy.update(make_batch(), build(AlgorithmConfig(name="sft"), RolloutConfig()))
     with pytest.raises(RuntimeError, match="routed_experts_P is not set"):
-        replay(folder, Grid(1), None, {})
+        policy.update(make_batch(), algorithm())
 
 
 def test_replay_without_the_engines_experts_is_refused(folders):

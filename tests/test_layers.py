@@ -11,13 +11,13 @@ from tests.source import PACKAGE, ROOT, imports, modules, name_of, tree_of
 
 LAYERS = (
     ("__main__",),
-    ("cli",),
+    ("cli", "convert_cli"),
     ("train", "dryrun", "plan"),
     ("job",),
     ("prepare",),
     ("preflight",),
     ("preflight_experts",),
-    ("refit", "export", "rollout", "checkpoint", "supervised", "convert"),
+    ("refit", "export", "rollout", "checkpoint", "supervised", "convert", "verify"),
     ("megatron", "engines", "observe", "formats"),
     ("transfer",),
     ("weights", "distributed", "rewards", "algorithms", "data"),

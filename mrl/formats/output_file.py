@@ -100,9 +100,9 @@ def hash_file(path: str | Path) -> str:
         UserError: It cannot be read.
     """
     found = xxhash.xxh3_64()
-    buffer = memoryview(bytearray(_READ_BYTES))
     try:
         with Path(path).open("rb", buffering=0) as file:
+            buffer = memoryview(bytearray(min(_READ_BYTES, os.fstat(file.fileno()).st_size + 1)))
             while count := file.readinto(buffer):
                 found.update(buffer[:count])
     except OSError as error:

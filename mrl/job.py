@@ -71,6 +71,9 @@ class Job:
         self.scorer: Scorer | None = None
         if groups.leads_replica:
             self.scorer = Scorer(config.reward, plan.tokenizer.decode, plan.tokenizer.eos_ids)
+        self.routing: tuple[int, int] | None = None  # (layers, experts of a token) where the engine keeps its choices
+        if rollout.enable_rollout_routing_replay and plan.arch.moe is not None:
+            self.routing = (plan.arch.num_layers, plan.arch.moe.top_k)
         self.reward_names = part_names(config.reward)
         self.history = LengthHistory(rollout.response_length)
         self.checkpoints = Checkpoints(plan.run.checkpoints, config.checkpoint)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mrl.algorithms.base import Outcomes
 from mrl.data.packing import balance
-from mrl.distributed.collectives import all_gather_ragged, all_to_all_ragged, everyone
+from mrl.distributed.collectives import all_gather_ragged, all_to_all_ragged, everyone, together
 from mrl.distributed.groups import ProcessGroups
 from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.observe.metrics import is_correct
@@ -144,7 +144,14 @@ class StepBatch:
     index_B: Tensor
 
 
-def pack(rollouts: Sequence[Rollout], table: SampleTable, groups: ProcessGroups, minibatch_size: int) -> StepBatch:
+def pack(
+    rollouts: Sequence[Rollout],
+    table: SampleTable,
+    groups: ProcessGroups,
+    minibatch_size: int,
+    *,
+    routing: tuple[int, int] | None = None,
+) -> StepBatch:
     """Collective over the job: moves every sample of `table` to the ranks that train on it.
 
     Minibatches are `minibatch_size` prompts in uid order, so that they hold the same samples at any layout; inside one,
@@ -155,6 +162,10 @@ def pack(rollouts: Sequence[Rollout], table: SampleTable, groups: ProcessGroups,
         table: All samples to train on.
         groups: Who sits where.
         minibatch_size: Prompts per optimizer step.
+        routing: (layers, experts of a token) where the rollouts have `routed_experts`, the same on every rank.
+
+    Raises:
+        RuntimeError: `routing` is given and a rollout has no such record.
     """
     grid = groups.grid
     keys = [(int(uid), int(sample)) for uid, sample in torch.stack([table["uid"], table["sample_index"]], 1).tolist()]
@@ -166,17 +177,26 @@ def pack(rollouts: Sequence[Rollout], table: SampleTable, groups: ProcessGroups,
     held = {(rollout.prompt.uid, rollout.sample_index): rollout for rollout in rollouts if groups.leads_replica}
     tokens: list[Tensor] = []
     logprobs: list[Tensor] = []
+    sent: list[list[Rollout]] = []
     for rank in range(grid.world_size):
         wanted = [row for minibatch in dp_rows for row in minibatch[grid.coords(rank).dp]]
         parts = [held[keys[row]] for row in wanted if keys[row] in held]
         ids = [i for part in parts for i in (*part.prompt.prompt_ids, *part.response_ids)]
         tokens.append(torch.tensor(ids, dtype=torch.int64))
         logprobs.append(torch.tensor([x for part in parts for x in part.rollout_logprobs], dtype=torch.float32))
+        sent.append(parts)
 
     source = table["rank"].long().tolist()
     arrival = sorted(range(len(mine)), key=lambda i: source[mine[i]])  # stable: from each sender in the order of `mine`
     received_P = _exchange(tokens, [(source[mine[i]], int(seq_lens[mine[i]])) for i in arrival], grid.world_size)
     received_R = _exchange(logprobs, [(source[mine[i]], int(response_lens[mine[i]])) for i in arrival], grid.world_size)
+    received_routed: list[Tensor] = []
+    if routing is not None:
+        with together():
+            routed = [_concatenate([_routed_bytes(part, routing) for part in parts], torch.uint8) for parts in sent]
+        width = 2 * math.prod(routing)
+        extents = [(source[mine[i]], width * int(seq_lens[mine[i]])) for i in arrival]
+        received_routed = _exchange(routed, extents, grid.world_size)
     back = sorted(range(len(mine)), key=lambda position: arrival[position])
 
     index = torch.tensor(mine, dtype=torch.int64)
@@ -190,6 +210,9 @@ def pack(rollouts: Sequence[Rollout], table: SampleTable, groups: ProcessGroups,
         group_id_B=table["uid"].long()[index],
         rewards_B=table["reward"][index].float(),
         truncated_B=table["truncated"].bool()[index],
+        routed_experts_P=None
+        if routing is None
+        else _concatenate([received_routed[i] for i in back], torch.uint8).view(torch.int16).view(-1, *routing),
     )
     return StepBatch(batch, _local_rows(dp_rows, groups.coords.dp), index)
 
@@ -224,6 +247,18 @@ def _exchange(parts: list[Tensor], arriving: Sequence[tuple[int, int]], world_si
     for sender, length in arriving:
         counts[sender] += length
     return list(torch.split(all_to_all_ragged(parts, counts), [length for _, length in arriving]))
+
+
+def _routed_bytes(rollout: Rollout, routing: tuple[int, int]) -> Tensor:
+    """A rollout's record as bytes, since gloo sends no int16."""
+    routed = rollout.routed_experts
+    if routed is None or routed.shape != (rollout.num_tokens, *routing):
+        shape = None if routed is None else list(routed.shape)
+        raise RuntimeError(
+            f"sample {rollout.sample_index} of prompt {rollout.prompt.source or rollout.prompt.uid} came with routed "
+            f"experts {shape}, expected {[rollout.num_tokens, *routing]}: the engine did not keep them"
+        )
+    return routed.to(torch.int16).contiguous().view(torch.uint8).flatten()
 
 
 def _concatenate(parts: list[Tensor], dtype: torch.dtype) -> Tensor:

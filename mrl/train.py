@@ -69,7 +69,8 @@ def reinforcement_step(job: Job, step: int) -> Metrics:
     job.log.samples(step, sample_rows(rollouts, phase="train", num_samples=config.observe.num_samples))
 
     with phase("pack"):
-        data = pack(rollouts, table, job.groups, config.train.minibatch_size or config.train.batch_size)
+        minibatch_size = config.train.minibatch_size or config.train.batch_size
+        data = pack(rollouts, table, job.groups, minibatch_size, routing=job.routing)
     if algorithm.needs_proximal:
         with phase("old_log_prob"):
             data.batch.proximal_logprobs_R, _ = job.policy.score(data.batch)

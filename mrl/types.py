@@ -58,6 +58,9 @@ class Rollout:
         reward: Total reward, set by scoring.
         reward_parts: Each reward function's own value, before its weight.
         reward_error: Why scoring failed, None where it did not.
+        routed_experts: Experts that the engine chose for each token of prompt and response in each layer, most likely
+            first, int16 [num_tokens, layers, top_k] on the CPU. The last token was sampled and never went through the
+            model: its entries are -1. None unless `rollout.enable_rollout_routing_replay`.
     """
 
     prompt: Prompt
@@ -70,6 +73,7 @@ class Rollout:
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward_error: str | None = None
+    routed_experts: Tensor | None = field(default=None, repr=False, compare=False)
 
     @property
     def num_tokens(self) -> int:
@@ -99,7 +103,8 @@ class RolloutBatch:
         truncated_B: True where the response was cut at its length limit, bool; needed by
             `algorithm.overlong.mask_truncated`.
         routed_experts_P: The experts that the engine chose for each token and layer, [P, layers, top_k], int16; -1 for
-            a token that the engine never read (the last of a response). None unless they are replayed.
+            a token that the engine never read (the last of a response). None unless they are replayed. It takes
+            2 x layers x top_k bytes a token.
     """
 
     tokens_P: Tensor

@@ -11,6 +11,8 @@ from mrl.types import Prompt, Rollout
 from tests.ranks import run_ranks
 
 SAMPLES = 3
+ROUTING = (2, 3)
+"""Layers and experts of a token of the engine's record."""
 
 
 def prompts(count):
@@ -24,11 +26,17 @@ def rollouts_of(prompt):
         ids = [100 * prompt.uid + 10 * sample + i for i in range(length)]
         yield Rollout(
             prompt, sample, ids, [-0.5 * i for i in ids], "length" if length == 6 else "stop", 0,
-            reward=float(length), reward_parts={"r": float(length)},
+            reward=float(length), reward_parts={"r": float(length)}, routed_experts=routed([*prompt.prompt_ids, *ids]),
         )  # fmt: skip
 
 
-def packed(grid_args, count, minibatch_size):
+def routed(ids):
+    """A record in which every entry tells its token, layer and place."""
+    tokens = torch.tensor(ids, dtype=torch.int16)[:, None, None] * 10
+    return tokens + torch.arange(6, dtype=torch.int16).view(ROUTING)
+
+
+def packed(grid_args, count, minibatch_size, routing=None):
     rank = dist.get_rank()
     grid = Grid(dist.get_world_size(), **grid_args)
     world = dist.group.WORLD
@@ -36,7 +44,11 @@ def packed(grid_args, count, minibatch_size):
     mine = assign(prompts(count), grid.num_replicas, SAMPLES, LengthHistory(4.0))[grid.replica(rank)]
     rollouts = [rollout for prompt in mine for rollout in rollouts_of(prompt)]
     table = gather_table(rollouts, groups, ["r"])
-    data = pack(rollouts, table, groups, minibatch_size)
+    data = pack(rollouts, table, groups, minibatch_size, routing=routing)
+    if routing is None:
+        assert data.batch.routed_experts_P is None
+    else:
+        assert torch.equal(data.batch.routed_experts_P, routed(data.batch.tokens_P.tolist()))
     tokens = torch.split(data.batch.tokens_P, data.batch.seq_lens_B.tolist())
     logprobs = torch.split(data.batch.rollout_logprobs_R, data.batch.response_lens_B.tolist())
     rows = [
@@ -67,6 +79,25 @@ def test_minibatches_hold_the_same_samples_at_every_layout(grid_args):
             by_dp.setdefault(coords.dp, minibatches[minibatch])
             assert by_dp[coords.dp] == minibatches[minibatch], "ranks of one data-parallel index differ"
         assert sorted(row for rows in by_dp.values() for row in rows) == expected_rows(uids)
+
+
+@pytest.mark.parametrize("grid_args", [{}, {"tp": 2, "rollout_tp": 2}])
+def test_the_engines_choices_travel_with_their_tokens(grid_args):
+    assert len(run_ranks(4, packed, grid_args, 7, 3, ROUTING)) == 4
+    assert len(run_ranks(4, packed, grid_args, 1, 1, ROUTING)) == 4  # some ranks get nothing
+
+
+def misses_a_record(routing):
+    try:
+        packed({}, 3, 3, routing)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_missing_record_makes_every_rank_raise():
+    for message in run_ranks(4, misses_a_record, (5, 3)):
+        assert "the engine did not keep them" in message
 
 
 def test_a_rank_without_samples_gets_empty_minibatches():

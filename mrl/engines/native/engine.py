@@ -10,6 +10,7 @@ On CPU it is tested against transformers. On CUDA the same code runs, decoding t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,7 +25,7 @@ from mrl.engines.native.generation import Generation
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.memory import kv_budget
 from mrl.engines.native.model import Decoder
-from mrl.engines.native.rows import Rows
+from mrl.engines.native.rows import ROUTED, Rows
 from mrl.engines.native.scheduler import Scheduler
 from mrl.engines.native.stopping import Stopping
 from mrl.errors import UserError
@@ -222,10 +223,14 @@ class NativeEngine(RolloutEngine):
     def _reserve(self, wanted_rows: int, row_len: int, max_tokens: int) -> Rows:
         """Cache and row state for the call; kept from the last call where the shape is the same."""
         before = (self._cache.num_rows, self._cache.row_len)
-        num_rows = self._cache.reserve(wanted_rows, row_len)
+        moe, routing, routed_bytes = self._arch.moe, None, 0
+        if self._config.enable_rollout_routing_replay and moe is not None:
+            routing = (self._arch.num_layers, moe.top_k)
+            routed_bytes = row_len * math.prod(routing) * ROUTED.itemsize
+        num_rows = self._cache.reserve(wanted_rows, row_len, routed_bytes)
         rows = self._rows
         if rows is None or rows.shape != (num_rows, max_tokens) or before != (num_rows, self._cache.row_len):
-            rows = Rows(num_rows, max_tokens, self._device)
+            rows = Rows(num_rows, max_tokens, self._device, routing)
             self._graphs = None
         capture = self._device.type == "cuda" and self._model.is_capturable and not self._config.enforce_eager
         if self._graphs is None and capture:
@@ -236,6 +241,10 @@ class NativeEngine(RolloutEngine):
         """Logits after the newest token of the first `batch` rows; attention reads `length` slots."""
         if self._rows is None:
             raise RuntimeError("no rows are reserved")
-        positions_B = self._rows.positions_S[:batch]
+        rows = self._rows
+        positions_B, tokens_B = rows.positions_S[:batch], rows.tokens_S[:batch]
+        routed_BLK = None if rows.routed_SLK is None else rows.routed_SLK[:batch]
         attention = DecodeAttention(self._cache, positions_B, length, self._model.num_heads)
-        return self._model.logits(self._model.forward(self._rows.tokens_S[:batch], positions_B, attention))
+        hidden_BH = self._model.forward(tokens_B, positions_B, attention, routed_PLK=routed_BLK)
+        rows.keep_routed(batch)
+        return self._model.logits(hidden_BH)

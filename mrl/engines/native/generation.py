@@ -103,7 +103,14 @@ class Generation:
                 if chunk.stop == groups[chunk.row - first_row].prompt_len
             }
             wanted_N = torch.tensor(list(complete), dtype=torch.int64, device=tokens_P.device)
-            hidden_NH = self._model.forward(tokens_P, attention.positions_P, attention, wanted_N)
+            routed_PLK = None
+            if self._rows.routed_SLK is not None:
+                routed_PLK = self._rows.routed_SLK.new_empty(tokens_P.numel(), *self._rows.routed_SLK.shape[1:])
+            hidden_NH = self._model.forward(tokens_P, attention.positions_P, attention, wanted_N, routed_PLK)
+            if routed_PLK is not None:
+                parts = torch.split(routed_PLK.cpu(), [chunk.stop - chunk.start for chunk in chunks])
+                for chunk, part in zip(chunks, parts, strict=True):
+                    groups[chunk.row - first_row].routed.append(part)
             self.stats["prefill_tokens"] += tokens_P.numel()
             for group, hidden_H in zip(complete.values(), hidden_NH.unbind(), strict=True):
                 group.hidden_H = hidden_H
@@ -181,4 +188,5 @@ class Generation:
             rollout_logprobs=self._rows.logprobs(row),
             finish_reason=self._stopping.reason(response),
             policy_version=policy_version,
+            routed_experts=torch.cat([*sample.group.routed, self._rows.routed(row)]) if sample.group.routed else None,
         )

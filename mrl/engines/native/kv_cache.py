@@ -57,23 +57,25 @@ class KVCache:
         layers, heads, dim = self._shape
         return 2 * layers * heads * dim * self._dtype.itemsize
 
-    def reserve(self, wanted_rows: int, row_len: int) -> int:
+    def reserve(self, wanted_rows: int, row_len: int, other_row_bytes: int = 0) -> int:
         """Makes room for as many of `wanted_rows` rows as the budget allows; returns how many.
 
         Args:
             wanted_rows: Sequences that could run at a time.
             row_len: Tokens of the longest sequence.
+            other_row_bytes: What else each row takes; counts against the budget.
 
         Raises:
             UserError: Not even one row fits.
         """
         layers, heads, dim = self._shape
         slots = -(-row_len // SLOT_MULTIPLE) * SLOT_MULTIPLE
-        rows = min(wanted_rows, self.budget_bytes // (slots * self.token_bytes))
+        row_bytes = slots * self.token_bytes + other_row_bytes
+        rows = min(wanted_rows, self.budget_bytes // row_bytes)
         if rows < 1:
             raise UserError(
                 f"rollout.gpu_memory_utilization leaves {self.budget_bytes / 2**20:.1f} MiB for the KV cache, but one "
-                f"sequence of {row_len} tokens takes {slots * self.token_bytes / 2**20:.1f} MiB. Raise it, shorten "
+                f"sequence of {row_len} tokens takes {row_bytes / 2**20:.1f} MiB. Raise it, shorten "
                 "rollout.prompt_length or rollout.response_length, or raise rollout.tensor_model_parallel_size."
             )
         if self._pool is not None and (rows, slots) == (self.num_rows, self.row_len):

@@ -2,7 +2,7 @@
 
 Owns the per-row tensors of decoding. Addresses stay the same, so that a captured graph can read them.
 
-Shapes: S rows, T longest response.
+Shapes: S rows, T longest response, L layers, K experts of a token.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+ROUTED = torch.int16
+"""Of recorded experts: no model has 32768 of them."""
 
 
 class Rows:
@@ -23,15 +26,23 @@ class Rows:
         keys_S: Random stream, from `stream_key`.
         response_ST: Sampled tokens.
         logprobs_ST: Their log-probabilities, fp32.
+        routed_SLK: Receives the experts of each row's newest token; None where they are not recorded.
     """
 
-    def __init__(self, num_rows: int, max_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, max_tokens: int, device: torch.device, routing: tuple[int, int] | None = None
+    ) -> None:
+        """Allocates; `routing` is (L, K) where experts are recorded."""
         self.shape = (num_rows, max_tokens)
         self._state_4S = torch.zeros(4, num_rows, dtype=torch.int64, device=device)
         self.tokens_S, self.positions_S, self.counts_S, self.keys_S = self._state_4S.unbind()
         self.response_ST = torch.zeros(num_rows, max_tokens, dtype=torch.int64, device=device)
         self.logprobs_ST = torch.zeros(num_rows, max_tokens, dtype=torch.float32, device=device)
         self._index_S = torch.arange(num_rows, device=device)
+        self.routed_SLK: Tensor | None = None
+        if routing is not None:
+            self.routed_SLK = torch.zeros(num_rows, *routing, dtype=ROUTED, device=device)
+            self._routed_STLK = torch.zeros(num_rows, max_tokens, *routing, dtype=ROUTED, device=device)
 
     def begin(self, rows: Sequence[int], prompt_lens: Sequence[int], keys: Sequence[int]) -> Tensor:
         """Rows in which a response begins; returns them as an index. `positions_S` is the last prompt token's."""
@@ -52,8 +63,15 @@ class Rows:
         self.counts_S[index] += 1
         self.positions_S[index] += 1
 
+    def keep_routed(self, batch: int) -> None:
+        """Files the experts of the newest tokens of the first `batch` rows, before the next tokens are taken."""
+        if self.routed_SLK is not None:
+            self._routed_STLK[self._index_S[:batch], self.counts_S[:batch] - 1] = self.routed_SLK[:batch]
+
     def move(self, source: int, target: int) -> None:
         """Row `target` becomes row `source`."""
+        if self.routed_SLK is not None:
+            self._routed_STLK[target] = self._routed_STLK[source]
         self._state_4S[:, target] = self._state_4S[:, source]
         self.response_ST[target] = self.response_ST[source]
         self.logprobs_ST[target] = self.logprobs_ST[source]
@@ -62,6 +80,12 @@ class Rows:
         """Sampled tokens of a row, from the `start`-th on; the last ones where `start` is negative."""
         count = int(self.counts_S[row])
         found: list[int] = self.response_ST[row, max(0, count + start if start < 0 else start) : count].tolist()
+        return found
+
+    def routed(self, row: int) -> Tensor:
+        """Experts of a row's sampled tokens [count, L, K], on the CPU; -1 for the last one, which went nowhere."""
+        found: Tensor = self._routed_STLK[row, : int(self.counts_S[row])].to("cpu", copy=True)
+        found[-1] = -1
         return found
 
     def logprobs(self, row: int) -> list[float]:

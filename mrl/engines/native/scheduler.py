@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -26,12 +26,14 @@ class Group:
         prompt: What is sampled from.
         pending: Sample indices not yet started.
         hidden_H: State from which each sample's first token is drawn; None before the prefill.
+        routed: Experts of the prompt's tokens, where they are recorded: parts [tokens, layers, top_k], in order.
     """
 
     index: int
     prompt: Prompt
     pending: deque[int]
     hidden_H: Tensor | None = None
+    routed: list[Tensor] = field(default_factory=list)
 
     @property
     def prompt_len(self) -> int:

@@ -20,6 +20,9 @@ FAMILIES = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "tie_word_embeddings": False},
 }
 
+RECORD = {"enable_rollout_routing_replay": True}
+SAMPLED = SamplingConfig(n=3, max_tokens=12, temperature=0.9, stop_token_ids=(5, 6, 7, 8), seed=2)
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
@@ -59,20 +62,21 @@ def test_greedy_tokens_equal_those_of_transformers(folders, family):
 def _generate_on_ranks(folder, sampling, settings):
     engine = make_engine(folder, tp_group=torch.distributed.group.WORLD, **settings)
     rollouts = engine.generate(make_prompts(LENGTHS), sampling)
-    return [(r.response_ids, r.rollout_logprobs) for r in rollouts]
+    return [(r.response_ids, r.rollout_logprobs, r.routed_experts.tolist()) for r in rollouts]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("ranks", "ep"), [(2, 1), (2, 2), (4, 2)], ids=["tp2", "ep2", "ep2 x tp2"])
 def test_ranks_give_the_tokens_of_one(folders, family, ranks, ep):
     folder = folders(family)
-    settings = {"max_num_seqs": 4, "expert_parallel_size": ep}
-    sampling = SamplingConfig(n=2, max_tokens=64, greedy=False, temperature=0.9, top_p=0.95)
+    settings = {"max_num_seqs": 4, "expert_parallel_size": ep, **RECORD}
+    sampling = SamplingConfig(n=2, max_tokens=24, temperature=0.9, top_p=0.95)
     found = run_ranks(ranks, _generate_on_ranks, folder, sampling, settings)
     assert all(result == found[0] for result in found)
-    alone = make_engine(folder).generate(make_prompts(LENGTHS), sampling)
-    for (ids, logprobs), rollout in zip(found[0], alone, strict=True):
+    alone = make_engine(folder, **RECORD).generate(make_prompts(LENGTHS), sampling)
+    for (ids, logprobs, record), rollout in zip(found[0], alone, strict=True):
         assert ids == rollout.response_ids
+        assert record == rollout.routed_experts.tolist()
         torch.testing.assert_close(
             torch.tensor(logprobs), torch.tensor(rollout.rollout_logprobs), atol=LOGPROB_ATOL, rtol=0
         )
@@ -113,3 +117,46 @@ def test_grouped_products_equal_one_for_each_expert(held, num_tokens):
     scale = plain.abs().max().clamp(min=1)
     for found in (one_by_one(x_PH, chosen_PK, held, *linears), grouped(x_PH, chosen_PK, held, gate_up, down)):
         assert (found.view_as(plain) - plain).abs().max() <= GROUPED_ATOL * scale
+
+
+def chosen_by(model, rollout):
+    """Experts that transformers chooses for all but the last token of a rollout, [tokens, layers, top_k]."""
+    ids = torch.tensor([[*rollout.prompt.prompt_ids, *rollout.response_ids[:-1]]])
+    with torch.no_grad():
+        logits = model(ids, output_router_logits=True).router_logits
+    top_k = model.config.num_experts_per_tok
+    return torch.stack([layer.softmax(-1).topk(top_k).indices for layer in logits], 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_num_seqs": 2, "max_num_batched_tokens": 7}, {"max_num_seqs": 4, "enable_prefix_caching": False}],
+    ids=str,
+)
+def test_the_record_is_what_transformers_routes(folders, family, settings):
+    model = reference(folders(family))
+    rollouts = make_engine(folders(family), **RECORD, **settings).generate(make_prompts(LENGTHS), SAMPLED)
+    plain = make_engine(folders(family), **settings).generate(make_prompts(LENGTHS), SAMPLED)
+    assert len({len(rollout.response_ids) for rollout in rollouts}) > 3  # rows end at different steps, and move
+    for rollout, bare in zip(rollouts, plain, strict=True):
+        record = rollout.routed_experts
+        assert record.dtype == torch.int16 and record.size(0) == rollout.num_tokens
+        assert torch.equal(record[:-1].long(), chosen_by(model, rollout))
+        assert record[-1].eq(-1).all()
+        assert bare.routed_experts is None
+        assert (bare.response_ids, bare.rollout_logprobs) == (rollout.response_ids, rollout.rollout_logprobs)
+
+
+def test_the_record_counts_against_the_budget(folders):
+    engine = make_engine(folders("qwen3_moe"), **RECORD)
+    row_bytes = 32 * engine._cache.token_bytes + 32 * 3 * 3 * 2  # slots; tokens x layers x experts of a token x int16
+    sampling = SamplingConfig(n=4, max_tokens=12)
+    engine._cache.budget_bytes = 3 * row_bytes - 1
+    engine.generate(make_prompts([20]), sampling)
+    assert engine.stats()["max_running"] == 2
+
+
+def test_a_dense_model_keeps_no_record(tmp_path):
+    rollouts = make_engine(make_checkpoint(tmp_path), **RECORD).generate(make_prompts([4]), SAMPLED)
+    assert rollouts[0].routed_experts is None

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from mrl.errors import UserError
@@ -116,8 +117,10 @@ class TrtllmTarget(Target):
         (folder / CONFIG).write_text(json.dumps(to_json(self.config), indent=2) + "\n", encoding="utf-8")
 
     def describe(self) -> dict[str, Any]:
-        """See `Target`."""
-        return _summary(self.config)
+        """See `Target`; with FP8 also a hash of the activation scales, on which the files depend."""
+        scales = json.dumps(self._scales, sort_keys=True).encode()
+        known = {"activation_scales": xxhash.xxh3_64_hexdigest(scales)} if self.config.fp8 else {}
+        return {**_summary(self.config), **known}
 
     def _layout(self, rank: int) -> Layout:
         layout = trtllm_layout(self.config.arch, self.config.mapping, rank, self.config.dtype)
@@ -369,4 +372,5 @@ def _summary(config: TrtllmConfig) -> dict[str, Any]:
         "moe_ep_size": mapping.moe_ep_size,
         "use_parallel_embedding": mapping.use_parallel_embedding,
         "embedding_sharding_dim": mapping.embedding_sharding_dim,
+        "gpus_per_node": config.gpus_per_node,
     }

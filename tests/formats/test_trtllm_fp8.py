@@ -2,14 +2,19 @@
 
 import fnmatch
 import json
+from contextlib import closing
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from mrl.convert import convert
 from mrl.errors import UserError
 from mrl.formats.fp8 import dequantize, quantize
+from mrl.formats.hf import HfSource
+from mrl.formats.output_file import hash_file
 from mrl.formats.trtllm import TrtllmSource, TrtllmTarget, read_activation_scales
+from mrl.models.hf_config import family_of
 from mrl.weights.regions import whole
 from mrl.weights.trtllm import TrtllmMapping, linear_modules
 from tests.formats import trtllm_oracle as oracle
@@ -128,6 +133,22 @@ def test_activation_scales_must_be_given_for_each_linear_layer_and_for_no_other(
     with pytest.raises(UserError, match="'transformer.layers.0.mlp.fc' is 0"):
         target({**given, "transformer.layers.0.mlp.fc": 0})
     assert target(given).describe()["quant_algo"] == "FP8"
+
+
+def test_a_conversion_writes_the_same_fp8_files(tmp_path):
+    arch = ARCHS["qwen2_moe"]
+    hf, given = weights(arch, "bfloat16"), scales_of(arch, MAPPING)
+    (tmp_path / "hf").mkdir()
+    save_file({name: tensor.bfloat16() for name, tensor in hf.items()}, tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(family_of(arch).arch_to_hf(arch)))
+    target = TrtllmTarget(arch, MAPPING, "bfloat16", activation_scales=given)
+    with closing(HfSource(tmp_path / "hf")) as source:
+        manifest = convert(source, target, tmp_path / "converted")
+    plain = written(tmp_path / "plain", arch, MAPPING, "bfloat16", hf, activation_scales=given)
+    for file in target.files:
+        assert manifest["target"]["files"][file.name]["xxh3"] == hash_file(plain / file.name)
+    other = TrtllmTarget(arch, MAPPING, "bfloat16", activation_scales=dict.fromkeys(given, 1.0))
+    assert other.describe() != target.describe()
 
 
 def test_activation_scales_are_read_from_a_json_object_of_numbers(tmp_path):

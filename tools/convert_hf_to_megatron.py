@@ -1,0 +1,39 @@
+"""Hugging Face folder -> Megatron distributed checkpoint, at any parallel layout; no GPU, no process group."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from mrl.convert_cli import (
+    FlagParser,
+    add_conversion_flags,
+    add_megatron_flags,
+    megatron_target,
+    run_conversion,
+    run_tool,
+)
+from mrl.formats.hf import HfSource
+
+EXAMPLE = """\
+  python tools/convert_hf_to_megatron.py --model_dir Qwen3-30B-A3B --output_dir qwen3-megatron \\
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --expert-model-parallel-size 8
+"""
+
+
+def work(args: argparse.Namespace) -> int:
+    """Opens the source and converts it."""
+    source = HfSource(args.model_dir)
+    return run_conversion(args, source, lambda source: megatron_target(args, source))
+
+
+def main() -> int:
+    """Parses the flags; returns the exit status."""
+    parser = FlagParser(__doc__, EXAMPLE)
+    add_conversion_flags(parser, "Hugging Face folder with safetensors")
+    add_megatron_flags(parser)
+    return run_tool(parser, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""Hugging Face folder -> TensorRT-LLM checkpoint: config.json and one file per rank."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from mrl.convert_cli import FlagParser, add_conversion_flags, add_trtllm_flags, run_conversion, run_tool, trtllm_target
+from mrl.formats.hf import HfSource
+
+EXAMPLE = """\
+  python tools/convert_hf_to_trtllm.py --model_dir Qwen3-30B-A3B --output_dir qwen3-trtllm --tp_size 4 --pp_size 2
+"""
+
+
+def work(args: argparse.Namespace) -> int:
+    """Opens the source and converts it."""
+    source = HfSource(args.model_dir)
+    return run_conversion(args, source, lambda source: trtllm_target(args, source))
+
+
+def main() -> int:
+    """Parses the flags; returns the exit status."""
+    parser = FlagParser(__doc__, EXAMPLE)
+    add_conversion_flags(parser, "Hugging Face folder with safetensors")
+    add_trtllm_flags(parser)
+    return run_tool(parser, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

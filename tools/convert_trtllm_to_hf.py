@@ -1,0 +1,31 @@
+"""TensorRT-LLM checkpoint -> Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from mrl.convert_cli import FlagParser, add_conversion_flags, add_hf_flags, hf_target, run_conversion, run_tool
+from mrl.formats.trtllm import TrtllmSource
+
+EXAMPLE = """\
+  python tools/convert_trtllm_to_hf.py --model_dir qwen3-trtllm --output_dir qwen3-hf --like Qwen3-30B-A3B
+"""
+
+
+def work(args: argparse.Namespace) -> int:
+    """Opens the source and converts it."""
+    source = TrtllmSource(args.model_dir)
+    return run_conversion(args, source, lambda source: hf_target(args, source))
+
+
+def main() -> int:
+    """Parses the flags; returns the exit status."""
+    parser = FlagParser(__doc__, EXAMPLE)
+    add_conversion_flags(parser, "TensorRT-LLM checkpoint: config.json and rank files")
+    add_hf_flags(parser)
+    return run_tool(parser, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Are two checkpoints the same weights, whatever their formats and layouts? Exit status 0: yes, 1: no, 2: a mistake."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import closing
+
+from rich.console import Console
+
+from mrl.convert_cli import FlagParser, progress_bar, run_tool
+from mrl.formats.detect import open_source
+from mrl.models.hf_config import arch_from_folder
+from mrl.verify import verify
+from mrl.weights.hf import hf_layout
+from mrl.weights.regions import volume, whole
+
+EXAMPLE = """\
+  python tools/verify_checkpoint.py Qwen3-30B-A3B qwen3-trtllm
+"""
+
+
+def work(args: argparse.Namespace) -> int:
+    """Compares and prints."""
+    arch = None if args.like is None else arch_from_folder(args.like)
+    with closing(open_source(args.a, arch)) as a, closing(open_source(args.b, arch)) as b:
+        total = sum(volume(whole(stored.shape)) for stored in hf_layout(a.arch, "float32").values())
+        with progress_bar(Console(stderr=True), "comparing elements", total) as advance:
+            found = verify(a, b, atol=args.atol, rtol=args.rtol, progress=advance)
+    for key, (left, right) in found.config.items():
+        print(f"config       {key}: {left} in A, {right} in B")
+    print(f"compared     {found.num_elements} elements of {found.num_tensors} tensors")
+    if found.first is None:
+        print("same weights")
+        return 0
+    where = "" if found.first.index is None else str(list(found.first.index))
+    print(f"different    {found.different_elements} elements of {found.different_tensors} tensors")
+    print(f"first        {found.first.tensor}{where}\n  A          {found.first.a}\n  B          {found.first.b}")
+    return 1
+
+
+def main() -> int:
+    """Parses the flags; returns the exit status."""
+    parser = FlagParser(__doc__, EXAMPLE)
+    parser.add_argument("a", metavar="A", help="checkpoint: Hugging Face, Megatron or TensorRT-LLM")
+    parser.add_argument("b", metavar="B", help="the other one")
+    parser.add_argument("--atol", type=float, help="values may differ by atol + rtol * |b|; without both: no bit may")
+    parser.add_argument("--rtol", type=float, help="as above")
+    parser.add_argument("--like", metavar="FOLDER", help="config.json for a Megatron checkpoint that has none")
+    return run_tool(parser, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

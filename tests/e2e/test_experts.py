@@ -20,6 +20,7 @@ TP2_EP2 = [
     "rollout.tensor_model_parallel_size=2",
     "rollout.expert_parallel_size=2",
 ]
+REPLAY = ["rollout.enable_rollout_routing_replay=true", "actor.router_replay=rollout"]
 PP2 = ["parallel.pipeline_model_parallel_size=2"]
 
 
@@ -48,6 +49,14 @@ def test_a_run_resumes_where_the_experts_lie_otherwise(single, tmp_path):
     runs.train_in_pool(tmp_path, [*MODEL, *TP2_EP2, "train.num_steps=2"], 4)
     found = runs.train_in_pool(tmp_path, [*MODEL, *PP2, "run.resume=must"], 2)
     assert_same(updates(found), updates(single))
+
+
+def test_replayed_experts_give_the_same_updates(single, tmp_path):
+    """The choices travel with the samples from the ranks that drew them to those that train on them."""
+    short = [*MODEL, *REPLAY, "train.num_steps=1", "train.warm_start.num_steps=1"]
+    alone = runs.train_in_pool(tmp_path / "alone", short, 1)
+    assert_same(runs.train_in_pool(tmp_path / "spread", [*short, *TP2_EP2], 4), alone)
+    assert {name for row in alone for name in row} == {name for row in single for name in row}
 
 
 def updates(rows):

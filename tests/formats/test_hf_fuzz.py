@@ -19,7 +19,7 @@ from tests.weights.archs import counted, small
 
 ARCH = small("qwen2_tiny", num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_attention_heads=2)
 EXPECTED = counted(ARCH)
-FUZZ = settings(max_examples=400, deadline=None, database=None)
+FUZZ = settings(max_examples=200, deadline=None, database=None)
 """About 5 ms for each example."""
 
 

@@ -1,6 +1,7 @@
 """The actor's shards into the native engine, over real ranks: whole, or not at all."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from mrl.weights.native import native_layout
 from mrl.weights.tensors import allocate
 from tests.ranks import run_ranks
 from tests.weights.archs import ARCHS, small
+from tests.weights.test_experts import MOE
 
 NAME = "biases, tied"
 PROMPT = Prompt(uid=0, prompt_ids=(1, 2, 3), text="")
@@ -26,9 +28,9 @@ SAMPLING = SamplingConfig(n=1, max_tokens=4, greedy=True, ignore_eos=True)
 
 
 @functools.cache
-def rollout_group(grid):
+def rollout_group(world_size, rollout_tp):
     """One group per layout and process: each costs threads for as long as the process lives."""
-    return make_rollout_group(grid, dist.get_rank())
+    return make_rollout_group(Grid(world_size, rollout_tp=rollout_tp), dist.get_rank())
 
 
 class Side:
@@ -39,11 +41,17 @@ class Side:
         self.arch, self.grid, self.dtype = arch, grid, target_dtype
         self.layout = megatron_layout(arch, grid, rank, dtype=source_dtype, te=False)
         self.sources = allocate(self.layout)
-        config = RolloutConfig(prompt_length=8, response_length=8, max_num_seqs=4, gpu_memory_utilization=0.01)
+        config = RolloutConfig(
+            prompt_length=8,
+            response_length=8,
+            max_num_seqs=4,
+            gpu_memory_utilization=0.01,
+            expert_parallel_size=grid.rollout_ep,
+        )
         self.engine = engine(
             config,
             arch,
-            tp_group=rollout_group(grid),
+            tp_group=rollout_group(grid.world_size, grid.rollout_tp),
             device=torch.device("cpu"),
             dtype=getattr(torch, target_dtype),
             decode=str,
@@ -57,7 +65,13 @@ class Side:
         random_init(self.arch, self.layout, self.sources, seed)
 
     def assert_engine_holds(self, seed):
-        own = native_layout(self.arch, self.grid.rollout_tp, self.grid.rollout_tp_rank(dist.get_rank()), self.dtype)
+        own = native_layout(
+            self.arch,
+            self.grid.rollout_tp,
+            self.grid.rollout_tp_rank(dist.get_rank()),
+            self.dtype,
+            ep_size=self.grid.rollout_ep,
+        )
         expected = allocate(own)
         random_init(self.arch, own, expected, seed)
         for name, tensor in expected.items():
@@ -84,6 +98,51 @@ def test_the_engine_holds_the_actors_weights_in_place(name, grid):
     for metrics in run_ranks(4, refits_twice, ARCHS[name], grid, "float32", "float32"):
         assert metrics["refit/bytes_moved"] == metrics["refit/bytes_lower_bound"] > 0
         assert metrics["refit/gb_per_s"] > 0
+
+
+EXPERT_PAIRS = [
+    # of the actor (tp, ep, etp ...) -> of the engine (rollout_tp, rollout_ep)
+    Grid(4),
+    Grid(4, ep=4),
+    Grid(4, ep=4, rollout_tp=4),
+    Grid(4, ep=2, rollout_tp=2, rollout_ep=2),
+    Grid(4, ep=2, etp=2, rollout_tp=4, rollout_ep=4),
+    Grid(4, ep=2, rollout_tp=4, rollout_ep=2),
+    Grid(4, 2, rollout_tp=2, rollout_ep=2),
+    Grid(4, 4, rollout_tp=4, rollout_ep=4),
+    Grid(4, 4, ep=4, etp=1, rollout_tp=4),
+    Grid(4, 2, ep=2, etp=1, rollout_tp=4, rollout_ep=2),
+    Grid(4, 2, ep=2, etp=2, rollout_tp=2),
+    Grid(4, 2, ep=4, etp=1, rollout_tp=2, rollout_ep=2),
+    Grid(4, 1, 2, ep=2, rollout_tp=2, rollout_ep=2),
+    Grid(4, 2, 2, ep=2, etp=1, rollout_tp=4, rollout_ep=4),
+    Grid(4, 1, 2, 2, ep=2, rollout_tp=4, rollout_ep=2),
+    Grid(4, 2, cp=2, ep=2, rollout_tp=2),
+]
+
+
+ALIGNED = [Grid(4), *(Grid(4, ep=2, rollout_tp=tp, rollout_ep=2) for tp in (2, 4))]
+"""Each rank of the actor holds what its engine wants."""
+
+
+def refits_each(arch, grids):
+    return [refits_twice(arch, grid, "float32", "float32") for grid in grids]
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_experts_spread_or_cut_fill_engines_that_spread_or_cut_them(name):
+    arch = replace(MOE[name], num_layers=4)
+    for metrics in run_ranks(4, refits_each, arch, EXPERT_PAIRS):
+        for grid, found in zip(EXPERT_PAIRS, metrics, strict=True):
+            assert found["refit/bytes_moved"] == found["refit/bytes_lower_bound"], grid
+            assert (found["refit/bytes_moved"] == 0) == (grid in ALIGNED), grid
+
+
+def test_a_stack_of_experts_larger_than_the_bucket_is_split():
+    """4 experts of 1.5 MiB in one tensor of the engine, each a tensor of the actor, through buffers of 1 MiB."""
+    arch = replace(small("qwen3_moe_tiny", hidden_size=128, moe_intermediate_size=1536), num_layers=1)
+    refits = run_ranks(2, refits_each, arch, [Grid(2, ep=2), Grid(2, ep=2, rollout_tp=2)])
+    assert all(found["refit/bytes_moved"] > 0 for metrics in refits for found in metrics)
 
 
 def test_an_actor_in_float32_fills_an_engine_in_bfloat16():

@@ -133,6 +133,31 @@ def test_any_actor_layout_refits_any_engine_layout(name):
 
 
 @pytest.mark.parametrize(
+    "actor",
+    [
+        {"tp": 2, "ep": 4, "etp": 1, "pp": 2},
+        {"ep": 4, "etp": 4},
+        {"tp": 4, "ep": 2, "cp": 2},
+        {"tp": 2, "cp": 2, "ep": 4},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("engine", [(1, 1), (4, 4), (8, 2), (8, 4)], ids=str)
+def test_sixteen_ranks_move_the_least(actor, engine):
+    """Two ranks a host: what a host holds is taken there, and still no byte moves that need not."""
+    arch, (rollout_tp, rollout_ep) = MOE["qwen2_moe"], engine
+    grid = Grid(16, **actor, rollout_tp=rollout_tp, rollout_ep=rollout_ep)
+    hf = counted(arch)
+    sources = megatron_layouts(arch, grid, dtype="float32", te=True)
+    targets = native_layouts(arch, grid, "float32")
+    plan = make_plan(sources, targets, host_of=lambda rank: rank // 2)
+    stored = {rank: filled(layout, hf) for rank, layout in sources.items()}
+    wanted = {rank: filled(layout, hf) for rank, layout in targets.items()}
+    assert_same(carried_out(plan.copies, stored, targets), wanted)
+    assert plan.bytes_moved == plan.lower_bound_bytes > 0
+
+
+@pytest.mark.parametrize(
     "grid, stages",
     [
         (Grid(2, pp=2, first_stage_layers=1), {(0, 0): [0], (1, 0): [1, 2, 3, 4, 5]}),

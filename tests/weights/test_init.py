@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from mrl.grid import Grid
+from mrl.weights.checksum import MODULUS, bit_sum
 from mrl.weights.hf import hf_layout
 from mrl.weights.init import INITIALIZER_RANGE, random_init
 from mrl.weights.megatron import megatron_layout
 from mrl.weights.native import native_layout
 from mrl.weights.tensors import allocate
 from tests.weights.archs import ARCHS, filled, small
+from tests.weights.test_experts import MOE
 
 
 def model(arch, seed=0, dtype="float32"):
@@ -33,6 +35,34 @@ def test_every_layout_gets_the_same_model(arch):
         random_init(arch, layout, tensors, seed=0)
         for name, expected in filled(layout, hf).items():
             assert torch.equal(tensors[name], expected), name
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_every_layout_gets_the_same_experts(name):
+    arch = MOE[name]
+    hf = model(arch)
+    assert len({tensor.sum().item() for key, tensor in hf.items() if "experts." in key}) == 2 * 4 * 3  # each its own
+    grids = [Grid(8, ep=4), Grid(8, 2, ep=2, etp=1), Grid(8, 2, ep=2), Grid(8, pp=2, ep=2, etp=2)]
+    layouts = [megatron_layout(arch, grid, rank, dtype="float32", te=True) for grid in grids for rank in range(8)]
+    sums = {sum(map(bit_sum, hf.values())) % MODULUS}
+    for tp, ep in ((2, 2), (4, 2)):
+        ranks = [native_layout(arch, tp, rank, "float32", ep_size=ep) for rank in range(tp)]
+        layouts += ranks
+        experts = [key for key in ranks[0] if "experts_" in key]
+        drawn = [drawn_experts(arch, layout, experts) for layout in ranks]
+        sums.add((sum(drawn) + sum(bit_sum(tensor) for key, tensor in hf.items() if "experts." not in key)) % MODULUS)
+    assert len(sums) == 1  # the checksum sees no layout
+    for layout in layouts:
+        tensors = allocate(layout)
+        random_init(arch, layout, tensors, seed=0)
+        for key, expected in filled(layout, hf).items():
+            assert torch.equal(tensors[key], expected), key
+
+
+def drawn_experts(arch, layout, names):
+    tensors = allocate(layout)
+    random_init(arch, layout, tensors, seed=0)
+    return sum(bit_sum(tensors[name]) for name in names)
 
 
 def test_a_tensor_of_several_blocks_is_the_same_by_rows_and_by_columns():

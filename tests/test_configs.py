@@ -1,0 +1,50 @@
+"""The production configs: each one is a run that its ranks and its model allow, under the name that it has."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mrl.config import load
+from mrl.grid import Grid
+from mrl.prepare import resolve
+from tests.source import ROOT
+
+NAME = re.compile(r"(?P<algorithm>[a-z]+)_(?P<model>[^_]+)_(?P<nodes>\d+)x(?P<gpus>\d+)(?:_(?P<layout>\w+))?\.yaml")
+FILES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if NAME.fullmatch(path.name)]
+
+
+def world_size(path: Path) -> int:
+    """nodes x GPUs of a node, from the file's name."""
+    found = NAME.fullmatch(path.name)
+    return int(found["nodes"]) * int(found["gpus"])
+
+
+def layout_name(grid: Grid) -> str:
+    sizes = {"tp": grid.tp, "pp": grid.pp, "vpp": grid.vpp, "cp": grid.cp, "ep": grid.ep}
+    return "".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+
+
+def test_every_config_but_the_quickstart_says_its_ranks_in_its_name():
+    assert {path.name for path in (ROOT / "configs").glob("*.yaml")} - {path.name for path in FILES} == {
+        "quickstart.yaml"
+    }
+    assert [world_size(path) for path in FILES if "235b" in path.name] == [256]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
+def test_a_config_is_allowed_at_its_world_size_and_named_after_its_layout(file):
+    found = resolve(load(file), world_size(file))
+    name = NAME.fullmatch(file.name)
+    assert (name["layout"] or "") == layout_name(found.grid)
+    assert name["algorithm"] == found.config.algorithm.name
+    assert re.sub("[-_]", "", name["model"]) == re.sub("[-_]", "", found.config.model.preset)
+    assert f"--world-size {world_size(file)}" in file.read_text()
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
+def test_the_models_own_folder_takes_the_place_of_its_shape(file):
+    switched = load(file, ["~model", "model.path=/models/mine", "~data", "data.train_files=train.jsonl"])
+    assert (switched.model.preset, switched.model.overrides, switched.model.tokenizer) == (None, {}, None)
+    assert switched.data.task is None and switched.data.train_files == ["train.jsonl"]
+    assert "~model model.path=" in file.read_text() and "~data data.train_files=" in file.read_text()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,6 +32,7 @@ MIXTURES = {
     "qwen2_moe": arch_from_preset("qwen2_moe_tiny", {}, VOCAB),
     "mixtral": arch_from_preset("mixtral_tiny", {}, VOCAB),
 }
+SHALLOW_MIXTURE = replace(MIXTURES["qwen2_moe"], num_layers=2)
 LAYOUTS = {
     "single": Grid(1),
     "tp2": Grid(2, tp=2),

@@ -8,23 +8,23 @@ import torch
 from mrl.grid import Grid
 from mrl.megatron import checkpoint
 from mrl.megatron.optimizer import LearningRate
-from tests.megatron.actors import EXPERT_LAYOUTS, MIXTURES, full_weights, make_policy, train
+from tests.megatron.actors import EXPERT_LAYOUTS, SHALLOW_MIXTURE, full_weights, make_policy, train
 from tests.ranks import run_ranks
 
-RELATIVE = 1e-4  # fp32 sums in another order, over two steps of Adam
+RELATIVE = 1e-4  # fp32 sums in another order, after a step of Adam
 ABSOLUTE = 2e-6  # losses around zero
-BEFORE, AFTER = 2, 2
+BEFORE, AFTER = 2, 1
 RATE = LearningRate(1e-3, 0.0, "linear", 0, BEFORE + AFTER)
 LAYOUTS = {"single": Grid(1), "tp2_pp2": Grid(4, tp=2, pp=2), **EXPERT_LAYOUTS}
 CASES = [
-    ("tp2_ep2_etp2", ["single", "ep4", "tp2_pp2", "tp2_ep2_etp2", "ep2_pp2_vpp2"]),
+    ("tp2_ep2_etp2", ["single", "ep4", "tp2_pp2"]),
     ("single", ["ep2"]),
 ]
 
 
 def saved(folder, grid):
     """Trains, saves, trains on: weights at the save and metrics behind it."""
-    policy = make_policy(MIXTURES["qwen2_moe"], grid)
+    policy = make_policy(SHALLOW_MIXTURE, grid)
     policy.start_optimizer(RATE)
     train(policy, BEFORE)
     checkpoint.save(folder, policy)
@@ -33,7 +33,7 @@ def saved(folder, grid):
 
 
 def resumed(folder, grid):
-    policy = make_policy(MIXTURES["qwen2_moe"], grid, seed=None)
+    policy = make_policy(SHALLOW_MIXTURE, grid, seed=None)
     policy.start_optimizer(RATE)
     checkpoint.load(folder, policy)
     weights = full_weights(policy)

@@ -87,9 +87,11 @@ class TrtllmConfig:
     gpus_per_node: int = 8
 
     def __post_init__(self) -> None:
-        """Raises UserError where TensorRT-LLM has no such model, or it cannot be spread so."""
+        """Raises UserError where a value is wrong, TensorRT-LLM has no such model, or it cannot be spread so."""
         if self.dtype not in DTYPES:
             raise UserError(f"dtype is {self.dtype!r}; a TensorRT-LLM checkpoint has one of {', '.join(DTYPES)}.")
+        if type(self.gpus_per_node) is not int or self.gpus_per_node < 1:
+            raise UserError(f"gpus_per_node is {self.gpus_per_node!r}; expected a whole number above 0.")
         if family_of(self.arch).trtllm_architecture is None:
             known = sorted(name for name, family in families().items() if family.trtllm_architecture)
             raise UserError(
@@ -275,11 +277,10 @@ def _is_fp8(quantization: Mapping[str, Any]) -> bool:
             f"quantization.quant_algo is {algorithm!r} and kv_cache_quant_algo "
             f"{quantization.get('kv_cache_quant_algo')!r}; mrl reads checkpoints without quantisation, and FP8 weights."
         )
-    excluded = set(quantization.get("exclude_modules") or EXCLUDED)
-    if algorithm and excluded - {"*fused_a"} != set(EXCLUDED):
+    excluded = quantization.get("exclude_modules") or list(EXCLUDED)
+    if algorithm and (not isinstance(excluded, list) or {*map(str, excluded)} - {"*fused_a"} != set(EXCLUDED)):
         raise UserError(
-            f"quantization.exclude_modules is {sorted(excluded)}; mrl reads FP8 checkpoints that leave out "
-            f"{sorted(EXCLUDED)}."
+            f"quantization.exclude_modules is {excluded!r}; mrl reads FP8 checkpoints that leave out {list(EXCLUDED)}."
         )
     return algorithm == "FP8"
 

@@ -132,3 +132,23 @@ def test_a_file_that_is_no_config_of_a_checkpoint_is_refused(tmp_path, text, mes
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=message):
         read_config(tmp_path)
+
+
+ODD_VALUES = (None, -1, 0, 3, 2.5, float("nan"), "", "text", True, [], [1], {}, {"a": 1}, 10**30)
+
+
+def test_any_value_of_any_key_is_read_or_refused_as_a_mistake():
+    refused = read = 0
+    for preset in ("qwen3_moe_tiny", "llama_tiny"):
+        whole = to_json(config_of(preset, fp8=True))
+        inner = [(key, name) for key in ("mapping", "moe", "quantization", "mrl") for name in whole[key]]
+        for path in [(key,) for key in whole] + inner:
+            for value in ODD_VALUES:
+                config = json.loads(json.dumps(whole))
+                (config if len(path) == 1 else config[path[0]])[path[-1]] = value
+                try:
+                    from_json(config)
+                    read += 1
+                except UserError:
+                    refused += 1
+    assert refused > 300 and read > 100

@@ -23,6 +23,7 @@ WALL_CLOCK_PREFIXES = ("timing_s/", "timing_per_token_ms/", "perf/")
 CORRECT_ABOVE = 0.5
 GIB = 1024**3
 
+
 def is_wall_clock(name: str) -> bool:
     """Whether a metric differs between two identical runs: times, rates, memory (`timing_s/`, `perf/`, `..._s`)."""
     return name.startswith(WALL_CLOCK_PREFIXES) or name.endswith("_s")
@@ -160,7 +161,8 @@ def forward_flops(arch: ArchSpec, seq_lens: Sequence[int]) -> float:
     """Floating-point operations of one forward pass over sequences, without padding, recompute or sampling.
 
     A multiply-add counts 2. Per token: 2 x the weights that it is multiplied with (q, k, v and output projections,
-    gate, up and down, and the output layer; the embedding is a look-up). Per sequence of T tokens and layer: causal
+    gate, up and down, and the output layer; the embedding is a look-up); with a mixture of experts those of the router,
+    of the experts that it goes to, and of the shared one with its gate. Per sequence of T tokens and layer: causal
     attention has T (T + 1) / 2 pairs, each 2 x 2 x heads x head_dim (scores and values). Norms, softmax and activations
     are left out.
 
@@ -169,7 +171,12 @@ def forward_flops(arch: ArchSpec, seq_lens: Sequence[int]) -> float:
     heads_dim = arch.num_heads * arch.head_dim
     kv_dim = arch.num_kv_heads * arch.head_dim
     attention = arch.hidden_size * (2 * heads_dim + 2 * kv_dim)
-    mlp = 3 * arch.hidden_size * arch.intermediate_size
+    moe = arch.moe
+    if moe is None:
+        mlp = 3 * arch.hidden_size * arch.intermediate_size
+    else:
+        experts = moe.top_k * moe.intermediate_size + moe.shared_intermediate_size
+        mlp = arch.hidden_size * (3 * experts + moe.num_experts + (moe.shared_intermediate_size > 0))
     weights = arch.num_layers * (attention + mlp) + arch.hidden_size * arch.vocab_size
     num_tokens = sum(seq_lens)
     pairs = sum(length * (length + 1) // 2 for length in seq_lens)

@@ -10,7 +10,7 @@ from tests.megatron.actors import EXPERT_LAYOUTS, MIXTURES, make_batch, make_pol
 from tests.megatron.mixtures import MODELS, by_transformers, make_model
 from tests.ranks import run_ranks
 
-PARITY = 1e-4  # the bound on log-probabilities in fp32; measured below 1e-5
+PARITY = 1e-4  # the bound on log-probabilities in fp32; measured below 2e-5
 LAYOUTS = {"single": Grid(1), **EXPERT_LAYOUTS}
 UNEVEN = Grid(2, pp=2, first_stage_layers=3, last_stage_layers=1)
 CASES = [("qwen3_moe", layout) for layout in LAYOUTS] + [

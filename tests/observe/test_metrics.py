@@ -1,12 +1,13 @@
 """Metrics against values worked out by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mrl.models.base import ArchSpec
+from mrl.models.base import ArchSpec, MoeSpec
 from mrl.observe import metrics
 from mrl.types import Prompt, Rollout, SampleTable
 
@@ -78,7 +79,7 @@ ARCH = ArchSpec(
 )  # fmt: skip
 
 
-def counted_flops(length):
+def counted_flops(length, arch=ARCH):
     """What torch itself counts for the same matrix products; attention as the lower triangle, row by row."""
     with FlopCounterMode(display=False) as counter:
         hidden = torch.zeros(length, ARCH.hidden_size)
@@ -91,8 +92,8 @@ def counted_flops(length):
                     torch.zeros(1, ARCH.head_dim) @ torch.zeros(ARCH.head_dim, last)
             torch.zeros(length, 16) @ torch.zeros(16, ARCH.hidden_size)
             for _ in range(2):
-                hidden @ torch.zeros(ARCH.hidden_size, ARCH.intermediate_size)
-            torch.zeros(length, ARCH.intermediate_size) @ torch.zeros(ARCH.intermediate_size, ARCH.hidden_size)
+                hidden @ torch.zeros(ARCH.hidden_size, arch.intermediate_size)
+            torch.zeros(length, arch.intermediate_size) @ torch.zeros(arch.intermediate_size, ARCH.hidden_size)
         hidden @ torch.zeros(ARCH.hidden_size, ARCH.vocab_size)
     return counter.get_total_flops()
 
@@ -100,6 +101,13 @@ def counted_flops(length):
 def test_forward_flops_are_what_torch_counts():
     assert metrics.forward_flops(ARCH, [4]) == counted_flops(4)
     assert metrics.forward_flops(ARCH, [4, 2]) == counted_flops(4) + counted_flops(2)
+
+
+def test_of_a_mixture_only_the_experts_that_a_token_goes_to_count():
+    moe = MoeSpec(num_experts=8, top_k=2, intermediate_size=5, norm_topk_prob=True, shared_intermediate_size=7)
+    dense = replace(ARCH, intermediate_size=2 * 5 + 7)
+    router_and_gate = 2 * 4 * ARCH.num_layers * ARCH.hidden_size * (8 + 1)
+    assert metrics.forward_flops(replace(ARCH, moe=moe), [4]) == counted_flops(4, dense) + router_and_gate
 
 
 def test_mfu_is_three_forwards_over_the_peak_and_unknown_devices_have_none():

@@ -1,7 +1,9 @@
-"""Speed of a refit (Megatron shards into the native engine) against a plain memcpy of the same bytes, in one run.
+r"""Speed of a refit (Megatron shards into the native engine) against a plain memcpy of the same bytes, in one run.
 
-    python tools/bench_refit.py                                    # one rank, then 2 and 4 ranks of this machine
+    python tools/bench_refit.py                    # dense and with experts: one rank, then 2 and 4 ranks
     torchrun --nproc-per-node 4 tools/bench_refit.py --tp 2 --pp 2 --rollout-tp 1
+    torchrun --nproc-per-node 2 tools/bench_refit.py --preset qwen3_30b_a3b --num-layers 2 \
+        --overrides '{"num_experts": 16}' --tp 1 --ep 2 --rollout-tp 2
 
 Each repeat does a whole refit (copies, messages, checksums, agreement of all ranks) and then, on all ranks at the same
 time, a memcpy of as many bytes as the rank's engine was given. Medians are compared. One JSON line for each layout:
@@ -10,6 +12,7 @@ time, a memcpy of as many bytes as the rank's engine was given. Medians are comp
     ratio_transport the same without `finish_update`, in which the engine packs its matrices for faster products
     bytes_moved     sent between ranks, beside the lower bound "what a target rank needs and does not hold"
     traffic_ratio   what an all-gather of every full tensor to every rank would move, over bytes_moved
+    gb_per_s        bytes copied and sent, over all ranks, beside those of the memcpy
 """
 
 from __future__ import annotations
@@ -38,18 +41,31 @@ from mrl.models.base import ArchSpec
 from mrl.models.presets import PRESETS, arch_from_preset
 from mrl.refit import Refit
 from mrl.weights.copies import ITEM_BYTES
-from mrl.weights.hf import hf_layout
 from mrl.weights.init import random_init
-from mrl.weights.megatron import megatron_layout
-from mrl.weights.regions import volume, whole
+from mrl.weights.megatron import megatron_layout, megatron_layouts
+from mrl.weights.native import native_layouts
 from mrl.weights.tensors import allocate
+from mrl.weights.traffic import traffic
+
+EXPERTS = {"num_experts": 16, "vocab_size": 32768}
+"""The model with experts that is run where none is given: qwen3_30b_a3b's layers with fewer experts and tokens."""
 
 CASES = (
-    (1, ("--tp", "1", "--pp", "1", "--rollout-tp", "1")),
-    (2, ("--tp", "2", "--pp", "1", "--rollout-tp", "1")),
-    (2, ("--tp", "2", "--pp", "1", "--rollout-tp", "2")),
-    (4, ("--tp", "2", "--pp", "2", "--rollout-tp", "1")),
+    (1, ("--tp", "1")),
+    (2, ("--tp", "2")),
+    (2, ("--tp", "2", "--rollout-tp", "2")),
+    (2, ("--tp", "1", "--rollout-tp", "2")),
+    (2, ("--tp", "1", "--pp", "2", "--rollout-tp", "2")),
     (4, ("--tp", "2", "--pp", "2", "--rollout-tp", "2")),
+)
+EXPERT_CASES = (
+    (1, ("--tp", "1")),
+    (2, ("--tp", "1", "--ep", "2")),
+    (2, ("--tp", "1", "--ep", "2", "--rollout-tp", "2")),
+    (2, ("--tp", "1", "--ep", "2", "--rollout-tp", "2", "--rollout-ep", "2")),
+    (2, ("--tp", "2", "--rollout-tp", "2", "--rollout-ep", "2")),
+    (2, ("--tp", "1", "--rollout-tp", "2")),
+    (2, ("--tp", "1", "--pp", "2", "--rollout-tp", "2")),
 )
 """Ranks and layouts that are run where no launcher has started this process."""
 
@@ -71,6 +87,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=sorted(PRESETS), default="qwen2.5_0.5b")
     parser.add_argument("--num-layers", type=int, default=4, help="of the preset's layers")
+    parser.add_argument("--overrides", type=json.loads, default={}, help="config.json keys that replace the preset's")
     parser.add_argument("--dtype", choices=sorted(ITEM_BYTES), default="bfloat16", help="of actor and engine")
     parser.add_argument(
         "--bucket-megabytes", type=int, default=CheckpointEngineConfig().update_weights_bucket_megabytes
@@ -78,11 +95,16 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--tp", type=int)
     parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--ep", type=int, default=1)
+    parser.add_argument("--etp", type=int, help="by default --tp")
     parser.add_argument("--rollout-tp", type=int, default=1)
+    parser.add_argument("--rollout-ep", type=int, default=1)
     args = parser.parse_args()
     if args.tp is None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        for ranks, layout in CASES:
+        with_experts = ("--preset", "qwen3_30b_a3b", "--num-layers", "2", "--overrides", json.dumps(EXPERTS))
+        cases = [*CASES, *((ranks, (*with_experts, *layout)) for ranks, layout in EXPERT_CASES)]
+        for ranks, layout in cases:
             subprocess.run([*command, str(ranks), __file__, *sys.argv[1:], *layout], check=True)
         return 0
     launch.start("auto")
@@ -96,13 +118,21 @@ def main() -> int:
 def run_case(args: argparse.Namespace) -> dict[str, Any]:
     """Collective over the job: one layout."""
     rank = dist.get_rank()
-    arch = arch_from_preset(args.preset, {"num_hidden_layers": args.num_layers}, None)
-    grid = Grid(dist.get_world_size(), args.tp, args.pp, 1, args.rollout_tp)
+    arch = arch_from_preset(args.preset, {"num_hidden_layers": args.num_layers, **args.overrides}, None)
+    grid = Grid(
+        dist.get_world_size(),
+        args.tp,
+        args.pp,
+        ep=args.ep,
+        etp=args.etp,
+        rollout_tp=args.rollout_tp,
+        rollout_ep=args.rollout_ep,
+    )
     layout = megatron_layout(arch, grid, rank, dtype=args.dtype, te=False)
     sources = allocate(layout)
     random_init(arch, layout, sources, seed=0)
     engine = TimedEngine(
-        RolloutConfig(gpu_memory_utilization=0.01),
+        RolloutConfig(gpu_memory_utilization=0.01, expert_parallel_size=grid.rollout_ep),
         arch,
         tp_group=make_rollout_group(grid, rank),
         device=torch.device("cpu"),
@@ -123,25 +153,25 @@ def run_case(args: argparse.Namespace) -> dict[str, Any]:
         times["memcpy"].append(timed(lambda: given.copy_(other)))
     ours, theirs = statistics.median(times["refit"]), statistics.median(times["memcpy"])
     packing = statistics.median(engine.finish_s)
-    plan = refit.plan
+    plan, gathered = refit.plan, full_gather_bytes(arch, grid, args.dtype)
     total = plan.bytes_local + plan.bytes_moved
     return {
         "bench": "refit",
         "model": f"{args.preset}, {arch.num_layers} layers",
         "dtype": args.dtype,
-        "layout": f"tp {grid.tp} x pp {grid.pp} -> rollout tp {grid.rollout_tp}, {grid.world_size} ranks",
+        "layout": described(arch, grid),
         "ratio": round(theirs / ours, 3),
         "ratio_transport": round(theirs / (ours - packing), 3),
         "refit_s": spread(times["refit"]),
         "finish_s": spread(engine.finish_s),
         "memcpy_s": spread(times["memcpy"]),
         "gb_per_s": round(total / (ours - packing) / 1e9, 2),
+        "memcpy_gb_per_s": round(total / theirs / 1e9, 2),
         "bytes_local": plan.bytes_local,
         "bytes_moved": plan.bytes_moved,
         "lower_bound_bytes": plan.lower_bound_bytes,
-        "traffic_ratio": round(full_gather_bytes(arch, grid, args.dtype) / plan.bytes_moved, 2)
-        if plan.bytes_moved
-        else None,
+        "full_gather_bytes": gathered,
+        "traffic_ratio": round(gathered / plan.bytes_moved, 2) if plan.bytes_moved else None,
         "peak_staging_bytes": plan.peak_staging_bytes(args.bucket_megabytes << 20),
         "device": platform.processor() or platform.machine(),
         "num_threads": torch.get_num_threads(),
@@ -159,10 +189,19 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+def described(arch: ArchSpec, grid: Grid) -> str:
+    """The layout in words."""
+    actor, engine = f"tp {grid.tp} x dp {grid.dp} x pp {grid.pp}", f"tp {grid.rollout_tp}"
+    if arch.moe is not None:
+        actor += f", experts ep {grid.ep} x etp {grid.expert_tp}"
+        engine += f", experts ep {grid.rollout_ep} x tp {grid.rollout_moe_tp}"
+    return f"{actor} -> rollout {engine}, {grid.world_size} ranks"
+
+
 def full_gather_bytes(arch: ArchSpec, grid: Grid, dtype: str) -> int:
     """Bytes that reach a rank which does not hold them when every rank gathers every full tensor."""
-    model = sum(volume(whole(stored.shape)) * ITEM_BYTES[dtype] for stored in hf_layout(arch, dtype).values())
-    return model * (grid.world_size - grid.dp)  # each data-parallel copy holds the model once
+    sources = megatron_layouts(arch, grid, dtype=dtype, te=False)
+    return traffic(sources, native_layouts(arch, grid, dtype), grid.world_size).full_gather_bytes
 
 
 def spread(times: list[float]) -> dict[str, float]:

@@ -139,7 +139,7 @@ class _Job:
         self._source = source
         self._target = target
         self._partial = partial
-        self._allow_nan = allow_nan
+        self._filler = Filler(source, allow_nan=allow_nan)
         self._progress = progress
         self._stopped = False
 
@@ -200,19 +200,18 @@ class _Job:
             self._progress(size)
             return
         temporary = self._partial.temporary(file.name)
-        filler = Filler(self._source, file.layout, allow_nan=self._allow_nan)
         try:
-            written = self._target.write(temporary, file, self._counted(filler, file))
+            written = self._target.write(temporary, file, self._counted(file))
             record = {"num_bytes": temporary.stat().st_size, "xxh3": written.get("xxh3") or hash_file(temporary)}
             self._partial.place(temporary, file.name)
         finally:
             temporary.unlink(missing_ok=True)
         self._partial.add_record(
-            _target_part(file.name), {**record, "written": written, "not_finite": filler.not_finite}
+            _target_part(file.name), {**record, "written": written, "not_finite": self._filler.not_finite}
         )
 
-    def _counted(self, filler: Filler, file: OutFile) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in filler:
+    def _counted(self, file: OutFile) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._filler.fill(file.layout):
             yield name, tensor
             self._progress(num_bytes(file.layout[name]))
 

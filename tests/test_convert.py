@@ -12,13 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mrl.convert import convert
+from mrl.convert import convert, plan_conversion
 from mrl.errors import UserError
 from mrl.formats.base import OutFile
 from mrl.formats.hf import HfSource, HfTarget
 from mrl.formats.output_file import hash_file
+from mrl.weights.hf import hf_layout
 from tests.formats.test_hf import write_folder
-from tests.weights.archs import ARCHS, counted
+from tests.weights.archs import ARCHS, counted, small
 
 ARCH = ARCHS["biases, tied"]
 FILE_BYTES = 40_000
@@ -315,3 +316,24 @@ def test_a_damaged_source_leaves_nothing(model, tmp_path):
     with pytest.raises(UserError, match="is not a whole safetensors file"):
         run(model, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+
+
+def test_memory_stays_under_a_quarter_of_the_checkpoint(tmp_path):
+    """180 MB with a cast, so that nothing is written straight from the mapped source."""
+    arch = small("llama_tiny", hidden_size=1024, intermediate_size=1024, num_key_value_heads=8, vocab_size=8192)
+    (tmp_path / "in").mkdir()
+    write_folder(arch, tmp_path / "in", {name: torch.zeros(t.shape) for name, t in hf_layout(arch, "float32").items()})
+    size = (tmp_path / "in" / "model.safetensors").stat().st_size
+
+    def own_bytes():
+        resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+        return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+    seen = []
+    before = own_bytes()
+    with HfSource(tmp_path / "in") as source:
+        target = HfTarget(arch, "bfloat16", max_file_bytes=size // 8)
+        convert(source, target, tmp_path / "out", progress=lambda num_bytes: seen.append(own_bytes() - before))
+        assert plan_conversion(source, target).peak_bytes < size / 4
+    assert len(seen) == len(hf_layout(arch, "float32"))
+    assert max(seen) < size / 4

@@ -37,6 +37,7 @@ from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_folder, family_of
 from mrl.weights.dist_checkpoint import (
     EXTRA_STATE,
+    Part,
     Shard,
     extra_states,
     global_tensors,
@@ -44,7 +45,7 @@ from mrl.weights.dist_checkpoint import (
     rank_shards,
     spellings,
 )
-from mrl.weights.layout import Layout, Piece, Region
+from mrl.weights.layout import Layout, Region
 from mrl.weights.regions import intersect, slices, translate, volume, whole
 from mrl.weights.tensors import DTYPES
 
@@ -82,13 +83,13 @@ class MegatronSource(Source):
         self.arch = _arch(Path(folder), self.folder) if arch is None else arch
         self._contents = read_contents(self.folder)
         self._tensors = self._contents.tensors
-        self._layout = global_tensors(self.arch, self._tensors.keys())
-        self._places: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
-        for key, stored in self._layout.items():
-            for piece in stored.pieces:
-                self._places[piece.hf_name].append((key, piece))
+        self._stacks = global_tensors(self.arch, self._tensors.keys())
+        self._places: dict[str, list[tuple[str, Part]]] = defaultdict(list)
+        for key, stack in self._stacks.items():
+            for part in stack.parts:
+                self._places[part.piece.hf_name].append((key, part))
         self._files = ChunkFiles(self.folder)
-        names = {chunk.file for key in self._layout if key in self._tensors for chunk in self._tensors[key].chunks}
+        names = {chunk.file for key in self._stacks if key in self._tensors for chunk in self._tensors[key].chunks}
         self.files = (METADATA, BACKEND_FILE, *sorted(names))
 
     def dtype(self, hf_name: str) -> str:
@@ -99,14 +100,14 @@ class MegatronSource(Source):
     def read(self, hf_name: str, region: Region) -> Tensor:
         """See `Source`; a view of the file where one box holds the region and lies aligned, else a copy."""
         parts = []
-        for key, piece in self._place(hf_name):
-            both = intersect(region, piece.src)
+        for key, part in self._place(hf_name):
+            both = intersect(region, part.piece.src)
             if both is None:
                 continue
             tensor = self._tensors[key]
-            for chunk, inside in tensor.chunks_in(_up(both, piece)):
+            for chunk, inside in tensor.chunks_in(part.outward(both)):
                 found = self._files.read(chunk, inside, tensor.dtype)
-                own = _down(inside, piece)
+                own = part.inward(inside)
                 parts.append((own, found.view([stop - start for start, stop in own])))
         if len(parts) == 1 and parts[0][0] == region:
             return parts[0][1]
@@ -119,26 +120,26 @@ class MegatronSource(Source):
 
     def check(self) -> None:
         """See `Source`; every file must be there and as long as the metadata says."""
-        missing = [key for key in self._layout if key not in self._tensors]
+        missing = [key for key in self._stacks if key not in self._tensors]
         if missing:
             raise self._misfit(f"lacks {len(missing)} tensors", missing[0])
-        known = known_keys(self.arch) | set(self._layout)
+        known = known_keys(self.arch) | set(self._stacks)
         given = [*self._tensors, *self._contents.pickled]
         unknown = [key for key in given if key.startswith(_MODEL_KEYS) and key not in known and EXTRA_STATE not in key]
         if unknown:
             raise self._misfit(f"has {len(unknown)} unknown tensors", unknown[0])
-        for key, stored in self._layout.items():
-            self._check_tensor(key, stored.shape)
-        self._files.check(chunk for key in self._layout for chunk in self._tensors[key].chunks)
+        for key, stack in self._stacks.items():
+            self._check_tensor(key, stack.shape)
+        self._files.check(chunk for key in self._stacks for chunk in self._tensors[key].chunks)
 
     def describe(self) -> dict[str, Any]:
         """See `Source`."""
         tensors = {}
-        for key in self._layout:
+        for key in self._stacks:
             if key in self._tensors:
                 tensor = self._tensors[key]
                 tensors[key] = {"shape": list(tensor.shape), "dtype": tensor.dtype, "num_chunks": len(tensor.chunks)}
-        others = [key for key in self._tensors if key not in self._layout]
+        others = [key for key in self._tensors if key not in self._stacks]
         return {
             "format": "megatron",
             "family": self.arch.family,
@@ -153,7 +154,7 @@ class MegatronSource(Source):
         """See `Source`."""
         self._files.close()
 
-    def _place(self, hf_name: str) -> list[tuple[str, Piece]]:
+    def _place(self, hf_name: str) -> list[tuple[str, Part]]:
         if hf_name not in self._places:
             raise KeyError(f"a {self.arch.family} model has no tensor '{hf_name}'")
         for key, _ in self._places[hf_name]:
@@ -255,18 +256,6 @@ class MegatronTarget(Target):
         }
         found = {"format": "megatron", "family": self._arch.family, "dtype": self._dtype}
         return found | {key: size for key, size in sizes.items() if size is not None}
-
-
-def _up(region: Region, piece: Piece) -> Region:
-    """A region of a Hugging Face tensor in coordinates of the global tensor; `piece.dst` has leading dimensions."""
-    lead = len(piece.dst) - len(piece.src)
-    return (*piece.dst[:lead], *translate(region, piece.src, piece.dst[lead:]))
-
-
-def _down(region: Region, piece: Piece) -> Region:
-    """The way back."""
-    lead = len(piece.dst) - len(piece.src)
-    return translate(region[lead:], piece.dst[lead:], piece.src)
 
 
 def _layout(shards: Iterable[Shard]) -> Layout:

@@ -19,7 +19,7 @@ from enum import Enum
 
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec, Kind, ParamSpec, Place, moe_of
-from mrl.weights.layout import Layout, Piece, StoredTensor
+from mrl.weights.layout import Piece, Region, StoredTensor
 from mrl.weights.megatron import RankTensor, rank_tensors
 from mrl.weights.regions import intersect, translate, whole
 
@@ -103,32 +103,53 @@ def rank_shards(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str) -> Iterato
                 )
 
 
-def global_tensors(arch: ArchSpec, keys: Collection[str], *, dtype: str = "float32") -> Layout:
-    """The global tensors that hold the model: key -> tensor, without vocabulary padding.
+@dataclass(frozen=True)
+class Part:
+    """A piece of one of the matrices (or vectors) that a global tensor stacks; `lead` says of which one."""
+
+    lead: tuple[int, ...]
+    piece: Piece
+
+    def outward(self, region: Region) -> Region:
+        """A region of the Hugging Face tensor, inside `piece.src`, in coordinates of the global tensor."""
+        return (*((index, index + 1) for index in self.lead), *translate(region, self.piece.src, self.piece.dst))
+
+    def inward(self, region: Region) -> Region:
+        """The way back."""
+        return translate(region[len(self.lead) :], self.piece.dst, self.piece.src)
+
+
+@dataclass
+class Stack:
+    """A global tensor, without vocabulary padding: its shape, and what it holds."""
+
+    shape: tuple[int, ...]
+    parts: list[Part] = field(default_factory=list)
+
+
+def global_tensors(arch: ArchSpec, keys: Collection[str]) -> dict[str, Stack]:
+    """The global tensors that hold the model: key -> tensor.
 
     Args:
         arch: The model.
         keys: What the checkpoint has; each row of the table is looked for in every spelling. A row that it has in none
             is listed under its usual key.
-        dtype: Of every tensor.
     """
-    found: dict[str, _Stack] = {}
+    found: dict[str, Stack] = {}
     chosen: dict[ParamSpec, tuple[str, Spelling]] = {}
-    for tensor in rank_tensors(arch, Grid(1), 0, dtype=dtype):
+    for tensor in rank_tensors(arch, Grid(1), 0, dtype="float32"):
         spec = tensor.spec
         if spec not in chosen:
             chosen[spec] = _spelled(spec, keys)
         stem, spelling = chosen[spec]
         apart = spelling is Spelling.SINGLE and spec.kind in _GATED
-        parts = zip(_HALVES, _halves(tensor.stored), strict=True) if apart else [("", tensor.stored)]
+        halves = zip(_HALVES, _halves(tensor.stored), strict=True) if apart else [("", tensor.stored)]
         lead = _lead(tensor, spelling, arch)
-        for half, part in parts:
+        for half, stored in halves:
             key = _key(stem, spelling, tensor) + half
-            if key not in found:
-                found[key] = _Stack((*(extent for _, extent in lead), *part.shape))
-            place = tuple((index, index + 1) for index, _ in lead)
-            found[key].pieces += [Piece(item.hf_name, item.src, (*place, *item.dst)) for item in part.pieces]
-    return {key: StoredTensor(stack.shape, dtype, tuple(stack.pieces)) for key, stack in found.items()}
+            stack = found.setdefault(key, Stack((*(extent for _, extent in lead), *stored.shape)))
+            stack.parts += [Part(tuple(index for index, _ in lead), piece) for piece in stored.pieces]
+    return found
 
 
 def spellings(arch: ArchSpec, keys: Collection[str]) -> set[Spelling]:
@@ -160,12 +181,6 @@ def extra_states(arch: ArchSpec) -> list[str]:
             extent = ".".join(str(extent) for _, extent in lead) or "1"
             found[f"{module}.{EXTRA_STATE}/shard_{place}_{extent}"] = None
     return list(found)
-
-
-@dataclass
-class _Stack:
-    shape: tuple[int, ...]
-    pieces: list[Piece] = field(default_factory=list)
 
 
 def _stems(spec: ParamSpec) -> list[str]:

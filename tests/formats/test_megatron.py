@@ -374,3 +374,15 @@ def test_tensors_out_of_order_are_a_programming_error(tmp_path):
         target.write(tmp_path / "x", file, [("something", torch.zeros(1))])
     with pytest.raises(RuntimeError, match="0 were given"):
         target.write(tmp_path / "x", file, [])
+
+
+def test_both_ends_go_to_another_process(tmp_path):
+    arch = MODELS["qwen2_moe"]
+    hf = random_model(arch)
+    target = write(tmp_path / "out", arch, EXPERT_GRIDS["ep2"], hf)
+    assert pickle.loads(pickle.dumps(target)).files == target.files
+    with MegatronSource(tmp_path / "out") as source:
+        name = "model.layers.0.self_attn.k_proj.weight"
+        assert torch.equal(source.read(name, whole(hf[name].shape)), hf[name])
+        other = pickle.loads(pickle.dumps(source))
+        assert torch.equal(other.read(name, ((3, 7), (0, 5))), hf[name][3:7, :5])

@@ -26,7 +26,7 @@ from torch import Tensor
 from mrl import __version__
 from mrl.errors import UserError
 from mrl.formats.base import OutFile, Source, Target
-from mrl.formats.filler import Filler, num_bytes
+from mrl.formats.filler import PART_ELEMENTS, Filler, num_bytes
 from mrl.formats.output_file import hash_file
 from mrl.formats.partial_folder import MANIFEST, PartialFolder, disk_errors
 from mrl.formats.proof import Proof, prove
@@ -77,7 +77,7 @@ def plan_conversion(source: Source, target: Target) -> Conversion:
             file_bytes[file.name] += size
             for piece in stored.pieces:
                 elements, dtype = volume(piece.src), source.dtype(piece.hf_name)
-                widest = max(widest, 2 * size + elements * ITEM_BYTES[dtype])
+                widest = max(widest, 2 * size + min(elements, PART_ELEMENTS) * ITEM_BYTES[dtype])
                 if dtype != stored.dtype:
                     changes[f"{dtype} -> {stored.dtype}"] += elements
     return Conversion(

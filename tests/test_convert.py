@@ -334,6 +334,6 @@ def test_memory_stays_under_a_quarter_of_the_checkpoint(tmp_path):
     with HfSource(tmp_path / "in") as source:
         target = HfTarget(arch, "bfloat16", max_file_bytes=size // 8)
         convert(source, target, tmp_path / "out", progress=lambda num_bytes: seen.append(own_bytes() - before))
-        assert plan_conversion(source, target).peak_bytes < size / 4
+        peak = plan_conversion(source, target).peak_bytes
     assert len(seen) == len(hf_layout(arch, "float32"))
-    assert max(seen) < size / 4
+    assert max(seen) < min(peak, size / 4)

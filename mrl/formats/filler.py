@@ -18,7 +18,7 @@ from mrl.errors import UserError
 from mrl.formats.base import Source
 from mrl.weights.copies import ITEM_BYTES
 from mrl.weights.layout import Layout, StoredTensor
-from mrl.weights.regions import slices, whole
+from mrl.weights.regions import slices, split, translate, whole
 from mrl.weights.tensors import DTYPES
 
 _AHEAD_MIN_BYTES = 1 << 18
@@ -26,6 +26,9 @@ _AHEAD_MIN_BYTES = 1 << 18
 
 _AHEAD_MAX_BYTES = 256 << 20
 """Above this, memory is dearer than the overlap."""
+
+PART_ELEMENTS = 8 << 20
+"""What is read from the source at a time."""
 
 _ROW_ELEMENTS = 1024
 _CHUNK_ROWS = 4096
@@ -79,7 +82,9 @@ class Filler:
             for region in stored.padding:
                 tensor[slices(region)] = 0
             for piece in stored.pieces:
-                tensor[slices(piece.dst)].copy_(self._source.read(piece.hf_name, piece.src))
+                for part in split(piece.src, PART_ELEMENTS):
+                    target = translate(part, piece.src, piece.dst)
+                    tensor[slices(target)].copy_(self._source.read(piece.hf_name, part))
         count = count_not_finite(tensor)
         if count:
             if not self._allow_nan:

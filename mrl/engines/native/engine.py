@@ -76,13 +76,16 @@ class NativeEngine(RolloutEngine):
         }
         self._max_len = config.max_model_len or config.prompt_length + config.response_length
         self._model = Decoder(arch, self._weights, tp_group=tp_group, max_positions=self._max_len, ep_size=ep_size)
+        later_bytes = self._model.later_bytes(config.max_num_batched_tokens)
+        if device.type == "cpu":  # a CPU gives zeros their memory when they are written
+            later_bytes += sum(weight.nbytes for weight in self._weights.values())
         self._cache = KVCache(
             num_layers=arch.num_layers,
             num_kv_heads=self._model.num_kv_heads,
             head_dim=arch.head_dim,
             dtype=self._model.dtype,
             device=device,
-            budget_bytes=kv_budget(device, config.gpu_memory_utilization, tp_group),
+            budget_bytes=kv_budget(device, config.gpu_memory_utilization, tp_group, later_bytes=later_bytes),
         )
         self._rows: Rows | None = None
         self._graphs: DecodeGraphs | None = None

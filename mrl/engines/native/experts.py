@@ -66,9 +66,23 @@ class Experts:
             [] if self.is_capturable else [Linear(weight, None, dtype) for weight in stack] for stack in self._stacks
         )
 
+    def _linears(self) -> list[Linear]:
+        return [self._router, *self._gate_up, *self._down, *self._shared.values()]
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes that `refresh` takes beside the stored weights."""
+        return sum(linear.copy_bytes for linear in self._linears())
+
+    def workspace_bytes(self, num_tokens: int) -> int:
+        """About what a call on so many tokens takes at its peak: inputs, both projections and outputs of a piece."""
+        _, hidden, inner = self._stacks[1].shape
+        assignments = min(num_tokens * self._moe.top_k, MAX_ASSIGNMENTS)
+        return assignments * (4 * hidden + 5 * inner) * torch.float32.itemsize
+
     def refresh(self) -> None:
         """Takes in the stored values."""
-        for linear in (self._router, *self._gate_up, *self._down, *self._shared.values()):
+        for linear in self._linears():
             linear.refresh()
 
     def __call__(self, x_PH: Tensor) -> tuple[Tensor, Tensor]:

@@ -51,6 +51,13 @@ class Linear:
         self._form = _form(weight)
         self._weight, self._bias = weight, bias
 
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes that `refresh` takes beside the stored weight."""
+        weight, _ = self._stored
+        copies = self._form != "stored" or weight.dtype != self._dtype
+        return weight.numel() * self._dtype.itemsize if copies else 0
+
     def refresh(self) -> None:
         """Takes in the stored values."""
         weight, bias = self._stored

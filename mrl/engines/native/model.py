@@ -113,6 +113,13 @@ class Decoder:
         self._layers: list[_Layer] = []
         self._final_norm = weights["final_norm"]
 
+    def later_bytes(self, num_tokens: int) -> int:
+        """Bytes that are taken after the stored weights: copies of them, and the experts' work on so many tokens."""
+        copies = sum(part.copy_bytes for part in self._linears.values()) + sum(
+            part.copy_bytes for part in self._experts
+        )
+        return copies + max((part.workspace_bytes(num_tokens) for part in self._experts), default=0)
+
     def refresh(self) -> None:
         """Takes in the stored weights after an update."""
         for linear in self._linears.values():

@@ -1,5 +1,8 @@
 """Mixtures of experts in the native engine: against transformers, at every layout, and in any company."""
 
+from types import SimpleNamespace
+
+import psutil
 import pytest
 import torch
 
@@ -85,11 +88,11 @@ def test_ranks_give_the_tokens_of_one(folders, family, ranks, ep):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "settings",
-    [{"max_num_seqs": 1}, {"max_num_seqs": 3, "max_num_batched_tokens": 7}, {"enable_prefix_caching": False}],
+    [{"max_num_seqs": 1}, {"max_num_seqs": 3, "max_num_batched_tokens": 7, "enable_prefix_caching": False}],
     ids=str,
 )
 def test_tokens_do_not_depend_on_the_batch(folders, family, settings):
-    sampling = SamplingConfig(n=4, max_tokens=20, temperature=0.9, stop_token_ids=(5, 6, 7), seed=1)
+    sampling = SamplingConfig(n=2, max_tokens=20, temperature=0.9, stop_token_ids=(5, 6, 7), seed=1)
     prompts = make_prompts(LENGTHS)
     expected = tokens(make_engine(folders(family)).generate(prompts, sampling))
     engine = make_engine(folders(family), **settings)
@@ -160,3 +163,14 @@ def test_the_record_counts_against_the_budget(folders):
 def test_a_dense_model_keeps_no_record(tmp_path):
     rollouts = make_engine(make_checkpoint(tmp_path), **RECORD).generate(make_prompts([4]), SAMPLED)
     assert rollouts[0].routed_experts is None
+
+
+def test_weights_and_work_to_come_are_not_free_for_the_cache(folders, monkeypatch):
+    free = 1 << 30
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    engine = make_engine(folders("qwen3_moe"), gpu_memory_utilization=0.5, max_num_batched_tokens=100)
+    stored = sum(weight.nbytes for weight in engine._weights.values())
+    matrices = sum(weight.nbytes for name, weight in engine._weights.items() if weight.dim() == 2 and name != "embed")
+    copies = matrices if engine._model._linears["lm_head"].copy_bytes else 0  # a processor may multiply as stored
+    work = 100 * 3 * (4 * 48 + 5 * 24) * 4
+    assert engine._cache.budget_bytes == (free - stored - copies - work) // 2

@@ -151,9 +151,9 @@ class ActorConfig:
     moe_router_load_balancing_type: Literal["none", "aux_loss"] = "none"
     """aux_loss: also minimise the unevenness of the experts' load, microbatch by microbatch."""
     moe_aux_loss_coeff: float = 0.0
-    """Weight of that loss."""
+    """Weight of that loss, of which each layer has one."""
     moe_z_loss_coeff: float = 0.0
-    """Weight of the mean square of the router's log-sum-exp; 0: off."""
+    """Weight of the mean square of each layer's log-sum-exp of the router's logits; 0: off."""
     router_replay: Literal["none", "rollout"] = "none"
     """rollout: a token goes to the experts that the engine chose for it, weighted by the actor's own router."""
 

@@ -25,6 +25,8 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from mrl.errors import UserError
+
 _REPAIRED = "_mrl_repaired"
 
 
@@ -68,15 +70,23 @@ def adapt(loaded: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
         loaded: Tensors as `sharded_state_dict` asked for them, the rest as it was saved: under 0 and 1 by a job with
             two chained optimizers (everything but experts, experts), at the top by one with a single optimizer.
         optimizer: Megatron's ChainedOptimizer.
+
+    Raises:
+        UserError: The state is not that of a distributed optimizer, and its form would have to change.
     """
     parts = optimizer.chained_optimizers
+    was_one = bool({"optimizer", "param_groups"} & loaded.keys()) if len(parts) > 1 else 0 not in loaded
+    if was_one == (len(parts) == 1):
+        return loaded
+    if "optimizer" not in (loaded if was_one else loaded[0]):
+        raise UserError(
+            "the checkpoint's optimizer state was saved with actor.use_distributed_optimizer=false, and "
+            "parallel.expert_model_parallel_size was 1 then or is 1 now, but not both. Load it with the size that it "
+            "was saved with."
+        )
     if len(parts) == 1:
-        if "optimizer" in loaded:
-            return loaded
         both = {**loaded, **{key: value for key, value in loaded[0].items() if key not in loaded}}
         return {key: value for key, value in both.items() if key not in (0, 1)}
-    if "optimizer" not in loaded:
-        return loaded
     common = {key: value for key, value in loaded.items() if key not in (0, 1)}
     adapted: dict[Any, Any] = {}
     for index, part in enumerate(parts):

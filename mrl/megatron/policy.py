@@ -188,8 +188,8 @@ class Policy:
             on_policy: The weights are still those that sampled: also report how engine and actor differ.
 
         Returns:
-            The algorithm's metrics over the global minibatch, actor/grad_norm (before clipping) and actor/lr, the same
-            on all ranks.
+            The algorithm's metrics over the global minibatch, actor/grad_norm (before clipping), actor/lr, and of a
+            mixture of experts `LoadBalance.metrics`, the same on all ranks.
 
         Raises:
             RuntimeError: The gradient is not finite.

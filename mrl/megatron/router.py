@@ -97,7 +97,6 @@ class LoadBalance:
         self._minibatch_tokens = 1
         # of each layer: tokens of each expert, tokens, sum of entropies, auxiliary loss, z-loss
         self._sums_LM = torch.zeros(num_layers, num_experts + 4, dtype=torch.float64)
-
         self._has_losses = aux_coeff > 0 or z_coeff > 0
 
     def start(self, routings: Iterable[Routing | None], dp_group: dist.ProcessGroup) -> None:
@@ -124,8 +123,9 @@ class LoadBalance:
         Returns:
             `probs_nE`, its values unchanged.
         """
-        log_probs_nE = logits_nE.float().log_softmax(-1)
-        softmax_nE = log_probs_nE.exp()
+        with torch.set_grad_enabled(self._has_losses):
+            log_probs_nE = logits_nE.float().log_softmax(-1)
+            softmax_nE = log_probs_nE.exp()
         with torch.no_grad():
             load_E = (chosen_nE * copies_n[:, None]).sum(0).double()
             entropy = -(copies_n[:, None] * softmax_nE * log_probs_nE).sum().double()

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.megatron import checkpoint
 from mrl.megatron.optimizer import LearningRate
@@ -57,3 +58,32 @@ def test_training_goes_on_where_the_experts_lie_otherwise(source, targets, tmp_p
             for ours, theirs in zip(stepped, metrics, strict=True):
                 for key in theirs:
                     assert math.isclose(ours[key], theirs[key], rel_tol=RELATIVE, abs_tol=ABSOLUTE), (target, key)
+
+
+PLAIN = {"use_distributed_optimizer": False}
+
+
+def saved_plain(folder):
+    policy = make_policy(SHALLOW_MIXTURE, EXPERT_LAYOUTS["ep2"], actor=PLAIN)
+    policy.start_optimizer(RATE)
+    train(policy, 1)
+    checkpoint.save(folder, policy)
+    expected = train(policy, 1, first=1)
+    again = make_policy(SHALLOW_MIXTURE, EXPERT_LAYOUTS["ep2"], seed=None, actor=PLAIN)
+    again.start_optimizer(RATE)
+    checkpoint.load(folder, again)
+    return expected, train(again, 1, first=1)
+
+
+def refusal(folder):
+    policy = make_policy(SHALLOW_MIXTURE, Grid(1), seed=None, actor=PLAIN)
+    policy.start_optimizer(RATE)
+    with pytest.raises(UserError) as caught:
+        checkpoint.load(folder, policy)
+    return str(caught.value)
+
+
+def test_an_optimizer_that_is_not_distributed_loads_at_its_own_layout_only(tmp_path):
+    for expected, found in run_ranks(2, saved_plain, tmp_path / "actor"):
+        assert found == expected
+    assert "actor.use_distributed_optimizer=false" in run_ranks(1, refusal, tmp_path / "actor")[0]

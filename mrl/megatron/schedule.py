@@ -3,6 +3,10 @@
 Owns how sequences become packed microbatches, and what goes into and comes out of `forward_backward_func`. It knows no
 optimizer and no algorithm: the loss is a function of one microbatch.
 
+All tokens of a sequence but the last are inputs of the model: the last is scored and predicts nothing.
+
+Shapes: as in `mrl/types.py`, and I packed inputs: the sequences' tokens without the last of each.
+
 Losses arrive normalised by global counts, so nothing here or in Megatron may scale them: `calculate_per_token_loss` is
 on and the reported number of tokens is 0, which Megatron takes as "do not divide".
 """
@@ -39,9 +43,9 @@ class Microbatch:
     Attributes:
         rows: Sequences of the batch that are in it, maybe none.
         batch: Those sequences, on the device.
-        tokens: Their tokens and the filling behind them, [1, P], or this rank's part of them; what sequences begin with
-            alike is there once.
-        positions: Position of each token in its sequence, [1, P].
+        tokens: Their inputs and the filling behind them, [1, rows], or this rank's part of them; what sequences begin
+            with alike is there once.
+        positions: Position of each of these in its sequence, [1, rows].
         packed: Where the sequences lie.
         targets: What is scored.
     """
@@ -60,16 +64,16 @@ class _Laid:
 
     Attributes:
         count: Rows.
-        lens: Packed tokens of each sequence, filling included.
+        lens: Packed inputs of each sequence, filling included.
         prefixes: Which of these are computed.
-        row_P: Row of each of the sequences' tokens.
+        row_I: Row of each of the sequences' inputs.
         positions: Position of each row in its sequence.
     """
 
     count: int
     lens: list[int]
     prefixes: Prefixes
-    row_P: Tensor
+    row_I: Tensor
     positions: Tensor
 
 
@@ -124,6 +128,7 @@ class Schedule:
         if not self._even:
             return made
         longest = torch.tensor([micro.tokens.size(1) for micro in made])
+        longest *= grid.cp
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self._groups.dp)
         return [self._microbatch(batch, *each) for each in zip(rows, longest.tolist(), strict=True)]
 
@@ -169,10 +174,10 @@ class Schedule:
         return value, torch.zeros((), dtype=torch.int, device=value.device), (index, report)
 
     def _families(self, batch: RolloutBatch) -> list[tuple[list[int], int]]:
-        """Sequences with the same prompt, as many as fit a microbatch, and the tokens of each such family."""
+        """Sequences with the same prompt, as many as fit a microbatch, and the inputs of each such family."""
         prompt_lens, response_lens = batch.prompt_lens_B.tolist(), batch.response_lens_B.tolist()
         if self._te:  # its attention shares nothing
-            return [([row], sum(lens)) for row, lens in enumerate(zip(prompt_lens, response_lens, strict=True))]
+            return [([row], sum(lens) - 1) for row, lens in enumerate(zip(prompt_lens, response_lens, strict=True))]
         ids = batch.tokens_P.numpy()
         families: list[tuple[list[int], int]] = []
         newest: dict[bytes, int] = {}
@@ -181,18 +186,21 @@ class Schedule:
             prompt = ids[start : start + prompt_len].tobytes()
             start += prompt_len + response_len
             index = newest.get(prompt)
-            if index is not None and families[index][1] + response_len <= self._max_tokens:
+            if index is not None and families[index][1] + response_len - 1 <= self._max_tokens:
                 rows, length = families[index]
-                families[index] = ([*rows, row], length + response_len)
+                families[index] = ([*rows, row], length + response_len - 1)
             else:
                 newest[prompt] = len(families)
-                families.append(([row], prompt_len + response_len))
+                families.append(([row], prompt_len + response_len - 1))
         return families
 
     def _microbatch(self, batch: RolloutBatch, rows: list[int], at_least: int = 0) -> Microbatch:
         part = batch.select(rows)
-        lens = part.seq_lens_B.tolist()
-        prefixes = each_token(sum(lens)) if self._te else shared_prefixes(part.tokens_P, lens)
+        is_input_P = torch.ones_like(part.tokens_P, dtype=torch.bool)
+        is_input_P[part.seq_lens_B.cumsum(0) - 1] = False
+        inputs_I, input_lens_B = part.tokens_P[is_input_P], part.seq_lens_B - 1
+        lens = input_lens_B.tolist()
+        prefixes = each_token(sum(lens)) if self._te else shared_prefixes(inputs_I, lens)
         grid = self._groups.grid
         # sequence parallelism shards the packed length, context parallelism cuts it into two runs for each rank
         unit = grid.tp * (2 * grid.cp if grid.cp > 1 else 1)
@@ -201,17 +209,19 @@ class Schedule:
             if self._te and grid.cp > 1
             else self._laid(lens, prefixes, unit, at_least)
         )
-        # response token i of a sequence is predicted at the position before it
-        first = part.seq_lens_B.cumsum(0) - part.response_lens_B - 1
+        # response token i of a sequence is predicted at the position before it; the last inputs predict the response
+        first = input_lens_B.cumsum(0) - part.response_lens_B
         before = part.response_lens_B.cumsum(0) - part.response_lens_B
-        tokens_R = (first - before).repeat_interleave(part.response_lens_B) + torch.arange(part.response_mask_R.numel())
-        rows_R, targets_R = laid.row_P[tokens_R], part.tokens_P[tokens_R + 1]
-        tokens, positions = part.tokens_P.new_zeros(laid.count), laid.positions
-        tokens[laid.row_P] = part.tokens_P
+        of_R = (first - before).repeat_interleave(part.response_lens_B) + torch.arange(part.response_mask_R.numel())
+        # each sequence before has a token more than inputs
+        rows_R, targets_R = laid.row_I[of_R], part.tokens_P[of_R + part.sequence_R + 1]
+        tokens, positions = inputs_I.new_zeros(laid.count), laid.positions
+        tokens[laid.row_I] = inputs_I
         routing = None
         if self._num_experts:
             chosen = part.routed_experts_P if self.replay else None
-            routing = routing_of(laid.row_P, laid.count, chosen, self._device, num_experts=self._num_experts)
+            chosen = None if chosen is None else chosen[is_input_P]
+            routing = routing_of(laid.row_I, laid.count, chosen, self._device, num_experts=self._num_experts)
         packed = pack(laid.lens, self._device, te=self._te, prefixes=laid.prefixes)
         scores = None
         if grid.cp > 1:
@@ -244,12 +254,12 @@ class Schedule:
 
     @staticmethod
     def _laid(lens: list[int], prefixes: Prefixes, unit: int, at_least: int) -> _Laid:
-        """Distinct tokens, then filling up to a multiple of `unit`, which is a sequence of its own."""
+        """Distinct inputs, then filling up to a multiple of `unit`, which is a sequence of its own."""
         distinct_P, origin_D = prefixes
         filling = max(-origin_D.numel() % unit, at_least - origin_D.numel(), 0 if lens else unit)
         count, end = origin_D.numel() + filling, sum(lens)
         all_lens = [*lens, filling] if filling else lens
-        positions = torch.cat([torch.arange(length) for length in all_lens])
+        positions = _positions(all_lens)
         padded = Prefixes(
             torch.cat([distinct_P, torch.arange(count - filling, count)]),
             torch.cat([origin_D, torch.arange(end, end + filling)]),
@@ -258,14 +268,17 @@ class Schedule:
 
     @staticmethod
     def _laid_by_sequence(lens: list[int], unit: int) -> _Laid:
-        """All tokens, each sequence filled up to a multiple of `unit`, as TransformerEngine cuts them."""
+        """All inputs, each sequence filled up to a multiple of `unit`, as TransformerEngine cuts them."""
         padded = [-(-length // unit) * unit for length in lens] or [unit]
         starts = torch.tensor([0, *padded]).cumsum(0)
-        row_P = torch.cat(
-            [start + torch.arange(length) for start, length in zip(starts.tolist(), lens, strict=False)] or [starts[:0]]
-        )
-        positions = torch.cat([torch.arange(length) for length in padded])
-        return _Laid(sum(padded), padded, each_token(sum(padded)), row_P, positions)
+        row_I = starts[: len(lens)].repeat_interleave(torch.tensor(lens, dtype=torch.int64)) + _positions(lens)
+        return _Laid(sum(padded), padded, each_token(sum(padded)), row_I, _positions(padded))
+
+
+def _positions(lens: list[int]) -> Tensor:
+    """Position of each packed token in its sequence."""
+    lens_B = torch.tensor(lens, dtype=torch.int64)
+    return torch.arange(sum(lens)) - (lens_B.cumsum(0) - lens_B).repeat_interleave(lens_B)
 
 
 def _some(routing: Routing, rows: Tensor) -> Routing:

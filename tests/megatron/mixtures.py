@@ -128,6 +128,8 @@ def by_hand(
 ) -> Reference:
     """Loss, gradient norm and routing of a batch, with autograd through the dense layer, in fp64.
 
+    The last token of a sequence is no input.
+
     Args:
         model: Changed for good.
         batch: `weights_R` set; the loss is minus their sum with the log-probabilities.
@@ -146,12 +148,13 @@ def by_hand(
     parts = []
     for (tokens, prompt_len), choice in zip(_sequences(batch), given, strict=True):
         for index, layer in enumerate(layers):
-            layer.mlp.given_TK = None if choice is None else choice[:, index].long()
-        logprobs = model(tokens[None]).logits[0, prompt_len - 1 : -1].log_softmax(-1)
+            layer.mlp.given_TK = None if choice is None else choice[:-1, index].long()
+        logprobs = model(tokens[None, :-1]).logits[0, prompt_len - 1 :].log_softmax(-1)
         parts.append(logprobs.gather(1, tokens[prompt_len:, None]).squeeze(1))
     logprobs_R = torch.cat(parts)
     nll = -(logprobs_R * batch.weights_R).sum()
     edges = [0, *cuts, len(lens)]
+    inputs = sum(lens) - len(lens)
     aux = z = torch.zeros((), dtype=torch.float64)
     loads, entropies = [], []
     for layer in layers:
@@ -162,15 +165,18 @@ def by_hand(
             tokens, experts = logits.shape
             counts = torch.zeros_like(logits).scatter(1, chosen, 1.0).sum(0)
             fraction, mean_prob = counts / (tokens * chosen.size(1)), logits.softmax(-1).mean(0)
-            aux = aux + experts * (fraction * mean_prob).sum() * tokens / sum(lens)
-            z = z + logits.logsumexp(-1).square().mean() * tokens / sum(lens)
+            aux = aux + experts * (fraction * mean_prob).sum() * tokens / inputs
+            z = z + logits.logsumexp(-1).square().mean() * tokens / inputs
             load = load + counts
             entropy = entropy - float((logits.softmax(-1) * logits.log_softmax(-1)).sum())
         loads.append(load)
-        entropies.append(entropy / sum(lens))
+        entropies.append(entropy / inputs)
     (nll + aux_coeff * aux + z_coeff * z).backward()
     norm = sum(float(parameter.grad.square().sum()) for parameter in model.parameters() if parameter.grad is not None)
-    chosen_PLK = torch.stack([torch.cat(layer.mlp.chosen_TK) for layer in layers], 1)
+    # -1 for the last token of each sequence, as the engine says it
+    chosen_PLK = torch.stack(
+        [torch.cat([F.pad(each, (0, 0, 0, 1), value=-1) for each in layer.mlp.chosen_TK]) for layer in layers], 1
+    )
     return Reference(
         logprobs_R.detach().float(),
         float(nll.detach()),

@@ -46,7 +46,7 @@ setup(
         "mpi": ["mpi4py>=4,<5"],
         "wandb": ["wandb>=0.19,<1"],
         "test": ["pytest>=8,<10", "trl>=1.16,<2", "hypothesis>=6.100,<7", "ruff>=0.17,<0.18", "mypy>=2.4,<3"],
-        "bench": ["trl>=1.16,<2"],
+        "bench": ["trl>=1.16,<2", "mbridge>=0.15,<0.16"],
     },
     entry_points={"console_scripts": ["mrl=mrl.cli:main"]},
 )

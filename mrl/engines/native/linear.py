@@ -42,13 +42,16 @@ class Linear:
         weight: Stored weight [out, in]; updates in place are seen after `refresh`.
         bias: Stored bias [out].
         dtype: Of the product.
+        few_rows: Most products have less than 16 rows (an expert's tokens): the inner product, which pads none.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, few_rows: bool = False) -> None:
         self._stored = (weight, bias)
         self._dtype = dtype
         self._out, self._in = weight.shape
         self._form = _form(weight)
+        if few_rows and self._form == "images":
+            self._form = "product"
         self._weight, self._bias = weight, bias
 
     @property

@@ -1,65 +1,32 @@
 """Starts and stops this process as a rank of the job; the one reader of os.environ.
 
-Owns what the launcher tells (rank, world size, host layout), the device of the rank, threads, and the default process
-group. It knows torchrun's variables and a plain single process. Process groups of the parallel layout are in
+Owns the device of the rank, its threads and the default process group. What the launchers' variables mean is in
+`environment.py`, where ranks without torchrun meet in `rendezvous.py`, the process groups of the parallel layout in
 `groups.py`. `environment` needs no torch, so that a mistake is told before torch is imported.
 """
 
 from __future__ import annotations
 
 import os
-import socket
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING
 
+from mrl.distributed.environment import Environment, device_index, read
 from mrl.errors import UserError
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class Environment:
-    """What the launcher says of this process.
-
-    Attributes:
-        rank: 0 .. world_size-1 over all hosts.
-        world_size: Processes of the job.
-        local_rank: 0 .. local_world_size-1 on this host.
-        local_world_size: Processes of the job on this host.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-
-
 def environment() -> Environment:
-    """Reads the launcher's variables; no process group is needed.
+    """What the launcher says of this process; no process group is needed.
 
     Raises:
-        UserError: torchrun's variables are incomplete or contradict each other.
+        UserError: The launchers' variables are incomplete or contradict each other.
     """
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        return Environment()
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if name not in os.environ]
-    if missing:
-        raise UserError(
-            f"the environment has some of torchrun's variables but not {', '.join(missing)}. Start with "
-            "`torchrun --nproc-per-node N -m mrl ...`, or unset RANK and WORLD_SIZE for a single process."
-        )
-    try:
-        rank, size, local_rank, local_size = (int(os.environ[name]) for name in names[:4])
-    except ValueError as error:
-        raise UserError(f"one of {', '.join(names[:4])} is not a number: {error}.") from error
-    if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
-        raise UserError(
-            f"RANK={rank} WORLD_SIZE={size} LOCAL_RANK={local_rank} LOCAL_WORLD_SIZE={local_size} contradict."
-        )
-    return Environment(rank, size, local_rank, local_size)
+    found = read(os.environ)
+    return _of_mpi(found) if found.launcher == "mpi" else found
 
 
 def choose_device(wanted: str) -> str:
@@ -95,23 +62,29 @@ def start(device: str = "auto", *, num_threads: int = 0, timeout_s: float = 600.
     from torch._C._distributed_c10d import HashStore
 
     from mrl.distributed import device as device_module
+    from mrl.distributed import rendezvous
 
     env = environment()
     kind = choose_device(device)
-    torch.set_num_threads(num_threads or max(1, len(os.sched_getaffinity(0)) // env.local_world_size))
+    own = torch.device("cpu")
+    torch.set_num_threads(num_threads or env.num_cpus or max(1, len(os.sched_getaffinity(0)) // env.local_world_size))
     if kind == "cuda":
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron overlaps TP collectives in launch order
-        torch.cuda.set_device(env.local_rank)
-    elif env.local_world_size == env.world_size:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())  # a laptop's hostname often does not resolve
+        own = torch.device(kind, device_index(env, torch.cuda.device_count()))
+        torch.cuda.set_device(own)
+    if name := rendezvous.interface(env):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     device_module.prepare(kind)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if env.world_size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    else:
+    elif env.launcher == "torchrun":
         dist.init_process_group(backend, timeout=timeout)
-    return torch.device(kind, env.local_rank) if kind == "cuda" else torch.device("cpu")
+    else:
+        store = rendezvous.meet(env, timeout_s)
+        dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
+    return own
 
 
 def stop(*, in_order: bool = True) -> None:
@@ -122,10 +95,14 @@ def stop(*, in_order: bool = True) -> None:
     """
     import torch.distributed as dist
 
+    from mrl.distributed import mpi
+
     if dist.is_initialized():
         if in_order:
             dist.barrier()
         dist.destroy_process_group()
+    if in_order:
+        mpi.end()
 
 
 def device_name(device: torch.device) -> str:
@@ -135,6 +112,8 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def _loopback() -> str:
-    names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in names if name.startswith("lo")), names[0])
+@cache
+def _of_mpi(found: Environment) -> Environment:
+    from mrl.distributed import mpi
+
+    return mpi.complete(found)

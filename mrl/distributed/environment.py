@@ -1,0 +1,213 @@
+"""What the launcher's variables say of this process: torchrun, mpirun, srun, or none of them.
+
+Owns which variables are read, which launcher wins where several left theirs, and the checks that they fit each other.
+It reads a mapping, not the process's own environment (that is `launch.py`), and imports no torch and no MPI.
+
+    torchrun        RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+    mpirun          OpenMPI's OMPI_COMM_WORLD_*; MPICH's and Intel's PMI_* with MPI_LOCAL*
+    srun            SLURM_* of a job step, with any --mpi; the PMI_* or PMIX_RANK that --mpi adds must fit
+    mpi             PMI or PMIx of another process manager: only the MPI library knows the rest (`mpi.py`)
+
+A launcher that was started by another one wins: torchrun in a step of srun, mpirun in an allocation of SLURM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mrl.distributed.host_list import first_host, tasks_of_node
+from mrl.errors import UserError
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OPENMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+STEP = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_NODES")
+
+FIRST_PORT, NUM_PORTS = 20000, 12000
+"""Ports of SLURM's jobs: below 32768, where Linux takes the ports of outgoing connections from."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the launcher says of this process.
+
+    Attributes:
+        rank: 0 .. world_size-1 over all hosts.
+        world_size: Processes of the job.
+        local_rank: 0 .. local_world_size-1 on this host.
+        local_world_size: Processes of the job on this host.
+        num_nodes: Hosts of the job; where the launcher does not say, as if each ran as many ranks as this one.
+        launcher: Who started the ranks.
+        address: Host of rank 0, where the ranks meet; "": rank 0 tells it over MPI.
+        port: On that host; 0: rank 0 picks a free one and tells it over MPI.
+        num_cpus: CPU cores that the launcher gave to this rank alone; 0: it did not say.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    num_nodes: int = 1
+    launcher: Literal["none", "torchrun", "mpirun", "srun", "mpi"] = "none"
+    address: str = ""
+    port: int = 0
+    num_cpus: int = 0
+
+
+def read(variables: Mapping[str, str]) -> Environment:
+    """The environment that a launcher left in `variables`; with launcher "mpi" only the rank is known from them.
+
+    Raises:
+        UserError: A launcher's variables are incomplete, or they contradict each other or another launcher's.
+    """
+    if "RANK" in variables or "WORLD_SIZE" in variables:
+        return _torchrun(variables)
+    for names in (OPENMPI, HYDRA):
+        if names[-1] in variables:
+            return _mpirun(variables, names)
+    if "SLURM_STEP_ID" in variables and "SLURM_PROCID" in variables:
+        return _srun(variables)
+    if "PMI_RANK" in variables or "PMIX_RANK" in variables:
+        (rank,) = _numbers(variables, ("PMI_RANK" if "PMI_RANK" in variables else "PMIX_RANK",))
+        return Environment(rank, launcher="mpi", address=variables.get("MASTER_ADDR", ""), port=_port(variables, 0))
+    return Environment()
+
+
+def device_index(environment: Environment, num_devices: int) -> int:
+    """Which of the CUDA devices that this rank sees is its own.
+
+    Args:
+        environment: Of this rank.
+        num_devices: Devices that the rank sees.
+
+    Raises:
+        UserError: More ranks than devices, on this host.
+    """
+    if num_devices >= environment.local_world_size:
+        return environment.local_rank
+    if num_devices == 1 and environment.launcher == "srun":  # --gpus-per-task: each rank sees its own device only
+        return 0
+    raise UserError(
+        f"{environment.local_world_size} ranks on this host, but torch sees {num_devices} CUDA device(s). Start one "
+        "rank for each device (NPROC_PER_NODE, --gpus-per-node), or let all ranks see all devices of the host "
+        "(CUDA_VISIBLE_DEVICES)."
+    )
+
+
+def _torchrun(variables: Mapping[str, str]) -> Environment:
+    missing = [name for name in (*TORCHRUN, "MASTER_ADDR", "MASTER_PORT") if name not in variables]
+    if missing:
+        raise UserError(
+            f"the environment has some of torchrun's variables but not {', '.join(missing)}. Start with "
+            "`torchrun --nproc-per-node N -m mrl ...`, or unset RANK and WORLD_SIZE for a single process."
+        )
+    rank, size, local_rank, local_size = _numbers(variables, TORCHRUN)
+    _check_ranks(variables, TORCHRUN)
+    num_nodes = _num_nodes(size, local_size)
+    if "GROUP_WORLD_SIZE" in variables:
+        (num_nodes,) = _numbers(variables, ("GROUP_WORLD_SIZE",))
+    _check_torchrun_in_step(variables)
+    address, port = variables["MASTER_ADDR"], _port(variables, 0)
+    return Environment(rank, size, local_rank, local_size, num_nodes, "torchrun", address, port)
+
+
+def _check_torchrun_in_step(variables: Mapping[str, str]) -> None:
+    """Each task of a SLURM step is one torchrun of the job, or one rank of it where RANK was set by hand."""
+    if "SLURM_STEP_ID" not in variables or "SLURM_STEP_NUM_TASKS" not in variables:
+        return
+    (num_tasks,) = _numbers(variables, ("SLURM_STEP_NUM_TASKS",))
+    if "GROUP_WORLD_SIZE" in variables:
+        (num_agents,) = _numbers(variables, ("GROUP_WORLD_SIZE",))
+        if num_agents != num_tasks:
+            raise UserError(
+                f"{_shown(variables, ('SLURM_STEP_NUM_TASKS', 'GROUP_WORLD_SIZE'))}: srun started {num_tasks} "
+                f"task(s), but this torchrun is one of {num_agents}. Start one torchrun for each node, with "
+                "`srun --ntasks-per-node=1` and --nnodes equal to SLURM's nodes, or the ranks themselves by srun, "
+                "without torchrun (launch/slurm.sbatch does either)."
+            )
+    elif _numbers(variables, ("RANK", "WORLD_SIZE")) != _numbers(variables, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
+        names = ("RANK", "SLURM_PROCID", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+        raise UserError(
+            f"{_shown(variables, names)}: RANK and WORLD_SIZE do not fit the task of srun that has them. Unset RANK, "
+            "WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE: srun's own variables are enough."
+        )
+
+
+def _mpirun(variables: Mapping[str, str], names: Sequence[str]) -> Environment:
+    rank, size, local_rank, local_size = _numbers(variables, names)
+    _check_ranks(variables, names)
+    num_nodes = _num_nodes(size, local_size)
+    address, port = variables.get("MASTER_ADDR", ""), _port(variables, 0)
+    return Environment(rank, size, local_rank, local_size, num_nodes, "mpirun", address, port)
+
+
+def _srun(variables: Mapping[str, str]) -> Environment:
+    rank, size, local_rank, node, num_nodes = _numbers(variables, STEP)
+    for given, ours in (("PMI_RANK", STEP[0]), ("PMI_SIZE", STEP[1]), ("PMIX_RANK", STEP[0])):
+        if given in variables and _numbers(variables, (given,)) != _numbers(variables, (ours,)):
+            raise UserError(
+                f"{_shown(variables, (given, ours))}: MPI and SLURM disagree on the rank or the size of the job. "
+                "Were these ranks started by an mpirun that is neither OpenMPI's nor MPICH's, inside srun? Start them "
+                "by srun alone, or by mpirun outside of a step."
+            )
+    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
+    _check_there(variables, names)
+    tasks, hosts = (variables[name] for name in names)
+    local_size = tasks_of_node(tasks, node)
+    if not (0 <= rank < size and 0 <= local_rank < local_size <= size and node < num_nodes):
+        raise UserError(f"{_shown(variables, (*STEP, names[0]))} contradict each other. Start a new step with srun.")
+    job, step = _numbers(variables, ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    num_cpus = _numbers(variables, ("SLURM_CPUS_PER_TASK",))[0] if "SLURM_CPUS_PER_TASK" in variables else 0
+    return Environment(
+        rank, size, local_rank, local_size, num_nodes, "srun",
+        address=variables.get("MASTER_ADDR") or first_host(hosts),
+        port=_port(variables, FIRST_PORT + (job + step) % NUM_PORTS),
+        num_cpus=num_cpus,
+    )  # fmt: skip
+
+
+def _port(variables: Mapping[str, str], otherwise: int) -> int:
+    if "MASTER_PORT" not in variables:
+        return otherwise
+    (port,) = _numbers(variables, ("MASTER_PORT",))
+    if not 0 < port < 65536:
+        raise UserError(f"MASTER_PORT={port} is not a port: give a free one from 1024 to 65535, or unset it.")
+    return port
+
+
+def _num_nodes(size: int, local_size: int) -> int:
+    return -(-size // local_size)
+
+
+def _check_there(variables: Mapping[str, str], names: Sequence[str]) -> None:
+    missing = [name for name in names if name not in variables]
+    if missing:
+        there = [name for name in names if name in variables]
+        raise UserError(
+            f"the environment has {_shown(variables, there) or 'a SLURM step'}, but not {', '.join(missing)}: half of "
+            "a launcher's variables. Start by the launcher itself, or unset what is left of it for a single process."
+        )
+
+
+def _numbers(variables: Mapping[str, str], names: Sequence[str]) -> list[int]:
+    _check_there(variables, names)
+    try:
+        return [int(variables[name]) for name in names]
+    except ValueError as error:
+        raise UserError(f"{_shown(variables, names)}: not all of them are numbers ({error}).") from error
+
+
+def _check_ranks(variables: Mapping[str, str], names: Sequence[str]) -> None:
+    """`names` are those of rank, world size, local rank and local world size."""
+    rank, size, local_rank, local_size = _numbers(variables, names)
+    if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
+        raise UserError(
+            f"{_shown(variables, names)} contradict each other: ranks count from 0 and are fewer than the size. Unset "
+            "what an earlier launcher left."
+        )
+
+
+def _shown(variables: Mapping[str, str], names: Sequence[str]) -> str:
+    return " ".join(f"{name}={variables.get(name, '(unset)')}" for name in names)

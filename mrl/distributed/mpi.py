@@ -1,0 +1,83 @@
+"""Who this process is in MPI's world, and what rank 0 tells the others over it.
+
+Owns the import of mpi4py (extra `mpi`), which is needed only where mpirun started the ranks. MPI lives as long as the
+job: it is ended in `end` and not at the exit of the process, where a rank that failed would wait for the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from mrl.distributed.environment import Environment
+from mrl.errors import UserError, first_line
+
+
+def complete(environment: Environment) -> Environment:
+    """Collective over the job: `environment` with the sizes that MPI knows.
+
+    Raises:
+        UserError: There is no mpi4py, or its MPI library is not that of the launcher.
+    """
+    world = _world()
+    if world.Get_rank() != environment.rank:
+        raise _other_library(f"the launcher started rank {environment.rank}, but mpi4py sees rank {world.Get_rank()}")
+    from mpi4py.MPI import COMM_TYPE_SHARED
+
+    host = world.Split_type(COMM_TYPE_SHARED)
+    return replace(
+        environment,
+        world_size=world.Get_size(),
+        local_rank=host.Get_rank(),
+        local_world_size=host.Get_size(),
+        num_nodes=world.allreduce(int(host.Get_rank() == 0)),
+    )
+
+
+def tell(value: Any, environment: Environment) -> Any:
+    """Collective over the job: the value of rank 0, on every rank.
+
+    Raises:
+        UserError: There is no mpi4py, or its MPI library is not that of the launcher.
+    """
+    world = _world()
+    size = world.Get_size()
+    if size != environment.world_size:
+        raise _other_library(f"the launcher started {environment.world_size} ranks, but mpi4py sees {size}")
+    return world.bcast(value, root=0)
+
+
+def end() -> None:
+    """Collective over the job: ends MPI; nothing where it was never begun."""
+    if not _world.cache_info().currsize:
+        return
+    from mpi4py import MPI
+
+    if not MPI.Is_finalized():
+        MPI.Finalize()
+
+
+@cache
+def _world() -> Any:
+    try:
+        import mpi4py
+
+        mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: there is no MPI library to load
+        raise UserError(
+            f"the ranks were started over MPI, which needs mpi4py and its MPI library ({first_line(error)}). Install "
+            'it by `pip install "mrl[mpi]"`, or start by torchrun or srun, which need none.'
+        ) from error
+    return MPI.COMM_WORLD
+
+
+def _other_library(seen: str) -> UserError:
+    from mpi4py import MPI
+
+    library = MPI.Get_library_version().replace("\0", "").splitlines()[0]
+    return UserError(
+        f"{seen}: its MPI library ({library}) is not the launcher's. Use the mpirun of this library, or name the "
+        "launcher's own by MPI4PY_LIBMPI=/path/libmpi.so."
+    )

@@ -39,30 +39,30 @@ class Routing:
 
 
 def routing_of(
-    row_P: Tensor, count: int, routed_experts_P: Tensor | None, device: torch.device, *, num_experts: int
+    row_I: Tensor, count: int, routed_experts_I: Tensor | None, device: torch.device, *, num_experts: int
 ) -> Routing:
     """The routing of packed sequences.
 
     Args:
-        row_P: For each packed token the computed one that stands for it.
+        row_I: For each packed input the computed token that stands for it.
         count: Computed tokens, filling included.
-        routed_experts_P: The engine's choice for each packed token, [P, L, K], -1 where it made none (the last token of
-            a response is never an input); on the CPU. None: nothing is replayed.
+        routed_experts_I: The engine's choice for each packed input, [I, L, K], -1 where it made none; on the CPU. None:
+            nothing is replayed.
         device: Of the routers.
         num_experts: E.
 
     Raises:
         RuntimeError: A choice is no expert, or names one twice.
     """
-    copies = torch.bincount(row_P, minlength=count).float().to(device)
-    if routed_experts_P is None:
+    copies = torch.bincount(row_I, minlength=count).float().to(device)
+    if routed_experts_I is None:
         return Routing(copies)
-    chosen = routed_experts_P.long()
+    chosen = routed_experts_I.long()
     _check_choices(chosen, num_experts)
     experts = chosen.new_full((count, *chosen.shape[1:]), -1)
-    # sequences that share a token agree on it but for rounding; one whose last token it is knows nothing
+    # sequences that share an input agree on it but for rounding
     known = chosen.flatten(1).min(1).values >= 0
-    experts[row_P[known]] = chosen[known]
+    experts[row_I[known]] = chosen[known]
     return Routing(copies, experts.to(device))
 
 

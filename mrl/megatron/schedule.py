@@ -128,7 +128,6 @@ class Schedule:
         if not self._even:
             return made
         longest = torch.tensor([micro.tokens.size(1) for micro in made])
-        longest *= grid.cp
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self._groups.dp)
         return [self._microbatch(batch, *each) for each in zip(rows, longest.tolist(), strict=True)]
 

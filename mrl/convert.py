@@ -118,6 +118,9 @@ def convert(
     if partial.finished(arguments):
         return _manifest_of(partial)
     with partial.session(arguments):
+        if partial.finished(arguments):  # by another process, since the question above
+            partial.discard()
+            return _manifest_of(partial)
         _check_space(partial, plan)
         job = _Job(source, target, partial, allow_nan, progress or (lambda num_bytes: None))
         if num_workers > 1:
@@ -305,8 +308,11 @@ def _without_tensors(description: dict[str, Any]) -> dict[str, Any]:
 
 def _check_space(partial: PartialFolder, plan: Conversion) -> None:
     """Refuses at once what cannot fit; what is there already needs no room."""
-    there = sum((partial.path / name).stat().st_size for name in partial.names())
-    free = shutil.disk_usage(partial.path).free
+    try:
+        there = sum((partial.path / name).stat().st_size for name in partial.names())
+        free = shutil.disk_usage(partial.path).free
+    except FileNotFoundError:  # another process has moved a file, or finished the folder
+        return
     if plan.num_bytes - there > free:
         raise UserError(
             f"'{partial.path}' needs {(plan.num_bytes - there) / 1e9:.2f} GB more, but {free / 1e9:.2f} GB are free. "

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 
@@ -252,19 +253,22 @@ def test_a_full_disk_is_one_message_and_what_is_done_is_kept(model, tmp_path):
     assert tensors(tmp_path / "out").keys() == counted(ARCH).keys()
 
 
-def test_processes_that_start_together_share_the_files(model, tmp_path):
+@pytest.mark.parametrize("late_s", [0.0, 0.03, 0.06, 0.1])
+def test_processes_that_start_together_or_late_share_the_files(model, tmp_path, late_s):
     children = []
-    for _ in range(3):
+    for number in range(4):
         child = os.fork()
         if child == 0:
             try:
+                time.sleep(number * late_s)
                 run(model, tmp_path / "out")
                 os._exit(0)
             except BaseException:  # noqa: BLE001 the parent sees the status
                 traceback.print_exc()
                 os._exit(1)
         children.append(child)
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0, 0]
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0, 0, 0]
+    assert not (tmp_path / "out.partial").exists()
     run(model, tmp_path / "alone")
     assert content(tmp_path / "out")[0] == content(tmp_path / "alone")[0]
 

@@ -29,6 +29,7 @@ MANIFEST = "manifest.json"
 
 _STATE = ".state"
 _SPENT = ".state.spent"
+_ATTEMPTS = 10
 _ARGUMENTS = "arguments.json"
 
 
@@ -63,9 +64,9 @@ class PartialFolder:
         Raises:
             UserError: Something else has that name, or the partial one.
         """
-        if self.path.exists() and not self._state.is_dir() and any(self.path.iterdir()):
+        if _holds_anything(self.path) and not self._state.is_dir():
             self._adopt(arguments)
-        if not self.final.exists() or (self.final.is_dir() and not any(self.final.iterdir())):
+        if not _holds_anything(self.final):
             return False
         if _read(self.final / MANIFEST).get("arguments") == _as_json(arguments):
             return True
@@ -81,23 +82,21 @@ class PartialFolder:
         Raises:
             UserError: It was begun with other arguments (the first difference is named), or cannot be written.
         """
-        with disk_errors(self.path):
-            for kind in ("records", "earlier", "locks"):
-                (self._state / kind).mkdir(parents=True, exist_ok=True)
-            alive = (self._state / "alive").open("a")
-        with alive:
+        with self._join() as alive:
             first = _try_lock(alive)
             if not first:
                 fcntl.flock(alive, fcntl.LOCK_SH)  # until the first process has set the records aside
-            self._agree(arguments)
-            if first:
-                with disk_errors(self.path):
-                    for record in (self._state / "records").iterdir():
-                        os.replace(record, self._state / "earlier" / record.name)
-                    for remnant in self._state.rglob("*.writing"):
-                        remnant.unlink()
-                fcntl.flock(alive, fcntl.LOCK_SH)
+            if self._is_current(alive):
+                self._agree(arguments, first=first)
+                if first:
+                    with disk_errors(self.path):
+                        self._set_aside()
+            fcntl.flock(alive, fcntl.LOCK_SH)
             yield
+
+    def discard(self) -> None:
+        """Removes what a process that came too late has begun again; the folder has its name already."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
     @contextmanager
     def claim(self, part: str) -> Iterator[Claim | None]:
@@ -171,6 +170,8 @@ class PartialFolder:
     def _adopt(self, arguments: Mapping[str, Any]) -> None:
         """A folder without state: it was cut off before its last step, or is not ours."""
         if _read(self.path / MANIFEST).get("arguments") != _as_json(arguments):
+            if not _holds_anything(self.path):  # another process has just moved it
+                return
             raise UserError(
                 f"'{self.path}' exists and is not the work of this command. Remove it, or name a new folder."
             )
@@ -178,18 +179,49 @@ class PartialFolder:
             self._rename()
 
     def _rename(self) -> None:
-        _sync_folder(self.path)
-        os.replace(self.path, self.final)
+        try:
+            _sync_folder(self.path)
+            os.replace(self.path, self.final)
+        except FileNotFoundError:
+            if not (self.final / MANIFEST).is_file():  # else another process has just done it
+                raise
         _sync_folder(self.final.parent)
         shutil.rmtree(self.final / _SPENT, ignore_errors=True)
 
-    def _agree(self, arguments: Mapping[str, Any]) -> None:
+    def _join(self) -> TextIO:
+        """Opens the file whose lock says that a process is alive; makes the folders."""
+        left = _ATTEMPTS
+        while True:
+            left -= 1
+            with disk_errors(self.path):
+                try:
+                    for kind in ("records", "earlier", "locks"):
+                        (self._state / kind).mkdir(parents=True, exist_ok=True)
+                    return (self._state / "alive").open("a")
+                except FileNotFoundError:  # another process has just finished the folder, and moved it
+                    if not left:
+                        raise
+
+    def _is_current(self, alive: TextIO) -> bool:
+        """Whether the folder is still the one that was joined: nobody has finished it meanwhile."""
+        try:
+            return (self._state / "alive").stat().st_ino == os.fstat(alive.fileno()).st_ino
+        except FileNotFoundError:
+            return False
+
+    def _set_aside(self) -> None:
+        for record in (self._state / "records").iterdir():
+            os.replace(record, self._state / "earlier" / record.name)
+        for remnant in self._state.rglob("*.writing"):
+            remnant.unlink()
+
+    def _agree(self, arguments: Mapping[str, Any], *, first: bool) -> None:
         path = self._state / _ARGUMENTS
         earlier, now = _read(path), _as_json(arguments)
-        if not earlier:
+        if first and not earlier:
             with disk_errors(self.path):
                 _write(path, now)
-        elif earlier != now:
+        elif earlier and earlier != now:
             where, was, is_now = next(_differences(earlier, now))
             raise UserError(
                 f"'{self.path}' was begun with other arguments: {where} was {was}, now it is {is_now}. Repeat the "
@@ -208,6 +240,16 @@ def disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         kept = " What is done is kept: make room and repeat the command." if error.errno == errno.ENOSPC else ""
         raise UserError(f"'{path}' cannot be written: {error.strerror or error}.{kept}") from error
+
+
+def _holds_anything(path: Path) -> bool:
+    """Whether there is a file, or a folder that is not empty."""
+    try:
+        return any(path.iterdir())
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError:
+        return True
 
 
 def _try_lock(file: TextIO) -> bool:

@@ -26,6 +26,9 @@ MAX_PADDING = 0.25
 SMALL_BUCKET_TOKENS = 4096
 """A bucket up to this size, padding included, costs less than the calls of two smaller ones."""
 
+LONGEST_AT_ONCE = 32
+"""Up to this length all scores at once cost less on a CPU than torch's fused kernel, which works block by block."""
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -216,9 +219,12 @@ class CoreAttention(torch.nn.Module):
             q, k, v = (
                 x[offset : offset + count].view(bucket.size, bucket.longest, -1, dim).transpose(1, 2) for x in slots
             )
-            attended = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
-            )
+            if bucket.longest <= LONGEST_AT_ONCE and q.device.type == "cpu" and q.dtype == torch.float32:
+                attended = _at_once(q, k, v, dim**-0.5 if self.scale is None else self.scale)
+            else:
+                attended = F.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
+                )
             outputs.append(attended.transpose(1, 2).reshape(count, heads * dim))
             offset += count
         stacked = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -245,3 +251,14 @@ class CoreAttention(torch.nn.Module):
             )
             outputs.append(attended.transpose(1, 2).flatten(0, 1).flatten(1))
         return torch.cat(outputs)[context.row_of_query].view(tokens, 1, heads * dim)
+
+
+def _at_once(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Causal attention of queries [B, N, T, D] to keys and values [B, K, T, D], with all scores in memory."""
+    size, heads, length, dim = query.shape
+    groups = key.size(1)
+    unseen = query.new_full((length, length), -torch.inf).triu_(1)
+    # the heads that share a KV head are rows of one product
+    scores = query.reshape(size, groups, -1, dim) @ key.transpose(2, 3)
+    probs = torch.add(unseen, scores.view(size, heads, length, length), alpha=scale).softmax(-1)
+    return (probs.view(size, groups, -1, length) @ value).view(query.shape)

@@ -25,7 +25,9 @@ def dense(query, key, value, lens):
 
 
 @pytest.mark.parametrize(
-    ("lens", "heads", "groups"), [(SHORT, 4, 2), (SHORT, 4, 4), (SHORT, 4, 1), (MIXED, 2, 1), ([1], 2, 2)], ids=str
+    ("lens", "heads", "groups"),
+    [(SHORT, 4, 2), (SHORT, 4, 4), (SHORT, 4, 1), (MIXED, 2, 1), ([40, 33, 12], 4, 2), ([1], 2, 2)],
+    ids=str,
 )
 def test_values_and_gradients_are_those_of_each_sequence_alone(lens, heads, groups):
     generator = torch.Generator().manual_seed(2)

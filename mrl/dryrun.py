@@ -1,50 +1,27 @@
 """What a run would be, without starting it: `mrl train CONFIG --dry-run`.
 
-Owns the text and the estimate of memory. The same checks refuse the same mistakes as in a real run; no process group
-exists, no weight is read and no folder is made.
+Owns the text. The same checks refuse the same mistakes as in a real run; no process group exists, no weight is read and
+no folder is made.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from mrl import preflight
 from mrl.config import Config, to_yaml
 from mrl.grid import Grid
+from mrl.memory import num_parameters, stage_memory
 from mrl.models.base import ArchSpec
 from mrl.prepare import Resolved, resolve
-from mrl.weights.layout import Layout
-from mrl.weights.megatron import megatron_layout, megatron_layouts
+from mrl.weights.megatron import megatron_layouts
 from mrl.weights.native import native_layouts
 from mrl.weights.plan import Plan, make_plan
 
 MIB = 1 << 20
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-GRADIENT_BYTES = 4
-"""Megatron's gradient buffer is fp32 (`grad_reduce_in_fp32`)."""
-MOMENT_BYTES = 8
-"""Adam's two moments, fp32."""
-MASTER_BYTES = 4
-"""fp32 master weights, kept where the parameters are of another type."""
 MAX_ROWS = 32
 """Ranks that are listed."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes that a rank holds all the time, by the shapes of its tensors."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    engine: int
-
-    @property
-    def total(self) -> int:
-        """Their sum."""
-        return self.weights + self.gradients + self.optimizer + self.engine
 
 
 def describe(config: Config, world_size: int) -> str:
@@ -88,11 +65,10 @@ def describe(config: Config, world_size: int) -> str:
 def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
     config, arch, grid = found.config, found.arch, found.grid
     model, train, rollout = config.model, config.train, config.rollout
-    num_parameters = _num_elements(megatron_layout(arch, Grid(1), 0, dtype=model.dtype, te=False))
     yield (
         "model",
         f"{model.path or model.preset} ({arch.family}): {arch.num_layers} layers, hidden {arch.hidden_size}, "
-        f"vocabulary {arch.vocab_size:,}: {num_parameters:,} parameters, {model.dtype}",
+        f"vocabulary {arch.vocab_size:,}: {num_parameters(arch):,} parameters, {model.dtype}",
     )
     warm = train.warm_start.num_steps
     yield "steps", f"{train.num_steps} of {config.algorithm.name}" + (f" after {warm} supervised" if warm else "")
@@ -114,7 +90,7 @@ def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
         + f"; {per_rank:,} for each of {grid.dp} data-parallel rank(s), in about {_num_microbatches(found, per_rank)} "
         f"microbatch(es) of {config.actor.max_tokens_per_microbatch:,} tokens if all are of full length",
     )
-    fullest = max(memory(config, arch, grid), key=lambda one: one.total)
+    fullest = max(stage_memory(config, arch, grid), key=lambda one: one.total)
     parts = {
         "weights": fullest.weights,
         "gradients": fullest.gradients,
@@ -138,40 +114,11 @@ def _num_microbatches(found: Resolved, num_sequences: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def memory(config: Config, arch: ArchSpec, grid: Grid) -> list[Memory]:
-    """What each rank holds of weights, gradients and optimizer, and the weights of its engine."""
-    model, rollout = config.model, config.rollout
-    kept_bytes = MOMENT_BYTES + (MASTER_BYTES if model.dtype != "float32" else 0)
-    sharded = config.actor.use_distributed_optimizer
-    copies = grid.dp * grid.cp if sharded else 1
-    expert_copies = grid.world_size // (grid.pp * grid.ep * grid.expert_tp) if sharded else 1
-    actors = megatron_layouts(arch, grid, dtype=model.dtype, te=False)
-    engines = native_layouts(arch, grid, rollout.dtype or model.dtype)
-    found: dict[tuple[int, int], Memory] = {}  # ranks with equal shards share their layouts
-    for rank in range(grid.world_size):
-        actor, engine = actors[rank], engines[rank]
-        if (id(actor), id(engine)) not in found:
-            experts = _num_elements({name: stored for name, stored in actor.items() if ".experts." in name})
-            everything = _num_elements(actor)
-            owned = math.ceil((everything - experts) / copies) + math.ceil(experts / expert_copies)
-            found[id(actor), id(engine)] = Memory(
-                weights=everything * DTYPE_BYTES[model.dtype],
-                gradients=everything * GRADIENT_BYTES,
-                optimizer=owned * kept_bytes,
-                engine=_num_elements(engine) * DTYPE_BYTES[rollout.dtype or model.dtype],
-            )
-    return [found[id(actors[rank]), id(engines[rank])] for rank in range(grid.world_size)]
-
-
 def refit_plan(config: Config, arch: ArchSpec, grid: Grid) -> Plan:
     """The copies of a refit between all ranks of a grid."""
     dtype = config.model.dtype
     sources = megatron_layouts(arch, grid, dtype=dtype, te=False)
     return make_plan(sources, native_layouts(arch, grid, config.rollout.dtype or dtype))
-
-
-def _num_elements(layout: Layout) -> int:
-    return sum(math.prod(stored.shape) for stored in layout.values())
 
 
 def _row(grid: Grid, rank: int) -> str:

@@ -1,0 +1,227 @@
+"""What a backward pass keeps of its forward, and what both need for a moment: bytes of one rank, by arithmetic.
+
+Owns the sizes of the largest microbatch, of what the layers and the output layer save for the backward, and of the
+buffers that live inside one of their steps. Weights, optimizer and engine are in `memory.py`. It follows the code:
+`megatron/attention.py`, `megatron/norm.py`, `functional/logprobs.py`, and Megatron's layers (0.16.1:
+`transformer/mlp.py`, `transformer/attention.py`, `transformer/moe`, `models/common/embeddings/rope_utils.py`). Experts
+are taken to be equally loaded. With context parallelism on a CPU, attention needs more than is told here.
+
+P stands for packed tokens of a rank, S for slots of its attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mrl.config import Config
+from mrl.grid import Grid
+from mrl.models.base import ArchSpec
+from mrl.weights.megatron import chunk_layers, padded_vocab
+
+FP32 = 4
+INT64 = 8
+SCORED_BYTES = 53
+"""Vectors of one number for each response token that the loss keeps: two int64, nine fp32, one bool."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """The largest microbatch of a rank, if every response has its full length.
+
+    Attributes:
+        tokens: Distinct packed tokens; what samples of a prompt begin with alike is there once, except with
+            TransformerEngine.
+        slots: Tokens of all sequences, which attention sees.
+        scored: Response tokens.
+        count: Microbatches of a minibatch on a data-parallel rank.
+    """
+
+    tokens: int
+    slots: int
+    scored: int
+    count: int
+
+
+def largest_microbatch(config: Config, grid: Grid, *, te: bool, supervised: bool = False) -> Microbatch:
+    """The microbatch that needs most memory, before context parallelism cuts it.
+
+    Args:
+        config: Lengths, samples, batch sizes and the budget of a microbatch.
+        grid: Data-parallel size, and what the packed length is filled up to.
+        te: Attention is TransformerEngine's: nothing is shared.
+        supervised: One response for each prompt.
+    """
+    rollout, train = config.rollout, config.train
+    prompt, response = rollout.prompt_length, rollout.response_length
+    samples = 1 if supervised else rollout.n
+    sequences = -(-(train.minibatch_size or train.batch_size) * samples // grid.dp)
+    budget = config.actor.max_tokens_per_microbatch
+    together = 1 if te else -(-samples // grid.dp)  # samples of a prompt on a rank
+    together = max(1, min(together, (budget - prompt) // response))
+    families = -(-sequences // together)
+    count = -(-families // max(1, budget // (prompt + together * response)))
+    if grid.vpp > 1:
+        count = -(-count // grid.pp) * grid.pp
+    held = -(-families // count)
+    # without TransformerEngine the last token of a response, which predicts nothing, is not computed
+    computed = response if te else response - 1
+    unit = grid.tp * (2 * grid.cp if grid.cp > 1 else 1)
+    packed = -(-held * (prompt + together * computed) // unit) * unit
+    return Microbatch(packed, held * together * (prompt + computed), held * together * response, count)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of the actor's forward and backward passes on a rank.
+
+    Attributes:
+        saved: Kept for the backward by all microbatches in flight, at most.
+        logits: In the output layer at a time, beside that; 0 but on the last stage.
+        backward: In a layer's or the embedding's backward at a time, beside that.
+        scoring: In a forward without backward at a time, the output layer included.
+    """
+
+    saved: int
+    logits: int
+    backward: int
+    scoring: int
+
+
+class ActorShape:
+    """The sizes of an actor's tensors on a rank.
+
+    Args:
+        config: What was asked for, the algorithm's nulls filled.
+        arch: The model.
+        grid: Its layout.
+        te: Layers are TransformerEngine's.
+        supervised: The algorithm samples nothing.
+    """
+
+    def __init__(self, config: Config, arch: ArchSpec, grid: Grid, *, te: bool, supervised: bool = False) -> None:
+        self._config, self._arch, self._grid, self._te = config, arch, grid, te
+        self._itemsize = 2 if config.model.dtype == "bfloat16" else FP32
+        self.microbatch = largest_microbatch(config, grid, te=te, supervised=supervised)
+        self._tokens = self.microbatch.tokens // grid.cp
+        self._slots = self.microbatch.slots // grid.cp
+        self._scored = -(-self.microbatch.scored // grid.cp)
+        self._own_tokens = self._tokens // (grid.tp if config.parallel.sequence_parallel else 1)
+        self._vocab = padded_vocab(arch, grid.tp) // grid.tp
+        self._layers = chunk_layers(arch, grid)
+
+    def activations(self, stage: int) -> Activations:
+        """Of a rank of a pipeline stage."""
+        grid, arch = self._grid, self._arch
+        chunks = [len(self._layers[stage, chunk]) for chunk in range(grid.vpp)]
+        if grid.vpp > 1:  # Megatron's interleaved schedule: warm-up passes, and the one that is computed
+            flying = (grid.pp - stage - 1) * 2 + (grid.vpp - 1) * grid.pp + 1
+            layers = min(flying, self.microbatch.count * grid.vpp) * max(chunks)
+        else:
+            layers = min(grid.pp - stage, self.microbatch.count) * chunks[0]
+        first, last = stage == 0, stage == grid.pp - 1
+        hidden = self._own_tokens * arch.hidden_size * self._itemsize
+        whole = self._tokens * arch.hidden_size * self._itemsize
+        saved = layers * self._kept_by_layer() + INT64 * (self._slots + 3 * self._tokens)
+        if self._config.actor.recompute == "full":
+            saved += self._tokens * arch.head_dim * FP32  # rotary angles; else each layer's cosine and sine
+        weight = self._vocab * arch.hidden_size * self._itemsize
+        tied = weight if arch.tie_word_embeddings and last else 0  # its gradient waits for the embedding's
+        step = self._layer_backward() + tied
+        if first:
+            step = max(step, weight + tied - layers * self._kept_by_layer())  # everything saved is gone by then
+        if last:
+            # the final norm: what goes in, what comes out for all ranks' rows; the loss
+            saved += hidden + whole + SCORED_BYTES * self._scored
+        return Activations(
+            saved=saved,
+            logits=max(self._logits_forward(), self._logits_backward()) if last else 0,
+            backward=step,
+            scoring=max(self._saved_by_layer() + 2 * hidden, whole + self._logits_forward() if last else 0),
+        )
+
+    def _kept_by_layer(self) -> int:
+        if self._config.actor.recompute == "full":
+            return self._own_tokens * self._arch.hidden_size * self._itemsize
+        return self._saved_by_layer()
+
+    def _saved_by_layer(self) -> int:
+        arch, size, own, tokens = self._arch, self._itemsize, self._own_tokens, self._tokens
+        norms = own * (4 * arch.hidden_size * size + 2 * FP32)  # two norms: what goes in and what comes out
+        heads, kv_heads = self._heads()
+        queries = heads * arch.head_dim
+        fused = tokens * (queries + 2 * kv_heads * arch.head_dim) * size
+        attention = 4 * tokens * arch.head_dim * size  # cosine and sine, for queries and for keys
+        if arch.qk_norm:
+            copied = queries * size if kv_heads > 1 else 0  # of one group the queries lie in a row already
+            attention += fused + tokens * (copied + (heads + kv_heads) * FP32)
+        if self._config.actor.recompute == "selective":
+            attention += tokens * (queries + kv_heads * arch.head_dim) * size + (0 if arch.qk_norm else fused)
+        else:
+            attention += self._core_attention()
+        if not self._te:
+            attention += tokens * queries * size  # what attention returns, out of its slots
+        return norms + attention + (self._mlp(arch.intermediate_size) if arch.moe is None else self._experts())
+
+    def _heads(self) -> tuple[int, int]:
+        return self._arch.num_heads // self._grid.tp, max(1, self._arch.num_kv_heads // self._grid.tp)
+
+    def _core_attention(self) -> int:
+        """Queries, keys, values and the result, of all slots; the logarithm of each row's sum."""
+        heads, kv_heads = self._heads()
+        return self._slots * ((2 * heads + 2 * kv_heads) * self._arch.head_dim * self._itemsize + heads * FP32)
+
+    def _mlp(self, width: int) -> int:
+        """Gate and up, the activated gate, up once more, their product."""
+        return 5 * self._tokens * width // self._grid.tp * self._itemsize
+
+    def _experts(self) -> int:
+        moe, grid, size = self._arch.moe, self._grid, self._itemsize
+        if moe is None:
+            return 0
+        router = self._own_tokens * (moe.num_experts * (4 * FP32 + 1) + moe.top_k * 2 * INT64)
+        assigned = self._own_tokens * moe.top_k * grid.expert_tp  # as many as go out come in
+        experts = assigned * (self._arch.hidden_size * size + FP32 + 6 * moe.intermediate_size // grid.expert_tp * size)
+        shared = 0
+        if moe.shared_intermediate_size:
+            shared = self._mlp(moe.shared_intermediate_size) + self._own_tokens * self._arch.hidden_size * size
+        return router + experts + shared
+
+    def _layer_backward(self) -> int:
+        """Gradients of a layer's output and of its widest part, and of the largest weight; what is recomputed."""
+        arch, size = self._arch, self._itemsize
+        if arch.moe is None:
+            width = arch.intermediate_size // self._grid.tp
+            rows, weight = self._tokens, width * arch.hidden_size * 2
+        else:
+            width = arch.moe.intermediate_size // self._grid.expert_tp
+            rows, weight = self._own_tokens * arch.moe.top_k * self._grid.expert_tp, width * arch.hidden_size * 2
+        step = (rows * (2 * width + arch.hidden_size) + weight) * size
+        if self._config.actor.recompute == "full":
+            return step + self._saved_by_layer()
+        if self._config.actor.recompute == "selective":
+            return step + self._core_attention()
+        return step
+
+    def _rows(self) -> int:
+        """Scored rows of a chunk of logits."""
+        return min(self._config.actor.logprob_chunk_tokens, self._scored)
+
+    def _logits_forward(self) -> int:
+        """Logits and their powers, fp32; all ranks' logits and what is dropped, where the distribution is cut."""
+        rows, rollout = self._rows(), self._config.rollout
+        held = rows * self._vocab * 2 * FP32
+        if rollout.top_k != -1 or rollout.top_p < 1 or rollout.min_p > 0:
+            gathered = 2 * self._vocab * self._grid.tp if self._grid.tp > 1 else 0
+            held = max(held, rows * (self._vocab * FP32 + gathered * FP32)) + rows * self._vocab
+        return held
+
+    def _logits_backward(self) -> int:
+        """Gradients of the logits, of the hidden states and of the weight."""
+        rows, size, weight = self._rows(), self._itemsize, self._vocab * self._arch.hidden_size
+        hidden = self._tokens * self._arch.hidden_size
+        several = self._scored > rows
+        logits = rows * self._vocab * (FP32 + (size if size != FP32 else 0))
+        if self._config.algorithm.entropy_coef:
+            logits += rows * self._vocab * FP32
+        weights = weight * (FP32 + size if several else size)  # several chunks add up in fp32
+        return logits + weights + hidden * (FP32 + size)

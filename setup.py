@@ -38,6 +38,7 @@ setup(
         "psutil>=5.9,<8",
         "rich>=13,<16",
         "tensorboard>=2.16,<3",
+        "isal>=1.6,<2",
         "xxhash>=3.4,<5",
     ],
     extras_require={

@@ -12,13 +12,13 @@ import io
 import pickle
 import struct
 import zipfile
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import torch
+from isal import isal_zlib
 from torch import Tensor
 
 ALIGNMENT = 64
@@ -258,7 +258,7 @@ class _Window(io.RawIOBase):
 
 def _headers(name: bytes, content: memoryview, position: int) -> tuple[bytes, bytes]:
     """An entry's header in front of its content, and the one in the directory; `position` is that of the first."""
-    size, crc = content.nbytes, zlib.crc32(content)
+    size, crc = content.nbytes, isal_zlib.crc32(content)
     wide = struct.pack("<2H2Q", 1, 16, size, size) if size >= _LIMIT else b""
     shown = _FAR if wide else size
     # as torch does it: an extra field that nobody reads moves the content to where it is aligned

@@ -179,7 +179,9 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--checkpoint", metavar="STEP|PATH", help="which one; default: the run folder's newest")
     evaluate.set_defaults(command=_evaluate)
 
-    plan = commands.add_parser("plan", help="print what a refit costs on a cluster of any size, start nothing")
+    plan = commands.add_parser(
+        "plan", help="print memory, times and the refit's bytes on a cluster of any size, start nothing"
+    )
     _add_config(plan)
     plan.add_argument("--world-size", type=_positive, metavar="N", required=True, help="ranks, one for each GPU")
     plan.add_argument(

@@ -1,7 +1,8 @@
 """Figures of accelerators and clusters: what predictions are made from.
 
-Owns the table `HARDWARE` and the reading of a user's own figures. All are the vendors' peak figures, not measurements;
-a prediction made from them is a bound, and a cluster's own figures belong in a YAML file of the user's.
+Owns the table `HARDWARE` and the reading of a user's own figures. Sizes and rates are the vendors' peak figures, not
+measurements; the parts of them that are reached, and what takes memory without being a tensor, are assumptions. A
+cluster's own figures belong in a YAML file of the user's.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ class Hardware:
         intra_node_bytes_per_s: Into one GPU from the others of its node.
         inter_node_bytes_per_s: Into one GPU from other nodes.
         device_names: `torch.cuda.get_device_name()` of these GPUs.
+        context_bytes: Assumed: of a GPU, for its context and the libraries' workspaces.
+        communicator_bytes: Assumed: of a GPU, for each process group of several ranks that it is in.
+        memory_frac: Assumed: part of a GPU's memory that the allocator can fill before it fragments, (0, 1].
+        train_flops_frac: Assumed: part of `bf16_flops` that forward and backward passes reach, (0, 1].
+        prefill_flops_frac: Assumed: part of `bf16_flops` that reading prompts reaches, (0, 1].
+        decode_frac: Assumed: part of `memory_bytes_per_s` and `bf16_flops` that decoding reaches, (0, 1].
     """
 
     gpus_per_node: int
@@ -37,6 +44,12 @@ class Hardware:
     intra_node_bytes_per_s: float
     inter_node_bytes_per_s: float
     device_names: tuple[str, ...] = ()
+    context_bytes: int = 10**9
+    communicator_bytes: int = 2 * 10**8
+    memory_frac: float = 0.95
+    train_flops_frac: float = 0.4
+    prefill_flops_frac: float = 0.5
+    decode_frac: float = 0.5
 
 
 HARDWARE = {
@@ -87,4 +100,6 @@ def load_hardware(name: str) -> Hardware:
             raise UserError(f"--hardware {name}: unknown figure '{key}'. Known: {', '.join(sorted(figures))}.")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
             raise UserError(f"--hardware {name}: {key} is {value!r}; expected a number above 0.")
+        if key.endswith("_frac") and value > 1:
+            raise UserError(f"--hardware {name}: {key} is {value!r}; expected a part, (0, 1].")
     return replace(base, **figures_given)

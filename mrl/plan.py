@@ -1,20 +1,25 @@
 """What a run would cost on a cluster of any size, without running it: `mrl plan CONFIG --world-size N`.
 
-Owns the predictions and their text. They come from the layouts (`weights/traffic.py`) and the vendors' figures
-(`hardware.py`): bounds, not measurements.
+Owns the prediction of a refit and the text. Memory comes from `memory.py` and is refused by `fit.py`, times come from
+`durations.py`, all of it from shapes (`weights/traffic.py`) and stated figures (`hardware.py`): nothing is measured.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from mrl.config import Config
+from mrl.durations import predict_durations
+from mrl.fit import check_fits, device_of
 from mrl.grid import Grid
 from mrl.hardware import Hardware
-from mrl.models.base import ArchSpec
-from mrl.prepare import resolve
-from mrl.weights.megatron import megatron_layouts
+from mrl.memory import StageMemory, memory_by_stage, num_parameters, staging_bytes
+from mrl.models.base import ArchSpec, Place
+from mrl.prepare import Resolved, resolve
+from mrl.weights.megatron import chunk_layers, megatron_layouts
 from mrl.weights.native import native_layouts
+from mrl.weights.shards import parts_of, table
 from mrl.weights.traffic import Bytes, Traffic, traffic
 
 GB = 1e9
@@ -40,7 +45,7 @@ class RefitPrediction:
 
 
 def describe(config: Config, world_size: int, hardware: Hardware) -> str:
-    """The refit's bytes, by link, and its predicted time.
+    """Memory of a rank of each stage, seconds of each phase, and the refit's bytes by link.
 
     Args:
         config: What was asked for.
@@ -48,57 +53,141 @@ def describe(config: Config, world_size: int, hardware: Hardware) -> str:
         hardware: Figures of the cluster.
 
     Raises:
-        UserError: The run would be refused.
+        UserError: The run would be refused, or would run out of memory; the message says what would fit.
     """
-    resolved = resolve(config, world_size)
-    arch, grid = resolved.arch, resolved.grid
-    found = predict_refit(resolved.config, arch, grid, hardware)
-    total = found.traffic.total
-    moved = total.intra_node + total.inter_node
-    nodes = -(-world_size // hardware.gpus_per_node)
+    found = resolve(config, world_size)
+    device = device_of(hardware, found.grid)
+    refit = predict_refit(found.config, found.arch, found.grid, hardware)
+    # a rank may send more than it gets: without knowing who sends, the bound is all of an engine's weights
+    stages = memory_by_stage(found, device, moved_bytes=None if refit.staging_bytes else 0)
+    check_fits(found, hardware, stages)
     return "\n".join(
         [
-            f"{world_size} ranks on {nodes} node(s) of {hardware.gpus_per_node}",
-            f"actor     tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}"
-            + (f", experts ep {grid.ep} x etp {grid.expert_tp}" if arch.moe else ""),
-            f"rollout   {grid.num_replicas} replica(s) of tp {grid.rollout_tp}"
-            + (f", experts ep {grid.rollout_ep} x tp {grid.rollout_moe_tp}" if arch.moe else ""),
+            *_layout(found, hardware),
             "",
-            "refit, each time the weights change (bytes over all ranks)",
-            f"  copied inside ranks      {total.local / GB:12.3f} GB",
-            f"  sent inside nodes        {total.intra_node / GB:12.3f} GB",
-            f"  sent between nodes       {total.inter_node / GB:12.3f} GB",
-            f"  a gather of full tensors {found.traffic.full_gather_bytes / GB:12.3f} GB"
-            + (f", {found.traffic.full_gather_bytes / moved:.1f} times what is sent" if moved else ""),
-            f"  staging of a rank        {found.staging_bytes / GB:12.3f} GB at most",
-            f"  predicted time           {found.seconds:12.4f} s from peak figures; bound {found.bound_s:.4f} s, "
-            f"full gather {found.full_gather_s:.4f} s",
+            *_memory(found, stages, device.capacity or 0, hardware),
+            "",
+            *_times(found, hardware, refit, min(stage.kv_rows for stage in stages)),
+            "",
+            *_refit(refit),
         ]
+    )
+
+
+def _layout(found: Resolved, hardware: Hardware) -> Iterator[str]:
+    arch, grid = found.arch, found.grid
+    nodes = -(-grid.world_size // hardware.gpus_per_node)
+    yield f"{grid.world_size} ranks on {nodes} node(s) of {hardware.gpus_per_node}"
+    yield f"model     {num_parameters(arch) / GB:.2f} x 10^9 parameters, {found.config.model.dtype}"
+    yield f"actor     tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}" + (
+        f", experts ep {grid.ep} x etp {grid.expert_tp}" if arch.moe else ""
+    )
+    yield f"rollout   {grid.num_replicas} replica(s) of tp {grid.rollout_tp}" + (
+        f", experts ep {grid.rollout_ep} x tp {grid.rollout_moe_tp}" if arch.moe else ""
+    )
+
+
+def _memory(found: Resolved, stages: list[StageMemory], capacity: int, hardware: Hardware) -> Iterator[str]:
+    """The fullest stage term by term, the others by their peak."""
+    fullest = max(stages, key=lambda stage: stage.total(stage.peak))
+    yield (
+        f"memory of a rank, GB, if every response has its full length; {capacity / GB:.1f} of "
+        f"{hardware.memory_bytes / GB:.0f} GB can be filled"
+    )
+    phases = list(fullest.phases)
+    yield f"  {f'stage {fullest.stage}':<26}" + "".join(f"{phase:>10}" for phase in phases)
+    for term in dict.fromkeys(term for phase in phases for term in fullest.phases[phase]):
+        sizes = (fullest.phases[phase].get(term) for phase in phases)
+        yield f"  {term:<26}" + "".join(f"{'-' if size is None else f'{size / GB:.2f}':>10}" for size in sizes)
+    for stage in stages:
+        name = f"all of it, stage {stage.stage}" if len(stages) > 1 else "all of it"
+        yield f"  {name:<26}" + "".join(f"{stage.total(phase) / GB:>10.2f}" for phase in phases)
+    if fullest.host:
+        yield f"  host memory: {fullest.host / GB:.2f} GB, the reference and the actor while it is away for it"
+    if "KV cache" in fullest.phases["rollout"]:
+        yield f"  the KV cache has room for {fullest.kv_rows} sequence(s) of {_longest(found)} tokens in each replica"
+
+
+def _longest(found: Resolved) -> int:
+    return found.config.rollout.prompt_length + found.config.rollout.response_length
+
+
+def _times(found: Resolved, hardware: Hardware, refit: RefitPrediction, kv_rows: int) -> Iterator[str]:
+    times = predict_durations(found, hardware, kv_rows)
+    yield "a step, s, if every response has its full length, at assumed parts of the peak rates (--hardware)"
+    rows = [("refit", refit.seconds, "links and memory at their peak")]
+    if times.decode_steps:
+        part = f"{hardware.decode_frac:.0%} of memory and FLOP rate"
+        note = f"{times.decode_steps:,} passes, bound by {times.bound_by}; {part}"
+        rows += [("rollout, prompts", times.prefill, f"{hardware.prefill_flops_frac:.0%} of {_rate(hardware)}")]
+        rows += [("rollout, responses", times.decode, note)]
+    if times.score:
+        rows += [("score", times.score, f"{hardware.train_flops_frac:.0%} of {_rate(hardware)}")]
+    bubble = f", {times.bubble_frac:.0%} pipeline bubble" if times.bubble_frac else ""
+    rows += [("update", times.update, f"{hardware.train_flops_frac:.0%} of {_rate(hardware)}{bubble}")]
+    rows += [("all of it", sum(seconds for _, seconds, _ in rows), "")]
+    for name, seconds, note in rows:
+        yield f"  {name:<24} {seconds:12.4f}  {note}".rstrip()
+
+
+def _rate(hardware: Hardware) -> str:
+    return f"{hardware.bf16_flops / 1e12:.0f} TFLOP/s"
+
+
+def _refit(refit: RefitPrediction) -> Iterator[str]:
+    total = refit.traffic.total
+    moved = total.intra_node + total.inter_node
+    yield "refit, each time the weights change (bytes over all ranks)"
+    yield f"  copied inside ranks      {total.local / GB:12.3f} GB"
+    yield f"  sent inside nodes        {total.intra_node / GB:12.3f} GB"
+    yield f"  sent between nodes       {total.inter_node / GB:12.3f} GB"
+    yield f"  a gather of full tensors {refit.traffic.full_gather_bytes / GB:12.3f} GB" + (
+        f", {refit.traffic.full_gather_bytes / moved:.1f} times what is sent" if moved else ""
+    )
+    yield f"  staging of a rank        {refit.staging_bytes / GB:12.3f} GB at most"
+    yield (
+        f"  predicted time           {refit.seconds:12.4f} s from peak figures; bound {refit.bound_s:.4f} s, "
+        f"full gather {refit.full_gather_s:.4f} s"
     )
 
 
 def predict_refit(config: Config, arch: ArchSpec, grid: Grid, hardware: Hardware) -> RefitPrediction:
     """The bytes and seconds of a refit."""
     rollout_dtype = config.rollout.dtype or config.model.dtype
-    sources = megatron_layouts(arch, grid, dtype=config.model.dtype, te=True)
-    found = traffic(sources, native_layouts(arch, grid, rollout_dtype), hardware.gpus_per_node)
+    few, places, times = one_layer_of_each(arch, grid)
+    sources = megatron_layouts(few, places, dtype=config.model.dtype, te=True)
+    found = traffic(sources, native_layouts(few, places, rollout_dtype), hardware.gpus_per_node, times=times)
     each = found.full_gather_bytes / grid.world_size
     gather_rate = (
         hardware.inter_node_bytes_per_s if grid.world_size > hardware.gpus_per_node else hardware.intra_node_bytes_per_s
     )
-    bucket_bytes = config.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
     received = max(share.intra_node + share.inter_node for share in found.shares)
     return RefitPrediction(
         traffic=found,
         seconds=max(sum(_seconds(share, hardware)) for share in found.shares),
         bound_s=max(max(_seconds(share, hardware)) for share in found.shares),
         full_gather_s=each / gather_rate,
-        staging_bytes=min(STAGING_BUFFERS * bucket_bytes, 2 * received),
+        staging_bytes=staging_bytes(config, grid, received),
     )
 
 
-STAGING_BUFFERS = 4
-"""Buckets that a rank holds at a time: to send and to receive, each twice, so that messages and copies overlap."""
+def one_layer_of_each(arch: ArchSpec, grid: Grid) -> tuple[ArchSpec, Grid, dict[str, int]]:
+    """A model with one layer in each chunk of each stage, its grid, and how many layers each of its tensors stands for.
+
+    The layers of a chunk are cut and placed alike, so that thousands of ranks take seconds.
+    """
+    few = replace(arch, num_layers=grid.pp * grid.vpp)
+    places = replace(grid, first_stage_layers=None, last_stage_layers=None)
+    whole, times = chunk_layers(arch, grid), {}
+    for place, layers in chunk_layers(few, places).items():
+        for layer in layers:
+            for spec in table(arch):
+                if spec.place is Place.LAYER:
+                    experts = range(arch.moe.num_experts) if arch.moe and spec.kind.is_expert else range(1)
+                    for part in parts_of(spec, arch):
+                        for expert in experts:
+                            times[part.name.format(layer=layer, expert=expert)] = len(whole[place])
+    return few, places, times
 
 
 def _seconds(share: Bytes, hardware: Hardware) -> tuple[float, float, float]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from mrl.cli import main
 from mrl.config import load
 from mrl.grid import Grid
 from mrl.prepare import resolve
@@ -12,6 +13,8 @@ from tests.source import ROOT
 
 NAME = re.compile(r"(?P<algorithm>[a-z]+)_(?P<model>[^_]+)_(?P<nodes>\d+)x(?P<gpus>\d+)(?:_(?P<layout>\w+))?\.yaml")
 FILES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if NAME.fullmatch(path.name)]
+
+FEW_ROWS = 32
 
 
 def world_size(path: Path) -> int:
@@ -40,6 +43,14 @@ def test_a_config_is_allowed_at_its_world_size_and_named_after_its_layout(file):
     assert name["algorithm"] == found.config.algorithm.name
     assert re.sub("[-_]", "", name["model"]) == re.sub("[-_]", "", found.config.model.preset)
     assert f"--world-size {world_size(file)}" in file.read_text()
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
+def test_a_config_fits_its_gpus_and_samples_many_sequences_at_a_time(file, capsys):
+    assert main(["plan", str(file), "--world-size", str(world_size(file))]) == 0
+    printed = capsys.readouterr().out
+    rows = int(re.search(r"the KV cache has room for (\d+) sequence", printed)[1])
+    assert rows >= FEW_ROWS
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)

@@ -13,6 +13,7 @@ LAYERS = (
     ("__main__",),
     ("cli", "convert_cli"),
     ("train", "dryrun", "plan"),
+    ("fit", "durations"),
     ("memory",),
     ("job",),
     ("prepare",),

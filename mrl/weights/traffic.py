@@ -50,13 +50,21 @@ _Held = dict[str, list[Region]]
 """Hugging Face name -> the regions that are there."""
 
 
-def traffic(sources: Mapping[int, Layout], targets: Mapping[int, Layout], gpus_per_node: int) -> Traffic:
+def traffic(
+    sources: Mapping[int, Layout],
+    targets: Mapping[int, Layout],
+    gpus_per_node: int,
+    *,
+    times: Mapping[str, int] | None = None,
+) -> Traffic:
     """Counts the bytes of a refit.
 
     Args:
         sources: Rank -> what it holds; ranks with equal shards share one object.
         targets: Rank -> what it wants; likewise.
         gpus_per_node: Consecutive ranks that share a node.
+        times: Hugging Face name -> how many tensors it stands for, all of them cut and placed alike; 1 where it is
+            not there.
 
     Raises:
         RuntimeError: No rank holds an element that a target needs.
@@ -64,6 +72,7 @@ def traffic(sources: Mapping[int, Layout], targets: Mapping[int, Layout], gpus_p
     distinct = {id(layout): layout for layout in sources.values()}
     held = {key: _held(layout) for key, layout in distinct.items()}
     widths = _widths(distinct.values())
+    times = times or {}
     on_node: dict[int, frozenset[int]] = {}
     for rank in targets:
         node = rank // gpus_per_node
@@ -77,7 +86,7 @@ def traffic(sources: Mapping[int, Layout], targets: Mapping[int, Layout], gpus_p
     everywhere = _merged(held.values())
     nodes = {ids: _merged(held[one] for one in ids) for ids in set(on_node.values())}
     shares = {
-        place: _share(layouts[place[2]], held.get(place[0], {}), nodes[place[1]], everywhere, widths)
+        place: _share(layouts[place[2]], held.get(place[0], {}), nodes[place[1]], everywhere, widths, times)
         for place in places
     }
     total = Bytes(
@@ -85,8 +94,10 @@ def traffic(sources: Mapping[int, Layout], targets: Mapping[int, Layout], gpus_p
         sum(shares[place].intra_node * count for place, count in places.items()),
         sum(shares[place].inter_node * count for place, count in places.items()),
     )
-    whole = sum(_num_bytes(everywhere, name, widths) for name in everywhere)
-    own = {key: sum(_num_bytes(found, name, widths) for name in found) for key, found in held.items()}
+    whole = sum(_num_bytes(everywhere, name, widths) * times.get(name, 1) for name in everywhere)
+    own = {
+        key: sum(_num_bytes(found, name, widths) * times.get(name, 1) for name in found) for key, found in held.items()
+    }
     gathered = sum(whole - own.get(id(sources.get(rank)), 0) for rank in targets)
     return Traffic(total, tuple(dict.fromkeys(shares.values())), gathered)
 
@@ -121,12 +132,19 @@ def _num_bytes(held: _Held, name: str, widths: Mapping[str, int]) -> int:
     return union_volume(held[name]) * widths[name]
 
 
-def _share(target: Layout, own: _Held, node: _Held, everywhere: _Held, widths: Mapping[str, int]) -> Bytes:
+def _share(
+    target: Layout,
+    own: _Held,
+    node: _Held,
+    everywhere: _Held,
+    widths: Mapping[str, int],
+    times: Mapping[str, int],
+) -> Bytes:
     """What one rank receives, from the nearest holder of each element."""
     counts = [0, 0, 0]
     for name, stored in target.items():
         for piece in stored.pieces:
-            width = min(widths.get(piece.hf_name, 8), ITEM_BYTES[stored.dtype])
+            width = min(widths.get(piece.hf_name, 8), ITEM_BYTES[stored.dtype]) * times.get(piece.hf_name, 1)
             missing = [piece.src]
             for distance, near in enumerate((own, node, everywhere)):
                 before = sum(volume(region) for region in missing)

@@ -1,11 +1,9 @@
-"""GRPO on a mixture of experts: the numbers of one process with experts spread and cut, and resumed elsewhere."""
-
-import math
+"""GRPO on a mixture of experts that is resumed at another layout, or replays the engine's choices."""
 
 import pytest
 
 from tests.e2e import runs
-from tests.e2e.test_layouts import ABSOLUTE, RELATIVE, TOKENS, compared
+from tests.e2e.test_layouts import TOKENS, assert_same
 
 MODEL = [
     "model.preset=qwen3_moe_tiny",
@@ -27,22 +25,6 @@ PP2 = ["parallel.pipeline_model_parallel_size=2"]
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
     return runs.train_in_pool(tmp_path_factory.mktemp("single"), MODEL, 1)
-
-
-def assert_same(found, expected):
-    assert [(row["phase"], row["step"]) for row in found] == [(row["phase"], row["step"]) for row in expected]
-    for ours, theirs in zip(found, expected, strict=True):
-        where = f"{ours['phase']} step {ours['step']}"
-        assert ours.keys() == theirs.keys(), where
-        for name in filter(compared, ours):
-            assert math.isclose(ours[name], theirs[name], rel_tol=RELATIVE, abs_tol=ABSOLUTE), (
-                where, name, ours[name], theirs[name],
-            )  # fmt: skip
-    assert [row[TOKENS] for row in found if TOKENS in row] == [row[TOKENS] for row in expected if TOKENS in row]
-
-
-def test_metrics_equal_the_single_process(single, tmp_path):
-    assert_same(runs.train_in_pool(tmp_path, [*MODEL, *EP2], 2), single)
 
 
 def test_a_run_resumes_where_the_experts_lie_otherwise(single, tmp_path):

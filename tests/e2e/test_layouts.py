@@ -45,7 +45,6 @@ EXPERTS = [
     "actor.moe_z_loss_coeff=0.001",  # the auxiliary loss is a microbatch's, and microbatches follow the layout
 ]
 EXPERT_LAYOUTS = {
-    "ep2": (2, ["parallel.expert_model_parallel_size=2"]),
     "ep2_rollout_ep2": (
         2,
         [

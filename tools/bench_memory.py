@@ -1,0 +1,250 @@
+"""Predicted against measured memory of real runs on CPUs: each rank's peak, phase by phase.
+
+    python tools/bench_memory.py                       # all layouts
+    python tools/bench_memory.py --layout tp2 --layout pp2
+
+Each layout is a job of fresh processes that runs two GRPO steps with a reference, as `mrl train` does; the second is
+measured, since buffers and optimizer states are made in the first. Measured is the largest resident set of a phase
+(VmHWM, reset when the phase begins) less the resident set after imports and before the process group. Predicted is
+`mrl/memory.py` with no allowance; `code_mb`, which it does not know, is what the resident set grew by in pages of
+libraries' files, as their functions were first called. The C library's allocator gives large blocks back at once
+(MALLOC_MMAP_THRESHOLD_), so that the resident set is what is held. One JSON line for each layout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from mrl.config import load
+from mrl.engines.native.linear import compute_dtype
+from mrl.job import open_job
+from mrl.memory import Device, memory_by_stage
+from mrl.prepare import prepare
+from mrl.train import reinforcement_step
+from mrl.weights.copies import Copy
+from mrl.weights.tensors import DTYPES
+
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "one": (1, []),
+    "one_recompute": (1, ["actor.recompute=full"]),
+    "tp2": (
+        2,
+        [
+            "parallel.tensor_model_parallel_size=2",
+            "parallel.sequence_parallel=true",
+            "rollout.tensor_model_parallel_size=2",
+        ],
+    ),
+    "pp2": (2, ["parallel.pipeline_model_parallel_size=2"]),
+    "dp2": (2, []),
+    "ep2": (
+        2,
+        [
+            "model.preset=qwen3_moe_tiny",
+            "model.overrides={num_experts: 8, num_experts_per_tok: 2, moe_intermediate_size: 352}",
+            "parallel.expert_model_parallel_size=2",
+            "rollout.tensor_model_parallel_size=2",
+            "rollout.expert_parallel_size=2",
+        ],
+    ),
+}
+"""Ranks, and what differs from `CONFIG`."""
+
+CONFIG: dict[str, Any] = {
+    "model": {
+        "preset": "qwen3_tiny",
+        "overrides": {
+            "hidden_size": 512,
+            "num_hidden_layers": 8,
+            "intermediate_size": 1408,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "vocab_size": 16000,
+            "tie_word_embeddings": False,
+        },
+        "tokenizer": "char:0123456789+=#",
+        "dtype": "float32",
+    },
+    "train": {"num_steps": 2, "batch_size": 8},
+    "actor": {"max_tokens_per_microbatch": 1200, "logprob_chunk_tokens": 512},
+    "rollout": {"n": 8, "prompt_length": 32, "response_length": 32, "ignore_eos": True},
+    "algorithm": {"kl_in": "loss"},
+    "reward": {"functions": [{"name": "length", "kwargs": {"target": 16, "limit": 32}}]},
+    "run": {"device": "cpu", "num_threads": 1},
+    "observe": {"console": "off", "tensorboard": False, "report": False},
+}
+PHASES = {"update_weights": "refit", "gen": "rollout", "ref": "score", "update_actor": "update"}
+"""Phases of the loop -> those of the prediction."""
+MMAP_THRESHOLD = 1 << 16
+SEED = 0
+
+
+def resident_bytes(key: str) -> int:
+    """VmRSS, VmHWM or RssFile of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {key}")
+
+
+class Meter:
+    """In place of a job's timers: the peak of each phase."""
+
+    def __init__(self, timers: Any) -> None:
+        self._timers = timers
+        self.peaks: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._timers, name)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """As the timers', and measured."""
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM becomes what is resident now
+        with self._timers.phase(name):
+            yield
+        self.peaks[name] = resident_bytes("VmHWM")
+
+
+def run_rank(layout: str, folder: Path) -> None:
+    """One rank of a job: writes what is predicted and measured."""
+    config = load(folder / "run.yaml", LAYOUTS[layout][1])
+    plan = prepare(config)
+    gc.collect()
+    baseline, code = resident_bytes("VmRSS"), resident_bytes("RssFile")
+    dtype = DTYPES[config.rollout.dtype or config.model.dtype]
+    device = Device(te=False, engine_copies=compute_dtype(dtype, torch.device("cpu")).itemsize, is_host=True)
+    with open_job(plan, log=False) as job:
+        job.resume()
+        with job.timers.step(0):
+            job.freeze_reference(0)
+        meter = Meter(job.timers)
+        job.timers = meter  # type: ignore[assignment]
+        for step in (1, 2):
+            with job.timers.step(step):
+                reinforcement_step(job, step)
+        rank, stage = job.groups.rank, job.groups.coords.pp
+        moved = most_moved_bytes(job.refit.plan.copies)
+    code = resident_bytes("RssFile") - code
+    predicted = memory_by_stage(plan, device, moved_bytes=moved)[stage]
+    measured = {ours: meter.peaks[theirs] - baseline for theirs, ours in PHASES.items()}
+    rows = {
+        phase: {
+            "predicted_mb": predicted.total(phase) / 1e6,
+            "measured_mb": measured[phase] / 1e6,
+            "ratio": predicted.total(phase) / measured[phase],
+            "terms_mb": {term: size / 1e6 for term, size in predicted.phases[phase].items()},
+        }
+        for phase in measured
+    }
+    (folder / f"rank{rank}.json").write_text(json.dumps({"code_mb": code / 1e6, "phases": rows}))
+
+
+def most_moved_bytes(copies: Sequence[Copy]) -> int:
+    """What the busiest rank sends, or gets, in a refit."""
+    busy: Counter[tuple[str, int]] = Counter()
+    for copy in copies:
+        if copy.source_rank != copy.target_rank:
+            busy["sends", copy.source_rank] += copy.num_bytes
+            busy["receives", copy.target_rank] += copy.num_bytes
+    return max(busy.values(), default=0)
+
+
+def run_layout(layout: str, *, details: bool) -> dict[str, Any]:
+    """Starts the ranks of a layout and gathers what they wrote."""
+    size = LAYOUTS[layout][0]
+    with tempfile.TemporaryDirectory() as name, socket.socket() as probe:
+        folder = Path(name)
+        write_inputs(folder)
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()  # for the ranks to take
+        ranks = []
+        for rank in range(size):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+                "MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD),
+            }
+            command = [sys.executable, __file__, "--rank-of", layout, "--folder", name]
+            ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        for rank, process in enumerate(ranks):
+            _, error = process.communicate()
+            if process.returncode:
+                raise RuntimeError(f"{layout}, rank {rank}:\n{error}")
+        found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
+    phases = {}
+    for phase in found[0]["phases"]:
+        each = [rank["phases"][phase] for rank in found]
+        phases[phase] = {
+            key: [round(rank[key], 3 if key == "ratio" else 1) for rank in each]
+            for key in ("predicted_mb", "measured_mb", "ratio")
+        }
+        if details:
+            phases[phase]["terms_mb"] = [
+                {term: round(value, 1) for term, value in rank["terms_mb"].items()} for rank in each
+            ]
+    code = [round(rank["code_mb"], 1) for rank in found]
+    peaks = []
+    for rank in found:
+        peak = {key: max(phase[key] for phase in rank["phases"].values()) for key in ("predicted_mb", "measured_mb")}
+        peaks.append(round(peak["predicted_mb"] / peak["measured_mb"], 3))
+    return {"layout": layout, "ranks": size, "peak_ratio": peaks, "code_mb": code, "phases": phases}
+
+
+def write_inputs(folder: Path) -> None:
+    """Prompts of one length, and the config."""
+    digits = random.Random(SEED)
+    length = CONFIG["rollout"]["prompt_length"]
+    rows = [
+        {"prompt": "".join(digits.choice("0123456789") for _ in range(length)), "answer": "1"}
+        for _ in range(CONFIG["train"]["batch_size"])
+    ]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {**CONFIG, "run": {**CONFIG["run"], "output_dir": str(folder / "run")}}
+    config["data"] = {"train_files": [str(folder / "prompts.jsonl")]}
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+
+
+def main() -> None:
+    """Prints one JSON line for each layout."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layout", choices=LAYOUTS, action="append", help="default: all")
+    parser.add_argument("--details", action="store_true", help="also the prediction's terms")
+    parser.add_argument("--rank-of", choices=LAYOUTS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank_of:
+        run_rank(arguments.rank_of, arguments.folder)
+        return
+    for layout in arguments.layout or LAYOUTS:
+        line = {"bench": "memory", "device": platform.processor() or platform.machine(), "torch": torch.__version__}
+        print(json.dumps({**line, **run_layout(layout, details=arguments.details)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

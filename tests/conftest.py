@@ -6,11 +6,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
 
 import importlib.util
+import shutil
+import subprocess
+import sys
+from functools import cache
 
 import pytest
 import torch
 
+from tests.launch.cluster import missing_programs
+
 torch.set_num_threads(1)
+
+MARKERS = ("gpu", "multigpu", "trtllm", "mpi", "slurm", "netns")
 
 
 def _missing(marker: str) -> str | None:
@@ -20,11 +28,24 @@ def _missing(marker: str) -> str | None:
         return "needs two CUDA devices"
     if marker == "trtllm" and importlib.util.find_spec("tensorrt_llm") is None:
         return "needs tensorrt_llm"
+    if marker == "mpi" and not _has_mpi():
+        return "needs mpirun, and mpi4py that finds an MPI library"
+    if marker == "slurm" and (missing := missing_programs()):
+        return f"needs SLURM and munge: no {', '.join(missing)}"
+    if marker == "netns" and (os.getuid() != 0 or shutil.which("ip") is None):
+        return "needs root and ip (iproute2)"
     return None
+
+
+@cache
+def _has_mpi() -> bool:
+    if shutil.which("mpirun") is None or importlib.util.find_spec("mpi4py") is None:
+        return False
+    return subprocess.run([sys.executable, "-c", "import mpi4py.MPI"], capture_output=True, check=False).returncode == 0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        for marker in ("gpu", "multigpu", "trtllm"):
+        for marker in MARKERS:
             if item.get_closest_marker(marker) and (reason := _missing(marker)):
                 item.add_marker(pytest.mark.skip(reason=reason))

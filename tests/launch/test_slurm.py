@@ -1,0 +1,110 @@
+"""launch/slurm.sbatch on a real SLURM of two nodes: trains both ways, is queued again, leaves nobody behind."""
+
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mrl.distributed.host_list import hosts_of
+from tests.e2e import runs
+from tests.launch.conftest import SHORT
+from tests.source import ROOT
+
+pytestmark = pytest.mark.slurm
+SCRIPT = str(ROOT / "launch" / "slurm.sbatch")
+JOB_TIMEOUT_S = 240
+FORWARD_TIMEOUT_S = 60
+
+RANK = """#!/usr/bin/env bash
+# In the place of python: says what it was started with, and ends with the status that the folder holds.
+trap 'echo told USR1 >> "$FOLDER/said"' USR1
+echo "start $SLURM_PROCID $*" >> "$FOLDER/said"
+until [ -e "$FOLDER/end" ]; do sleep 0.1; done
+exit "$(cat "$FOLDER/end")"
+"""
+
+
+def submit(cluster, folder, *words, **variables):
+    variables = {"PYTHON": sys.executable, "NPROC_PER_NODE": "1", "PYTHONPATH": str(ROOT), **variables}
+    return cluster.submit(folder, "--nodes=2", "--output=batch.out", SCRIPT, *words, **variables)
+
+
+def told(folder):
+    return "\n".join(f"== {path}\n{path.read_text()[-3000:]}" for path in sorted(Path(folder).rglob("*.[lo][ou][gt]")))
+
+
+@pytest.mark.parametrize("mode", ["torchrun", "srun"])
+def test_two_nodes_train_to_the_same_numbers(mode, cluster, expected, tmp_path):
+    job = submit(cluster, tmp_path, *runs.arguments(tmp_path, SHORT), MODE=mode)
+    assert cluster.wait(job, JOB_TIMEOUT_S)["JobState"] == "COMPLETED", told(tmp_path)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == expected
+    logs = sorted(path.name.split("-")[1] for path in (tmp_path / f"slurm-{job}").iterdir())
+    assert logs == ["0", "1"]
+
+
+@pytest.fixture
+def rank(tmp_path):
+    """A stand-in for python, whose processes are known by the folder in their command line."""
+    path = tmp_path / "rank"
+    path.write_text(RANK)
+    path.chmod(0o755)
+    return str(path)
+
+
+def lines(folder):
+    return (folder / "said").read_text().splitlines() if (folder / "said").exists() else []
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + FORWARD_TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def alive(path):
+    return [process for process in psutil.process_iter(["cmdline"]) if path in (process.info["cmdline"] or ())]
+
+
+def test_a_job_that_ends_with_the_requeue_status_runs_again_and_resumes(cluster, rank, tmp_path):
+    tmp_path.joinpath("end").write_text("75")
+    job = submit(cluster, tmp_path, "train", "c.yaml", MODE="srun", PYTHON=rank, FOLDER=str(tmp_path))
+    wait_for(lambda: cluster.state(job).get("Restarts") == "1")
+    tmp_path.joinpath("end").write_text("0")
+    state = cluster.wait(job, JOB_TIMEOUT_S)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), told(tmp_path)
+    first, again = sorted(lines(tmp_path))[:1], sorted(lines(tmp_path))[1:2]
+    assert first == ["start 0 -m mrl train c.yaml"] and again == ["start 0 -m mrl train c.yaml run.resume=auto"]
+
+
+def test_another_status_is_the_jobs_and_is_not_queued_again(cluster, rank, tmp_path):
+    tmp_path.joinpath("end").write_text("2")
+    job = submit(cluster, tmp_path, "train", "c.yaml", MODE="srun", PYTHON=rank, FOLDER=str(tmp_path))
+    state = cluster.wait(job, JOB_TIMEOUT_S)
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "2:0", "0")
+
+
+def test_a_cancelled_job_leaves_no_process(cluster, rank, tmp_path):
+    job = submit(cluster, tmp_path, "train", "c.yaml", MODE="srun", PYTHON=rank, FOLDER=str(tmp_path))
+    wait_for(lambda: len(lines(tmp_path)) == 2)
+    assert alive(rank)
+    cluster.output("scancel", job)
+    assert cluster.wait(job, JOB_TIMEOUT_S)["JobState"] == "CANCELLED"
+    wait_for(lambda: not alive(rank))
+
+
+def test_the_time_signal_reaches_training_ranks_and_harms_none(cluster, expected, tmp_path):
+    job = submit(cluster, tmp_path, *runs.arguments(tmp_path, SHORT), MODE="torchrun")
+    wait_for(lambda: list(tmp_path.glob("slurm-*/*.log")))
+    time.sleep(1)  # in the middle of torchrun's start
+    cluster.output("scancel", "--batch", "--signal=USR1", job)
+    assert cluster.wait(job, JOB_TIMEOUT_S)["JobState"] == "COMPLETED", told(tmp_path)
+    assert "USR1: told to the ranks" in (tmp_path / "batch.out").read_text()
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == expected
+
+
+@pytest.mark.parametrize("text", ["node7", "node[1-3,07-09],login", "rack[1-2]-gpu[01-02]", "10.0.0.[9-11]"])
+def test_scontrol_reads_a_node_list_alike(text, cluster):
+    assert cluster.output("scontrol", "show", "hostnames", text).split() == hosts_of(text)

@@ -1,4 +1,4 @@
-"""The command line: `mrl train|evaluate|plan|report`, the same as `python -m mrl ...`.
+"""The command line: `mrl train|evaluate|plan|launch|report`, the same as `python -m mrl ...`.
 
 Owns arguments, exit statuses and the one message of a run that ended early: 0 done, 2 a mistake that the user can mend
 (no traceback), 130 interrupted, 143 ended by SIGTERM. What needs torch is imported inside the commands, so that
@@ -21,7 +21,8 @@ from types import FrameType
 
 from mrl import __version__
 from mrl.config import Config, load
-from mrl.distributed.launch import environment
+from mrl.distributed.launch import become, environment
+from mrl.distributed.scripts import SCRIPTS, Start, line
 from mrl.errors import UserError
 from mrl.observe.run_dir import RunDir
 
@@ -139,6 +140,25 @@ def _plan(arguments: argparse.Namespace) -> None:
     print(describe(load(arguments.config, arguments.overrides), arguments.world_size, hardware))
 
 
+def _launch(arguments: argparse.Namespace) -> None:
+    from mrl.prepare import resolve
+
+    config = load(arguments.config, arguments.overrides)
+    resolve(config, arguments.nodes * arguments.gpus_per_node)  # a mistake is told here, not by the cluster
+    start = Start(
+        via=arguments.via, nodes=arguments.nodes, ranks_per_node=arguments.gpus_per_node,
+        gpus=config.run.device != "cpu", mode=arguments.mode, container_image=arguments.container_image,
+        container_mounts=arguments.container_mounts, node_rank=arguments.node_rank,
+        master_addr=arguments.master_addr, arguments=shlex.split(arguments.launcher_args),
+    )  # fmt: skip
+    words = ["train", arguments.config, *arguments.overrides]
+    job = line(start, words)
+    print(job, flush=True)
+    if arguments.dry_run:
+        job = line(start, words, dry_run=True)
+    become(job.variables, job.words)
+
+
 def _report(arguments: argparse.Namespace) -> None:
     from mrl.observe.report import write_report
 
@@ -189,6 +209,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--gpus-per-node", type=_positive, metavar="N", help="default: what the hardware says")
     plan.set_defaults(command=_plan)
+
+    launch = commands.add_parser("launch", help="start `mrl train` on several ranks or hosts, by a script of launch/")
+    _add_config(launch)
+    launch.add_argument("--via", choices=list(SCRIPTS), required=True, help="who starts the ranks")
+    launch.add_argument("--nodes", type=_positive, metavar="N", default=1, help="hosts; default: 1")
+    launch.add_argument("--gpus-per-node", type=_positive, metavar="G", default=1, help="ranks of a host; default: 1")
+    launch.add_argument("--node-rank", type=int, metavar="K", help="torchrun, several hosts: which one this is")
+    launch.add_argument("--master-addr", metavar="HOST", default="", help="torchrun, several hosts: the first one")
+    launch.add_argument("--mode", choices=["torchrun", "srun"], default="torchrun", help="sbatch: who starts ranks")
+    launch.add_argument("--container-image", metavar="IMAGE", default="", help="sbatch: run in it, by pyxis")
+    launch.add_argument("--container-mounts", metavar="FROM:TO", default="", help="sbatch: folders it shares")
+    launch.add_argument("--launcher-args", metavar="TEXT", default="", help="more arguments of mpirun or sbatch")
+    launch.add_argument("--dry-run", action="store_true", help="print the commands, start nothing")
+    launch.set_defaults(command=_launch)
 
     report = commands.add_parser("report", help="write report.html of a run folder")
     report.add_argument("run", metavar="RUN", help="run folder")

@@ -8,9 +8,10 @@ Owns the device of the rank, its threads and the default process group. What the
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from mrl.distributed.environment import Environment, device_index, read
 from mrl.errors import UserError
@@ -103,6 +104,18 @@ def stop(*, in_order: bool = True) -> None:
         dist.destroy_process_group()
     if in_order:
         mpi.end()
+
+
+def become(variables: Mapping[str, str], words: Sequence[str]) -> NoReturn:
+    """This process goes on as another program, with `variables` added to its own.
+
+    Raises:
+        UserError: There is no such program.
+    """
+    try:
+        os.execvpe(words[0], list(words), {**os.environ, **variables})
+    except OSError as error:
+        raise UserError(f"cannot run {words[0]}: {error.strerror}. Is it installed, and on the PATH?") from error
 
 
 def device_name(device: torch.device) -> str:

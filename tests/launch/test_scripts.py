@@ -1,0 +1,84 @@
+"""What the scripts of launch/ would run, without running it."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.e2e.runs import arguments
+from tests.source import ROOT
+
+SCRIPTS = sorted((ROOT / "launch").iterdir())
+WORDS = ["train", "a config.yaml", "run.seed=1"]
+
+
+def dry_run(script, **variables):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "MASTER_", "N"))}
+    done = subprocess.run(
+        [ROOT / "launch" / script, "--dry-run", *WORDS], env=clean | variables, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    return done.returncode, shlex.split(done.stdout), done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_each_ends_with_the_same_words_and_says_nothing_else(script):
+    status, words, errors = dry_run(script.name)
+    assert (status, errors) == (0, "")
+    assert words[-5:] == ["-m", "mrl", *WORDS]
+
+
+def test_torchrun_takes_its_variables():
+    _, words, _ = dry_run("torchrun.sh", NNODES="4", NODE_RANK="3", NPROC_PER_NODE="8", MASTER_ADDR="n0", PYTHON="py")
+    assert words[:5] == ["py", "-m", "mrl.distributed.torchrun", "--nnodes", "4"]
+    assert words[5:13] == ["--node-rank", "3", "--nproc-per-node", "8", "--master-addr", "n0", "--master-port", "29500"]
+
+
+def test_mpirun_takes_its_variables():
+    _, words, _ = dry_run("mpirun.sh", NPROC="16", MPIRUN="mpiexec", MPIRUN_ARGS="--host a:8,b:8")
+    assert words[:8] == ["mpiexec", "-n", "16", "--bind-to", "none", "--host", "a:8,b:8", "python"]
+
+
+JOB = {"SLURM_JOB_ID": "12345", "SLURM_NNODES": "4", "SLURM_CPUS_ON_NODE": "64", "NPROC_PER_NODE": "8"}
+
+
+def test_slurm_starts_one_torchrun_on_each_node():
+    _, words, _ = dry_run("slurm.sbatch", **JOB, MASTER_ADDR="n0")
+    assert {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--cpus-per-task=64"} <= set(words)
+    assert " ".join(words).endswith(
+        "--nnodes 4 --nproc-per-node 8 --master-addr n0 --master-port 20345 -m mrl train a config.yaml run.seed=1"
+    )
+
+
+def test_slurm_starts_every_rank_in_a_container():
+    container = {"CONTAINER_IMAGE": "/i.sqsh", "CONTAINER_MOUNTS": "/d:/d", "SRUN_ARGS": "--mpi=pmix --exact"}
+    _, words, _ = dry_run("slurm.sbatch", **JOB, **container, MODE="srun")
+    assert {"--ntasks=32", "--ntasks-per-node=8", "--cpus-per-task=8", "--mpi=pmix", "--exact"} <= set(words)
+    assert {"--container-image=/i.sqsh", "--container-mounts=/d:/d"} <= set(words)
+
+
+def test_slurm_refuses_another_mode():
+    status, _, errors = dry_run("slurm.sbatch", MODE="ssh")
+    assert status == 2 and errors == "MODE=ssh: give torchrun or srun\n"
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_finds_nothing(script):
+    done = subprocess.run(["shellcheck", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("via", ["torchrun", "mpirun", "sbatch"])
+def test_mrl_launch_prints_its_own_line_and_the_scripts(via, tmp_path):
+    _, config, *overrides = arguments(tmp_path)
+    words = ["launch", config, *overrides, "--via", via, "--gpus-per-node", "2", "--dry-run"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mrl", *words], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    first, second = done.stdout.splitlines()
+    assert shlex.split(first)[-3:] == shlex.split(second)[-3:] == ["train", config, *overrides]
+    assert shlex.split(second)[-5:-3] == ["-m", "mrl"]

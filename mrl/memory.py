@@ -204,8 +204,18 @@ def _kv_cache(found: Resolved, device: Device, own: Memory) -> tuple[int, int]:
     if device.capacity is not None:
         copies = _packed_elements(arch, grid) * device.engine_copies
         free = device.capacity - device.allowance - own.weights - own.gradients - own.engine - copies
+        free -= _experts_work(arch, grid, rollout.max_num_batched_tokens)
         rows = min(rows, max(0, int(free * rollout.gpu_memory_utilization)) // row_bytes)
     return rows, max(1, rows) * row_bytes
+
+
+def _experts_work(arch: ArchSpec, grid: Grid, tokens: int) -> int:
+    """What the engine reckons with for its experts (`engines/native/experts.py: workspace_bytes`)."""
+    if arch.moe is None:
+        return 0
+    assigned = min(tokens * arch.moe.top_k, MAX_ASSIGNMENTS)
+    width = arch.moe.intermediate_size // grid.rollout_moe_tp
+    return assigned * (4 * arch.hidden_size + 5 * width) * FP32_BYTES
 
 
 def _generation(found: Resolved, device: Device, rows: int) -> dict[str, int]:
@@ -223,9 +233,7 @@ def _generation(found: Resolved, device: Device, rows: int) -> dict[str, int]:
     if arch.moe is None:
         mlp = tokens * (3 * arch.intermediate_size // grid.rollout_tp) * size
     else:
-        assigned = min(tokens * arch.moe.top_k, MAX_ASSIGNMENTS)
-        width = 3 * arch.moe.intermediate_size // grid.rollout_moe_tp
-        mlp = assigned * (arch.hidden_size * (2 * size + FP32_BYTES) + width * size)
+        mlp = _experts_work(arch, grid, tokens)
     states = max(tokens * attention * size, mlp) + 3 * tokens * arch.hidden_size * size
     return {"logits of sampling": logits} if logits >= states else {"hidden states of prompts": states}
 

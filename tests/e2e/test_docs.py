@@ -1,4 +1,4 @@
-"""What mrl/docs shows works: the example of a model and data of one's own trains, and the glossary knows every metric."""
+"""What mrl/docs shows works: the example of a model and data of one's own trains, the glossary knows every metric."""
 
 import json
 import re

@@ -235,4 +235,8 @@ class RoutedLayer(TransformerLayer):  # type: ignore[misc]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As Megatron's; `packed_seq_params` are `PackedSequences`."""
         self.mlp.router.routing_plan = kwargs["packed_seq_params"].routing
-        return super().forward(*args, **kwargs)
+        output = super().forward(*args, **kwargs)
+        # the dispatcher keeps tensors of its last forward, with their graph: a cycle that no garbage collector sees
+        state = vars(self.mlp.token_dispatcher)
+        state.update({name: None for name, kept in state.items() if isinstance(kept, Tensor) and kept.requires_grad})
+        return output

@@ -1,6 +1,8 @@
 """Updates of a mixture of experts do not depend on the layout."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -95,3 +97,18 @@ def test_a_rank_without_sequences_computes_its_experts():
     for metrics in run_ranks(2, lonely, EXPERT_LAYOUTS["ep2"]):
         for key, value in expected.items():
             assert math.isclose(metrics[key], value, rel_tol=RELATIVE, abs_tol=ABSOLUTE), key
+
+
+def is_gone():
+    """Whether an actor's model is freed when the actor is dropped after training."""
+    policy = make_policy(SHALLOW_MIXTURE, Grid(2, ep=2))
+    train(policy, 1)
+    model = weakref.ref(policy.chunks[0])
+    del policy
+    gc.collect()
+    return model() is None
+
+
+def test_a_dropped_actor_is_gone():
+    """A graph that a module keeps would hold the model, its groups and their threads for ever."""
+    assert run_ranks(2, is_gone) == [True, True]

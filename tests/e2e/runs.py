@@ -78,7 +78,9 @@ def train_in_pool(folder, overrides, ranks):
 def _main(words, ports):
     from mrl.cli import main
     from mrl.distributed import launch
+    from mrl.megatron import parallel
 
+    parallel.destroy()  # what an earlier test of these ranks left
     launch.stop()  # mrl starts the process group itself
     os.environ["MASTER_PORT"] = str(ports[0])
     try:

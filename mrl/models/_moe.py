@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer that takes the place of the dense MLP: its rows, and config.json -> MoeSpec.
+"""The mixture-of-experts layer that takes the place of the dense MLP: its rows, and config.json <-> MoeSpec.
 
 Owns what mixtral, qwen2_moe and qwen3_moe have in common; how a family spells its tensors and keys stands in its file.
 """
@@ -12,16 +12,20 @@ from mrl.errors import UserError
 from mrl.models._decoder import DENSE_MLP, whole
 from mrl.models.base import Kind, MoeSpec, ParamSpec, Place
 
+QWEN_MLP = "model.layers.{layer}.mlp."
+"""What the Hugging Face names of qwen's experts begin with."""
 
-def moe_layer(*, prefix: str, router: str, gate: str, up: str, down: str) -> tuple[ParamSpec, ...]:
-    """The norm before the experts, the router and the experts.
+
+def moe_layer(
+    prefix: str, *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple[ParamSpec, ...]:
+    """The norm before the experts, the router ("gate" in Hugging Face names) and the experts.
 
     With TransformerEngine the norm stays a module of its own, unlike before a dense MLP.
 
     Args:
         prefix: Of the Hugging Face names, "model.layers.{layer}....".
-        router: Hugging Face name of the router, behind the prefix.
-        gate: Of an expert's projection into the activated branch, behind the prefix, with `{expert}`.
+        gate: Name of an expert's projection into the activated branch.
         up: Of the projection into the other branch.
         down: Of the projection back.
     """
@@ -38,7 +42,7 @@ def moe_layer(*, prefix: str, router: str, gate: str, up: str, down: str) -> tup
             place=norm.place,
         ),
         ParamSpec(
-            hf=(f"{prefix}{router}.weight",),
+            hf=(f"{prefix}gate.weight",),
             shapes=("experts hidden",),
             megatron="decoder.layers.{layer}.mlp.router.weight",
             native="layers.{layer}.router",
@@ -48,7 +52,7 @@ def moe_layer(*, prefix: str, router: str, gate: str, up: str, down: str) -> tup
             place=Place.LAYER,
         ),
         ParamSpec(
-            hf=(f"{prefix}{gate}.weight", f"{prefix}{up}.weight"),
+            hf=(f"{prefix}experts.{{expert}}.{gate}.weight", f"{prefix}experts.{{expert}}.{up}.weight"),
             shapes=("expert_ffn hidden", "expert_ffn hidden"),
             megatron=f"{experts}.local_experts.{{expert}}.linear_fc1.weight",
             megatron_te=f"{experts}.linear_fc1.weight{{expert}}",
@@ -58,7 +62,7 @@ def moe_layer(*, prefix: str, router: str, gate: str, up: str, down: str) -> tup
             place=Place.LAYER,
         ),
         ParamSpec(
-            hf=(f"{prefix}{down}.weight",),
+            hf=(f"{prefix}experts.{{expert}}.{down}.weight",),
             shapes=("hidden expert_ffn",),
             megatron=f"{experts}.local_experts.{{expert}}.linear_fc2.weight",
             megatron_te=f"{experts}.linear_fc2.weight{{expert}}",
@@ -141,3 +145,15 @@ def moe_spec(
         norm_topk_prob=norm_topk_prob,
         shared_intermediate_size=whole(config, shared_intermediate_size, defaults) if shared_intermediate_size else 0,
     )
+
+
+def qwen_keys(moe: MoeSpec) -> dict[str, Any]:
+    """MoeSpec -> the keys of config.json that qwen's families share; the shared expert's width is not among them."""
+    return {
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.intermediate_size,
+        "norm_topk_prob": moe.norm_topk_prob,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }

@@ -58,13 +58,7 @@ FAMILY = Family(
     hf_architecture="MixtralForCausalLM",
     params=(
         *ATTENTION,
-        *moe_layer(
-            prefix="model.layers.{layer}.block_sparse_moe.",
-            router="gate",
-            gate="experts.{expert}.w1",
-            up="experts.{expert}.w3",
-            down="experts.{expert}.w2",
-        ),
+        *moe_layer("model.layers.{layer}.block_sparse_moe.", gate="w1", up="w3", down="w2"),
         *HEAD,
     ),
     arch_from_hf=arch_from_hf,

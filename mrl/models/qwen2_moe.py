@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mrl.models._decoder import ATTENTION, HEAD, arch_from_config, config_from_arch, flag
-from mrl.models._moe import moe_layer, moe_spec, shared_expert
+from mrl.models._moe import QWEN_MLP, moe_layer, moe_spec, qwen_keys, shared_expert
 from mrl.models.base import ArchSpec, Family, moe_of
 
 _DEFAULTS: dict[str, Any] = {
@@ -22,7 +22,6 @@ _DEFAULTS: dict[str, Any] = {
     "shared_expert_intermediate_size": 5632,
     "norm_topk_prob": False,
 }
-_PREFIX = "model.layers.{layer}.mlp."
 
 
 def arch_from_hf(config: Mapping[str, Any]) -> ArchSpec:
@@ -49,13 +48,8 @@ def arch_to_hf(arch: ArchSpec) -> dict[str, Any]:
         fixed={
             "qkv_bias": arch.qkv_bias,
             "use_sliding_window": False,
-            "num_experts": moe.num_experts,
-            "num_experts_per_tok": moe.top_k,
-            "moe_intermediate_size": moe.intermediate_size,
             "shared_expert_intermediate_size": moe.shared_intermediate_size,
-            "norm_topk_prob": moe.norm_topk_prob,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
+            **qwen_keys(moe),
         },
     )
 
@@ -63,18 +57,7 @@ def arch_to_hf(arch: ArchSpec) -> dict[str, Any]:
 FAMILY = Family(
     hf_model_type="qwen2_moe",
     hf_architecture="Qwen2MoeForCausalLM",
-    params=(
-        *ATTENTION,
-        *moe_layer(
-            prefix=_PREFIX,
-            router="gate",
-            gate="experts.{expert}.gate_proj",
-            up="experts.{expert}.up_proj",
-            down="experts.{expert}.down_proj",
-        ),
-        *shared_expert(_PREFIX),
-        *HEAD,
-    ),
+    params=(*ATTENTION, *moe_layer(QWEN_MLP), *shared_expert(QWEN_MLP), *HEAD),
     arch_from_hf=arch_from_hf,
     arch_to_hf=arch_to_hf,
     trtllm_architecture="Qwen2MoeForCausalLM",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mrl.models._decoder import ATTENTION, HEAD, arch_from_config, config_from_arch, flag
-from mrl.models._moe import moe_layer, moe_spec
+from mrl.models._moe import QWEN_MLP, moe_layer, moe_spec, qwen_keys
 from mrl.models.base import ArchSpec, Family, moe_of
 
 _DEFAULTS: dict[str, Any] = {
@@ -49,13 +49,8 @@ def arch_to_hf(arch: ArchSpec) -> dict[str, Any]:
         fixed={
             "attention_bias": False,
             "use_sliding_window": False,
-            "num_experts": moe.num_experts,
             "num_local_experts": moe.num_experts,
-            "num_experts_per_tok": moe.top_k,
-            "moe_intermediate_size": moe.intermediate_size,
-            "norm_topk_prob": moe.norm_topk_prob,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
+            **qwen_keys(moe),
         },
     )
 
@@ -63,17 +58,7 @@ def arch_to_hf(arch: ArchSpec) -> dict[str, Any]:
 FAMILY = Family(
     hf_model_type="qwen3_moe",
     hf_architecture="Qwen3MoeForCausalLM",
-    params=(
-        *ATTENTION,
-        *moe_layer(
-            prefix="model.layers.{layer}.mlp.",
-            router="gate",
-            gate="experts.{expert}.gate_proj",
-            up="experts.{expert}.up_proj",
-            down="experts.{expert}.down_proj",
-        ),
-        *HEAD,
-    ),
+    params=(*ATTENTION, *moe_layer(QWEN_MLP), *HEAD),
     arch_from_hf=arch_from_hf,
     arch_to_hf=arch_to_hf,
     trtllm_architecture="Qwen3MoeForCausalLM",

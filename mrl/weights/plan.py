@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from mrl.weights.buckets import peak_staging_bytes
 from mrl.weights.copies import ITEM_BYTES, Copy
+from mrl.weights.holdings import distinct, item_bytes, regions_by_name
 from mrl.weights.layout import Layout, Region, StoredTensor
 from mrl.weights.regions import intersect, translate, union_volume, volume, whole, without
 
@@ -76,7 +77,7 @@ def make_plan(
             an element that a target needs; the message names the tensor.
     """
     host = host_of if host_of is not None else lambda rank: 0
-    for layout in _distinct(sources) + _distinct(targets):
+    for layout in distinct(sources) + distinct(targets):
         for name, stored in layout.items():
             check_cover(name, stored)
     shards = _index(sources)
@@ -85,7 +86,7 @@ def make_plan(
     ranks_of: dict[int, list[int]] = defaultdict(list)
     for rank, layout in targets.items():
         ranks_of[id(layout)].append(rank)
-    for layout in _distinct(targets):
+    for layout in distinct(targets):
         for position, (name, stored) in enumerate(layout.items()):
             for piece in stored.pieces:
                 for cell in _cells(piece.src, shards.get(piece.hf_name, []), host):
@@ -123,10 +124,6 @@ def check_cover(name: str, stored: StoredTensor) -> None:
         total += volume(region)
     if total != volume(bounds):
         raise RuntimeError(f"'{name}': {volume(bounds) - total} of {volume(bounds)} elements have no piece")
-
-
-def _distinct(layouts: Mapping[int, Layout]) -> list[Layout]:
-    return list({id(layout): layout for layout in layouts.values()}.values())
 
 
 def _index(sources: Mapping[int, Layout]) -> dict[str, list[_Shard]]:
@@ -179,38 +176,25 @@ def _nearest(cell: _Cell, rank: int, host: Callable[[int], int], sent: dict[int,
 
 def _lower_bound(sources: Mapping[int, Layout], targets: Mapping[int, Layout]) -> int:
     """Bytes that each target rank needs and does not hold itself."""
-    item_bytes: dict[str, int] = {}
-    for layout in _distinct(sources):
-        for stored in layout.values():
-            for piece in stored.pieces:
-                known = item_bytes.get(piece.hf_name, 8)
-                item_bytes[piece.hf_name] = min(known, ITEM_BYTES[stored.dtype])
+    widths = item_bytes(distinct(sources))
     known_pairs: dict[tuple[int, int], int] = {}
     total = 0
     for rank, target in targets.items():
         source = sources.get(rank, {})
         pair = (id(source) if source else 0, id(target))
         if pair not in known_pairs:
-            known_pairs[pair] = _lacking_bytes(source, target, item_bytes)
+            known_pairs[pair] = _lacking_bytes(source, target, widths)
         total += known_pairs[pair]
     return total
 
 
-def _lacking_bytes(source: Layout, target: Layout, item_bytes: Mapping[str, int]) -> int:
-    held: dict[str, list[Region]] = defaultdict(list)
-    for stored in source.values():
-        for piece in stored.pieces:
-            held[piece.hf_name].append(piece.src)
-    needed: dict[str, list[Region]] = defaultdict(list)
-    width: dict[str, int] = {}
-    for stored in target.values():
-        for piece in stored.pieces:
-            needed[piece.hf_name].append(piece.src)
-            width[piece.hf_name] = min(item_bytes[piece.hf_name], ITEM_BYTES[stored.dtype])
+def _lacking_bytes(source: Layout, target: Layout, widths: Mapping[str, int]) -> int:
+    held, wanted_widths = regions_by_name(source), item_bytes([target])
     total = 0
-    for name, regions in needed.items():
-        own = [both for region in regions for piece in held[name] if (both := intersect(region, piece)) is not None]
-        total += (union_volume(regions) - union_volume(own)) * width[name]
+    for name, regions in regions_by_name(target).items():
+        pairs = ((region, piece) for region in regions for piece in held.get(name, ()))
+        own = [both for region, piece in pairs if (both := intersect(region, piece)) is not None]
+        total += (union_volume(regions) - union_volume(own)) * min(widths[name], wanted_widths[name])
     return total
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mrl.weights.copies import ITEM_BYTES
+from mrl.weights.holdings import distinct, item_bytes, regions_by_name
 from mrl.weights.layout import Layout, Region
 from mrl.weights.regions import union_volume, volume, without
 
@@ -69,9 +70,8 @@ def traffic(
     Raises:
         RuntimeError: No rank holds an element that a target needs.
     """
-    distinct = {id(layout): layout for layout in sources.values()}
-    held = {key: _held(layout) for key, layout in distinct.items()}
-    widths = _widths(distinct.values())
+    held = {id(layout): regions_by_name(layout) for layout in distinct(sources)}
+    widths = item_bytes(distinct(sources))
     times = times or {}
     on_node: dict[int, frozenset[int]] = {}
     for rank in targets:
@@ -102,30 +102,12 @@ def traffic(
     return Traffic(total, tuple(dict.fromkeys(shares.values())), gathered)
 
 
-def _held(layout: Layout) -> _Held:
-    found: _Held = defaultdict(list)
-    for stored in layout.values():
-        for piece in stored.pieces:
-            found[piece.hf_name].append(piece.src)
-    return dict(found)
-
-
 def _merged(parts: Iterable[_Held]) -> _Held:
     found: dict[str, dict[Region, None]] = defaultdict(dict)
     for part in parts:
         for name, regions in part.items():
             found[name].update(dict.fromkeys(regions))
     return {name: list(regions) for name, regions in found.items()}
-
-
-def _widths(layouts: Iterable[Layout]) -> dict[str, int]:
-    """Bytes of an element, by Hugging Face name."""
-    found: dict[str, int] = {}
-    for layout in layouts:
-        for stored in layout.values():
-            for piece in stored.pieces:
-                found[piece.hf_name] = min(found.get(piece.hf_name, 8), ITEM_BYTES[stored.dtype])
-    return found
 
 
 def _num_bytes(held: _Held, name: str, widths: Mapping[str, int]) -> int:
@@ -144,7 +126,8 @@ def _share(
     counts = [0, 0, 0]
     for name, stored in target.items():
         for piece in stored.pieces:
-            width = min(widths.get(piece.hf_name, 8), ITEM_BYTES[stored.dtype]) * times.get(piece.hf_name, 1)
+            size = ITEM_BYTES[stored.dtype]
+            width = min(widths.get(piece.hf_name, size), size) * times.get(piece.hf_name, 1)
             missing = [piece.src]
             for distance, near in enumerate((own, node, everywhere)):
                 before = sum(volume(region) for region in missing)

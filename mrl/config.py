@@ -140,6 +140,12 @@ class ActorConfig:
     """Shard optimizer state over data-parallel ranks."""
     overlap_grad_reduce: bool = False
     """Reduce gradients while the backward runs."""
+    param_offload: bool = False
+    """Keep the actor's weights in host memory while the engine generates."""
+    grad_offload: bool = False
+    """Free the gradient buffers but for updates; they are not copied."""
+    optimizer_offload: bool = False
+    """Keep master weights and moments in host memory but for updates and checkpoints."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recompute: core attention only, or whole layers."""
     logprob_chunk_tokens: int = 1024

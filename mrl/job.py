@@ -59,6 +59,7 @@ class Job:
         self.groups, self.device, self.log = groups, device, log
         self.resume_step = plan.resume_step
         self.policy = Policy(config, plan.arch, groups, device)
+        self.policy.offload()  # before the engine reads how much memory is free
         self.engine: RolloutEngine = find("engines", rollout.name, "ENGINE")(
             rollout,
             plan.arch,
@@ -127,7 +128,8 @@ class Job:
 
     @contextmanager
     def engine_awake(self) -> Iterator[None]:
-        """Inside, the engine may generate; afterwards `rollout.free_cache_engine` frees its KV cache."""
+        """Inside, the actor is away and the engine may generate; then `rollout.free_cache_engine` frees its KV cache."""
+        self.policy.offload()
         self.engine.wake()
         yield
         if self.config.rollout.free_cache_engine:
@@ -140,6 +142,8 @@ class Job:
         """
         if self.engine.policy_version == self.policy_version:
             return self.refit.cost()
+        self.policy.offload(keep=["weights"])
+        self.policy.bring("weights")
         return self.refit(self.policy_version)
 
     # Training

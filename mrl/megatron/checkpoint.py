@@ -52,6 +52,7 @@ UNLOADABLE = (
 
 def save(folder: Path, policy: Policy) -> None:
     """Collective over the job: writes model, optimizer, the number of updates and config.json into a new folder."""
+    policy.bring("weights", "optimizer")
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
     dist.barrier()
@@ -72,6 +73,7 @@ def load(folder: Path, policy: Policy) -> None:
         UserError: The folder is no such checkpoint, or holds another model, or something that is not data.
     """
     refuse_code(folder / METADATA)
+    policy.bring("weights", "optimizer")
     state = _state(policy, is_loading=True)
     group = _metadata()["dp_cp_group"]
     try:

@@ -6,10 +6,13 @@ Owns how config becomes Megatron's optimizer, and the schedule. What a checkpoin
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from torch import Tensor
 
 from mrl.config import ActorConfig
 
@@ -66,3 +69,12 @@ def build_optimizer(chunks: list[Any], actor: ActorConfig, *, bf16: bool, dtype:
         for group in optimizer.param_groups:
             group["fused"] = True  # one pass over memory; torch's default on a CPU is one for each operation
     return optimizer
+
+
+def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
+    """What Megatron's optimizer holds on this rank: master weights (in fp32 training views of the weights), moments."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if torch.is_tensor(value))

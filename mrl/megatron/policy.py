@@ -6,7 +6,7 @@ no algorithm beyond its `loss`; all ranks call each method together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,8 @@ from mrl.functional.mismatch import mismatch_metrics, mismatch_sums
 from mrl.functional.sampling import keep_threshold
 from mrl.megatron.model import build_chunks, named_tensors, uses_te
 from mrl.megatron.moe import load_balance
-from mrl.megatron.optimizer import LearningRate, build_optimizer
+from mrl.megatron.offload import PARTS, Offload, Part
+from mrl.megatron.optimizer import LearningRate, build_optimizer, optimizer_tensors
 from mrl.megatron.schedule import Microbatch, Schedule
 from mrl.models.base import ArchSpec
 from mrl.types import RolloutBatch
@@ -77,15 +78,39 @@ class Policy:
             even=groups.grid.ep > 1 and config.actor.moe_token_dispatcher_type == "allgather",
             replay=config.actor.router_replay == "rollout",
         )
+        actor = config.actor
+        offloaded = zip(PARTS, (actor.param_offload, actor.grad_offload, actor.optimizer_offload), strict=True)
+        self._offload = Offload([part for part, leaves in offloaded if leaves], self._tensors_of, device)
         self._reference: dict[str, Tensor] = {}
         self._learning_rate: LearningRate | None = None
         self.optimizer: Any = None
         self.num_updates = 0
 
+    # memory
+
+    def offload(self, *, keep: Collection[Part] = ()) -> None:
+        """Sends what `actor.*_offload` names to host memory, but for `keep`; every method brings back what it needs."""
+        self._offload.release(keep=keep)
+
+    def bring(self, *parts: Part) -> None:
+        """These parts are on the device; for those who read or write them from outside."""
+        self._offload.bring(*parts)
+
+    def _tensors_of(self, part: Part) -> Iterator[Tensor]:
+        if part == "weights":
+            for chunk in self.chunks:
+                yield from chunk.parameters()
+        elif part == "gradients":
+            for wrapped in self._wrapped:
+                yield from (buffer.grad_data for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers))
+        elif self.optimizer is not None:
+            yield from optimizer_tensors(self.optimizer)
+
     # weights
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Every parameter of this rank by its name in `layout`, live: writing changes the actor."""
+        self.bring("weights")
         return named_tensors(self.chunks)
 
     def layout(self) -> Layout:
@@ -96,6 +121,7 @@ class Policy:
     def weights_changed(self) -> None:
         """Must be called after parameters were written from outside: the optimizer's master weights follow."""
         if self.optimizer is not None:
+            self.bring("weights", "optimizer")
             self.optimizer.reload_model_params()
 
     def reference_tensors(self) -> dict[str, Tensor]:
@@ -156,6 +182,7 @@ class Policy:
         Returns:
             logprobs_R and entropy_R, fp32 on the CPU, in the batch's order, the same on all those ranks.
         """
+        self.bring("weights")
         microbatches = self._schedule.microbatches(batch)
         with torch.no_grad():
             reports = self._schedule.run(microbatches, _no_loss, backward=False)
@@ -167,6 +194,7 @@ class Policy:
 
     def start_optimizer(self, learning_rate: LearningRate) -> None:
         """Collective over the job: a fresh optimizer for the weights as they are, and its schedule."""
+        self.bring(*PARTS)
         bf16 = self._dtype == torch.bfloat16
         self.optimizer = build_optimizer(self._wrapped, self._config, bf16=bf16, dtype=self._dtype)
         self._learning_rate = learning_rate
@@ -198,6 +226,7 @@ class Policy:
             raise RuntimeError("start_optimizer comes before update")
         if self._schedule.replay and not algorithm.supervised:
             required(minibatch.routed_experts_P, "routed_experts_P")
+        self.bring(*PARTS)
         rate = self._learning_rate.at(self.num_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = rate

@@ -14,10 +14,11 @@ from mrl.activations import largest_microbatch
 from mrl.config import Config
 from mrl.grid import Grid
 from mrl.hardware import Hardware
-from mrl.memory import DTYPE_BYTES, stage_memory
+from mrl.memory import stage_memory
 from mrl.models.base import ArchSpec
 from mrl.observe.metrics import forward_flops
 from mrl.prepare import Resolved
+from mrl.weights.copies import ITEM_BYTES
 
 RECOMPUTED_FORWARDS = {"none": 0.0, "selective": 0.0, "full": 1.0}
 """Forward passes again in the backward; the core of attention alone is left out."""
@@ -112,7 +113,7 @@ def _rollout(
 def _decode_pass(config: Config, arch: ArchSpec, grid: Grid, hardware: Hardware, rows: int) -> dict[str, float]:
     """Seconds of each thing that a pass over `rows` sequences does, by name."""
     rollout = config.rollout
-    size = DTYPE_BYTES[rollout.dtype or config.model.dtype]
+    size = ITEM_BYTES[rollout.dtype or config.model.dtype]
     weights = stage_memory(config, arch, grid)[0].engine - _unread_bytes(arch, grid, rows, size)
     mean_len = rollout.prompt_length + rollout.response_length / 2
     kv_heads = max(1, arch.num_kv_heads // grid.rollout_tp)

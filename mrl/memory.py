@@ -13,15 +13,18 @@ from dataclasses import dataclass, replace
 
 from mrl.activations import Activations, ActorShape
 from mrl.config import Config
+from mrl.engines.native.experts import work_bytes
+from mrl.engines.native.kv_cache import SLOT_MULTIPLE
+from mrl.engines.native.rows import ROUTED
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.prepare import Resolved
 from mrl.weights.buckets import MIN_ROUND_BYTES, NUM_BUFFERS, PIPELINE_ROUNDS
+from mrl.weights.copies import ITEM_BYTES
 from mrl.weights.layout import Layout
 from mrl.weights.megatron import chunk_layers, megatron_layout
 from mrl.weights.native import native_layout
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 GRADIENT_BYTES = 4
 """Megatron's gradient buffer is fp32 (`grad_reduce_in_fp32`)."""
 MOMENT_BYTES = 8
@@ -29,12 +32,6 @@ MOMENT_BYTES = 8
 MASTER_BYTES = 4
 """fp32 master weights, kept where the parameters are of another type."""
 FP32_BYTES = 4
-SLOT_MULTIPLE = 16
-"""Rows of the KV cache are rounded up to this many slots (`engines/native/kv_cache.py`)."""
-MAX_ASSIGNMENTS = 1 << 14
-"""Tokens x experts that the engine computes at a time (`engines/native/experts.py`)."""
-ROUTED_BYTES = 2
-"""A chosen expert in the engine's record (`engines/native/rows.py`)."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +109,10 @@ def stage_memory(config: Config, arch: ArchSpec, grid: Grid) -> list[Memory]:
         owned = math.ceil(dense / copies) + math.ceil(experts / expert_copies)
         found.append(
             Memory(
-                weights=(dense + experts) * DTYPE_BYTES[config.model.dtype],
+                weights=(dense + experts) * ITEM_BYTES[config.model.dtype],
                 gradients=(dense + experts) * GRADIENT_BYTES,
                 optimizer=owned * kept_bytes,
-                engine=engine * DTYPE_BYTES[config.rollout.dtype or config.model.dtype],
+                engine=engine * ITEM_BYTES[config.rollout.dtype or config.model.dtype],
             )
         )
     return found
@@ -193,12 +190,12 @@ def _kv_cache(found: Resolved, device: Device, own: Memory) -> tuple[int, int]:
     config, arch, grid, rollout = found.config, found.arch, found.grid, found.config.rollout
     if found.algorithm.supervised and not config.train.eval_interval:
         return 0, 0
-    size = device.engine_copies or DTYPE_BYTES[rollout.dtype or config.model.dtype]
+    size = device.engine_copies or ITEM_BYTES[rollout.dtype or config.model.dtype]
     slots = math.ceil((rollout.prompt_length + rollout.response_length) / SLOT_MULTIPLE) * SLOT_MULTIPLE
     heads = max(1, arch.num_kv_heads // grid.rollout_tp)
     row_bytes = slots * 2 * arch.num_layers * heads * arch.head_dim * size
     if rollout.enable_rollout_routing_replay and arch.moe is not None:
-        row_bytes += slots * arch.num_layers * arch.moe.top_k * ROUTED_BYTES
+        row_bytes += slots * arch.num_layers * arch.moe.top_k * ROUTED.itemsize
     prompts = math.ceil(config.train.batch_size / grid.num_replicas)
     rows = min(rollout.max_num_seqs, rollout.max_num_batched_tokens, prompts * rollout.n)
     if device.capacity is not None:
@@ -210,12 +207,10 @@ def _kv_cache(found: Resolved, device: Device, own: Memory) -> tuple[int, int]:
 
 
 def _experts_work(arch: ArchSpec, grid: Grid, tokens: int) -> int:
-    """What the engine reckons with for its experts (`engines/native/experts.py: workspace_bytes`)."""
+    """What the engine reckons with for its experts."""
     if arch.moe is None:
         return 0
-    assigned = min(tokens * arch.moe.top_k, MAX_ASSIGNMENTS)
-    width = arch.moe.intermediate_size // grid.rollout_moe_tp
-    return assigned * (4 * arch.hidden_size + 5 * width) * FP32_BYTES
+    return work_bytes(tokens * arch.moe.top_k, arch.hidden_size, arch.moe.intermediate_size // grid.rollout_moe_tp)
 
 
 def _generation(found: Resolved, device: Device, rows: int) -> dict[str, int]:
@@ -223,7 +218,7 @@ def _generation(found: Resolved, device: Device, rows: int) -> dict[str, int]:
     config, arch, grid, rollout = found.config, found.arch, found.grid, found.config.rollout
     if not rows:
         return {}
-    size = device.engine_copies or DTYPE_BYTES[rollout.dtype or config.model.dtype]
+    size = device.engine_copies or ITEM_BYTES[rollout.dtype or config.model.dtype]
     parts = 3 if grid.rollout_tp > 1 else 1  # this rank's, all ranks', and these put together
     logits = rows * arch.vocab_size * (parts * size + FP32_BYTES + (FP32_BYTES if size != FP32_BYTES else 0))
     prompts = math.ceil(config.train.batch_size / grid.num_replicas)

@@ -76,10 +76,9 @@ class Experts:
         return sum(linear.copy_bytes for linear in self._linears())
 
     def workspace_bytes(self, num_tokens: int) -> int:
-        """About what a call on so many tokens takes at its peak: inputs, both projections and outputs of a piece."""
+        """About what a call on so many tokens takes at its peak."""
         _, hidden, inner = self._stacks[1].shape
-        assignments = min(num_tokens * self._moe.top_k, MAX_ASSIGNMENTS)
-        return assignments * (4 * hidden + 5 * inner) * torch.float32.itemsize
+        return work_bytes(num_tokens * self._moe.top_k, hidden, inner)
 
     def refresh(self) -> None:
         """Takes in the stored values."""
@@ -112,6 +111,17 @@ class Experts:
             shared = self._shared["shared_down"](_activate(self._shared["shared_gate_up"](x_PH)))
             mixed += shared.mul_(self._shared["shared_gate"](x_PH).sigmoid())
         return mixed
+
+
+def work_bytes(num_assignments: int, hidden: int, inner: int) -> int:
+    """About what the experts take at their peak: inputs, both projections and outputs of a piece of the assignments.
+
+    Args:
+        num_assignments: Tokens x experts of a token.
+        hidden: H.
+        inner: I.
+    """
+    return min(num_assignments, MAX_ASSIGNMENTS) * (4 * hidden + 5 * inner) * torch.float32.itemsize
 
 
 def one_by_one(x_PH: Tensor, chosen_PK: Tensor, held: range, gate_up: list[Linear], down: list[Linear]) -> Tensor:

@@ -6,7 +6,15 @@ import torch
 from mrl.megatron import checkpoint
 from mrl.megatron.offload import PARTS
 from tests.megatron.actors import (
-    ARCHS, EXPERT_LAYOUTS, LAYOUTS, MIXTURES, full_weights, make_batch, make_policy, own_part, train,
+    ARCHS,
+    EXPERT_LAYOUTS,
+    LAYOUTS,
+    MIXTURES,
+    full_weights,
+    make_batch,
+    make_policy,
+    own_part,
+    train,
 )  # fmt: skip
 from tests.ranks import run_ranks
 

@@ -26,11 +26,11 @@ from torch import Tensor
 from mrl import __version__
 from mrl.errors import UserError
 from mrl.formats.base import OutFile, Source, Target
-from mrl.formats.filler import PART_ELEMENTS, Filler, num_bytes
+from mrl.formats.filler import PART_ELEMENTS, Filler
 from mrl.formats.output_file import hash_file
 from mrl.formats.partial_folder import MANIFEST, PartialFolder, disk_errors
 from mrl.formats.proof import Proof, prove
-from mrl.weights.copies import ITEM_BYTES
+from mrl.weights.copies import ITEM_BYTES, num_bytes
 from mrl.weights.regions import volume
 
 Progress = Callable[[int], None]

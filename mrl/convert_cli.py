@@ -6,12 +6,10 @@ Owns the terminal side of `tools/convert_*.py`. What is converted is said by eac
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -23,7 +21,7 @@ from mrl.formats.base import Source, Target
 from mrl.formats.hf import MAX_FILE_BYTES, HfTarget
 from mrl.formats.megatron import MegatronTarget
 from mrl.formats.partial_folder import MANIFEST
-from mrl.formats.trtllm import TrtllmTarget
+from mrl.formats.trtllm import TrtllmTarget, read_activation_scales
 from mrl.grid import Grid
 from mrl.weights.hf import hf_layout
 from mrl.weights.regions import volume, whole
@@ -209,7 +207,7 @@ def trtllm_target(args: argparse.Namespace, source: Source) -> TrtllmTarget:
         args.use_parallel_embedding,
         args.embedding_sharding_dim,
     )
-    scales = None if args.fp8_activation_scales is None else _read_scales(Path(args.fp8_activation_scales))
+    scales = None if args.fp8_activation_scales is None else read_activation_scales(args.fp8_activation_scales)
     dtype = common_dtype(source, args.dtype)
     return TrtllmTarget(source.arch, mapping, dtype, activation_scales=scales, gpus_per_node=args.gpus_per_node)
 
@@ -245,11 +243,3 @@ def _plan_text(plan: Conversion, num_workers: int) -> str:
     ]
     lines += [f"cast           {change}: {count} elements" for change, count in plan.dtype_changes.items()]
     return "\n".join(lines)
-
-
-def _read_scales(path: Path) -> dict[str, float]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return {str(name): float(scale) for name, scale in found.items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"'{path}' is not a JSON object of numbers: {error}") from error

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from mrl.formats.base import Source
+from mrl.formats.filler import PART_ELEMENTS
 from mrl.formats.trtllm import TrtllmSource
 from mrl.weights.hf import hf_layout
 from mrl.weights.layout import Layout, Region
 from mrl.weights.regions import split, volume, whole
 
-_PART_ELEMENTS = 8 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -104,7 +104,7 @@ def verify(
             found.different_elements += volume(whole((left.get(name) or right[name]).shape))
             found.first = found.first or mismatch
         else:
-            for region in split(whole(left[name].shape), _PART_ELEMENTS):
+            for region in split(whole(left[name].shape), PART_ELEMENTS):
                 _compare(found, name, region, a.read(name, region), b.read(name, region), tolerance)
                 if progress is not None:
                     progress(volume(region))

@@ -15,21 +15,9 @@ from typing import Any
 
 from mrl.config import DataConfig, ModelConfig
 from mrl.errors import UserError, first_line
-from mrl.models.hf_config import read_json
+from mrl.models.hf_config import TOKENIZER_FILES, read_json
 
 CHAR_PREFIX = "char:"
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 
 
 class Tokenizer(ABC):
@@ -234,7 +222,7 @@ class HFTokenizer(Tokenizer):
         """See `Tokenizer.save`: the files as they are, and the chat template in use."""
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
-        for name in _TOKENIZER_FILES:
+        for name in TOKENIZER_FILES:
             if (self._folder / name).is_file():
                 shutil.copyfile(self._folder / name, target / name)
         if self._chat_template is not None:

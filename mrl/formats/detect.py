@@ -8,10 +8,8 @@ from mrl.errors import UserError
 from mrl.formats.base import Source
 from mrl.formats.hf import INDEX, SINGLE, HfSource
 from mrl.formats.megatron import CONFIG, MegatronSource
-from mrl.formats.trtllm import TrtllmSource
+from mrl.formats.trtllm import RANK_FILES, TrtllmSource
 from mrl.models.base import ArchSpec
-
-_RANK_FILES = "rank*.safetensors"
 
 
 def open_source(folder: str | Path, arch: ArchSpec | None = None) -> Source:
@@ -30,7 +28,7 @@ def open_source(folder: str | Path, arch: ArchSpec | None = None) -> Source:
         raise UserError(f"checkpoint folder '{folder}' does not exist.")
     if (path / SINGLE).is_file() or (path / INDEX).is_file():
         return HfSource(path)
-    if any(path.glob(_RANK_FILES)):
+    if any(path.glob(RANK_FILES)):
         return TrtllmSource(path)
     try:
         return MegatronSource(path, arch)
@@ -38,6 +36,6 @@ def open_source(folder: str | Path, arch: ArchSpec | None = None) -> Source:
         if not (path / CONFIG).is_file() or any(path.glob("*.distcp")):
             raise
         raise UserError(
-            f"'{folder}' has a {CONFIG}, but neither {SINGLE} nor {INDEX} (Hugging Face), nor {_RANK_FILES} "
+            f"'{folder}' has a {CONFIG}, but neither {SINGLE} nor {INDEX} (Hugging Face), nor {RANK_FILES} "
             f"(TensorRT-LLM), and as a Megatron checkpoint: {error}"
         ) from error

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mrl.errors import UserError
 from mrl.formats.base import Source
-from mrl.weights.copies import ITEM_BYTES
+from mrl.weights.copies import num_bytes
 from mrl.weights.layout import Layout, StoredTensor
 from mrl.weights.regions import slices, split, translate, whole
 from mrl.weights.tensors import DTYPES
@@ -124,11 +124,6 @@ class Filler:
             f"{count} values of '{name}' (from {names}) do not fit into {stored.dtype}. Choose a wider dtype, or allow "
             "infinities with --allow-nan."
         )
-
-
-def num_bytes(stored: StoredTensor) -> int:
-    """Bytes of a tensor."""
-    return math.prod(stored.shape) * ITEM_BYTES[stored.dtype]
 
 
 def count_not_finite(tensor: Tensor) -> int:

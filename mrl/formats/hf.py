@@ -22,11 +22,11 @@ from mrl.errors import UserError
 from mrl.formats.base import OutFile, Source, Target
 from mrl.formats.safetensors_file import SafetensorsFile, write_safetensors
 from mrl.models.base import ArchSpec
-from mrl.models.hf_config import arch_from_folder, family_of, read_config
-from mrl.weights.copies import ITEM_BYTES
+from mrl.models.hf_config import TOKENIZER_FILES, arch_from_folder, family_of, read_config
+from mrl.weights.copies import ITEM_BYTES, num_bytes
 from mrl.weights.hf import hf_layout
 from mrl.weights.layout import Layout, Region
-from mrl.weights.regions import slices, volume, whole
+from mrl.weights.regions import slices
 from mrl.weights.tensors import check_tensors
 
 INDEX = "model.safetensors.index.json"
@@ -34,19 +34,6 @@ SINGLE = "model.safetensors"
 TIED_HEAD = "lm_head.weight"
 
 MAX_FILE_BYTES = 5 << 30
-
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-"""Files of a model folder that are copied as they are, where they exist."""
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -258,7 +245,7 @@ def assign_files(layout: Layout, max_file_bytes: int) -> dict[str, Layout]:
     parts: list[Layout] = []
     room = 0
     for name, stored in layout.items():
-        size = _num_bytes(layout, name)
+        size = num_bytes(stored)
         if size > room:
             parts.append({})
             room = max_file_bytes
@@ -287,22 +274,18 @@ def write_companions(folder: Path, arch: ArchSpec, files: Mapping[str, Layout], 
     if like is not None:
         config = {**read_config(like), **config}
         config.pop("quantization_config", None)
-        for name in COMPANIONS:
+        for name in TOKENIZER_FILES:
             if (like / name).is_file():
                 shutil.copyfile(like / name, folder / name)
     if len(files) > 1:
-        sizes = [_num_bytes(content, name) for content in files.values() for name in content]
+        sizes = [num_bytes(stored) for content in files.values() for stored in content.values()]
         weight_map = {name: file for file, content in files.items() for name in content}
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     dtypes: Counter[str] = Counter()
     for content in files.values():
-        for name, stored in content.items():
-            dtypes[stored.dtype] += _num_bytes(content, name)
+        for stored in content.values():
+            dtypes[stored.dtype] += num_bytes(stored)
     dtype = dtypes.most_common(1)[0][0]
     config |= {"dtype": dtype, "torch_dtype": dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _num_bytes(layout: Layout, name: str) -> int:
-    return volume(whole(layout[name].shape)) * ITEM_BYTES[layout[name].dtype]

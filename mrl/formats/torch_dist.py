@@ -36,6 +36,8 @@ from mrl.weights.tensors import DTYPES
 
 BACKEND_FILE = "metadata.json"
 COMMON = "common.pt"
+_EMPTY_FILE = "__empty.distcp"
+"""Holds the pickled None that keys without data point at."""
 
 _BACKEND = {
     "sharded_backend": "torch_dist",
@@ -316,9 +318,6 @@ def write_contents(
     metadata = dcp.Metadata(state_dict_metadata=state, storage_data=storage, storage_meta=dcp.StorageMeta())
     _write(folder / METADATA, pickle.dumps(metadata))
     _write(folder / BACKEND_FILE, json.dumps(_BACKEND).encode())  # last: Megatron takes a folder with it for whole
-
-
-_EMPTY_FILE = "__empty.distcp"
 
 
 def _check_backend(file: Path) -> None:

@@ -27,6 +27,7 @@ from mrl.formats.fp8 import dequantize, quantize
 from mrl.formats.safetensors_file import SafetensorsFile, write_safetensors
 from mrl.formats.trtllm_config import CONFIG, TrtllmConfig, read_config, to_json
 from mrl.models.base import ArchSpec
+from mrl.models.hf_config import read_json
 from mrl.weights.copies import ITEM_BYTES
 from mrl.weights.layout import Layout, Piece, Region, StoredTensor
 from mrl.weights.regions import intersect, slices, translate, volume, whole, without
@@ -36,6 +37,8 @@ from mrl.weights.trtllm import HEAD, TrtllmMapping, linear_modules, trtllm_layou
 _FP8 = "float8_e4m3fn"
 _WEIGHT_SCALE = "weights_scaling_factor"
 _ACTIVATION_SCALE = "activation_scaling_factor"
+RANK_FILES = "rank*.safetensors"
+"""Of all ranks."""
 _FP8_ALIGNMENT = 4
 """Bytes: an FP8 tensor is followed by its fp32 scales."""
 
@@ -55,10 +58,10 @@ def read_activation_scales(path: str | Path) -> dict[str, float]:
         UserError: The file cannot be read or holds something else; it is named.
     """
     try:
-        scales = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"'{path}' cannot be read: {error}") from error
-    if not isinstance(scales, dict) or not all(type(scale) in (int, float) for scale in scales.values()):
+        scales = read_json(Path(path))
+    except UserError as error:
+        raise UserError(f"the file of activation scales is not a JSON object of numbers: {error}") from error
+    if not all(type(scale) in (int, float) for scale in scales.values()):
         raise UserError(
             f"'{path}' is not a JSON object of numbers, {{\"transformer.layers.0.attention.qkv\": 0.01, ...}}."
         )
@@ -187,7 +190,7 @@ class TrtllmSource(Source):
         self.config = read_config(folder)
         ranks = range(self.config.mapping.world_size)
         names = [rank_file(rank) for rank in ranks]
-        found = {path.name for path in self.folder.glob("rank*.safetensors")}
+        found = {path.name for path in self.folder.glob(RANK_FILES)}
         for what, files in (("lacks", set(names) - found), ("also has", found - set(names))):
             if files:
                 raise UserError(
@@ -240,7 +243,7 @@ class TrtllmSource(Source):
                     return values
                 if found is None:
                     found = torch.empty([stop - start for start, stop in region], dtype=dtype)
-                found[slices(tuple((a - c, b - c) for (a, b), (c, _) in zip(part, region, strict=True)))] = values
+                found[slices(translate(part, region, whole(found.shape)))] = values
             left = [fresh for rest in left for fresh in without(rest, piece.src)]
             if not left:
                 break

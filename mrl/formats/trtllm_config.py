@@ -9,7 +9,6 @@ TensorRT-LLM keeps unknown keys as attributes and warns.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
-from mrl.models.hf_config import arch_from_config, families, family_of
+from mrl.models.hf_config import arch_from_config, families, family_of, read_json
 from mrl.weights.trtllm import TrtllmMapping
 
 CONFIG = "config.json"
@@ -107,16 +106,11 @@ def read_config(folder: str | Path) -> TrtllmConfig:
         UserError: It is missing, not a checkpoint's, or describes a model that mrl does not build; the file is named.
     """
     path = Path(folder) / CONFIG
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    if not path.is_file():
         raise UserError(
             f"'{folder}' has no {CONFIG}. A TensorRT-LLM checkpoint holds it and a rank{{N}}.safetensors for each rank."
-        ) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"'{path}' cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"'{path}' holds a JSON {type(config).__name__}; expected an object.")
+        )
+    config = read_json(path)
     if "pretrained_config" in config:
         raise UserError(f"'{path}' belongs to a built engine. Give the checkpoint folder that it was built from.")
     try:

@@ -1,7 +1,7 @@
 """config.json of a Hugging Face folder -> ArchSpec, and ArchSpec -> family.
 
-Owns the reading of the folder's JSON files and the choice of the family by `model_type`. What the keys mean is the
-family's business.
+Owns which files a model folder has beside its weights, the reading of its JSON files, and the choice of the family by
+`model_type`. What the keys mean is the family's business.
 """
 
 from __future__ import annotations
@@ -15,6 +15,20 @@ from mrl.errors import UserError, first_line
 from mrl.models.base import ArchSpec, Family
 
 _NOT_FAMILIES = ("hf_config", "presets")
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Files of a model folder that belong to its tokenizer and its sampling; a copy of the model has them as they are."""
 
 
 def families() -> dict[str, Family]:
@@ -46,14 +60,14 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file of a Hugging Face folder.
+    """The object in a JSON file.
 
     Raises:
         UserError: It cannot be read or is not a JSON object.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"'{file}' cannot be read as JSON: {first_line(error)}.") from error
     if not isinstance(content, dict):
         raise UserError(f"'{file}' holds a JSON {type(content).__name__}, expected an object.")

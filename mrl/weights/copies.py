@@ -1,6 +1,6 @@
 """One copy of a plan: a region of a source tensor into a region of a target tensor.
 
-Owns `Copy` and the bytes of the dtypes that layouts name.
+Owns `Copy`, and the bytes of what layouts name.
 """
 
 from __future__ import annotations
@@ -8,11 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mrl.weights.layout import Region
-from mrl.weights.regions import split, translate, volume
+from mrl.weights.layout import Region, StoredTensor
+from mrl.weights.regions import split, translate, volume, whole
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 """Bytes of an element, for each dtype that a layout may name."""
+
+
+def num_bytes(stored: StoredTensor) -> int:
+    """Bytes of a stored tensor, padding included."""
+    return volume(whole(stored.shape)) * ITEM_BYTES[stored.dtype]
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,6 +206,9 @@ def _knobs(config: Config, grid: Grid, hardware: Hardware) -> Iterator[list[Over
         yield [{"actor.use_distributed_optimizer": True}]
     if grid.tp > 1 and not parallel.sequence_parallel:
         yield [{"parallel.sequence_parallel": True}]
+    offloads = ("actor.grad_offload", "actor.optimizer_offload", "actor.param_offload")
+    if not (actor.grad_offload and actor.optimizer_offload and actor.param_offload):
+        yield [dict.fromkeys(offloads[:count], True) for count in (1, 2, 3)]
     yield [{"actor.recompute": name} for name in RECOMPUTE[RECOMPUTE.index(actor.recompute) + 1 :]]
     longest = preflight.max_model_len(config)
     smaller = (actor.max_tokens_per_microbatch // part for part in (2, 4, 8))

@@ -78,7 +78,8 @@ class StageMemory:
         rank: The first of them.
         phases: "refit", "rollout", "score" where something is scored without training, "update" -> term -> bytes.
         kv_rows: Sequences that the KV cache has room for.
-        host: Bytes in host memory beside the device: the reference, and the actor while it is away for it.
+        host: Bytes in host memory beside the device: what was offloaded, the reference, and the actor while it is away
+            for it.
     """
 
     stage: int
@@ -132,14 +133,15 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
     scored = algorithm.needs_reference or algorithm.needs_proximal
     stages = []
     for stage, own in enumerate(held):
+        away = offloaded(config, own)
+        parts = {"weights": own.weights, "gradients": own.gradients, "optimizer": own.optimizer}
         always = {
-            "weights": own.weights,
-            "gradients": own.gradients,
-            "optimizer": own.optimizer,
+            **{part: size for part, size in parts.items() if part not in away},
             "engine's weights": own.engine,
             "engine's packed copies": _packed_elements(arch, grid) * device.engine_copies,
             "refit staging": staging_bytes(config, grid, own.engine if moved_bytes is None else moved_bytes),
             "reference": own.weights if device.is_host and algorithm.needs_reference else 0,
+            "offload buffers": sum(away.values()) if device.is_host else 0,
             "context and communicators": device.allowance,
         }
         if algorithm.supervised and not config.train.eval_interval:
@@ -147,16 +149,35 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
         rows, cache = _kv_cache(found, device, own)
         kept = {} if config.rollout.free_cache_engine else {"KV cache": cache}
         used = shape.activations(stage)
+        actor = {part: size for part, size in parts.items() if part in away}
+        weights = {part: size for part, size in actor.items() if part == "weights"}
         phases = {
-            "refit": {**always, **kept, "refit's casts and packing": _refit_moment(config, arch, grid, own, device)},
+            "refit": {
+                **weights,
+                **always,
+                **kept,
+                "refit's casts and packing": _refit_moment(config, arch, grid, own, device),
+            },
             "rollout": {**always, "KV cache": cache, **_generation(found, device, rows)},
-            **({"score": {**always, **kept, "activations": used.scoring}} if scored else {}),
-            "update": {**always, **kept, **_update(used)},
+            **({"score": {**weights, **always, **kept, "activations": used.scoring}} if scored else {}),
+            "update": {**actor, **always, **kept, **_update(used)},
         }
         phases = {phase: {term: size for term, size in terms.items() if size} for phase, terms in phases.items()}
-        host = 2 * own.weights if algorithm.needs_reference and not device.is_host else 0
+        host = 0
+        if not device.is_host:
+            host = sum(away.values()) + (2 * own.weights if algorithm.needs_reference else 0)
         stages.append(StageMemory(stage, stage * (grid.world_size // grid.pp), phases, rows, host))
     return stages
+
+
+def offloaded(config: Config, own: Memory) -> dict[str, int]:
+    """Parts of the actor that leave the device -> bytes of their copies in host memory (`megatron/offload.py`)."""
+    copies = {
+        "weights": (config.actor.param_offload, own.weights),
+        "gradients": (config.actor.grad_offload, 0),
+        "optimizer": (config.actor.optimizer_offload, own.optimizer),
+    }
+    return {part: size for part, (leaves, size) in copies.items() if leaves}
 
 
 def staging_bytes(config: Config, grid: Grid, moved_bytes: int) -> int:
@@ -200,7 +221,10 @@ def _kv_cache(found: Resolved, device: Device, own: Memory) -> tuple[int, int]:
     rows = min(rollout.max_num_seqs, rollout.max_num_batched_tokens, prompts * rollout.n)
     if device.capacity is not None:
         copies = _packed_elements(arch, grid) * device.engine_copies
-        free = device.capacity - device.allowance - own.weights - own.gradients - own.engine - copies
+        away = offloaded(config, own)
+        held = {"weights": own.weights, "gradients": own.gradients}
+        free = device.capacity - device.allowance - own.engine - copies
+        free -= sum(size for part, size in held.items() if part not in away)
         free -= _experts_work(arch, grid, rollout.max_num_batched_tokens)
         rows = min(rows, max(0, int(free * rollout.gpu_memory_utilization)) // row_bytes)
     return rows, max(1, rows) * row_bytes

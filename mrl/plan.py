@@ -103,7 +103,7 @@ def _memory(found: Resolved, stages: list[StageMemory], capacity: int, hardware:
         name = f"all of it, stage {stage.stage}" if len(stages) > 1 else "all of it"
         yield f"  {name:<26}" + "".join(f"{stage.total(phase) / GB:>10.2f}" for phase in phases)
     if fullest.host:
-        yield f"  host memory: {fullest.host / GB:.2f} GB, the reference and the actor while it is away for it"
+        yield f"  host memory: {fullest.host / GB:.2f} GB, what waits there of the actor and the reference"
     if "KV cache" in fullest.phases["rollout"]:
         yield f"  the KV cache has room for {fullest.kv_rows} sequence(s) of {_longest(found)} tokens in each replica"
 

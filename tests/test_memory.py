@@ -122,6 +122,25 @@ def test_terms_that_are_not_there_are_not_counted(tmp_path):
     assert on_host.phases["update"]["reference"] == on_host.phases["update"]["weights"] and on_host.host == 0
 
 
+def test_what_is_offloaded_is_counted_where_it_is_needed(tmp_path):
+    (plain,) = phases(tmp_path, "algorithm.kl_in=loss")
+    away = (
+        "algorithm.kl_in=loss",
+        "actor.param_offload=true",
+        "actor.grad_offload=true",
+        "actor.optimizer_offload=true",
+    )
+    (found,) = phases(tmp_path, *away)
+    held = {phase: {"weights", "gradients", "optimizer"} & terms.keys() for phase, terms in found.phases.items()}
+    everything = {"weights", "gradients", "optimizer"}
+    assert held == {"refit": {"weights"}, "rollout": set(), "score": {"weights"}, "update": everything}
+    assert found.phases["update"] == plain.phases["update"]
+    before = plain.phases["update"]
+    assert found.host == plain.host + before["weights"] + before["optimizer"]
+    (on_host,) = phases(tmp_path, *away, device=Device(te=False, engine_copies=4, is_host=True))
+    assert on_host.phases["rollout"]["offload buffers"] == before["weights"] + before["optimizer"]
+
+
 def test_the_cache_takes_its_part_of_what_was_free_at_start(tmp_path):
     (roomy,) = phases(tmp_path)
     assert roomy.kv_rows == 128  # 32 prompts x 4 samples
@@ -132,6 +151,10 @@ def test_the_cache_takes_its_part_of_what_was_free_at_start(tmp_path):
         size for term, size in tight.phases["refit"].items() if term != "optimizer"
     )  # made after the cache was measured
     assert tight.phases["rollout"]["KV cache"] <= free / 2 < tight.phases["rollout"]["KV cache"] * 1.1
+    (wider,) = phases(tmp_path, "actor.param_offload=true", "actor.grad_offload=true", device=small)
+    gained = tight.phases["refit"]["weights"] + tight.phases["refit"]["gradients"]
+    row = tight.phases["rollout"]["KV cache"] // tight.kv_rows
+    assert wider.kv_rows == min(128, int((free + gained) / 2) // row) > tight.kv_rows
     (none,) = phases(tmp_path, device=Device(te=True, capacity=10**6))
     assert none.kv_rows == 0 and none.phases["rollout"]["KV cache"] > 0
 

@@ -8,6 +8,7 @@ Owns arguments, exit statuses and the one message of a run that ended early: 0 d
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import signal
 import sys
@@ -102,6 +103,14 @@ def _quieten() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch\.distributed|megatron)\.")
 
 
+def _show(text: str) -> None:
+    """Prints; that the reader has enough of it (`| head`) is no failure."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes out as it ends
+
+
 def _train(arguments: argparse.Namespace) -> None:
     config = load(arguments.config, arguments.overrides)
     if arguments.dry_run:
@@ -109,7 +118,7 @@ def _train(arguments: argparse.Namespace) -> None:
 
         described = describe(config, arguments.world_size or environment().world_size)
         if environment().rank == 0:
-            print(described)
+            _show(described)
         return
     try:
         from mrl.train import train
@@ -137,7 +146,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     hardware = load_hardware(arguments.hardware)
     if arguments.gpus_per_node is not None:
         hardware = replace(hardware, gpus_per_node=arguments.gpus_per_node)
-    print(describe(load(arguments.config, arguments.overrides), arguments.world_size, hardware))
+    _show(describe(load(arguments.config, arguments.overrides), arguments.world_size, hardware))
 
 
 def _launch(arguments: argparse.Namespace) -> None:

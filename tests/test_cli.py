@@ -189,6 +189,17 @@ def test_the_command_that_goes_on_may_resume_and_names_the_launcher(tmp_path, mo
     )
 
 
+def test_a_reader_that_stops_early_is_no_failure():
+    code = "from mrl.cli import _show; _show('line\\n' * 100_000)"
+    writer = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert writer.stdout.readline() == "line\n"
+    writer.stdout.close()
+    assert writer.stderr.read() == "" and writer.wait() == 0
+    writer.stderr.close()
+
+
 def test_a_mistake_in_the_config_is_told_without_torch():
     code = (
         "import sys; from mrl.cli import main; status = main(['train', 'configs/quickstart.yaml', 'train.num_step=3'])"

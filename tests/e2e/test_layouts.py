@@ -25,7 +25,7 @@ LAYOUTS = {
         ["parallel.pipeline_model_parallel_size=2", "parallel.virtual_pipeline_model_parallel_size=2"],
     ),
     "dp2_rollout_tp2": (2, ["rollout.tensor_model_parallel_size=2"]),
-    "dp2": (2, []),
+    "dp2_offloaded": (2, [f"actor.{part}_offload=true" for part in ("param", "grad", "optimizer")]),
     "cp2": (2, ["parallel.context_parallel_size=2"]),
     "tp2_pp2_sp": (
         4,

@@ -204,6 +204,8 @@ class RolloutConfig:
 
     name: str = "native"
     """Folder in `mrl/engines`, or 'package.module:Class'."""
+    engine_dir: Optional[str] = None
+    """Folder of the engines that `trtllm_engine` runs, from tools/build_trtllm_engine.py."""
     n: int = 8
     """Samples per prompt (the group)."""
     temperature: float = 1.0
@@ -233,7 +235,7 @@ class RolloutConfig:
     tensor_model_parallel_size: int = 1
     """Ranks per replica; the replicas split the prompts."""
     pipeline_model_parallel_size: int = 1
-    """Must be 1 on the native engine."""
+    """Pipeline stages of a replica; above 1 with `trtllm_engine` only."""
     expert_parallel_size: int = 1
     """EP inside a replica: its ranks hold different experts; the rest of the replica cuts each of them."""
     moe_tensor_parallel_size: Optional[int] = None

@@ -45,6 +45,7 @@ class Grid:
         first_stage_layers: Layers of the first pipeline stage; None: as many as the others.
         last_stage_layers: Layers of the last pipeline stage; None: as many as the others.
         rollout_tp: Tensor-parallel size of a rollout replica.
+        rollout_pp: Pipeline stages of a rollout replica; its ranks count tensor-parallel first, as in TensorRT-LLM.
         rollout_ep: Expert-parallel size inside a rollout replica; a divisor of `rollout_tp`.
     """
 
@@ -59,6 +60,7 @@ class Grid:
     last_stage_layers: int | None = None
     rollout_tp: int = 1
     rollout_ep: int = 1
+    rollout_pp: int = 1
 
     @property
     def dp(self) -> int:
@@ -71,9 +73,14 @@ class Grid:
         return self.tp if self.etp is None else self.etp
 
     @property
+    def rollout_size(self) -> int:
+        """Ranks of a rollout replica."""
+        return self.rollout_tp * self.rollout_pp
+
+    @property
     def num_replicas(self) -> int:
         """Rollout replicas."""
-        return self.world_size // self.rollout_tp
+        return self.world_size // self.rollout_size
 
     @property
     def rollout_moe_tp(self) -> int:
@@ -99,10 +106,14 @@ class Grid:
 
     def replica(self, rank: int) -> int:
         """Rollout replica of a rank."""
-        return rank // self.rollout_tp
+        return rank // self.rollout_size
+
+    def rollout_rank(self, rank: int) -> int:
+        """Position of a rank inside its rollout replica."""
+        return rank % self.rollout_size
 
     def rollout_tp_rank(self, rank: int) -> int:
-        """Position of a rank inside its rollout replica."""
+        """Position of a rank among those that share a layer inside its rollout replica."""
         return rank % self.rollout_tp
 
     def data_ranks(self, dp: int) -> list[int]:

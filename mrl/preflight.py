@@ -5,7 +5,7 @@ algorithm's own fields in `algorithms/base.py`, rows of data in `data/`, values'
 are told at once. It imports no torch.
 
     check_config(config, world_size)                   # needs no model
-    check(config, arch, world_size, vocab_size)        # the same rules, and those with the model and its tokenizer
+    check(config, arch, world_size, vocab_size, ...)   # the same rules, and those with model, tokenizer and algorithm
 """
 
 from __future__ import annotations
@@ -92,7 +92,6 @@ RANGES = {
 """Values of every number outside `algorithm`: intervals, or single values."""
 
 FIXED = {
-    "rollout.pipeline_model_parallel_size": (1, "the native engine has no pipeline"),
     "rollout.repetition_penalty": (1.0, "the log-probabilities that train would not be those that sampled"),
     "rollout.calculate_log_probs": (True, "log-probabilities captured at sampling time are pi_old"),
 }
@@ -122,7 +121,9 @@ def check_config(config: Config, world_size: int) -> None:
     _raise([message for rule in rules for message in rule(config, grid)])
 
 
-def check(config: Config, arch: ArchSpec, world_size: int, tokenizer_vocab_size: int) -> None:
+def check(
+    config: Config, arch: ArchSpec, world_size: int, tokenizer_vocab_size: int, *, supervised: bool = False
+) -> None:
     """All rules, those with the model and its tokenizer too.
 
     Args:
@@ -130,13 +131,14 @@ def check(config: Config, arch: ArchSpec, world_size: int, tokenizer_vocab_size:
         arch: The model's structure.
         world_size: Ranks of the job.
         tokenizer_vocab_size: One more than the largest id that the tokenizer gives.
+        supervised: The algorithm samples nothing.
 
     Raises:
         UserError: Each broken rule, with the keys and what to do.
     """
     check_config(config, world_size)
     grid = grid_of(config, world_size)
-    broken = [*_fit(config, arch, grid), *expert_rules(config, arch, grid)]
+    broken = [*_fit(config, arch, grid), *expert_rules(config, arch, grid, supervised=supervised)]
     if tokenizer_vocab_size > arch.vocab_size:
         broken.append(
             f"the tokenizer gives ids up to {tokenizer_vocab_size - 1}, the model has embeddings for {arch.vocab_size} "
@@ -159,6 +161,7 @@ def grid_of(config: Config, world_size: int) -> Grid:
         last_stage_layers=config.parallel.num_layers_in_last_pipeline_stage,
         rollout_tp=config.rollout.tensor_model_parallel_size,
         rollout_ep=config.rollout.expert_parallel_size,
+        rollout_pp=config.rollout.pipeline_model_parallel_size,
     )
 
 
@@ -187,7 +190,8 @@ def _how_many_ranks(config: Config) -> str:
     actor = parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
     expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
     experts = parallel.expert_model_parallel_size * expert_tp * parallel.pipeline_model_parallel_size
-    num_ranks = math.lcm(actor, experts, rollout.tensor_model_parallel_size)
+    replica = rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size
+    num_ranks = math.lcm(actor, experts, replica)
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_parallel_size")
     defaults = {f"parallel.{item.name}": item.default for item in fields(parallel)}
     defaults |= {f"rollout.{item.name}": item.default for item in fields(rollout) if item.name in names}
@@ -241,10 +245,16 @@ def _parallel(config: Config, grid: Grid) -> Iterator[str]:
             f"{grid.ep * grid.expert_tp} does not divide the {stage} rank(s) of a pipeline stage. "
             f"{_how_many_ranks(config)}"
         )
-    if grid.world_size % grid.rollout_tp:
+    if grid.rollout_pp > 1 and config.rollout.name != "trtllm_engine":
         yield (
-            f"rollout.tensor_model_parallel_size={grid.rollout_tp} does not divide the {grid.world_size} rank(s) of "
-            f"this job: replicas are equal groups of ranks. {_how_many_ranks(config)}"
+            f"rollout.pipeline_model_parallel_size={grid.rollout_pp} is refused with rollout.name="
+            f"{config.rollout.name}: only built TensorRT-LLM engines (rollout.name=trtllm_engine) have a pipeline."
+        )
+    elif grid.world_size % grid.rollout_size:
+        stages = f" x rollout.pipeline_model_parallel_size={grid.rollout_pp}" if grid.rollout_pp > 1 else ""
+        yield (
+            f"rollout.tensor_model_parallel_size={grid.rollout_tp}{stages} does not divide the {grid.world_size} "
+            f"rank(s) of this job: replicas are equal groups of ranks. {_how_many_ranks(config)}"
         )
 
 

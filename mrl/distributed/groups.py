@@ -45,14 +45,14 @@ class ProcessGroups:
     @property
     def leads_replica(self) -> bool:
         """Whether this rank is the first of its rollout replica: it scores and sends the replica's rollouts."""
-        return self.grid.rollout_tp_rank(self.rank) == 0
+        return self.grid.rollout_rank(self.rank) == 0
 
 
 def make_rollout_group(grid: Grid, rank: int) -> dist.ProcessGroup:
     """Collective over the job: the group of this rank's rollout replica."""
     own: dist.ProcessGroup | None = None
     for replica in range(grid.num_replicas):
-        ranks = list(range(replica * grid.rollout_tp, (replica + 1) * grid.rollout_tp))
+        ranks = list(range(replica * grid.rollout_size, (replica + 1) * grid.rollout_size))
         group = dist.new_group(ranks)
         if rank in ranks:
             own = group

@@ -244,7 +244,7 @@ def _changed(found: Resolved, overrides: Overrides, world_size: int | None = Non
         config = _with(config, key.split("."), value)
     ranks = world_size or found.grid.world_size
     try:
-        preflight.check(config, found.arch, ranks, found.tokenizer.vocab_size)
+        preflight.check(config, found.arch, ranks, found.tokenizer.vocab_size, supervised=found.algorithm.supervised)
     except UserError:
         return None
     own = {item.name: getattr(found, item.name) for item in fields(Resolved)}

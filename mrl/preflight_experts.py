@@ -17,13 +17,14 @@ from mrl.weights.native import expert_shard as rollout_expert_shard
 from mrl.weights.shards import check_experts_divide
 
 
-def expert_rules(config: Config, arch: ArchSpec, grid: Grid) -> Iterator[str]:
+def expert_rules(config: Config, arch: ArchSpec, grid: Grid, *, supervised: bool = False) -> Iterator[str]:
     """Each broken rule, with the keys and what to do."""
     if arch.moe is None:
         yield from _idle(config)
     else:
         yield from _experts(config, arch.moe, grid)
         yield from _rollout(config, arch.moe, grid)
+        yield from _replay(config, supervised)
 
 
 def _idle(config: Config) -> Iterator[str]:
@@ -99,7 +100,15 @@ def _rollout(config: Config, moe: MoeSpec, grid: Grid) -> Iterator[str]:
             check_experts_divide(moe, rollout_expert_shard(tp, 0, ep))
         except UserError as error:
             yield str(error)
-    replays, records = config.actor.router_replay == "rollout", rollout.enable_rollout_routing_replay
+
+
+def _replay(config: Config, supervised: bool) -> Iterator[str]:
+    replays, records = config.actor.router_replay == "rollout", config.rollout.enable_rollout_routing_replay
+    if replays and supervised:
+        yield (
+            f"actor.router_replay=rollout would have no effect because algorithm.name={config.algorithm.name} samples "
+            "nothing: the engine chooses no experts. Remove it, or change that."
+        )
     if replays and not records:
         yield "actor.router_replay=rollout needs rollout.enable_rollout_routing_replay=true."
     if records and not replays:

@@ -80,7 +80,7 @@ def resolve(config: Config, world_size: int) -> Resolved:
     algorithm = algorithms.build(config.algorithm, config.rollout)
     config = replace(config, algorithm=algorithm.config)
     arch, tokenizer = load_model_facts(config)
-    preflight.check(config, arch, world_size, tokenizer.vocab_size)
+    preflight.check(config, arch, world_size, tokenizer.vocab_size, supervised=algorithm.supervised)
     return Resolved(config, arch, tokenizer, algorithm, preflight.grid_of(config, world_size))
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from mrl.errors import UserError
 from mrl.models.presets import arch_from_preset
 from mrl.preflight import check
 from tests.test_preflight import ARCH, make, refusal
@@ -60,6 +61,12 @@ def test_a_broken_rule_is_named(overrides, world_size, said):
 )
 def test_layouts_that_work_pass(overrides, world_size):
     check(make(*overrides), MIXTURE, world_size, tokenizer_vocab_size=12)
+
+
+def test_replay_is_refused_where_nothing_is_sampled():
+    replays = make(RECORD, "actor.router_replay=rollout", "algorithm.name=sft")
+    with pytest.raises(UserError, match="router_replay=rollout would have no effect because algorithm.name=sft"):
+        check(replays, MIXTURE, 1, tokenizer_vocab_size=12, supervised=True)
 
 
 IDLE = [

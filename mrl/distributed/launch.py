@@ -8,16 +8,18 @@ Owns the device of the rank, its threads and the default process group. What the
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, NoReturn
 
-from mrl.distributed.environment import Environment, device_index, read
+from mrl.distributed.environment import TORCHRUN, Environment, device_index, read
 from mrl.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+    from torch._C._distributed_c10d import Store, TCPStore
 
 
 def environment() -> Environment:
@@ -47,13 +49,49 @@ def choose_device(wanted: str) -> str:
     return wanted
 
 
-def start(device: str = "auto", *, num_threads: int = 0, timeout_s: float = 600.0) -> torch.device:
+def meet(timeout_s: float) -> TCPStore:
+    """Collective over the job: the store where its ranks find each other, before there is a process group.
+
+    Returns at once on each rank that reaches it, whoever else is there.
+
+    Args:
+        timeout_s: Wait for the store, s.
+
+    Raises:
+        UserError: Rank 0 has no address that other hosts could reach, or MPI is not usable.
+        RuntimeError: The port is taken, or rank 0 cannot be reached.
+    """
+    from mrl.distributed import rendezvous
+
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own word to its ranks
+    return rendezvous.meet(environment(), timeout_s, served=served)
+
+
+def variables(*names: str) -> dict[str, str]:
+    """Those of the variables that are set."""
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def variables_without_launcher() -> dict[str, str]:
+    """All variables but those that a launcher left, for a program that is to be started as if by hand."""
+    left = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
+    kept = ("SLURM_CONF",)
+    mine = (*TORCHRUN, "HYDI_CONTROL_FD")
+    return {
+        name: value for name, value in os.environ.items() if name in kept or not (name in mine or name.startswith(left))
+    }
+
+
+def start(
+    device: str = "auto", *, num_threads: int = 0, timeout_s: float = 600.0, store: Store | None = None
+) -> torch.device:
     """Collective over the job: makes this process a rank with a device, threads and the default process group.
 
     Args:
         device: `run.device`.
         num_threads: CPU threads of this rank; 0: the host's cores divided by its ranks.
         timeout_s: A collective that waits longer fails, s.
+        store: From `meet`; None: met here.
 
     Returns:
         The device of this rank.
@@ -80,10 +118,10 @@ def start(device: str = "auto", *, num_threads: int = 0, timeout_s: float = 600.
     timeout = timedelta(seconds=timeout_s)
     if env.world_size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    elif env.launcher == "torchrun":
+    elif env.launcher == "torchrun" and store is None:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        store = rendezvous.meet(env, timeout_s)
+        store = store or rendezvous.meet(env, timeout_s)
         dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     return own
 
@@ -116,6 +154,33 @@ def become(variables: Mapping[str, str], words: Sequence[str]) -> NoReturn:
         os.execvpe(words[0], list(words), {**os.environ, **variables})
     except OSError as error:
         raise UserError(f"cannot run {words[0]}: {error.strerror}. Is it installed, and on the PATH?") from error
+
+
+def become_rank(rank: int, size: int, port: int) -> None:
+    """This process is a rank on this host's CPUs from here on, as torchrun would have started it.
+
+    Args:
+        rank: 0 .. size-1.
+        size: Ranks of the job, all on this host.
+        port: Where they meet.
+    """
+    for name in [name for name in os.environ if name.startswith(("SLURM_STEP_", "GROUP_", "TORCHELASTIC_"))]:
+        del os.environ[name]  # of the job that this one runs inside of
+    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update({name: str(number) for name, number in place.items()}, MASTER_ADDR="127.0.0.1")
+
+
+@contextmanager
+def changed_variables(**values: str) -> Iterator[None]:
+    """Inside, processes that are started find these variables; afterwards they are what they were."""
+    before = variables(*values)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def device_name(device: torch.device) -> str:

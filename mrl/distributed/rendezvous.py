@@ -1,7 +1,7 @@
 """Where the ranks meet before there is a process group, and by which interface they talk.
 
-Owns the store of ranks that srun or mpirun started (torchrun's agents have one of their own) and the choice of this
-host's address and network interface.
+Owns the store of the ranks (torchrun's agents serve it, else rank 0) and the choice of this host's address and network
+interface.
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ ELSEWHERE = "192.0.2.1"
 """An address that is nobody's (RFC 5737): asking for the route to it sends nothing and names the default interface."""
 
 
-def meet(environment: Environment, timeout_s: float) -> TCPStore:
+def meet(environment: Environment, timeout_s: float, *, served: bool = False) -> TCPStore:
     """Collective over the job: the store of all ranks, served by rank 0.
 
     Args:
-        environment: Of launcher srun, mpirun or mpi.
+        environment: Of any launcher.
         timeout_s: Wait for the others, s.
+        served: The launcher serves it already, at the environment's address and port.
 
     Raises:
         UserError: Rank 0 has no address that other hosts could reach, or MPI is not usable.
         RuntimeError: The port is taken, or rank 0 cannot be reached.
     """
     address, port = environment.address, environment.port
-    over_mpi = environment.launcher != "srun"
+    over_mpi = environment.launcher in ("mpirun", "mpi")
     if over_mpi and environment.rank > 0:
         address, port = mpi.tell(None, environment)
     elif over_mpi and not address:
         address = "127.0.0.1" if environment.num_nodes == 1 else own_address()
-    store = _store(environment, address, port, timeout_s)
+    store = _store(environment, address, port, timeout_s, serves=environment.rank == 0 and not served)
     if over_mpi and environment.rank == 0:
         mpi.tell((address, store.port), environment)
     return store
 
 
-def _store(environment: Environment, address: str, port: int, timeout_s: float) -> TCPStore:
+def _store(environment: Environment, address: str, port: int, timeout_s: float, *, serves: bool) -> TCPStore:
     from torch._C._distributed_c10d import TCPStore
 
-    first = environment.rank == 0
     try:
         return TCPStore(
             address,
             port,
             environment.world_size,
-            is_master=first,
+            is_master=serves,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
         )
     except RuntimeError as error:  # torch's DistNetworkError and DistStoreError are RuntimeErrors
         what = (
             f"rank 0 cannot serve {address}:{port} on {socket.gethostname()}"
-            if first
+            if serves
             else f"rank {environment.rank} on {socket.gethostname()} cannot reach rank 0 at {address}:{port}"
         )
         raise RuntimeError(

@@ -37,6 +37,10 @@ class Routing:
     copies_D: Tensor
     experts_DLK: Tensor | None = None
 
+    def select(self, rows: Tensor) -> Routing:
+        """The routing of some of the tokens."""
+        return Routing(self.copies_D[rows], None if self.experts_DLK is None else self.experts_DLK[rows])
+
 
 def routing_of(
     row_I: Tensor, count: int, routed_experts_I: Tensor | None, device: torch.device, *, num_experts: int

@@ -29,7 +29,7 @@ from mrl.functional.logprobs import Distribution
 from mrl.megatron.attention import PackedSequences, pack
 from mrl.megatron.context import context_shard, context_targets, own_rows, own_rows_by_sequence
 from mrl.megatron.model import Targets
-from mrl.megatron.router import Routing, routing_of
+from mrl.megatron.router import routing_of
 from mrl.types import RolloutBatch
 
 Loss = Callable[[Tensor, Tensor, RolloutBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -229,7 +229,7 @@ class Schedule:
                 owner[self._own_rows(laid, rank)] = rank
             own = self._own_rows(laid, self._groups.coords.cp)
             tokens, positions = tokens[own], positions[own]
-            routing = None if routing is None else _some(routing, own.to(self._device))
+            routing = None if routing is None else routing.select(own.to(self._device))
             if not self._te:
                 packed.context = context_shard(self._groups.cp, laid.lens, laid.prefixes, self._device)
             scores = context_targets(self._groups.cp, owner[rows_R], self._device)
@@ -278,11 +278,6 @@ def _positions(lens: list[int]) -> Tensor:
     """Position of each packed token in its sequence."""
     lens_B = torch.tensor(lens, dtype=torch.int64)
     return torch.arange(sum(lens)) - (lens_B.cumsum(0) - lens_B).repeat_interleave(lens_B)
-
-
-def _some(routing: Routing, rows: Tensor) -> Routing:
-    experts = routing.experts_DLK
-    return Routing(routing.copies_D[rows], None if experts is None else experts[rows])
 
 
 def _moved(batch: RolloutBatch, device: torch.device) -> RolloutBatch:

@@ -1,0 +1,136 @@
+"""What TensorRT-LLM's engines do with each field of `rollout`, and what they refuse.
+
+Owns the table in `mrl/docs/trtllm.md`, which is made from `TABLE` (`python -m mrl.engines.trtllm.fields`), and the
+refusals that need no TensorRT-LLM to know. `preflight.py` asks for these before anything starts. It imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from mrl.config import RolloutConfig
+
+ENGINES = ("trtllm", "trtllm_engine")
+"""Names of the engines: the LLM API, and engines that tools/build_trtllm_engine.py built."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """What becomes of one field.
+
+    Attributes:
+        llm: In `rollout.name=trtllm`.
+        built: In `rollout.name=trtllm_engine`.
+    """
+
+    llm: str
+    built: str
+
+
+TABLE = {
+    "name": Use("this engine", "this engine"),
+    "engine_dir": Use(
+        "refused: the LLM API has no built engine", "folder of the engines; refused where it is null or has other sizes"
+    ),
+    "n": Use("each sample is a request of its own", "each sample is a row of its own"),
+    "temperature": Use(
+        "`SamplingParams.temperature`, always given: without it TensorRT-LLM takes the most likely token",
+        "`SamplingConfig.temperature`",
+    ),
+    "top_k": Use("`SamplingParams.top_k`; -1 becomes 0", "`SamplingConfig.top_k`; -1 becomes 0"),
+    "top_p": Use("`SamplingParams.top_p`", "`SamplingConfig.top_p`"),
+    "min_p": Use("`SamplingParams.min_p`", "`SamplingConfig.min_p`"),
+    "do_sample": Use("false: `top_k=1`", "false: `top_k=1`"),
+    "ignore_eos": Use("true: no `stop_token_ids`", "true: no end token"),
+    "stop": Use(
+        "refused: TensorRT-LLM compares tokens, so a text that is cut into other tokens would not end the response",
+        "refused, for the same reason",
+    ),
+    "repetition_penalty": Use("must be 1, as everywhere", "must be 1, as everywhere"),
+    "prompt_length": Use("`max_input_len`", "must fit the engine's `max_input_len`"),
+    "response_length": Use("`SamplingParams.max_tokens`", "`max_new_tokens`"),
+    "max_model_len": Use(
+        "`max_seq_len`; null: `prompt_length + response_length`", "must fit the engine's `max_seq_len`"
+    ),
+    "dtype": Use("`dtype`; null: `model.dtype`", "must be the engine's"),
+    "tensor_model_parallel_size": Use(
+        "`tensor_parallel_size`; above 1 the ranks are started by mpirun or srun with MPI", "must be the engine's"
+    ),
+    "pipeline_model_parallel_size": Use(
+        "refused above 1: weights that are replaced in place under a pipeline are used nowhere", "must be the engine's"
+    ),
+    "expert_parallel_size": Use("`moe_expert_parallel_size`", "must be the engine's"),
+    "moe_tensor_parallel_size": Use("`moe_tensor_parallel_size`", "must be the engine's"),
+    "max_num_seqs": Use("`max_batch_size`", "rows of a batch; must fit the engine's `max_batch_size`"),
+    "max_num_batched_tokens": Use("`max_num_tokens`", "must fit the engine's `max_num_tokens`"),
+    "enable_chunked_prefill": Use("`enable_chunked_prefill`", "refused: ModelRunner reads a prompt in one pass"),
+    "enable_prefix_caching": Use("`KvCacheConfig.enable_block_reuse`", "refused: ModelRunner has no prefix cache"),
+    "gpu_memory_utilization": Use(
+        "`KvCacheConfig.free_gpu_memory_fraction`: of the memory that is free when the engine starts, with the actor, "
+        "its optimizer and the engine's weights on the device",
+        "of the memory that is free when the cache is allocated",
+    ),
+    "free_cache_engine": Use(
+        "true: KV cache and weights leave the device between rollouts (`enable_sleep`, or `sleep_config` of 1.3)",
+        "true: the KV cache leaves the device between rollouts",
+    ),
+    "enforce_eager": Use(
+        "`cuda_graph_config`: none where true, else `CudaGraphConfig(enable_padding=True)`; none too where a 1.2 engine "
+        "sleeps, since its own tests leave graphs out there",
+        "true: no CUDA graphs",
+    ),
+    "calculate_log_probs": Use("must be true, as everywhere", "must be true, as everywhere"),
+    "enable_rollout_routing_replay": Use(
+        "refused: TensorRT-LLM does not tell which experts it chose", "refused, for the same reason"
+    ),
+    "val_kwargs": Use("sampling parameters of evaluations", "sampling parameters of evaluations"),
+    "checkpoint_engine": Use(
+        "size of the buckets that are handed to `ModelLoader.reload`, and of the transport", "size of the transport"
+    ),
+}
+"""Each field of `RolloutConfig`, in its order."""
+
+Refusal = tuple[str, Callable[[RolloutConfig], bool], str]
+
+LLM_REFUSALS: tuple[Refusal, ...] = (
+    (
+        "engine_dir",
+        lambda r: r.engine_dir is not None,
+        "the LLM API has no built engine; use rollout.name=trtllm_engine",
+    ),
+    (
+        "stop",
+        lambda r: bool(r.stop),
+        "TensorRT-LLM compares tokens, not text: end responses by the end token, or use rollout.name=native",
+    ),
+    (
+        "pipeline_model_parallel_size",
+        lambda r: r.pipeline_model_parallel_size != 1,
+        "weights replaced in place under a pipeline are used nowhere; raise rollout.tensor_model_parallel_size instead",
+    ),
+    (
+        "enable_rollout_routing_replay",
+        lambda r: r.enable_rollout_routing_replay,
+        "TensorRT-LLM does not tell which experts it chose; set it to false, or use rollout.name=native",
+    ),
+)
+"""(field, whether it is refused, why and what to do) of the LLM API."""
+
+
+def refusals(rollout: RolloutConfig) -> Iterator[str]:
+    """One message for each field that the engine of `rollout.name` refuses; none for another engine."""
+    for field, refused, why in LLM_REFUSALS if rollout.name == "trtllm" else ():
+        if refused(rollout):
+            yield f"rollout.{field}={getattr(rollout, field)} is refused with rollout.name={rollout.name}: {why}."
+
+
+def markdown() -> str:
+    """The table of the documentation."""
+    rows = ["| `rollout.` | `trtllm` | `trtllm_engine` |", "|---|---|---|"]
+    rows += [f"| `{field}` | {use.llm} | {use.built} |" for field, use in TABLE.items()]
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(markdown())  # noqa: T201 -- it is what the command is for

@@ -5,7 +5,7 @@
 
 Each layout is a job of fresh processes that runs two GRPO steps with a reference, as `mrl train` does; the second is
 measured, since buffers and optimizer states are made in the first. Measured is the largest resident set of a phase
-(VmHWM, reset when the phase begins) less the resident set after imports and before the process group. Predicted is
+(`mrl/observe/ledger.py`) less the resident set after imports and before the process group. Predicted is
 `mrl/memory.py` with no allowance; `code_mb`, which it does not know, is what the resident set grew by in pages of
 libraries' files, as their functions were first called. The C library's allocator gives large blocks back at once
 (MALLOC_MMAP_THRESHOLD_), so that the resident set is what is held. One JSON line for each layout.
@@ -24,8 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,30 +97,11 @@ SEED = 0
 
 
 def resident_bytes(key: str) -> int:
-    """VmRSS, VmHWM or RssFile of this process."""
+    """VmRSS or RssFile of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"/proc/self/status has no {key}")
-
-
-class Meter:
-    """In place of a job's timers: the peak of each phase."""
-
-    def __init__(self, timers: Any) -> None:
-        self._timers = timers
-        self.peaks: dict[str, int] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._timers, name)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """As the timers', and measured."""
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM becomes what is resident now
-        with self._timers.phase(name):
-            yield
-        self.peaks[name] = resident_bytes("VmHWM")
 
 
 def run_rank(layout: str, folder: Path) -> None:
@@ -136,8 +116,6 @@ def run_rank(layout: str, folder: Path) -> None:
         job.resume()
         with job.timers.step(0):
             job.freeze_reference(0)
-        meter = Meter(job.timers)
-        job.timers = meter  # type: ignore[assignment]
         for step in (1, 2):
             with job.timers.step(step):
                 reinforcement_step(job, step)
@@ -145,7 +123,7 @@ def run_rank(layout: str, folder: Path) -> None:
         moved = most_moved_bytes(job.refit.plan.copies)
     code = resident_bytes("RssFile") - code
     predicted = memory_by_stage(plan, device, moved_bytes=moved)[stage]
-    measured = {ours: meter.peaks[theirs] - baseline for theirs, ours in PHASES.items()}
+    measured = {ours: job.timers.ledger.peaks[theirs] - baseline for theirs, ours in PHASES.items()}
     rows = {
         phase: {
             "predicted_mb": predicted.total(phase) / 1e6,

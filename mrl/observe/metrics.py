@@ -1,8 +1,8 @@
 """Turns the facts of a step into metrics with the names of verl's dashboards.
 
 Owns the names and formulas of everything that the loop reports besides what the loss itself returns: rewards, lengths,
-groups, evaluation, throughput, memory and model-FLOPs utilisation. All functions are pure, except `memory_metrics`,
-which reads this process. It writes nothing: `run_log.py` does.
+groups, evaluation, throughput and model-FLOPs utilisation; memory is `ledger.py`'s. All functions are pure; what they
+return is written by `run_log.py`.
 
 A sample is correct (`val/accuracy`) when the first function of `reward.functions` gives it more than 0.5.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -21,7 +20,6 @@ from mrl.types import Rollout, SampleTable
 
 WALL_CLOCK_PREFIXES = ("timing_s/", "timing_per_token_ms/", "perf/")
 CORRECT_ABOVE = 0.5
-GIB = 1024**3
 
 
 def is_wall_clock(name: str) -> bool:
@@ -203,18 +201,6 @@ def mfu_metrics(
     if peak is None or update_s <= 0:
         return {}
     return {"perf/mfu/actor": 3 * num_passes * forward_flops(arch, seq_lens) / (update_s * world_size * peak)}
-
-
-def memory_metrics() -> dict[str, float]:
-    """This process: `perf/cpu_memory_used_gb` (resident), and on CUDA `perf/max_memory_{allocated,reserved}_gb`.
-
-    GB means GiB (2^30 bytes) here, as in verl.
-    """
-    metrics = {"perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / GIB}
-    if torch.cuda.is_available():
-        metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / GIB
-        metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / GIB
-    return metrics
 
 
 def _spread(name: str, values_N: Tensor) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Times the phases of a step, and knows which phase runs now.
 
-Owns `Timers`. Every rank has one; only rank 0's times are logged. Error messages and the watchdog ask `where`.
+Owns `Timers`, which keep the ledger of memory too. Every rank has one; only rank 0's figures are logged. Error messages
+and the watchdog ask `where`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
+from mrl.observe.ledger import MemoryLedger
+
 
 class Timers:
     """Wall-clock seconds of named phases, summed over one step.
@@ -18,6 +21,9 @@ class Timers:
     Names follow verl: gen, update_weights, reward, old_log_prob, ref, adv, update_actor, testing,
     save_checkpoint. Phases nest: the inner one is part of the outer one and is recorded as "outer/inner", so that the
     phases without a slash add up.
+
+    Attributes:
+        ledger: Memory of the outermost phases.
     """
 
     def __init__(self, device: str | torch.device = "cpu", on_phase: Callable[[str], None] | None = None) -> None:
@@ -27,6 +33,7 @@ class Timers:
             device: Where the work of the phases runs.
             on_phase: Called with `where` whenever a phase begins (`RunLog.phase` shows it on the console).
         """
+        self.ledger = MemoryLedger(device)
         self._synchronize = torch.device(device).type == "cuda"
         self._on_phase = on_phase
         self._seconds: dict[str, float] = {}
@@ -39,6 +46,7 @@ class Timers:
     def step(self, step: int) -> Iterator[None]:
         """One step: forgets the phases of the step before; its own time is `timing_s/step`."""
         self._seconds = {}
+        self.ledger.forget()
         self._step = step
         self._step_began = time.perf_counter()
         try:
@@ -55,10 +63,15 @@ class Timers:
         path = "/".join(self._stack)
         if self._on_phase is not None:
             self._on_phase(self.where)
+        outermost = len(self._stack) == 1
+        if outermost:
+            self.ledger.begin()
         began = self._now()
         try:
             yield
             self._seconds[path] = self._seconds.get(path, 0.0) + self._now() - began
+            if outermost:
+                self.ledger.end(path)
         except BaseException:
             self._fail(path)
             raise

@@ -132,8 +132,3 @@ def test_throughput_is_tokens_per_second_and_rank():
     assert metrics.throughput_metrics({}, num_tokens=4, num_response_tokens=1, world_size=1) == {
         "perf/total_num_tokens": 4.0
     }
-
-
-def test_memory_is_this_process():
-    used = metrics.memory_metrics()["perf/cpu_memory_used_gb"]
-    assert 0.05 < used < 64  # torch alone takes more, this test takes less

@@ -236,7 +236,7 @@ class Job:
             device_name=launch.device_name(self.device) if known else "",
         )
         engine = {f"perf/rollout/{name}": value for name, value in self.engine.stats().items()}
-        return timings | rates | engine | measure.memory_metrics()
+        return timings | rates | engine | self.timers.ledger.metrics()
 
     # Commit points
 

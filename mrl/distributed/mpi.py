@@ -41,11 +41,16 @@ def tell(value: Any, environment: Environment) -> Any:
     Raises:
         UserError: There is no mpi4py, or its MPI library is not that of the launcher.
     """
-    world = _world()
-    size = world.Get_size()
-    if size != environment.world_size:
-        raise _other_library(f"the launcher started {environment.world_size} ranks, but mpi4py sees {size}")
-    return world.bcast(value, root=0)
+    return _whole_world(environment).bcast(value, root=0)
+
+
+def split(color: int, key: int, environment: Environment) -> Any:
+    """Collective over the job: the communicator of the ranks with this `color`, in the order of their `key`.
+
+    Raises:
+        UserError: There is no mpi4py, or its MPI library is not that of the launcher.
+    """
+    return _whole_world(environment).Split(color, key)
 
 
 def end() -> None:
@@ -56,6 +61,15 @@ def end() -> None:
 
     if not MPI.Is_finalized():
         MPI.Finalize()
+
+
+def _whole_world(environment: Environment) -> Any:
+    """MPI's world, which has all ranks that the launcher started."""
+    world = _world()
+    size = world.Get_size()
+    if size != environment.world_size:
+        raise _other_library(f"the launcher started {environment.world_size} ranks, but mpi4py sees {size}")
+    return world
 
 
 @cache

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from mrl.config import CheckpointConfig
 from mrl.distributed.collectives import together
+from mrl.durable import sync_folder, write_file
 from mrl.errors import UserError
 from mrl.observe.run_dir import committed_steps
 
@@ -68,11 +69,11 @@ class Checkpoints:
 
         def finish() -> None:
             _write_json(temporary / "commit.json", commit)
-            _sync(temporary)
+            sync_folder(temporary)
             if final.exists():
                 final.rename(_fresh(self.folder / f".replaced-{step:08d}") / "old")
             temporary.rename(final)
-            _sync(self.folder)
+            sync_folder(self.folder)
             self._prune()
 
         self._on_first_rank(finish)
@@ -184,14 +185,4 @@ def _digest(stream: Iterable[bytes]) -> Any:
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=1))
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    write_file(file, json.dumps(value, indent=1).encode())

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import quote
 
+from mrl.durable import replace_file, sync_folder
 from mrl.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -126,7 +127,7 @@ class PartialFolder:
             UserError: The disk refuses.
         """
         with disk_errors(self.path):
-            _write(self._file("records", part), record)
+            _write_json(self._file("records", part), record)
 
     def temporary(self, name: str) -> Path:
         """Where a claimed file is written before it is whole."""
@@ -138,7 +139,7 @@ class PartialFolder:
             target = self.path / name
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(temporary, target)
-            _sync_folder(target.parent)
+            sync_folder(target.parent)
 
     def names(self) -> list[str]:
         """The files of the folder so far, by their path in it."""
@@ -163,7 +164,7 @@ class PartialFolder:
             UserError: The disk refuses.
         """
         with disk_errors(self.path):
-            _write(self.path / MANIFEST, manifest)
+            _write_json(self.path / MANIFEST, manifest)
             os.replace(self._state, self.path / _SPENT)
             self._rename()
 
@@ -180,12 +181,12 @@ class PartialFolder:
 
     def _rename(self) -> None:
         try:
-            _sync_folder(self.path)
+            sync_folder(self.path)
             os.replace(self.path, self.final)
         except FileNotFoundError:
             if not (self.final / MANIFEST).is_file():  # else another process has just done it
                 raise
-        _sync_folder(self.final.parent)
+        sync_folder(self.final.parent)
         shutil.rmtree(self.final / _SPENT, ignore_errors=True)
 
     def _join(self) -> TextIO:
@@ -220,7 +221,7 @@ class PartialFolder:
         earlier, now = _read(path), _as_json(arguments)
         if first and not earlier:
             with disk_errors(self.path):
-                _write(path, now)
+                _write_json(path, now)
         elif earlier and earlier != now:
             where, was, is_now = next(_differences(earlier, now))
             raise UserError(
@@ -269,23 +270,8 @@ def _read(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.writing")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    replace_file(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def _as_json(content: Mapping[str, Any]) -> dict[str, Any]:

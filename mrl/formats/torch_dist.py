@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from mrl.distributed.checkpoint_metadata import METADATA, read_metadata
+from mrl.durable import write_file
 from mrl.errors import UserError
 from mrl.formats.torch_blob import ALIGNMENT, BlobTensor, DamagedError, blob_parts, read_blob
 from mrl.weights.layout import Region
@@ -308,16 +308,16 @@ def write_contents(
     if keys:
         none = io.BytesIO()
         torch.save([None], none)  # one object, as each rank would have pickled it; all keys point at it
-        _write(folder / _EMPTY_FILE, none.getvalue())
+        write_file(folder / _EMPTY_FILE, none.getvalue())
         for key in keys:
             state[key] = dcp.BytesStorageMetadata()
             storage[dcp.MetadataIndex(key)] = _StorageInfo(_EMPTY_FILE, 0, len(none.getvalue()))
     shared = io.BytesIO()
     torch.save(dict(common), shared)
-    _write(folder / COMMON, shared.getvalue())
+    write_file(folder / COMMON, shared.getvalue())
     metadata = dcp.Metadata(state_dict_metadata=state, storage_data=storage, storage_meta=dcp.StorageMeta())
-    _write(folder / METADATA, pickle.dumps(metadata))
-    _write(folder / BACKEND_FILE, json.dumps(_BACKEND).encode())  # last: Megatron takes a folder with it for whole
+    write_file(folder / METADATA, pickle.dumps(metadata))
+    write_file(folder / BACKEND_FILE, json.dumps(_BACKEND).encode())  # last: Megatron takes a folder with it for whole
 
 
 def _check_backend(file: Path) -> None:
@@ -369,10 +369,3 @@ def _overlap(regions: list[Region], axis: int) -> Region | None:
         end = max(end, stop)
     found = (_overlap(group, axis + 1) for group in groups)
     return next((both for both in found if both is not None), None)
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

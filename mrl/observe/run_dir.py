@@ -20,6 +20,7 @@ from typing import Any
 from mrl import __version__
 from mrl import config as config_module
 from mrl.config import Config
+from mrl.durable import replace_file
 from mrl.errors import UserError
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "tensorrt-llm", "transformers", "tokenizers", "numpy")
@@ -188,16 +189,6 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             leaves[f"{prefix}{key}"] = value
     return leaves
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Writes a whole file; a reader, or a run after kill -9, finds the old content or the new."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    with fresh.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    fresh.replace(path)
 
 
 def _word(value: Any) -> str:

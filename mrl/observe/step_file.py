@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mrl.durable import replace_file
 from mrl.errors import UserError
-from mrl.observe.run_dir import replace_file
 
 Row = dict[str, Any]
 

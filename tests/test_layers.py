@@ -26,7 +26,7 @@ LAYERS = (
     ("weights", "distributed", "rewards", "algorithms", "data"),
     ("config", "functional", "models"),
     ("values",),
-    ("types", "registry", "grid", "keys", "hardware", "durable"),
+    ("types", "registry", "grid", "keys", "hardware", "durable", "benchmark"),
     ("errors",),
 )
 """Top to bottom. A part may import itself and what stands in a lower row."""

@@ -17,7 +17,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import random
 import socket
 import subprocess
@@ -31,6 +30,7 @@ from typing import Any
 import torch
 import yaml
 
+from mrl.benchmark import device_name
 from mrl.config import load
 from mrl.engines.native.linear import compute_dtype
 from mrl.job import open_job
@@ -220,7 +220,7 @@ def main() -> None:
         run_rank(arguments.rank_of, arguments.folder)
         return
     for layout in arguments.layout or LAYOUTS:
-        line = {"bench": "memory", "device": platform.processor() or platform.machine(), "torch": torch.__version__}
+        line = {"bench": "memory", "device": device_name(), "torch": torch.__version__}
         print(json.dumps({**line, **run_layout(layout, details=arguments.details)}), flush=True)
 
 

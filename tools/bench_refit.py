@@ -20,18 +20,17 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mrl.benchmark import commit, device_name, spread
 from mrl.config import CheckpointEngineConfig, RolloutConfig
 from mrl.distributed import launch
 from mrl.distributed.groups import make_rollout_group
@@ -173,7 +172,7 @@ def run_case(args: argparse.Namespace) -> dict[str, Any]:
         "full_gather_bytes": gathered,
         "traffic_ratio": round(gathered / plan.bytes_moved, 2) if plan.bytes_moved else None,
         "peak_staging_bytes": plan.peak_staging_bytes(args.bucket_megabytes << 20),
-        "device": platform.processor() or platform.machine(),
+        "device": device_name(),
         "num_threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__},
         "commit": commit(),
@@ -202,20 +201,6 @@ def full_gather_bytes(arch: ArchSpec, grid: Grid, dtype: str) -> int:
     """Bytes that reach a rank which does not hold them when every rank gathers every full tensor."""
     sources = megatron_layouts(arch, grid, dtype=dtype, te=False)
     return traffic(sources, native_layouts(arch, grid, dtype), grid.world_size).full_gather_bytes
-
-
-def spread(times: list[float]) -> dict[str, float]:
-    """Median, fastest and slowest, s."""
-    return {name: round(pick(times), 4) for name, pick in (("median", statistics.median), ("min", min), ("max", max))}
-
-
-def commit() -> str:
-    """The revision that was measured; "unknown" outside a repository."""
-    root = Path(__file__).parent
-    result = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False
-    )
-    return result.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

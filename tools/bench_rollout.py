@@ -16,17 +16,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from mrl.benchmark import commit, device_name, spread
 from mrl.config import RolloutConfig
 from mrl.engines.base import SamplingConfig, WeightSlice
 from mrl.engines.native.engine import NativeEngine
@@ -220,38 +218,6 @@ def best_time(function: Callable[[], object], repeats: int = 5) -> float:
         function()
         times.append(time.perf_counter() - began)
     return min(times[1:])
-
-
-def spread(times: list[float]) -> dict[str, float]:
-    """Median and extremes, s."""
-    return {
-        "median": round(statistics.median(times), 4),
-        "min": round(min(times), 4),
-        "max": round(max(times), 4),
-    }
-
-
-def device_name() -> str:
-    """The processor and what torch uses of it."""
-    info = Path("/proc/cpuinfo")
-    names = (
-        [line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line]
-        if info.exists()
-        else []
-    )
-    return f"{names[0] if names else platform.processor()}, {torch.backends.cpu.get_cpu_capability()}"
-
-
-def commit() -> str:
-    """The commit of the working tree, "-dirty" where files differ from it."""
-    run = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return run.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -17,9 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -32,6 +30,7 @@ import torch
 import transformers
 
 from mrl import config as mrl_config
+from mrl.benchmark import commit, device_name, spread
 from mrl.job import Job, open_job
 from mrl.prepare import prepare
 from mrl.rewards.regex import regex
@@ -290,38 +289,6 @@ def run_trl(
     lengths = [entry["completions/min_length"] for entry in trainer.state.log_history if "reward" in entry]
     if min(lengths) != case.response_len:
         raise RuntimeError("a response of TRL is short")
-
-
-# ---- the figures
-
-
-def spread(times: list[float]) -> dict[str, float]:
-    """Median and extremes, s."""
-    return {
-        "median": round(statistics.median(times), 4),
-        "min": round(min(times), 4),
-        "max": round(max(times), 4),
-    }
-
-
-def device_name() -> str:
-    """The processor and what torch uses of it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if "model name" in line]
-    return f"{names[0] if names else platform.processor()}, {torch.backends.cpu.get_cpu_capability()}"
-
-
-def commit() -> str:
-    """The commit of the working tree, "-dirty" where files differ from it."""
-    run = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return run.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

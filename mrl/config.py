@@ -195,7 +195,7 @@ class CheckpointEngineConfig:
     """Transport of a refit."""
 
     update_weights_bucket_megabytes: int = 2048
-    """Largest staging buffer of a refit, MiB; a larger tensor is split."""
+    """Largest staging buffer of a refit, MiB; a larger tensor is split. A rank keeps two to send, two to receive."""
 
 
 @dataclass(frozen=True)

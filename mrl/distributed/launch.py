@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, NoReturn
 from mrl.distributed.environment import TORCHRUN, Environment, device_index, read
 from mrl.errors import UserError
 
+OWN_DEVICE = "MRL_OWN_DEVICE"
+"""Set by `see_own_device_only`: the one CUDA device that this process sees is its own."""
+
 if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import Store, TCPStore
@@ -82,6 +85,39 @@ def variables_without_launcher() -> dict[str, str]:
     }
 
 
+@contextmanager
+def scrubbed_variables(*, hide: Sequence[str], given: Mapping[str, str]) -> Iterator[None]:
+    """Inside, variables that begin with one of `hide` are not set and those of `given` are; afterwards all is as before.
+
+    What the code inside sets itself is undone too.
+    """
+    before = dict(os.environ)
+    for name in [name for name in before if name.startswith(tuple(hide))]:
+        del os.environ[name]
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def see_own_device_only() -> None:
+    """Hides the other ranks' CUDA devices from this process, for libraries that would choose one themselves.
+
+    It must come before anything asks torch for CUDA devices. Ranks that MPI or srun started are left alone: there the
+    libraries know the rank.
+    """
+    env = environment()
+    if env.launcher != "torchrun" or env.local_world_size == 1:
+        return
+    seen = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    if len(seen) != 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = seen[env.local_rank] if len(seen) > env.local_rank else str(env.local_rank)
+    os.environ[OWN_DEVICE] = "1"
+
+
 def start(
     device: str = "auto", *, num_threads: int = 0, timeout_s: float = 600.0, store: Store | None = None
 ) -> torch.device:
@@ -109,7 +145,8 @@ def start(
     torch.set_num_threads(num_threads or env.num_cpus or max(1, len(os.sched_getaffinity(0)) // env.local_world_size))
     if kind == "cuda":
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron overlaps TP collectives in launch order
-        own = torch.device(kind, device_index(env, torch.cuda.device_count()))
+        index = 0 if OWN_DEVICE in os.environ else device_index(env, torch.cuda.device_count())
+        own = torch.device(kind, index)
         torch.cuda.set_device(own)
     if name := rendezvous.interface(env):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

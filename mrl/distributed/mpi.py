@@ -53,6 +53,29 @@ def split(color: int, key: int, environment: Environment) -> Any:
     return _whole_world(environment).Split(color, key)
 
 
+def is_alone() -> bool:
+    """Whether this process is a world of its own to MPI, or there is no MPI: srun without --mpi starts such ranks.
+
+    The ranks of a job that has one rank are alone too.
+    """
+    try:
+        return int(_world().Get_size()) == 1
+    except UserError:
+        return True
+
+
+def check_threads() -> None:
+    """Returns where several threads of this process may speak over MPI at a time.
+
+    Raises:
+        UserError: The MPI library was built without.
+    """
+    from mpi4py import MPI
+
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise _unusable("it lets one thread of a process talk at a time; here several must")
+
+
 def end() -> None:
     """Collective over the job: ends MPI; nothing where it was never begun."""
     if not _world.cache_info().currsize:
@@ -85,6 +108,13 @@ def _world() -> Any:
             'it by `pip install "mrl[mpi]"`, or start by torchrun or srun, which need none.'
         ) from error
     return MPI.COMM_WORLD
+
+
+def _unusable(why: str) -> UserError:
+    from mpi4py import MPI
+
+    library = MPI.Get_library_version().replace("\0", "").splitlines()[0]
+    return UserError(f"the MPI library ({library}) does not serve: {why}. Use one with MPI_THREAD_MULTIPLE.")
 
 
 def _other_library(seen: str) -> UserError:

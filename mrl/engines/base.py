@@ -1,17 +1,22 @@
 """The interface of a rollout engine.
 
-Owns `RolloutEngine`, `SamplingConfig` and `WeightSlice`. An engine is one object per rank; the ranks of a replica call
-each method together, with the same arguments. Engines know no Megatron and no prompt source.
+Owns `RolloutEngine`, `SamplingConfig`, `WeightSlice` and `Surroundings`. An engine is one object per rank; the ranks of
+a replica call each method together, with the same arguments. Engines know no Megatron and no prompt source.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from mrl.config import RolloutConfig
+from mrl.models.base import ArchSpec
 from mrl.types import Prompt, Rollout
 from mrl.weights.layout import Layout, Region
 
@@ -60,11 +65,59 @@ class WeightSlice:
     data: Tensor
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What an engine may want to know of the run that it serves.
+
+    Attributes:
+        model_folder: Collective over the job: a Hugging Face folder with the model's config.json and tokenizer, which
+            every rank can read; it is written on the first call where the model is a preset.
+        timeout_s: Longest wait for another rank or process, s.
+        trains_on_logprobs: Whether the loss reads `rollout_logprobs`; False where only metrics do.
+    """
+
+    model_folder: Callable[[], Path]
+    timeout_s: float
+    trains_on_logprobs: bool
+
+
 class RolloutEngine(ABC):
     """Generates responses with weights that are replaced in place."""
 
     policy_version: int
     """Optimizer steps in the weights now held; -1 before the first refit."""
+
+    told_to_stop: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether this rank was told to stop. `generate` asks it now and then, for the replica: if any of its ranks was
+    told, it returns at once with what has ended, which is not used. An engine that does not ask delays the stop."""
+
+    @classmethod
+    def build(
+        cls,
+        config: RolloutConfig,
+        arch: ArchSpec,
+        *,
+        tp_group: dist.ProcessGroup | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        decode: Callable[[Sequence[int]], str],
+        surroundings: Surroundings,
+    ) -> RolloutEngine:
+        """Collective over the job: this rank's part of its replica's engine.
+
+        An engine that needs no surroundings has a constructor with the other arguments.
+
+        Args:
+            config: `rollout` section.
+            arch: The model.
+            tp_group: Ranks of the replica, in the order of their shards; None: this rank alone.
+            device: Where weights and cache are.
+            dtype: Of the stored weights.
+            decode: Token ids -> text.
+            surroundings: Of the run.
+        """
+        make: Callable[..., RolloutEngine] = cls
+        return make(config, arch, tp_group=tp_group, device=device, dtype=dtype, decode=decode)
 
     @abstractmethod
     def layout(self) -> Layout:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from mrl.config import RolloutConfig
+from mrl.errors import UserError
 
 ENGINES = ("trtllm", "trtllm_engine")
 """Names of the engines: the LLM API, and engines that tools/build_trtllm_engine.py built."""
@@ -67,8 +68,8 @@ TABLE = {
     "enable_chunked_prefill": Use("`enable_chunked_prefill`", "refused: ModelRunner reads a prompt in one pass"),
     "enable_prefix_caching": Use("`KvCacheConfig.enable_block_reuse`", "refused: ModelRunner has no prefix cache"),
     "gpu_memory_utilization": Use(
-        "`KvCacheConfig.free_gpu_memory_fraction`: of the memory that is free when the engine starts, with the actor, "
-        "its optimizer and the engine's weights on the device",
+        "`KvCacheConfig.free_gpu_memory_fraction`: of the memory that is free when TensorRT-LLM makes the cache, after "
+        "its weights",
         "of the memory that is free when the cache is allocated",
     ),
     "free_cache_engine": Use(
@@ -76,8 +77,8 @@ TABLE = {
         "true: the KV cache leaves the device between rollouts",
     ),
     "enforce_eager": Use(
-        "`cuda_graph_config`: none where true, else `CudaGraphConfig(enable_padding=True)`; none too where a 1.2 engine "
-        "sleeps, since its own tests leave graphs out there",
+        "`cuda_graph_config`: none where true, else `CudaGraphConfig(enable_padding=True)`; none too where a 1.2 "
+        "engine sleeps, since its own tests leave graphs out there",
         "true: no CUDA graphs",
     ),
     "calculate_log_probs": Use("must be true, as everywhere", "must be true, as everywhere"),
@@ -123,6 +124,25 @@ def refusals(rollout: RolloutConfig) -> Iterator[str]:
     for field, refused, why in LLM_REFUSALS if rollout.name == "trtllm" else ():
         if refused(rollout):
             yield f"rollout.{field}={getattr(rollout, field)} is refused with rollout.name={rollout.name}: {why}."
+
+
+def check_launcher(rollout: RolloutConfig, launcher: str) -> None:
+    """Returns where a job of this launcher can hold the replicas; with srun MPI itself must be asked.
+
+    Raises:
+        UserError: It cannot.
+    """
+    if rollout.tensor_model_parallel_size > 1 and launcher in ("none", "torchrun"):
+        raise UserError(needs_mpi(launcher, rollout.tensor_model_parallel_size))
+
+
+def needs_mpi(launcher: str, size: int) -> str:
+    """Why a replica of several ranks does not start in a job of this launcher."""
+    return (
+        f"rollout.tensor_model_parallel_size={size} with rollout.name=trtllm needs ranks that MPI started, since "
+        f"TensorRT-LLM's own ranks talk over it; these were started by {launcher if launcher != 'none' else 'hand'}. "
+        "Use launch/mpirun.sh, or srun with --mpi."
+    )
 
 
 def markdown() -> str:

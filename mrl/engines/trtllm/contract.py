@@ -1,0 +1,135 @@
+"""Which distribution the engine's log-probabilities score, found out by asking it, and what follows for a setting.
+
+Owns the probe and the decision: log-probabilities are taken as they are where they are exact, computed from returned
+logits where they are not, and a setting is refused where neither is possible. Nothing here assumes what a version of
+TensorRT-LLM does: 1.2's two samplers score different distributions, and 1.3 can be asked for either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from mrl.engines.base import SamplingConfig
+from mrl.engines.trtllm.scoring import is_truncated, score
+from mrl.errors import UserError
+from mrl.functional.sampling import keep_threshold
+
+TOLERANCE = 0.02
+"""Nats: logits that come back in bfloat16 differ from those that were scored by at most 2^-8 of their size."""
+
+EDGE = 0.1
+"""A sampled token this far below what truncation keeps, in logits, was not truncated at all."""
+
+PROBE = SamplingConfig(n=1, max_tokens=16, temperature=0.5, top_p=0.7, ignore_eos=True)
+"""Far from temperature 1 and cut, so that the distributions differ by more than `TOLERANCE` on some token."""
+
+
+class Scores(Enum):
+    """What a reported log-probability is the log-softmax of."""
+
+    RAW = "logits"
+    TEMPERED = "logits / temperature"
+    PROCESSED = "logits / temperature, cut by top_k, top_p and min_p"
+    UNVERIFIED = "a distribution that could not be found out"
+    UNKNOWN = "nothing that could be recognised"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the probe found.
+
+    Attributes:
+        scores: Of the engine's log-probabilities.
+        has_logits: The engine returns the logits of each token.
+    """
+
+    scores: Scores
+    has_logits: bool
+
+
+def judge(reported: list[float] | None, logits_TV: Tensor | None, tokens: list[int]) -> Verdict:
+    """Compares the probe's log-probabilities with those of each distribution, computed from its logits.
+
+    Args:
+        reported: The engine's, one for each token; None: it gave none for a sampled token.
+        logits_TV: What it returned, true vocabulary; None: nothing.
+        tokens: Sampled under `PROBE`.
+    """
+    if reported is None:
+        return Verdict(Scores.UNKNOWN, logits_TV is not None)
+    if logits_TV is None:
+        return Verdict(Scores.UNVERIFIED, False)
+    ids = torch.tensor(tokens, dtype=torch.int64, device=logits_TV.device)
+    found = torch.tensor(reported, dtype=torch.float32, device=logits_TV.device)
+    candidates = {
+        Scores.RAW: replace(PROBE, temperature=1.0, top_p=1.0),
+        Scores.TEMPERED: replace(PROBE, top_p=1.0),
+        Scores.PROCESSED: PROBE,
+    }
+    apart = {each: float((score(logits_TV, ids, under) - found).abs().max()) for each, under in candidates.items()}
+    near = [each for each, distance in apart.items() if distance <= TOLERANCE]
+    if len(near) > 1:  # the model is so flat, or so sure, that they do not differ here
+        return Verdict(Scores.UNVERIFIED, True)
+    return Verdict(near[0] if near else Scores.UNKNOWN, True)
+
+
+def is_exact(scores: Scores, sampling: SamplingConfig) -> bool:
+    """Whether the engine's log-probabilities are those of the sampling contract."""
+    plain = not is_truncated(sampling)
+    if sampling.greedy:  # the engine is told top_k=1, which the contract does not score
+        return plain and (scores is Scores.TEMPERED or (scores is Scores.RAW and sampling.temperature == 1.0))
+    if plain and sampling.temperature == 1.0:
+        return scores is not Scores.UNKNOWN  # without temperature and truncation all of them are the same
+    return scores is Scores.PROCESSED or (plain and scores is Scores.TEMPERED)
+
+
+def needs_logits(verdict: Verdict, sampling: SamplingConfig, *, trained: bool) -> bool:
+    """Whether log-probabilities must be computed from logits under this setting.
+
+    Args:
+        verdict: Of the probe.
+        sampling: The setting.
+        trained: Whether anything reads the log-probabilities; otherwise those of the engine do.
+
+    Raises:
+        UserError: They must, and the engine returns none.
+    """
+    if not trained or is_exact(verdict.scores, sampling):
+        return False
+    if verdict.has_logits:
+        return True
+    raise UserError(
+        f"TensorRT-LLM's log-probabilities score {verdict.scores.value}, and it returns no logits to correct them. "
+        f"With temperature={sampling.temperature} top_k={sampling.top_k} top_p={sampling.top_p} min_p={sampling.min_p} "
+        "they would not be those of the policy that sampled. Set temperature=1, top_k=-1, top_p=1 and min_p=0, or train on "
+        "the actor's own log-probabilities: algorithm.proximal=recompute with algorithm.tis_clip=0."
+    )
+
+
+def corrected(logits_TV: Tensor, tokens: list[int], sampling: SamplingConfig) -> list[float]:
+    """Log-probabilities under the contract, nats.
+
+    Args:
+        logits_TV: Of the sampled tokens, true vocabulary.
+        tokens: Sampled.
+        sampling: What they were sampled under.
+
+    Raises:
+        RuntimeError: A token lies outside of what truncation keeps: the engine did not sample as it was told.
+    """
+    ids = torch.tensor(tokens, dtype=torch.int64, device=logits_TV.device)
+    tempered = logits_TV.float() / sampling.temperature
+    threshold_T = keep_threshold(tempered, sampling.top_k, sampling.top_p, sampling.min_p)
+    if threshold_T is not None:
+        own_T = tempered.gather(1, ids[:, None]).squeeze(1)
+        outside = (own_T < threshold_T - EDGE).nonzero().flatten().tolist()
+        if outside:
+            raise RuntimeError(
+                f"response token {outside[0]} ({tokens[outside[0]]}) is none that top_k={sampling.top_k} "
+                f"top_p={sampling.top_p} min_p={sampling.min_p} keep: TensorRT-LLM did not sample as it was told"
+            )
+    return [float(value) for value in score(logits_TV, ids, sampling).tolist()]

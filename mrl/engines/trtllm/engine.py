@@ -1,0 +1,409 @@
+"""rollout.name=trtllm: TensorRT-LLM's LLM API (PyTorch backend) on the training ranks themselves.
+
+Owns the engine's life in the order that TensorRT-LLM wants: weights and KV cache that sleep and wake by tag, a refit
+inside its `control_action` (pre-reload, buckets of whole Hugging Face tensors, processing, prefix cache reset), and one
+request for each sample. TensorRT-LLM cuts and fuses the tensors itself, so every rank of a replica gets all of them.
+
+No TensorRT-LLM has run this: it was written against the signatures in tests/trtllm/signatures.json, which say where
+each was read. What can be asked of the real package is asked at start: its features (`features.py`), where its executor
+is (`llm.py`), what its log-probabilities score (`contract.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import queue
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mrl.config import RolloutConfig
+from mrl.distributed import launch
+from mrl.engines.base import RolloutEngine, SamplingConfig, Surroundings, WeightSlice
+from mrl.engines.trtllm import contract
+from mrl.engines.trtllm.contract import Verdict
+from mrl.engines.trtllm.llm import SETTINGS, Host, refusal
+from mrl.engines.trtllm.replica import BEAT_S, Replica
+from mrl.engines.trtllm.sampling import arguments, logits_of, logprobs_of, to_rollout
+from mrl.engines.trtllm.tensors import Assembler
+from mrl.errors import UserError
+from mrl.functional.sampling import stream_key
+from mrl.models.base import ArchSpec
+from mrl.types import Prompt, Rollout
+from mrl.weights.checksum import MODULUS, bit_sum
+from mrl.weights.hf import hf_layout
+from mrl.weights.layout import Layout
+
+MIB = 1 << 20
+
+
+class LlmEngine(RolloutEngine):
+    """One rank of a replica. `build` makes it."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        arch: ArchSpec,
+        *,
+        tp_group: dist.ProcessGroup | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        surroundings: Surroundings,
+    ) -> None:
+        """Collective over the job: starts TensorRT-LLM in this process.
+
+        Args:
+            config: `rollout` section.
+            arch: The model.
+            tp_group: Ranks of the replica; None: this rank alone.
+            device: Of this rank.
+            dtype: Of the weights.
+            surroundings: The run's model folder and bounds.
+
+        Raises:
+            UserError: TensorRT-LLM is not there, or cannot start in this job.
+        """
+        self.policy_version = -1
+        self._config, self._arch, self._device = config, arch, device
+        self._timeout_s, self._trained = surroundings.timeout_s, surroundings.trains_on_logprobs
+        self._replica = Replica(tp_group)
+        self._layout = hf_layout(arch, str(dtype).removeprefix("torch."))
+        self._max_len = config.max_model_len or config.prompt_length + config.response_length
+        self._bucket_bytes = config.checkpoint_engine.update_weights_bucket_megabytes * MIB
+        self._host = Host(
+            config,
+            arch,
+            surroundings.model_folder(),
+            replica=self._replica,
+            device=device,
+            dtype=dtype,
+            timeout_s=surroundings.timeout_s,
+        )
+        model = self._host.executor.model_engine.model
+        self._in_parts = "allow_partial_loading" in inspect.signature(model.load_weights).parameters
+        self._asleep: set[str] = set()
+        self._update: ExitStack | None = None
+        self._assembler = Assembler(self._layout, device)
+        self._given, self._num_buckets = 0, 0
+        self._whole = False
+        self._broken = ""
+        self._verdict: Verdict | None = None
+        self._stats: dict[str, float] = {}
+
+    @classmethod
+    def build(
+        cls,
+        config: RolloutConfig,
+        arch: ArchSpec,
+        *,
+        tp_group: dist.ProcessGroup | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        decode: Callable[[Sequence[int]], str],
+        surroundings: Surroundings,
+    ) -> RolloutEngine:
+        """See `RolloutEngine.build`; there are no stop strings to decode for."""
+        return cls(config, arch, tp_group=tp_group, device=device, dtype=dtype, surroundings=surroundings)
+
+    # weights ----------------------------------------------------------------------------------------------------------
+
+    def layout(self) -> Layout:
+        """Every Hugging Face tensor, whole: TensorRT-LLM cuts them itself."""
+        return self._layout
+
+    def begin_update(self) -> None:
+        """Drains and pauses the engine, wakes its weights, and takes them apart for loading.
+
+        After a refit that failed half-way it only stays shut: TensorRT-LLM has no way back from mixed weights.
+
+        Raises:
+            RuntimeError: TensorRT-LLM fails.
+        """
+        self._whole = False
+        if self._update is not None:
+            self._break("a refit ended before all of its weights were loaded")
+        if self._broken:
+            self._leave_update()
+            return
+        self._assembler = Assembler(self._layout, self._device)
+        self._given, self._num_buckets = 0, 0
+        self._wake(self._host.features.weight_tags)
+        update = ExitStack()
+        self._update = update
+        update.enter_context(launch.scrubbed_variables(hide=(), given=SETTINGS))
+        update.enter_context(self._host.paused())
+        loader = self._host.executor.model_engine.model_loader
+        if hasattr(loader, "begin_update_weights"):  # newer than 1.2
+            loader.begin_update_weights()
+        self._each_module("pre_reload_weights")
+
+    def update_weights(self, bucket: Sequence[WeightSlice]) -> None:
+        """Puts regions together; complete tensors are handed to TensorRT-LLM, bucket by bucket.
+
+        Raises:
+            RuntimeError: No update was begun, a region does not fit, or TensorRT-LLM refuses a bucket.
+        """
+        if self._update is None:
+            raise RuntimeError(self._broken or "update_weights outside an update: call begin_update first")
+        for item in bucket:
+            self._assembler.add([item])
+            everything = not self._assembler.lacking if self._assembler.ready else False
+            if everything or (self._in_parts and self._assembler.ready_bytes >= self._bucket_bytes):
+                self._load()
+
+    def checksum(self) -> int:
+        """Sum over what `ModelLoader.reload` was given in this refit, by its bits; what it stores is not read back."""
+        return self._given % MODULUS
+
+    def finish_update(self, policy_version: int) -> None:
+        """Lets TensorRT-LLM process the loaded weights; the engine generates again.
+
+        Raises:
+            RuntimeError: Tensors are missing, or TensorRT-LLM fails.
+        """
+        if self._update is None:
+            raise RuntimeError(self._broken or "finish_update outside an update: call begin_update first")
+        lacking = [*self._assembler.lacking, *self._assembler.ready]
+        if lacking:
+            self._break(f"{len(lacking)} tensors were not loaded, the first of them '{lacking[0]}'")
+            self._leave_update()
+            raise RuntimeError(self._broken)
+        try:
+            executor = self._host.executor
+            loader = executor.model_engine.model_loader
+            if hasattr(loader, "finalize_update_weights"):  # newer than 1.2
+                loader.finalize_update_weights()
+            self._each_module("process_weights_after_loading", "post_load_weights")
+            executor.reset_prefix_cache()
+            self._synchronize()
+        except Exception as error:
+            self._break(f"processing the loaded weights failed: {refusal(error)}")
+            raise RuntimeError(self._broken) from error
+        finally:
+            self._leave_update()
+        self.policy_version = policy_version
+        self._whole = True
+
+    def _load(self) -> None:
+        """Hands the complete tensors over; their buffers are free when TensorRT-LLM has read them."""
+        tensors = self._assembler.take()
+        self._num_buckets += 1
+        model_engine = self._host.executor.model_engine
+        parts: dict[str, Any] = {"allow_partial_loading": True} if self._in_parts else {}
+        sums = sum(bit_sum(tensor) for tensor in tensors.values())
+        try:
+            model_engine.model_loader.reload(model_engine.model, tensors, **parts)
+            self._synchronize()
+        except Exception as error:
+            names = list(tensors)
+            which = f"'{names[0]}'" if len(names) == 1 else f"'{names[0]}' to '{names[-1]}' ({len(names)} tensors)"
+            self._break(f"TensorRT-LLM refused bucket {self._num_buckets} of the refit, {which}: {refusal(error)}")
+            raise RuntimeError(self._broken) from error
+        self._given += sums
+
+    def _each_module(self, *names: str) -> None:
+        """Calls the methods of these names on every module of the model that has them, module by module."""
+        for module in self._host.executor.model_engine.model.modules():
+            for name in names:
+                if hasattr(module, name) and not getattr(module, "_weights_removed", False):
+                    getattr(module, name)()
+
+    def _break(self, why: str) -> None:
+        """From here on the engine refuses to generate and to be refitted."""
+        self._broken = self._broken or why
+
+    def _leave_update(self) -> None:
+        if self._update is not None:
+            update, self._update = self._update, None
+            update.close()
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    # memory -----------------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Takes KV cache and weights off the device until `wake`; nothing where `rollout.free_cache_engine` is false.
+
+        Weights that the installed version does not keep are gone: `policy_version` is -1 until the next refit.
+        """
+        features = self._host.features
+        if not self._config.free_cache_engine or self._asleep:
+            return
+        from tensorrt_llm._torch import virtual_memory
+
+        tags = (features.cache_tag, *features.weight_tags)
+        with self._host.paused():
+            self._host.executor.reset_prefix_cache()  # its blocks do not survive
+            self._synchronize()
+            virtual_memory.release_with_tag(*tags)
+        self._asleep = set(tags)
+        if not features.keeps_weights:
+            self.policy_version, self._whole = -1, False
+
+    def wake(self) -> None:
+        """Brings back what sleeps: first the weights, then the KV cache."""
+        self._wake((*self._host.features.weight_tags, self._host.features.cache_tag))
+
+    def _wake(self, tags: Sequence[str]) -> None:
+        tags = [tag for tag in tags if tag in self._asleep]
+        if tags:
+            from tensorrt_llm._torch import virtual_memory
+
+            with self._host.paused():
+                virtual_memory.materialize_with_tag(*tags)
+                self._synchronize()
+            self._asleep -= set(tags)
+
+    def close(self) -> None:
+        """Ends TensorRT-LLM; the engine cannot be used again."""
+        self._whole = False
+        self._leave_update()
+        self._host.close()
+
+    def stats(self) -> dict[str, float]:
+        """Of the last `generate`: prefill_tokens (of prompts, each counted once a sample), decode_tokens."""
+        return dict(self._stats)
+
+    # generation -------------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
+        """Collective over the replica: `sampling.n` rollouts of each prompt, ordered by prompt, then sample index.
+
+        The first rank asks TensorRT-LLM; the others' parts of the engine work with it, and they get its rollouts.
+
+        Raises:
+            RuntimeError: The engine sleeps, its weights are not whole, or it failed on any rank of the replica.
+            UserError: A prompt does not fit, or the setting cannot be sampled as the contract wants.
+        """
+        if self._asleep:
+            raise RuntimeError("the engine sleeps: call wake before generate")
+        if not self._whole:
+            why = self._broken or "no update was finished since the last one began"
+            raise RuntimeError(f"the engine's weights are not whole: {why}")
+        if not prompts:
+            return []
+        self._check(prompts, sampling)
+        rollouts = self._replica.call(
+            lambda: self._lead(prompts, sampling),
+            check=self._host.check,
+            told_to_stop=self.told_to_stop,
+            stopped=[],
+        )
+        self._stats = {
+            "prefill_tokens": float(sum(len(rollout.prompt.prompt_ids) for rollout in rollouts)),
+            "decode_tokens": float(sum(len(rollout.response_ids) for rollout in rollouts)),
+        }
+        return rollouts
+
+    def _check(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> None:
+        """Raises UserError for a prompt that TensorRT-LLM would refuse, or read otherwise."""
+        for prompt in prompts:
+            length, where = len(prompt.prompt_ids), f"prompt {prompt.source or prompt.uid}"
+            if length == 0:
+                raise UserError(f"{where} has no tokens.")
+            if length > self._config.prompt_length or length + sampling.max_tokens > self._max_len:
+                raise UserError(
+                    f"{where} has {length} tokens; the engine takes {self._config.prompt_length} and, with a response "
+                    f"of {sampling.max_tokens}, {self._max_len} in all. Raise rollout.prompt_length or "
+                    "rollout.max_model_len, or shorten the prompt."
+                )
+            if not 0 <= min(prompt.prompt_ids) <= max(prompt.prompt_ids) < self._arch.vocab_size:
+                raise UserError(
+                    f"{where} has a token id outside the model's vocabulary of {self._arch.vocab_size}. The tokenizer "
+                    "and the model do not belong together."
+                )
+
+    def _lead(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> Generator[None, None, list[Rollout]]:
+        """On the first rank: every sample as a request, a few at a time where logits come back with them."""
+        if self._verdict is None:
+            self._verdict = yield from self._probe(prompts[0])
+        with_logits = contract.needs_logits(self._verdict, sampling, trained=self._trained)
+        samples = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
+        wave = self._config.max_num_seqs if with_logits else len(samples)
+        rollouts: list[Rollout] = []
+        for first in range(0, len(samples), wave):
+            part = samples[first : first + wave]
+            asked = [
+                arguments(
+                    sampling,
+                    stream_key(sampling.seed, prompt.uid, index),
+                    self._host.features,
+                    with_logits=with_logits,
+                )
+                for prompt, index in part
+            ]
+            outputs = self._ask([prompt for prompt, _ in part], asked)
+            for prompt, index in part:
+                output = yield from self._next(outputs, f"prompt {prompt.source or prompt.uid}, sample {index}")
+                rollouts.append(self._rollout(prompt, index, output, sampling, with_logits=with_logits))
+        return rollouts
+
+    def _rollout(
+        self, prompt: Prompt, index: int, output: Any, sampling: SamplingConfig, *, with_logits: bool
+    ) -> Rollout:
+        where = f"prompt {prompt.source or prompt.uid}, sample {index}"
+        tokens = list(output.token_ids)
+        if not all(0 <= token < self._arch.vocab_size for token in tokens):
+            raise RuntimeError(f"{where}: TensorRT-LLM sampled a token outside the vocabulary: {max(tokens)}")
+        try:
+            if with_logits:
+                logits = logits_of(output, self._arch.vocab_size)
+                if logits is None:
+                    raise RuntimeError("TensorRT-LLM returned no logits for its tokens")
+                logprobs: list[float] | None = contract.corrected(logits, tokens, sampling)
+            else:
+                logprobs = logprobs_of(output)
+            if logprobs is None:
+                raise RuntimeError("TensorRT-LLM gave no log-probability for a token that it sampled")
+            return to_rollout(prompt, index, output, logprobs, sampling, self.policy_version)
+        except RuntimeError as error:
+            raise RuntimeError(f"{where}: {error}") from error
+
+    def _probe(self, prompt: Prompt) -> Generator[None, None, Verdict]:
+        """Samples once with log-probabilities and logits, and compares them."""
+        probe = replace(contract.PROBE, max_tokens=min(contract.PROBE.max_tokens, self._config.response_length))
+        features = self._host.features
+        asked = arguments(probe, stream_key(0, prompt.uid, 0), features, with_logits=True)
+        asked |= {"logprobs": 1, **features.processed_logprobs}
+        output = yield from self._next(self._ask([prompt], [asked]), "the probe of the log-probabilities")
+        return contract.judge(logprobs_of(output), logits_of(output, self._arch.vocab_size), list(output.token_ids))
+
+    def _ask(self, prompts: Sequence[Prompt], asked: Sequence[dict[str, Any]]) -> list[Any]:
+        """Requests that are on their way, in the order of the prompts."""
+        from tensorrt_llm import SamplingParams
+
+        return [
+            self._host.llm.generate_async({"prompt_token_ids": list(prompt.prompt_ids)}, SamplingParams(**arguments))
+            for prompt, arguments in zip(prompts, asked, strict=True)
+        ]
+
+    def _next(self, requests: list[Any], what: str) -> Generator[None, None, Any]:
+        """The completion of the first of the requests, which is taken off the list; no wait is longer than the run's.
+
+        Raises:
+            RuntimeError: TensorRT-LLM gave an error, or no answer in time; the other requests are taken back.
+        """
+        request, began = requests.pop(0), time.monotonic()
+        try:
+            while True:
+                try:
+                    return request.result(timeout=BEAT_S / 2).outputs[0]
+                except queue.Empty:
+                    if time.monotonic() - began > self._timeout_s:
+                        raise RuntimeError(
+                            f"{what}: TensorRT-LLM gave no answer in {self._timeout_s:g} s (run.collective_timeout_s)"
+                        ) from None
+                yield
+        except BaseException as error:
+            for each in (request, *requests):
+                each.abort()
+            if isinstance(error, UserError | RuntimeError | GeneratorExit):
+                raise
+            raise RuntimeError(f"{what}: TensorRT-LLM failed: {refusal(error)}") from error  # type: ignore[arg-type]

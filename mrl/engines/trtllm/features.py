@@ -1,0 +1,88 @@
+"""What the installed TensorRT-LLM can do, found by looking for each feature and not by its version.
+
+Owns the differences between the 1.2 and the 1.3 line that the LLM API's engine meets: how an engine is made to sleep,
+which tags its memory has, and whether log-probabilities can be asked for as they were sampled.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mrl.errors import UserError, first_line
+
+
+@dataclass(frozen=True)
+class Features:
+    """Of the installed package.
+
+    Attributes:
+        version: As it calls itself; for messages.
+        sleep: Arguments of `LLM` that make its memory releasable; empty: there is no such feature.
+        weight_tags: Memory that holds weights and all that is no KV cache, in the order of waking.
+        cache_tag: Memory of the KV cache.
+        keeps_weights: Weights come back when they wake; otherwise a refit must follow.
+        graphs_sleep: CUDA graphs are known to survive sleep.
+        processed_logprobs: Arguments of `SamplingParams` that ask for log-probabilities of what is sampled from.
+    """
+
+    version: str
+    sleep: Mapping[str, Any]
+    weight_tags: tuple[str, ...]
+    cache_tag: str
+    keeps_weights: bool
+    graphs_sleep: bool
+    processed_logprobs: Mapping[str, Any]
+
+
+def find() -> Features:
+    """Looks at the installed package.
+
+    Raises:
+        UserError: TensorRT-LLM is not installed, or cannot be imported.
+    """
+    try:
+        import tensorrt_llm
+        from tensorrt_llm._torch import virtual_memory
+        from tensorrt_llm.llmapi import llm_args
+    except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
+        raise UserError(
+            f"rollout.name=trtllm needs TensorRT-LLM 1.2 or 1.3, which does not import ({first_line(error)}). Start in "
+            "NVIDIA's container (nvcr.io/nvidia/tensorrt-llm/release), or use rollout.name=native."
+        ) from error
+    known = llm_args.TorchLlmArgs.model_fields
+    home: Any = llm_args if hasattr(llm_args, "ExecutorMemoryType") else virtual_memory
+    tags: dict[str, Any] = {item.name: item for item in home.ExecutorMemoryType if not item.value.startswith("_")}
+    cache = tags.pop("KV_CACHE")
+    sleep: dict[str, Any] = {}
+    keeps_weights = True
+    if "sleep_config" in known:
+        discard = {cache: "NONE"}
+        if "MODEL_WEIGHTS_MAIN" in tags:  # not kept in host memory: a refit writes them anew
+            discard[tags["MODEL_WEIGHTS_MAIN"]] = "NONE"
+            keeps_weights = False
+        sleep = {"sleep_config": llm_args.SleepConfig(restore_modes=discard)}
+    elif "enable_sleep" in known:
+        sleep = {"enable_sleep": True}
+    return Features(
+        version=getattr(tensorrt_llm, "__version__", "of unknown version"),
+        sleep=sleep,
+        weight_tags=tuple(str(item.value) for item in tags.values()),
+        cache_tag=str(cache.value),
+        keeps_weights=keeps_weights,
+        graphs_sleep="sleep_config" in known,
+        processed_logprobs=_processed_logprobs(),
+    )
+
+
+def _processed_logprobs() -> dict[str, Any]:
+    """The argument of `SamplingParams` by whose value's name its meaning is recognised; the probe proves it."""
+    from tensorrt_llm import sampling_params
+
+    modes = getattr(sampling_params, "LogprobMode", None)
+    if not (isinstance(modes, enum.EnumMeta) and hasattr(sampling_params.SamplingParams(), "logprobs_mode")):
+        return {}
+    named: list[Any] = [mode for mode in modes if "PROCESSED" in str(mode)]
+    return {"logprobs_mode": named[0]} if named else {}

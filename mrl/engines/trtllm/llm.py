@@ -1,0 +1,303 @@
+"""The LLM API's engine inside this process: started, found and watched.
+
+Owns the arguments of `LLM`, the environment around its start, and where its executor is. There is no worker process:
+every rank of a replica makes the same `LLM`, whose executor (`PyExecutor`, with the model) lives in the rank itself. A
+rank alone gets it from TensorRT-LLM's own branch for TLLM_WORKER_USE_SINGLE_PROCESS. In a job that MPI started each
+rank makes the worker itself, through the private argument `executor_cls`, after TensorRT-LLM was given the communicator
+of the replica as its world; the parts of this were read in the sources of the 1.2 line (`executor/worker.py`,
+`_utils.set_mpi_comm`, `llmapi/mpi_session.py`), and nobody has run them together.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mrl.config import RolloutConfig
+from mrl.distributed import launch, mpi
+from mrl.engines.trtllm.features import Features
+from mrl.engines.trtllm.features import find as find_features
+from mrl.engines.trtllm.fields import needs_mpi
+from mrl.engines.trtllm.replica import BEAT_S, Replica
+from mrl.errors import UserError, first_line
+from mrl.models.base import ArchSpec
+
+LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
+LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""Of torchrun: TensorRT-LLM must not take them for its own."""
+
+MPI_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "MPI_", "UCX_", "I_MPI_", "HYDRA_", "MPICH_", "MV2_")
+"""Of an MPI that started torchrun and not its ranks: MPI_Init in a rank would take a place that is not its own."""
+
+OWN_PREFIXES = ("TLLM_SPAWN_PROXY_PROCESS", "TLLM_DISABLE_MPI", "tllm_mpi_size")
+"""Of TensorRT-LLM: they make it start Ray or look for workers."""
+
+SETTINGS = {"TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1"}
+"""While it loads weights: one stream and less memory, as verl and NeMo-RL do it."""
+
+
+def arguments(config: RolloutConfig, arch: ArchSpec, dtype: torch.dtype, features: Features) -> dict[str, Any]:
+    """Keyword arguments of `LLM`, but `model` and those of the executor.
+
+    Raises:
+        UserError: The installed version lacks a feature that the config needs.
+    """
+    from tensorrt_llm.llmapi import CapacitySchedulerPolicy, CudaGraphConfig, KvCacheConfig, SchedulerConfig
+
+    if config.free_cache_engine and not features.sleep:
+        raise UserError(
+            f"TensorRT-LLM {features.version} has neither enable_sleep nor sleep_config, so that nothing can free its "
+            "memory while training. Set rollout.free_cache_engine=false, or install 1.2 or 1.3."
+        )
+    graphs = not config.enforce_eager and (features.graphs_sleep or not config.free_cache_engine)
+    experts: dict[str, Any] = {}
+    if arch.moe is not None:
+        cut = config.moe_tensor_parallel_size or config.tensor_model_parallel_size // config.expert_parallel_size
+        experts = {"moe_expert_parallel_size": config.expert_parallel_size, "moe_tensor_parallel_size": cut}
+    return {
+        "skip_tokenizer_init": True,
+        "tensor_parallel_size": config.tensor_model_parallel_size,
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_batch_size": config.max_num_seqs,
+        "max_num_tokens": config.max_num_batched_tokens,
+        "max_input_len": config.prompt_length,
+        "max_seq_len": config.max_model_len or config.prompt_length + config.response_length,
+        "kv_cache_config": KvCacheConfig(
+            enable_block_reuse=config.enable_prefix_caching, free_gpu_memory_fraction=config.gpu_memory_utilization
+        ),
+        "scheduler_config": SchedulerConfig(capacity_scheduler_policy=CapacitySchedulerPolicy.MAX_UTILIZATION),
+        "cuda_graph_config": CudaGraphConfig(enable_padding=True, max_batch_size=config.max_num_seqs)
+        if graphs
+        else None,
+        "enable_chunked_prefill": config.enable_chunked_prefill,
+        "allreduce_strategy": "NCCL",  # its own kernels break convergence with several engines, says its source
+        "sampler_type": _sampler(config, features),
+        "load_format": "dummy",  # a refit fills it
+        **experts,
+        **(features.sleep if config.free_cache_engine else {}),
+    }
+
+
+def _sampler(config: RolloutConfig, features: Features) -> str:
+    """The sampler whose log-probabilities need no correction, as far as there is one; the probe has the last word."""
+    cut = config.top_k >= 0 or config.top_p < 1.0 or config.min_p > 0.0
+    if features.processed_logprobs or config.temperature == 1.0 or cut:
+        return "TorchSampler"
+    return "TRTLLMSampler"
+
+
+class Host:
+    """A started engine.
+
+    Attributes:
+        llm: TensorRT-LLM's `LLM`.
+        executor: Its `PyExecutor`, in this process.
+        features: Of the installed package.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        arch: ArchSpec,
+        model_folder: Path,
+        *,
+        replica: Replica,
+        device: torch.device,
+        dtype: torch.dtype,
+        timeout_s: float,
+    ) -> None:
+        """Collective over the job: starts this rank's part.
+
+        Args:
+            config: `rollout` section.
+            arch: The model.
+            model_folder: With config.json.
+            replica: The ranks that share the engine.
+            device: Of this rank.
+            dtype: Of the weights.
+            timeout_s: Longest wait for the engine to pause, s.
+
+        Raises:
+            UserError: TensorRT-LLM is not installed, it or MPI cannot start in this job, or it would take another
+                rank's device.
+        """
+        launcher = launch.environment().launcher
+        communicator = _communicator(replica)
+        with launch.scrubbed_variables(hide=_hidden(launcher), given=_given(communicator)):
+            self.features = find_features()
+            from tensorrt_llm import LLM
+
+            _check_device(device)
+            chosen = arguments(config, arch, dtype, self.features)
+            if communicator is not None:
+                chosen |= _in_mpi(communicator)
+            try:
+                self.llm = LLM(str(model_folder), **chosen)
+            except Exception as error:
+                raise RuntimeError(
+                    f"TensorRT-LLM {self.features.version} did not start on {device}: {type(error).__name__}: {error}"
+                ) from error
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # TensorRT-LLM sets it too
+        self.executor: Any = getattr(self.llm._executor, "engine", None)
+        if self.executor is None or not hasattr(self.executor, "control_action"):
+            found = type(self.llm._executor).__name__
+            self.llm.shutdown()
+            raise RuntimeError(
+                f"TensorRT-LLM {self.features.version} put its executor into another process ({found}), where its "
+                "weights cannot be replaced"
+            )
+        self._timeout_s = timeout_s
+        self._death: BaseException | None = None
+        self._hook = threading.excepthook
+        threading.excepthook = self._hear
+
+    def check(self) -> None:
+        """Returns while the engine's event loop runs.
+
+        Raises:
+            RuntimeError: It has ended; the message has the cause where the loop raised one.
+        """
+        thread = getattr(self.executor, "worker_thread", None)
+        ended = bool(getattr(self.executor, "is_shutdown", False)) or (thread is not None and not thread.is_alive())
+        if ended or self._death is not None:
+            cause = "its log has the cause" if self._death is None else _described(self._death)
+            raise RuntimeError(f"TensorRT-LLM's event loop has ended: {cause}")
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Collective over the replica: inside, all requests have ended and the event loop waits (`control_action`).
+
+        Raises:
+            RuntimeError: The event loop has ended, or does not come to rest; TensorRT-LLM alone would wait for ever.
+        """
+        action = self.executor.control_action()
+        failures: list[BaseException] = []
+        entered = threading.Event()
+
+        def enter() -> None:
+            try:
+                action.__enter__()
+            except BaseException as error:  # noqa: BLE001 -- it is raised below
+                failures.append(error)
+            finally:
+                entered.set()
+
+        threading.Thread(target=enter, daemon=True).start()
+        began = time.monotonic()
+        while not entered.wait(BEAT_S):
+            self.check()
+            if time.monotonic() - began > self._timeout_s:
+                raise RuntimeError(
+                    f"TensorRT-LLM's event loop did not pause in {self._timeout_s:g} s (run.collective_timeout_s)"
+                )
+        if failures:
+            raise RuntimeError(f"TensorRT-LLM did not pause: {_described(failures[0])}") from failures[0]
+        try:
+            yield
+        finally:
+            action.__exit__(None, None, None)
+
+    def close(self) -> None:
+        """Ends the engine; nothing the second time."""
+        if threading.excepthook == self._hear:
+            threading.excepthook = self._hook
+        self.llm.shutdown()
+
+    def _hear(self, args: threading.ExceptHookArgs) -> None:
+        """Keeps what ended the event loop."""
+        if args.thread is not None and args.thread is getattr(self.executor, "worker_thread", None):
+            self._death = args.exc_value
+        self._hook(args)
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _hidden(launcher: str) -> tuple[str, ...]:
+    """Prefixes of variables that TensorRT-LLM must not see."""
+    started_by_mpi = launcher in ("mpirun", "mpi", "srun")
+    return (*LAUNCHER_PREFIXES, *LAUNCHER_NAMES, *OWN_PREFIXES, *(() if started_by_mpi else MPI_PREFIXES))
+
+
+def _given(communicator: Any) -> Mapping[str, str]:
+    """Variables for the start."""
+    return SETTINGS if communicator is not None else {**SETTINGS, "TLLM_WORKER_USE_SINGLE_PROCESS": "1"}
+
+
+def _communicator(replica: Replica) -> Any:
+    """Collective over the job: MPI's communicator of the replica; None where MPI did not start the ranks."""
+    environment = launch.environment()
+    if environment.launcher in ("none", "torchrun") or (environment.launcher == "srun" and mpi.is_alone()):
+        if replica.size > 1:
+            raise UserError(needs_mpi(environment.launcher, replica.size))
+        return None
+    communicator = mpi.split(replica.first_rank, replica.rank, environment)
+    mpi.check_threads()  # the event loop talks in a thread of its own
+    return communicator
+
+
+def _check_device(device: torch.device) -> None:
+    """TensorRT-LLM takes the device of its MPI rank, modulo those that it sees; it must be this rank's."""
+    if device.type != "cuda":
+        return
+    from tensorrt_llm import _utils
+
+    rank, count = _utils.global_mpi_rank(), torch.cuda.device_count()
+    if rank % count != device.index:
+        raise UserError(
+            f"TensorRT-LLM would take cuda:{rank % count} (MPI rank {rank}, {count} devices), but this rank's is "
+            f"{device}. Let each rank see its own device only: CUDA_VISIBLE_DEVICES of one device for each, or "
+            "srun --gpus-per-task=1."
+        )
+
+
+def _in_mpi(communicator: Any) -> dict[str, Any]:
+    """Gives TensorRT-LLM the replica as its world; the arguments by which `LLM` makes its worker in this process."""
+    from tensorrt_llm import _utils
+    from tensorrt_llm.executor.executor import GenerationExecutor
+    from tensorrt_llm.executor.worker import GenerationExecutorWorker
+    from tensorrt_llm.llmapi import mpi_session
+
+    world = _utils.mpi_comm()
+    own = type(world)(communicator)  # mpi4py's wrapper for large objects, where that is what it uses
+    _utils.set_mpi_comm(own)
+    mpi_session.set_mpi_session_cpp(own)
+
+    class Session(mpi_session.MpiSession):
+        """Every rank runs the program itself, so a task for all of them is one for this one."""
+
+        def submit(self, task: Any, *args: Any, **kwargs: Any) -> list[Any]:
+            raise RuntimeError("TensorRT-LLM wanted to start a worker; the ranks are the workers")
+
+        def submit_sync(self, task: Any, *args: Any, **kwargs: Any) -> list[Any]:
+            return [task(*args, **kwargs)]
+
+        def shutdown(self, wait: bool = True) -> None:
+            """There is nothing to end."""
+
+        def abort(self) -> None:
+            own.Abort(1)
+
+    class InProcess(GenerationExecutor):
+        """Makes the worker in place of a proxy that would start processes."""
+
+        @staticmethod
+        def create(engine: Any, **given: Any) -> GenerationExecutorWorker:
+            wanted = inspect.signature(GenerationExecutorWorker.__init__).parameters
+            return GenerationExecutorWorker(engine, **{name: value for name, value in given.items() if name in wanted})
+
+    return {"executor_cls": InProcess, "_mpi_session": Session()}
+
+
+def refusal(error: Exception) -> str:
+    """An error of TensorRT-LLM in one line."""
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -1,0 +1,84 @@
+"""Whole Hugging Face tensors out of the regions that a refit brings.
+
+Owns the staging: a tensor's buffer is allocated at its first region, and the tensor is complete when each of its
+elements has come once. Complete tensors wait until they make up a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mrl.engines.base import WeightSlice
+from mrl.weights.layout import Layout
+from mrl.weights.regions import slices, volume
+from mrl.weights.tensors import DTYPES
+
+
+class Assembler:
+    """Buffers of one refit.
+
+    Attributes:
+        ready: Complete tensors that were not taken yet, in the order in which they were completed.
+        peak_bytes: The most bytes of buffers at a time.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        """Args: layout: Every tensor, whole. device: Of the buffers."""
+        self._layout = layout
+        self._device = device
+        self._open: dict[str, tuple[Tensor, int]] = {}
+        self._begun: set[str] = set()
+        self._bytes = 0
+        self.ready: dict[str, Tensor] = {}
+        self.peak_bytes = 0
+
+    def add(self, items: Sequence[WeightSlice]) -> None:
+        """Copies regions into place.
+
+        Raises:
+            RuntimeError: A region does not fit, or a tensor got more elements than it has; the message names it.
+        """
+        for item in items:
+            stored = self._layout.get(item.name)
+            if stored is None:
+                raise RuntimeError(f"'{item.name}' is not a tensor of this model")
+            dtype = DTYPES[stored.dtype]
+            if item.name not in self._open:
+                if item.name in self._begun:
+                    raise RuntimeError(f"'{item.name}' was complete, and more of it came: {item.region}")
+                self._begun.add(item.name)
+                buffer = torch.empty(stored.shape, dtype=dtype, device=self._device)
+                self._open[item.name] = (buffer, buffer.numel())
+                self._bytes += buffer.nbytes
+                self.peak_bytes = max(self.peak_bytes, self._bytes)
+            buffer, missing = self._open[item.name]
+            target = buffer[slices(item.region)]
+            if target.shape != item.data.shape or item.data.dtype != dtype or volume(item.region) > missing:
+                raise RuntimeError(
+                    f"'{item.name}' {item.region}: got {list(item.data.shape)} {item.data.dtype}, expected "
+                    f"{list(target.shape)} {dtype} and at most {missing} more elements"
+                )
+            target.copy_(item.data)
+            missing -= volume(item.region)
+            self._open[item.name] = (buffer, missing)
+            if not missing:
+                self.ready[item.name] = self._open.pop(item.name)[0]
+
+    @property
+    def ready_bytes(self) -> int:
+        """Of the complete tensors."""
+        return sum(tensor.nbytes for tensor in self.ready.values())
+
+    @property
+    def lacking(self) -> list[str]:
+        """Tensors of which elements have not come yet."""
+        return [name for name in self._layout if name not in self._begun or name in self._open]
+
+    def take(self) -> dict[str, Tensor]:
+        """The complete tensors; from here on they are the caller's."""
+        taken, self.ready = self.ready, {}
+        self._bytes -= sum(tensor.nbytes for tensor in taken.values())
+        return taken

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial as bind
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mrl.data.tokenizer import Tokenizer
 from mrl.distributed.collectives import together
 from mrl.errors import UserError
 from mrl.formats.hf import assign_files, write_companions
@@ -93,6 +95,24 @@ def export_to_hf(
         if rank == 0:
             write_companions(partial, arch, files, None if like is None else Path(like))
             os.replace(partial, target)
+
+
+def write_model_folder(folder: Path, arch: ArchSpec, dtype: str, tokenizer: Tokenizer) -> None:
+    """A Hugging Face folder without weights, for an engine that is filled by a refit; one that is there is kept in step.
+
+    Args:
+        folder: Made where it is not there.
+        arch: The model.
+        dtype: Of the weights.
+        tokenizer: Of the model.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    with _disk_errors():
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(folder)
+        write_companions(folder, arch, assign_files(hf_layout(arch, dtype), sys.maxsize), None)
 
 
 @contextmanager

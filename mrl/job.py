@@ -25,9 +25,9 @@ from mrl.data.prompts import PromptSource, load_training
 from mrl.distributed import launch
 from mrl.distributed.collectives import sum_over, together
 from mrl.distributed.groups import ProcessGroups
-from mrl.engines.base import RolloutEngine, SamplingConfig
+from mrl.engines.base import RolloutEngine, SamplingConfig, Surroundings
 from mrl.errors import UserError
-from mrl.export import export_to_hf
+from mrl.export import export_to_hf, write_model_folder
 from mrl.formats.hf import load_from_hf
 from mrl.megatron import checkpoint as megatron_checkpoint
 from mrl.megatron import parallel
@@ -60,13 +60,18 @@ class Job:
         self.resume_step = plan.resume_step
         self.policy = Policy(config, plan.arch, groups, device)
         self.policy.offload()  # before the engine reads how much memory is free
-        self.engine: RolloutEngine = find("engines", rollout.name, "ENGINE")(
+        self.engine: RolloutEngine = find("engines", rollout.name, "ENGINE").build(
             rollout,
             plan.arch,
             tp_group=groups.rollout_tp,
             device=device,
             dtype=DTYPES[rollout.dtype or config.model.dtype],
             decode=plan.tokenizer.decode,
+            surroundings=Surroundings(
+                model_folder=self._model_folder,
+                timeout_s=config.run.collective_timeout_s,
+                trains_on_logprobs=config.algorithm.proximal == "rollout" or config.algorithm.tis_clip > 0,
+            ),
         )
         self.refit = Refit(self.policy.layout(), self.policy.named_tensors(), self.engine, rollout.checkpoint_engine)
         self.scorer: Scorer | None = None
@@ -90,6 +95,17 @@ class Job:
         if self.scorer is not None:
             self.scorer.close()
         self.engine.close()
+
+    def _model_folder(self) -> Path:
+        """Collective over the job: config.json and tokenizer of the model, written into the run folder for a preset."""
+        model = self.config.model
+        if model.path is not None:
+            return Path(model.path)
+        folder = self.run.root / "model"
+        with together():
+            if self.groups.rank == 0:
+                write_model_folder(folder, self.arch, self.config.rollout.dtype or model.dtype, self.tokenizer)
+        return folder
 
     # Sampling
 

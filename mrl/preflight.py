@@ -18,6 +18,7 @@ from typing import Any
 
 from mrl import registry
 from mrl.config import Config
+from mrl.engines.trtllm import fields as trtllm
 from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
@@ -316,6 +317,7 @@ def _sampling(config: Config, grid: Grid) -> Iterator[str]:
         yield f"rollout.do_sample=false makes rollout.n={rollout.n} equal samples of a prompt. Set rollout.n=1."
     if not val.do_sample and val.n > 1:
         yield f"rollout.val_kwargs.n={val.n} with do_sample=false scores the same answer {val.n} times."
+    yield from trtllm.refusals(rollout)
     if any(not text for text in rollout.stop):
         yield "rollout.stop holds an empty string, which would end every response at once."
 

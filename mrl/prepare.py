@@ -16,6 +16,7 @@ from mrl.config import Config
 from mrl.data.prompts import PromptSource, load_training, load_validation
 from mrl.data.tokenizer import Tokenizer, load_tokenizer
 from mrl.distributed import launch
+from mrl.engines.trtllm import fields as trtllm
 from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
@@ -62,6 +63,9 @@ def prepare(config: Config) -> Plan:
     Raises:
         UserError: A mistake in the config, the model folder, the data or the run folder.
     """
+    if config.rollout.name == "trtllm":
+        trtllm.check_launcher(config.rollout, launch.environment().launcher)
+        launch.see_own_device_only()  # before torch looks for devices
     launch.choose_device(config.run.device)
     found = resolve(config, launch.environment().world_size)
     config, tokenizer, rollout = found.config, found.tokenizer, found.config.rollout

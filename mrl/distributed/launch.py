@@ -87,9 +87,9 @@ def variables_without_launcher() -> dict[str, str]:
 
 @contextmanager
 def scrubbed_variables(*, hide: Sequence[str], given: Mapping[str, str]) -> Iterator[None]:
-    """Inside, variables that begin with one of `hide` are not set and those of `given` are; afterwards all is as before.
+    """Inside, variables that begin with one of `hide` are not set, and those of `given` are.
 
-    What the code inside sets itself is undone too.
+    Afterwards all is as before; what the code inside sets itself is undone too.
     """
     before = dict(os.environ)
     for name in [name for name in before if name.startswith(tuple(hide))]:

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
 
 
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""gloo reads it whenever it makes a group."""
+
+_set_by_start: list[str] = []
+"""Variables that `stop` takes away: a job on other hosts that this process starts later must not find them."""
+
+
 def environment() -> Environment:
     """What the launcher says of this process; no process group is needed.
 
@@ -148,8 +155,10 @@ def start(
         index = 0 if OWN_DEVICE in os.environ else device_index(env, torch.cuda.device_count())
         own = torch.device(kind, index)
         torch.cuda.set_device(own)
-    if name := rendezvous.interface(env):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    chosen = os.environ.get(INTERFACE, "")
+    if (name := rendezvous.choose_interface(env, chosen)) != chosen:
+        os.environ[INTERFACE] = name
+        _set_by_start.append(INTERFACE)
     device_module.prepare(kind)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
@@ -177,6 +186,9 @@ def stop(*, in_order: bool = True) -> None:
         if in_order:
             dist.barrier()
         dist.destroy_process_group()
+    for name in _set_by_start:
+        os.environ.pop(name, None)
+    _set_by_start.clear()
     if in_order:
         mpi.end()
 

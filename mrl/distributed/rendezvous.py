@@ -92,10 +92,29 @@ def own_address(towards: str = ELSEWHERE) -> str:
     return found
 
 
+def choose_interface(environment: Environment, chosen: str) -> str:
+    """The network interface of this rank's groups of gloo; "" where it cannot be told.
+
+    Args:
+        environment: Of this rank.
+        chosen: What GLOO_SOCKET_IFNAME says, "" where it is not set.
+
+    Raises:
+        UserError: By `chosen` no rank would reach one of another host: gloo would wait for them in silence.
+    """
+    found = interface(environment)
+    if chosen == _loopback() and found not in ("", chosen):
+        raise UserError(
+            f"GLOO_SOCKET_IFNAME={chosen}, which leads to this host alone, but only {environment.local_world_size} of "
+            f"the job's {environment.world_size} ranks are on it ({socket.gethostname()}); its way to the others is "
+            f"{found}. Unset GLOO_SOCKET_IFNAME, or name the interface of the cluster."
+        )
+    return chosen or found
+
+
 def interface(environment: Environment) -> str:
     """The network interface by which gloo's ranks talk: loopback on one host; "" where it cannot be told."""
-    names = [name for _, name in socket.if_nameindex()]
-    loopback = next((name for name in names if name.startswith("lo")), names[0])
+    loopback = _loopback()
     if environment.local_world_size == environment.world_size:
         return loopback  # a laptop's hostname often does not resolve
     try:
@@ -105,6 +124,11 @@ def interface(environment: Environment) -> str:
     return next(
         (name for name, own in psutil.net_if_addrs().items() if any(item.address == address for item in own)), ""
     )
+
+
+def _loopback() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if name.startswith("lo")), names[0])
 
 
 def _source(towards: str) -> str:

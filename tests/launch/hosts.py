@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 NET = "10.77.31"
 COMMAND_TIMEOUT_S = 10
+ALONE_S = 10
+"""A host that waits so long for one that has failed waits in vain."""
+STACKS_S = 0.5
+"""Python prints the stacks of an aborted process in this time: those of two are not mixed."""
+LAST_WORDS_S = 10
+"""An aborted launcher ends in this time."""
 
 
 class NoRightsError(RuntimeError):
@@ -44,11 +54,50 @@ class Hosts:
     def address(self, number: int) -> str:
         return f"{NET}.{number + 1}"
 
-    def command(self, number: int, *words: str) -> list[str]:
-        """The command that runs `words` on a host."""
+    def run(
+        self, words: Sequence[str], environment: Mapping[str, str], folder: Path, timeout_s: float
+    ) -> tuple[list[int | None], str]:
+        """Runs `words` on both hosts at once, NODE_RANK is the host's number; their statuses, and what they said.
+
+        A host that has not ended in time, or soon after the other one failed, has no status: its processes were
+        aborted, and their stacks are in what it said.
+        """
+        files = [folder / f"{name}.txt" for name in self.names]
+        processes = [
+            self._start(number, words, {**environment, "NODE_RANK": str(number), "PYTHONFAULTHANDLER": "1"}, file)
+            for number, file in enumerate(files)
+        ]
+        deadline = time.monotonic() + timeout_s
+        while None in (statuses := [process.poll() for process in processes]) and time.monotonic() < deadline:
+            if any(statuses):
+                deadline = min(deadline, time.monotonic() + ALONE_S)
+            time.sleep(0.1)
+        self._end(signal.SIGABRT)
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(LAST_WORDS_S)
+        self._end(signal.SIGKILL)
+        told = (f"host {number}, status {statuses[number]}:\n{file.read_text()}" for number, file in enumerate(files))
+        return statuses, "\n".join(told)
+
+    def _start(
+        self, number: int, words: Sequence[str], environment: Mapping[str, str], file: Path
+    ) -> subprocess.Popen[bytes]:
         name = self.names[number]
         rename = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name]
-        return ["ip", "netns", "exec", name, *rename, *words]
+        with file.open("wb") as output:
+            return subprocess.Popen(
+                ["ip", "netns", "exec", name, *rename, *words],
+                cwd=file.parent, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def _end(self, number: signal.Signals) -> None:
+        """Sends a signal to all that runs on the hosts: ranks, also without a launcher, before launchers."""
+        for name in self.names:
+            for process in sorted(map(int, _ip("netns", "pids", name).split()), reverse=True):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, number)
+                    time.sleep(STACKS_S if number == signal.SIGABRT else 0.0)
 
     def down(self) -> None:
         for name, folder in zip(self.names, self.folders, strict=True):

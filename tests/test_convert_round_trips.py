@@ -91,34 +91,36 @@ def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
 
 
-def goes_back(source_class, folder, dtype, expected):
-    with closing(source_class(folder)) as source:
-        convert(source, HfTarget(source.arch, dtype), folder.with_name("back"))
-    same = files(folder.with_name("back")) == expected
-    for name in (folder, folder.with_name("back")):
-        shutil.rmtree(name)
-    return same
+def that_do_not_come_back(model, first, formats, layouts):
+    """The layouts from which the model does not come back as it was.
+
+    Args:
+        model: The fixture.
+        first: Name and source class of what is converted.
+        formats: Target and source class of what lies between.
+        layouts: Of that one.
+    """
+    arch, dtype, folder = model
+    (name, source_class), (there_class, back_class) = first, formats
+    expected = files(folder / "hf")
+    wrong = []
+    for layout in layouts:
+        with closing(source_class(folder / name)) as source:
+            convert(source, there_class(arch, layout, dtype), folder / "there")
+        with closing(back_class(folder / "there")) as source:
+            convert(source, HfTarget(source.arch, dtype), folder / "back")
+        if files(folder / "back") != expected:
+            wrong.append(layout)
+        for done in ("there", "back"):
+            shutil.rmtree(folder / done)
+    return wrong
 
 
 def test_through_megatron(model):
-    arch, dtype, folder = model
-    expected = files(folder / "hf")
-    wrong = []
-    for grid in grids(arch):
-        with closing(HfSource(folder / "hf")) as source:
-            convert(source, MegatronTarget(arch, grid, dtype), folder / "there")
-        if not goes_back(MegatronSource, folder / "there", dtype, expected):
-            wrong.append(grid)
-    assert wrong == []
+    formats = (MegatronTarget, MegatronSource)
+    assert that_do_not_come_back(model, ("hf", HfSource), formats, grids(model[0])) == []
 
 
 def test_through_megatron_and_tensorrt_llm(model):
-    arch, dtype, folder = model
-    expected = files(folder / "hf")
-    wrong = []
-    for mapping in mappings(arch):
-        with closing(MegatronSource(folder / "megatron")) as source:
-            convert(source, TrtllmTarget(arch, mapping, dtype), folder / "there")
-        if not goes_back(TrtllmSource, folder / "there", dtype, expected):
-            wrong.append(mapping)
-    assert wrong == []
+    formats = (TrtllmTarget, TrtllmSource)
+    assert that_do_not_come_back(model, ("megatron", MegatronSource), formats, mappings(model[0])) == []

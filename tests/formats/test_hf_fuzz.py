@@ -40,6 +40,15 @@ def header_bytes(data):
     return 8 + int.from_bytes(data[:8], "little")
 
 
+def flipped(data, content, end):
+    """`content` with up to four bytes before `end` changed."""
+    changed = bytearray(content)
+    places = st.tuples(st.integers(0, end - 1), st.integers(1, 255))
+    for place, mask in data.draw(st.lists(places, min_size=1, max_size=4)):
+        changed[place] ^= mask
+    return bytes(changed)
+
+
 def reads_or_refuses(files):
     """Nothing but a UserError may come out of a folder; what is read is right."""
     with tempfile.TemporaryDirectory() as folder:
@@ -59,11 +68,7 @@ def reads_or_refuses(files):
 def test_flipped_bytes_of_a_header(originals, data):
     files = dict(originals)
     name = data.draw(st.sampled_from(sorted(name for name in files if name.endswith(".safetensors"))))
-    content = bytearray(files[name])
-    places = st.integers(0, header_bytes(content) - 1)
-    for place, mask in data.draw(st.lists(st.tuples(places, st.integers(1, 255)), min_size=1, max_size=4)):
-        content[place] ^= mask
-    files[name] = bytes(content)
+    files[name] = flipped(data, files[name], header_bytes(files[name]))
     reads_or_refuses(files)
 
 
@@ -71,11 +76,7 @@ def test_flipped_bytes_of_a_header(originals, data):
 @given(data=st.data())
 def test_flipped_bytes_of_the_index(originals, data):
     files = dict(originals)
-    content = bytearray(files[INDEX])
-    places = st.integers(0, len(content) - 1)
-    for place, mask in data.draw(st.lists(st.tuples(places, st.integers(1, 255)), min_size=1, max_size=4)):
-        content[place] ^= mask
-    files[INDEX] = bytes(content)
+    files[INDEX] = flipped(data, files[INDEX], len(files[INDEX]))
     reads_or_refuses(files)
 
 

@@ -124,10 +124,23 @@ class RunDir:
         replace_file(self.facts, json.dumps({"starts": [*starts, now]}, indent=2).encode())
         return changes
 
-    def _make(self) -> None:
+    def check_writable(self) -> None:
+        """Looks whether the folder could be made or written; makes nothing.
+
+        Raises:
+            UserError: It is a file or below one, or may not be written.
+        """
+        there = next((path for path in (self.root, *self.root.parents) if path.exists()), Path())
         key = f"run.output_dir is '{self.root}'"
-        if self.root.exists() and not self.root.is_dir():
-            raise UserError(f"{key}, which is a file; expected a folder, or a path where one can be made.")
+        if not there.is_dir():
+            what = "which is a file" if there == self.root else f"but '{there}' is a file"
+            raise UserError(f"{key}, {what}; expected a folder, or a path where one can be made.")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise UserError(f"{key}, but '{there}' may not be written. Choose another folder, or change its owner.")
+
+    def _make(self) -> None:
+        self.check_writable()
+        key = f"run.output_dir is '{self.root}'"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)

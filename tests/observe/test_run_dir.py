@@ -57,5 +57,13 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
     path.write_text("x")
     with pytest.raises(UserError, match="which is a file"):
         RunDir(path).start(config(path), resume_step=None, **START)
-    with pytest.raises(UserError, match="cannot be written: Not a directory"):
+    with pytest.raises(UserError, match="below., but .*taken. is a file"):
         RunDir(path / "below").start(config(path), resume_step=None, **START)
+
+
+def test_a_folder_that_could_not_be_made_is_told_before_it_is_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"run.output_dir is '.*deep', but '.*file' is a file"):
+        RunDir(tmp_path / "file" / "deep").check_writable()
+    RunDir(tmp_path / "new" / "deep").check_writable()
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,390 @@
+"""The engine behind `rollout.name=trtllm_engine`: engines built by tools/build_trtllm_engine.py, refitted in place.
+
+Owns the engine's life on one rank and the way from prompts to rollouts: samples are rows of static batches, as many as
+`rollout.max_num_seqs`, `rollout.max_num_batched_tokens` and the memory allow; a batch ends when its longest row does.
+The parts: `runner` (TensorRT-LLM's runtime), `refitter` (weights), `scoring` (what its log-probabilities mean).
+
+Ranks of a replica are TensorRT-LLM's: tensor-parallel rank first, then pipeline stage. Tokens are known on the first
+stage and log-probabilities on the last; both are told to the whole replica.
+
+Tested behind a stand-in for TensorRT-LLM; nothing of this has been run with TensorRT-LLM itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl.config import RolloutConfig
+from mrl.distributed.collectives import together
+from mrl.engines.base import RolloutEngine, SamplingConfig, WeightSlice
+from mrl.engines.native.memory import kv_budget
+from mrl.engines.trtllm.contract import PROBE, TOLERANCE, Scores, Verdict, judge, needs_logits
+from mrl.engines.trtllm.refitter import EngineWeights
+from mrl.engines.trtllm.runner import NO_TOKEN, Answers, Runner
+from mrl.engines.trtllm.scoring import check_raw, score_steps
+from mrl.engines.trtllm.side_by_side import side_by_side
+from mrl.errors import UserError
+from mrl.formats.trtllm_engine import read_engine_folder
+from mrl.functional.sampling import stream_key
+from mrl.models.base import ArchSpec
+from mrl.types import FinishReason, Prompt, Rollout
+from mrl.weights.layout import Layout
+from mrl.weights.trtllm import trtllm_layout
+
+PROMPTS = ((1,), (1, 2))
+"""Of the probe: of different lengths, so that it sees too where the decoder puts a row's log-probabilities."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row: a prompt and which of its samples."""
+
+    prompt: Prompt
+    index: int
+
+
+class BuiltEngine(RolloutEngine):
+    """One rank of a replica.
+
+    Args:
+        config: `rollout` section.
+        arch: The model.
+        tp_group: Ranks of the replica, in TensorRT-LLM's order; None: this rank alone.
+        device: Of this rank.
+        dtype: Of the weights; the engines', as preflight made sure.
+        decode: Token ids -> text, for stop strings.
+
+    Raises:
+        UserError: There is no TensorRT-LLM that can run the engines, or they are not those of the model.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        arch: ArchSpec,
+        *,
+        tp_group: dist.ProcessGroup | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        if config.engine_dir is None:
+            raise UserError("rollout.name=trtllm_engine needs rollout.engine_dir, a folder of built engines.")
+        self.policy_version = -1
+        self._config, self._arch, self._decode, self._group = config, arch, decode, tp_group
+        self._device, self._dtype = device, dtype
+        size, position = (1, 0) if tp_group is None else (dist.get_world_size(tp_group), dist.get_rank(tp_group))
+        replica = 0 if tp_group is None else dist.get_rank() // size
+        folder = read_engine_folder(config.engine_dir)
+        mapping, name = folder.config.mapping, str(dtype).removeprefix("torch.")
+        if (mapping.world_size, folder.config.dtype) != (size, name):
+            raise UserError(
+                f"rollout.engine_dir: the engines in '{folder.path}' are {mapping.world_size} ranks of "
+                f"{folder.config.dtype}, the replica is {size} of {name}."
+            )
+        self._mapping = mapping
+        with self._together():
+            self._runner = Runner(folder, replica=replica, position=position, device=device)
+            layout = trtllm_layout(arch, mapping, position, name)
+            where = f"'{folder.path}/rank{position}.engine'"
+            self._weights = EngineWeights(self._runner.engine, layout, device, where)
+        self._max_len = config.max_model_len or config.prompt_length + config.response_length
+        self._budget = kv_budget(device, config.gpu_memory_utilization, tp_group)
+        self._verdict: Verdict | None = None
+        self._greedy_is_exact = False
+        self._asleep = False
+        self._whole = False
+        self._stats: dict[str, float] = {}
+
+    # weights ----------------------------------------------------------------------------------------------------------
+
+    def layout(self) -> Layout:
+        """The rank's tensors by TensorRT-LLM's names, in Hugging Face coordinates."""
+        return self._weights.layout
+
+    def begin_update(self) -> None:
+        """From here until `finish_update` the engine refuses to generate. It keeps no prefixes."""
+        self._whole = False
+        self._weights.begin()
+
+    def update_weights(self, bucket: Sequence[WeightSlice]) -> None:
+        """Copies a bucket into the refit's buffers.
+
+        Raises:
+            RuntimeError: No update was begun, or a slice does not fit.
+        """
+        self._weights.write(bucket)
+
+    def checksum(self) -> int:
+        """Order-free 64-bit sum over the bit patterns of all buffers of the refit."""
+        return self._weights.checksum()
+
+    def finish_update(self, policy_version: int) -> None:
+        """Refits the engine in place and opens it under the new version.
+
+        Raises:
+            RuntimeError: TensorRT refuses the weights.
+        """
+        self._weights.commit()
+        self.policy_version = policy_version
+        self._whole = True
+
+    # memory -----------------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Frees the KV cache until `wake`.
+
+        A built engine's weights and TensorRT's memory for activations cannot leave the device while it is loaded, and
+        loading it anew in every step would read it from disk only to replace its weights.
+        """
+        self._runner.release_cache()
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Lets the next `generate` allocate the KV cache."""
+        self._asleep = False
+
+    def close(self) -> None:
+        """Unloads the engine; it cannot be used again."""
+        self._whole = False
+        self._weights.discard()
+        self._runner.close()
+
+    def stats(self) -> dict[str, float]:
+        """Of the last `generate`: batches, rows, decode_tokens, generate_s, and whether it went by_logits."""
+        return dict(self._stats)
+
+    # generation -------------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
+        """Collective over the replica: `sampling.n` rollouts of each prompt, ordered by prompt, then sample index.
+
+        Raises:
+            RuntimeError: The engine sleeps, its weights are not whole, or a rank's runtime failed.
+            UserError: A prompt does not fit, or memory holds not even one.
+        """
+        if self._asleep:
+            raise RuntimeError("the engine sleeps: call wake before generate")
+        if not self._whole:
+            raise RuntimeError("the engine's weights are not whole: no update was finished since the last begin_update")
+        if not prompts:
+            return []
+        self._check(prompts, sampling)
+        began = time.perf_counter()
+        by_logits = self._goes_by_logits(sampling)
+        samples = [Sample(prompt, index) for prompt in prompts for index in range(sampling.n)]
+        rollouts: list[Rollout] = []
+        num_batches = 0
+        for batch in self._batches(samples, sampling.max_tokens, by_logits):
+            rollouts += self._run(batch, sampling, by_logits)
+            num_batches += 1
+            if self._share(self.told_to_stop(), 0):
+                break
+        self._stats = {
+            "batches": float(num_batches),
+            "rows": float(len(samples)),
+            "decode_tokens": float(sum(len(rollout.response_ids) for rollout in rollouts)),
+            "generate_s": time.perf_counter() - began,
+            "by_logits": float(by_logits),
+        }
+        return rollouts
+
+    def _run(self, batch: Sequence[Sample], sampling: SamplingConfig, by_logits: bool) -> list[Rollout]:
+        """The rollouts of one batch."""
+        seeds = [stream_key(sampling.seed, sample.prompt.uid, sample.index) for sample in batch]
+        prompts = [sample.prompt.prompt_ids for sample in batch]
+        answers, tokens_BT = self._call(prompts, sampling, seeds, by_logits)
+        ends = [self._end(sample, row, sampling) for sample, row in zip(batch, tokens_BT.tolist(), strict=True)]
+        lens = [end for end, _ in ends]
+        logprobs_BT = self._share(self._logprobs(answers, tokens_BT, lens, sampling), -1)
+        _check_finite(logprobs_BT, lens, batch)
+        return [
+            Rollout(
+                prompt=sample.prompt,
+                sample_index=sample.index,
+                response_ids=tokens[:end],
+                rollout_logprobs=logprobs[:end],
+                finish_reason=reason,
+                policy_version=self.policy_version,
+            )
+            for sample, tokens, logprobs, (end, reason) in zip(
+                batch, tokens_BT.tolist(), logprobs_BT.tolist(), ends, strict=True
+            )
+        ]
+
+    def _call(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int], with_logits: bool
+    ) -> tuple[Answers, Tensor]:
+        """Collective over the replica: one batch; and what the first stage sampled, int64 [B, T]."""
+        answers = side_by_side(
+            lambda: self._runner.generate(prompts, sampling, seeds, with_logits=with_logits), self._group, self._device
+        )
+        tokens_BT: Tensor = self._share(None if answers.tokens_BT is None else answers.tokens_BT.long(), 0)
+        return answers, tokens_BT
+
+    def _logprobs(
+        self, answers: Answers, tokens_BT: Tensor, lens: Sequence[int], sampling: SamplingConfig
+    ) -> Tensor | None:
+        """On the last stage: fp32 [B, T]."""
+        if answers.logits is None:
+            return answers.decoder_logprobs_BT
+        return score_steps(answers.logits, tokens_BT, lens, self._arch.vocab_size, sampling)
+
+    def _end(self, sample: Sample, tokens: Sequence[int], sampling: SamplingConfig) -> tuple[int, FinishReason]:
+        """How many of a row's tokens are its response, and why it ended.
+
+        Raises:
+            RuntimeError: The runtime ended it with no end token, or sampled what is no token.
+        """
+        stops = () if sampling.ignore_eos else sampling.stop_token_ids
+        end = next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
+        reason: FinishReason = "stop" if tokens[end - 1] in stops else "length"
+        strings = () if sampling.ignore_eos else tuple(text for text in sampling.stop if text)
+        strange = [token for token in tokens[:end] if not 0 <= token < self._arch.vocab_size]
+        if strange:
+            what = "ended without an end token" if strange[0] == NO_TOKEN else f"has a token {strange[0]}"
+            prompt = sample.prompt
+            raise RuntimeError(
+                f"TensorRT-LLM's response {sample.index} to prompt {prompt.source or prompt.uid} {what}; the "
+                f"vocabulary has {self._arch.vocab_size}"
+            )
+        if strings and self._has(tokens[:end], strings):
+            low, high = 1, end  # the shortest beginning that has one: the runtime went on behind it
+            while low < high:
+                middle = (low + high) // 2
+                low, high = (low, middle) if self._has(tokens[:middle], strings) else (middle + 1, high)
+            return low, "stop"
+        return end, reason
+
+    def _has(self, tokens: Sequence[int], strings: Sequence[str]) -> bool:
+        text = self._decode(tokens)
+        return any(string in text for string in strings)
+
+    def _batches(self, samples: Sequence[Sample], max_tokens: int, by_logits: bool) -> Iterator[Sequence[Sample]]:
+        """Rows that go through the runtime together.
+
+        Raises:
+            UserError: Memory holds not even one row.
+        """
+        config, first = self._config, 0
+        while first < len(samples):
+            stop, longest, num_tokens = first, 0, 0
+            while stop < len(samples) and stop - first < config.max_num_seqs:
+                length = len(samples[stop].prompt.prompt_ids)
+                longest, num_tokens = max(longest, length), num_tokens + length
+                row_bytes = self._row_bytes(longest + max_tokens, max_tokens if by_logits else 0)
+                if num_tokens > config.max_num_batched_tokens or row_bytes * (stop + 1 - first) > self._budget:
+                    break
+                stop += 1
+            if stop == first:
+                raise UserError(
+                    f"the KV cache of one sequence takes {row_bytes} bytes, and rollout.gpu_memory_utilization="
+                    f"{config.gpu_memory_utilization} leaves {self._budget}. Raise it, or shorten the sequences."
+                )
+            yield samples[first:stop]
+            first = stop
+
+    def _row_bytes(self, length: int, num_logits: int) -> int:
+        """Bytes of one row: keys and values of this rank's layers; logits, twice while they are stacked."""
+        arch, mapping = self._arch, self._mapping
+        heads = max(1, arch.num_kv_heads // mapping.tp_size)
+        cache = 2 * (arch.num_layers // mapping.pp_size) * heads * arch.head_dim * length * self._dtype.itemsize
+        return cache + 2 * 4 * num_logits * arch.vocab_size
+
+    # what the decoder's log-probabilities mean ------------------------------------------------------------------------
+
+    def _goes_by_logits(self, sampling: SamplingConfig) -> bool:
+        """Collective over the replica: whether log-probabilities are computed from the logits of every step.
+
+        Raises:
+            UserError: They cannot be exact under this setting.
+        """
+        if self._verdict is None or self._verdict.scores is Scores.UNKNOWN:  # other weights may tell more
+            self._verdict, self._greedy_is_exact = self._probe(sampling.seed)
+        return needs_logits(self._verdict, sampling, trained=True) or (sampling.greedy and not self._greedy_is_exact)
+
+    def _probe(self, seed: int) -> tuple[Verdict, bool]:
+        """Collective over the replica: what the decoder scores when it samples, and whether it does so when greedy.
+
+        Raises:
+            UserError: The logits are not the model's.
+        """
+        prompts = PROMPTS[: self._config.max_num_seqs]
+        max_tokens = min(PROBE.max_tokens, self._max_len - max(map(len, prompts)))
+        sampled = replace(PROBE, max_tokens=max_tokens, seed=seed)
+        greedy = replace(sampled, greedy=True, temperature=2 * PROBE.temperature, top_p=1.0)
+        seeds = list(range(len(prompts)))
+        first, tokens_BT = self._call(prompts, sampled, seeds, True)
+        second, greedy_BT = self._call(prompts, greedy, seeds, True)
+        found: tuple[Verdict, bool] | None = None
+        with self._together():
+            theirs, greedy_theirs = first.decoder_logprobs_BT, second.decoder_logprobs_BT
+            if first.logits and second.logits and theirs is not None and greedy_theirs is not None:
+                check_raw(first.logits[0], second.logits[0])
+                logits_BTV = torch.stack(first.logits, 1)[:, :, : self._arch.vocab_size].cpu()
+                verdicts = [
+                    judge(reported.tolist(), logits_TV, tokens.tolist())
+                    for reported, logits_TV, tokens in zip(theirs, logits_BTV, tokens_BT, strict=True)
+                ]
+                agreed = all(verdict == verdicts[0] for verdict in verdicts)
+                lens = [max_tokens] * len(prompts)
+                ours = score_steps(second.logits, greedy_BT, lens, self._arch.vocab_size, greedy)
+                is_exact = float((greedy_theirs - ours).abs().max()) <= TOLERANCE
+                found = (verdicts[0] if agreed else Verdict(Scores.UNKNOWN, True), is_exact)
+        told: tuple[Verdict, bool] = self._share(found, -1)
+        return told
+
+    # the replica ------------------------------------------------------------------------------------------------------
+
+    def _together(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._group is None else together(self._group)
+
+    def _share(self, value: Any, stage: int) -> Any:
+        """Collective over the replica: the value of the first rank of a pipeline stage, 0 or -1."""
+        if self._group is None:
+            return value
+        position = 0 if stage == 0 else self._mapping.world_size - self._mapping.tp_size
+        box = [value]
+        dist.broadcast_object_list(box, src=dist.get_global_rank(self._group, position), group=self._group)
+        return box[0]
+
+    def _check(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> None:
+        """Raises UserError for a prompt that cannot be generated from."""
+        config = self._config
+        for prompt in prompts:
+            length, where = len(prompt.prompt_ids), f"prompt {prompt.source or prompt.uid}"
+            if length == 0:
+                raise UserError(f"{where} has no tokens.")
+            if length + sampling.max_tokens > self._max_len or length > config.prompt_length:
+                raise UserError(
+                    f"{where} has {length} tokens; with a response of {sampling.max_tokens} it exceeds the engine's "
+                    f"{self._max_len}, or rollout.prompt_length={config.prompt_length}."
+                )
+            if length > config.max_num_batched_tokens:
+                raise UserError(
+                    f"{where} has {length} tokens, more than rollout.max_num_batched_tokens="
+                    f"{config.max_num_batched_tokens}: the engine reads a prompt in one pass."
+                )
+            if not 0 <= min(prompt.prompt_ids) <= max(prompt.prompt_ids) < self._arch.vocab_size:
+                raise UserError(
+                    f"{where} has a token id outside the model's vocabulary of {self._arch.vocab_size}. The tokenizer "
+                    "and the model do not belong together."
+                )
+
+
+def _check_finite(logprobs_BT: Tensor, lens: Sequence[int], batch: Sequence[Sample]) -> None:
+    """Raises RuntimeError where a token has no log-probability; the prompt is named."""
+    for sample, logprobs, length in zip(batch, logprobs_BT, lens, strict=True):
+        if not bool(logprobs[:length].isfinite().all()):
+            raise RuntimeError(
+                f"the log-probabilities are not finite for prompt {sample.prompt.source or sample.prompt.uid}, sample "
+                f"{sample.index}; the weights are broken"
+            )

@@ -1,0 +1,10 @@
+"""Which communicator TensorRT-LLM's C++ side takes for its world."""
+
+from tensorrt_llm.bindings import MpiComm
+
+from tests.trtllm.signature import signed
+
+
+@signed("tensorrt_llm.llmapi.mpi_session.set_mpi_session_cpp")
+def set_mpi_session_cpp(comm):
+    MpiComm.set_raw_mpi_session_by_fortran_handle(comm.py2f())

@@ -1,7 +1,7 @@
 """What the stand-ins compute with: mrl's native engine on one rank, from Hugging Face tensors.
 
-Owns the ways in: shards in TensorRT-LLM's layout become Hugging Face tensors and these the engine's, and a request's seed
-becomes the (prompt uid, sample) whose random numbers it stands for, by running `stream_key` backwards.
+Owns the ways in: shards in TensorRT-LLM's layout become Hugging Face tensors and these the engine's, and a request's
+seed becomes the (prompt uid, sample) whose random numbers it stands for, by running `stream_key` backwards.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Stands in for TensorRT's Python package: an engine whose weights a strict `Refitter` replaces.
 
 Where TensorRT returns False, so does it; what would be undefined there raises `StandinError` here: a pointer to memory
-that is gone, that changed between `set_named_weights` and `refit_cuda_engine`, or that is not where it is said to be, and
-a refit while the engine generates.
+that is gone, that changed between `set_named_weights` and `refit_cuda_engine`, or that is not where it is said to be,
+and a refit while the engine generates.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stands in for TensorRT-LLM's builder: an engine is the weights of a rank, by the names that `trtllm-build` gives them."""
+"""Stands in for TensorRT-LLM's builder: an engine is the weights of a rank, by the names that `trtllm-build` gives."""
 
 from __future__ import annotations
 

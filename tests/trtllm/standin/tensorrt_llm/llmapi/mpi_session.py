@@ -1,7 +1,6 @@
 """Which communicator TensorRT-LLM's C++ side takes for its world."""
 
 from tensorrt_llm.bindings import MpiComm
-
 from tests.trtllm.signature import signed
 
 

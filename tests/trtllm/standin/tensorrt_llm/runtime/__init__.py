@@ -1,8 +1,9 @@
 """Stands in for TensorRT-LLM's Python runtime: `ModelRunner` over engines that `builder.py` here made.
 
-The ranks of an engine bring their shards together over MPI and each computes the whole model. What a rank then returns is
-what the real one does: tokens on the first pipeline stage, logits and log-probabilities on the last. MRL_STANDIN_DECODER
-says what the decoder's log-probabilities are ("tempered", "raw", "shifted": of the next position).
+The ranks of an engine bring their shards together over MPI and each computes the whole model. What a rank then returns
+is what the real one does: tokens on the first pipeline stage, logits and log-probabilities on the last.
+MRL_STANDIN_DECODER says what the decoder's log-probabilities are ("tempered", "raw", "shifted": one position on),
+MRL_STANDIN_FAILS which rank of a replica fails.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import tensorrt
 import torch
-from tensorrt_llm import bindings
-from tensorrt_llm.builder import unpacked
-from tensorrt_llm.runtime.generation import DISABLE_TORCH_DEVICE_SET, GenerationSession, SamplingConfig
 
 from mrl.engines.base import SamplingConfig as Contract
 from mrl.formats.trtllm_config import from_json
 from mrl.weights.trtllm import trtllm_layout
+from tensorrt_llm import bindings
+from tensorrt_llm.builder import unpacked
+from tensorrt_llm.runtime.generation import DISABLE_TORCH_DEVICE_SET, GenerationSession, SamplingConfig
 from tests.trtllm.native_model import NativeModel, assembled
 from tests.trtllm.signature import signed
 

@@ -1,7 +1,8 @@
 """The command line: `mrl train|evaluate|plan|launch|report`, the same as `python -m mrl ...`.
 
 Owns arguments, exit statuses and the one message of a run that ended early: 0 done, 2 a mistake that the user can mend
-(no traceback), 130 interrupted, 143 ended by SIGTERM. What needs torch is imported inside the commands, so that
+(no traceback), 75 a training run that stopped in order and goes on when it is started again, 130 interrupted, 143 ended
+by SIGTERM. What needs torch is imported inside the commands, so that
 `mrl --help` and a mistake in a config answer at once.
 """
 
@@ -22,17 +23,14 @@ from types import FrameType
 
 from mrl import __version__
 from mrl.config import Config, load
-from mrl.distributed.launch import become, environment
+from mrl.distributed.launch import become, environment, variables
 from mrl.distributed.scripts import SCRIPTS, Start, line
+from mrl.distributed.stop import END_TIME, REQUEUE, Stop, Terminated, limits
 from mrl.errors import UserError
 from mrl.observe.run_dir import RunDir
 
 SILENT_RANK_WAIT_S = 10.0
 """A launcher ends all ranks when the first one ends: one that is silent lets the one that speaks end first."""
-
-
-class Terminated(BaseException):
-    """SIGTERM came: the launcher, a scheduler or a person ends this process."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.to_go_on = ""
     _quieten()
     try:
-        with _terminable():
-            arguments.command(arguments)
+        with _terminable(unblock=arguments.command is not _train):
+            status: int | None = arguments.command(arguments)
     except UserError as error:
         if _speaks(error):
             print(f"mrl: error: {error}{arguments.to_go_on}", file=sys.stderr, flush=True)
@@ -51,16 +49,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             time.sleep(SILENT_RANK_WAIT_S)
         return 2
     except (KeyboardInterrupt, Terminated) as stop:
-        word, status = ("interrupted", 130) if isinstance(stop, KeyboardInterrupt) else ("ended by SIGTERM", 143)
+        word, status = ("ended by SIGTERM", stop.status) if isinstance(stop, Terminated) else ("interrupted", 130)
         if environment().rank == 0:
             print(f"mrl: {word}.{arguments.to_go_on}", file=sys.stderr, flush=True)
         return status
-    return 0
+    return status or 0
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
-    """Inside, SIGTERM raises Terminated, so that the job ends in order; a second one changes nothing."""
+def _terminable(*, unblock: bool) -> Iterator[None]:
+    """Inside, SIGTERM raises Terminated, so that the job ends in order; a second one changes nothing.
+
+    mrl.distributed.torchrun starts its ranks with SIGTERM blocked: until a handler is there it waits.
+    """
 
     def end(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -68,6 +69,8 @@ def _terminable() -> Iterator[None]:
 
     before = signal.signal(signal.SIGTERM, end)
     try:
+        if unblock:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -111,7 +114,7 @@ def _show(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes out as it ends
 
 
-def _train(arguments: argparse.Namespace) -> None:
+def _train(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, arguments.overrides)
     if arguments.dry_run:
         from mrl.dryrun import describe
@@ -119,11 +122,18 @@ def _train(arguments: argparse.Namespace) -> None:
         described = describe(config, arguments.world_size or environment().world_size)
         if environment().rank == 0:
             _show(described)
-        return
-    try:
-        from mrl.train import train
+        return 0
 
-        train(config)
+    def say(what: str) -> None:
+        if environment().rank == 0:
+            print(f"mrl: {what}.{_to_go_on(config, arguments.words, '')}", file=sys.stderr, flush=True)
+
+    stop = Stop(config.run, ends=limits(config.run, variables(END_TIME)), keeps_time=environment().rank == 0, say=say)
+    try:
+        with stop.listening():
+            from mrl.train import train
+
+            train(config, stop)
     except UserError as error:
         if error.at:
             arguments.to_go_on = _to_go_on(config, arguments.words, error.at)
@@ -131,6 +141,7 @@ def _train(arguments: argparse.Namespace) -> None:
     except (KeyboardInterrupt, Terminated):
         arguments.to_go_on = _to_go_on(config, arguments.words, "")
         raise
+    return REQUEUE if stop.why else 0
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:

@@ -39,6 +39,15 @@ class RunConfig:
     """CPU threads per rank; 0: cores divided by the ranks of this host."""
     collective_timeout_s: float = 600.0
     """A collective that waits longer ends the job, s."""
+    max_time_s: float = 0.0
+    """Stop in order before a step that would not fit into so many seconds of this process' life; 0: no limit. SLURM's
+    time limit is kept without this."""
+    stop_timeout_s: float = 90.0
+    """From SIGUSR1 to the end of the process, s. launch/slurm.sbatch has it sent 120 s before SLURM's time limit; where
+    a checkpoint takes longer, raise both."""
+    term_timeout_s: float = 25.0
+    """From SIGTERM to the end of the process, s. SLURM (KillWait) and most launchers kill after 30 s; raise it where
+    preemption has a longer GraceTime."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,6 +38,7 @@ from mrl.observe import metrics as measure
 from mrl.observe.run_log import RunLog
 from mrl.observe.timers import Timers
 from mrl.prepare import Plan
+from mrl.progress import Progress, Standing
 from mrl.refit import Refit, gather_layouts
 from mrl.registry import find
 from mrl.rewards.scorer import Scorer, part_names
@@ -84,6 +86,8 @@ class Job:
         self.history = LengthHistory(rollout.response_length)
         self.checkpoints = Checkpoints(plan.run.checkpoints, config.checkpoint)
         self.timers = Timers(device, log.phase)
+        self.progress = Progress(self.timers, self._loop_state, self._commit)
+        self.engine.told_to_stop = self.progress.told_to_stop
         self.policy_version = 0
         self.reference_path: str | None = None
         """Hugging Face folder that holds the reference."""
@@ -144,7 +148,7 @@ class Job:
 
     @contextmanager
     def engine_awake(self) -> Iterator[None]:
-        """Inside, the actor is away and the engine may generate; then `rollout.free_cache_engine` frees its KV cache."""
+        """Inside, the actor is away and the engine generates; then `rollout.free_cache_engine` frees its KV cache."""
         self.policy.offload()
         self.engine.wake()
         yield
@@ -180,12 +184,21 @@ class Job:
         warm = self.config.train.warm_start
         return LearningRate(warm.lr, 0.0, "constant", warm.lr_warmup_steps, warm.num_steps)
 
-    def warm_start_parts(self) -> tuple[Algorithm, PromptSource]:
-        """The supervised algorithm of the warm start, and the training prompts in an order of their own."""
+    def begin_warm_start(self) -> tuple[Algorithm, PromptSource, int]:
+        """The supervised algorithm, the training prompts in an order of their own, and the steps already done."""
         config, rollout = self.config, self.config.rollout
         sft = algorithms.build(AlgorithmConfig(name="sft"), rollout)
         seed = config.run.seed + 1
-        return sft, load_training(config.data, self.tokenizer, prompt_length=rollout.prompt_length, seed=seed)
+        source = load_training(config.data, self.tokenizer, prompt_length=rollout.prompt_length, seed=seed)
+        standing = self.progress.standing
+        if standing is None:
+            self.policy.start_optimizer(self.warm_start_learning_rate())
+            return sft, source, 0
+        begun = standing.state["warm_start"]
+        self.policy.follow(self.warm_start_learning_rate())
+        source.load_state_dict(begun["source"])
+        self.log.warm_start_resumed(begun["step"])
+        return sft, source, int(begun["step"])
 
     def load_initial_weights(self) -> None:
         """Fills the actor from the model folder, or at random."""
@@ -263,24 +276,31 @@ class Job:
             step: Steps done.
             metrics: Of that step; `checkpoint.best_metric` is looked up in it.
         """
-        state = {
-            "step": step,
+        self._commit(self.progress.reached(step, metrics))
+        self.log.step(step, self.timers.metrics())
+
+    def _loop_state(self) -> dict[str, Any]:
+        return {
             "policy_version": self.policy_version,
             "source": self.source.state_dict(),
             "history": self.history.state_dict(),
             "reference": self.reference_path,
         }
 
+    def _commit(self, standing: Standing) -> None:
         def write(folder: Path) -> None:
             megatron_checkpoint.save(folder / "actor", self.policy)
             if self.config.checkpoint.export_hf:
                 self.export(folder / "hf")
 
+        metric = standing.metrics.get(self.config.checkpoint.best_metric)
+        began = time.monotonic()
         with self.timers.phase("save_checkpoint"):
-            path = self.checkpoints.save(step, write, state, metrics.get(self.config.checkpoint.best_metric))
+            path = self.checkpoints.save(standing.state["step"], write, standing.state, metric)
             if self.groups.rank == 0:
                 self._drop_unused_references()
-        self.log.step(step, self.timers.metrics())
+        standing.committed = True
+        self.progress.took(commit_s=time.monotonic() - began)
         self.log.note(f"checkpoint {path}")
 
     def _drop_unused_references(self) -> None:
@@ -295,14 +315,20 @@ class Job:
         """Collective over the job: takes up the run's last commit, else the initial weights.
 
         Returns:
-            Steps done; None: there was no commit.
+            Steps done, with their lines in the log; None: step 0 is still to be committed.
         """
         self.policy.start_optimizer(self.learning_rate())
         if self.resume_step is None:
             self.load_initial_weights()
             return None
         path = self.checkpoints.path(self.resume_step)
+        began = time.monotonic()
         state = self.load(path)
+        self.progress.took(commit_s=time.monotonic() - began)  # the best guess before the first commit
+        self.progress.standing = Standing(state, committed=True)
+        if state["warm_start"] is not None:
+            self.log.note(f"resumed from {path}, in the warm start")
+            return None
         with together():
             self.source.load_state_dict(state["source"])
         self.history.load_state_dict(state["history"])
@@ -310,7 +336,7 @@ class Job:
         if self.algorithm.needs_reference:
             self.load_reference()
         self.log.note(f"resumed from {path}")
-        return int(state["step"])
+        return int(state["step"]) - (state["unlogged"] is not None)
 
     def load_for_evaluation(self, which: str | None) -> str:
         """Collective over the job: the weights of a checkpoint; returns what was loaded, in words.

@@ -60,7 +60,7 @@ class LengthHistory:
 
     def state_dict(self) -> dict[str, object]:
         """JSON-able state."""
-        return {"default": self._default, "lengths": self._lengths}
+        return {"default": self._default, "lengths": dict(self._lengths)}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Takes back what `state_dict` gave."""

@@ -16,6 +16,7 @@ from dataclasses import replace
 from mrl.algorithms.base import Algorithm
 from mrl.config import Config
 from mrl.distributed.collectives import together
+from mrl.distributed.stop import Stop
 from mrl.engines.base import SamplingConfig
 from mrl.errors import UserError
 from mrl.job import Job, open_job
@@ -30,38 +31,49 @@ from mrl.types import Prompt, Rollout, RolloutBatch, SampleTable
 Metrics = dict[str, float]
 
 
-def train(config: Config) -> None:
+def train(config: Config, stop: Stop | None = None) -> None:
     """Trains, or continues, the run that the config describes (`mrl train`).
+
+    Args:
+        config: Of the run.
+        stop: Heard between steps and between the phases before a step's update; `stop.why` says whether it ended this.
 
     Raises:
         UserError: A mistake that the user can mend; every rank raises it.
     """
-    with open_job(prepare(config)) as job:
+    with open_job(prepare(config)) as job, job.progress.stops_in_order(stop):
         config = job.config
         done = job.resume()
         if done is None:
             done = 0
             warm_start(job)
-            with job.timers.step(done):
+            with job.progress.step(done):
                 job.freeze_reference(done)
                 held_out_metrics = evaluate_if_due(job, done)
             job.commit(done, held_out_metrics)
         if done >= config.train.num_steps:
             job.log.note(f"all {config.train.num_steps} steps are done; raise train.num_steps to go on")
         for step in range(done + 1, config.train.num_steps + 1):
-            with job.timers.step(step):
-                metrics = supervised_step(job) if job.algorithm.supervised else reinforcement_step(job, step)
+            with job.progress.step(step):
+                metrics = job.progress.unlogged(step) or one_step(job, step)
+                job.progress.reached(step, unlogged=metrics)
                 held_out_metrics = evaluate_if_due(job, step)
             job.log.step(step, metrics | job.rates())
+            job.progress.reached(step, metrics | held_out_metrics)
             if is_due(step, config.checkpoint.interval, config.train.num_steps):
                 job.commit(step, metrics | held_out_metrics)
         if job.groups.rank == 0 and config.observe.report:
             job.log.note(f"report {write_report(job.run.root)}")
 
 
+def one_step(job: Job, step: int) -> Metrics:
+    """Of the algorithm's kind."""
+    return supervised_step(job) if job.algorithm.supervised else reinforcement_step(job, step)
+
+
 def reinforcement_step(job: Job, step: int) -> Metrics:
-    """Sample, score, update."""
-    config, algorithm, phase = job.config, job.algorithm, job.timers.phase
+    """Sample, score, update. Up to the update a step can be abandoned."""
+    config, algorithm, phase = job.config, job.algorithm, job.progress.phase
     with phase("update_weights"):
         metrics = job.refit_if_stale()
 
@@ -83,7 +95,7 @@ def reinforcement_step(job: Job, step: int) -> Metrics:
         advantages_N = algorithm.outcome_advantages(facts)
         data.batch.rewards_B = facts.rewards_N[data.index_B].float()
         algorithm.advantages(data.batch, advantages_N[data.index_B], job.sum_over_dp)
-    with phase("update_actor"):
+    with job.timers.phase("update_actor"):
         metrics |= update(job, data)
 
     job.update_reference(step)
@@ -124,11 +136,11 @@ def sample_and_score(
     job: Job, prompts: Sequence[Prompt], sampling: SamplingConfig
 ) -> tuple[list[Rollout], SampleTable]:
     """Rollouts of this replica with rewards, and the table of all samples."""
-    with job.timers.phase("gen"), together(), job.engine_awake():
+    with job.progress.phase("gen"), together(), job.engine_awake():
         rollouts = generate(job.engine, prompts, sampling, job.groups, job.history)
-    with job.timers.phase("reward"), together():
+    with job.progress.phase("reward"), together():
         if job.scorer is not None:
-            job.scorer.score(rollouts)
+            job.scorer.score(rollouts, job.progress.told_to_stop)
     return rollouts, gather_table(rollouts, job.groups, job.reward_names)
 
 
@@ -154,14 +166,14 @@ def warm_start(job: Job) -> None:
     if not config.num_steps:
         return
     job.log.note(f"warm start: {config.num_steps} supervised steps")
-    job.policy.start_optimizer(job.warm_start_learning_rate())
-    algorithm, source = job.warm_start_parts()
-    for step in range(1, config.num_steps + 1):
-        with job.timers.step(step), job.timers.phase("warm_start"):
+    algorithm, source, done = job.begin_warm_start()
+    for step in range(done + 1, config.num_steps + 1):
+        with job.progress.step(step), job.timers.phase("warm_start"):
             prompts = source.next(config.batch_size)
             batch, _ = supervised_batch(prompts, job.tokenizer, job.groups, job.config)
             metrics = optimizer_step(job, batch, algorithm)
         job.log.warm_start(step, metrics | job.timers.metrics())
+        job.progress.reached(0, warm_start={"step": step, "source": source.state_dict()})
     job.policy.start_optimizer(job.learning_rate())
 
 

@@ -129,7 +129,7 @@ TINY = (
 @pytest.mark.parametrize(
     ("action", "status", "said"),
     [
-        ("SIGTERM", 143, "mrl: ended by SIGTERM.\n"),
+        ("SIGTERM", 75, "mrl: stopped by SIGTERM after step 2, which was already committed.\n"),
         ("SIGINT", 130, "mrl: interrupted.\n"),
         ("mistake", 2, "mrl: error: row 5 is wrong.\nThis was at step 3, between phases.\n"),
     ],

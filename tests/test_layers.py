@@ -19,7 +19,7 @@ LAYERS = (
     ("prepare",),
     ("preflight",),
     ("preflight_experts",),
-    ("refit", "export", "rollout", "checkpoint", "supervised", "convert", "verify", "activations"),
+    ("refit", "export", "rollout", "checkpoint", "supervised", "progress", "convert", "verify", "activations"),
     ("megatron", "engines", "observe"),
     ("formats",),
     ("transfer",),

@@ -207,6 +207,10 @@ class Policy:
             config.no_sync_func = [no_sync for no_sync, _ in hooks] if several else hooks[0][0]
             config.grad_sync_func = [sync for _, sync in hooks] if several else hooks[0][1]
 
+    def follow(self, learning_rate: LearningRate) -> None:
+        """Another schedule for the optimizer as it is."""
+        self._learning_rate = learning_rate
+
     def update(self, minibatch: RolloutBatch, algorithm: Algorithm, *, on_policy: bool = False) -> dict[str, float]:
         """Collective over the job: one optimizer step on a minibatch.
 

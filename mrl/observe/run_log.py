@@ -60,6 +60,11 @@ class RunLog:
         for logger in self._loggers:
             logger.record("warm_start", step, renamed)
 
+    def warm_start_resumed(self, step: int) -> None:
+        """The warm start goes on after supervised step `step`: what came later is cut off."""
+        for logger in self._loggers:
+            logger.warm_start_resumed(step)
+
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Sample generations of `step`, from `sample_rows`; their "phase" says from where."""
         phases: tuple[Phase, ...] = ("train", "val")

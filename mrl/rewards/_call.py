@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import inspect
 import math
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mrl import registry
 from mrl.errors import UserError
+
+IGNORED = {signal.SIGINT, signal.SIGUSR1, signal.SIGTERM}
+"""Signals that a terminal or a scheduler sends to every process of a job: a worker leaves them to its parent."""
 
 
 @dataclass(frozen=True)

@@ -10,22 +10,24 @@ import contextlib
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from typing import Any
 
 from mrl.errors import UserError
-from mrl.rewards._call import Outcome, Sample
+from mrl.rewards._call import IGNORED, Outcome, Sample
 
 STARTUP_LIMIT_S = 120.0
 """Imports of a worker may take this long: a reward function may import large packages."""
 
 _EXIT_LIMIT_S = 5.0  # from a closed pipe to the end of its process
+_LOOK_S = 0.5  # between two questions whether to stop
 _MAX_CHUNK = 64  # samples in one message
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from mrl.rewards._worker import run; run()"
 
@@ -35,13 +37,18 @@ class _Worker:
 
     def __init__(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
         self.pipe, other = Pipe()
-        with other:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(other.fileno()), str(os.getpid()), json.dumps(sys.path)],
-                pass_fds=(other.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what a reward function prints must not mix with the trainer's output
-            )
+        # A scheduler signals every process of the job. Until the worker can ignore it, the signal waits.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+        try:
+            with other:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-c", _BOOT, str(other.fileno()), str(os.getpid()), json.dumps(sys.path)],
+                    pass_fds=(other.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,  # what a reward function prints must not mix with the trainer's output
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.pending: deque[int] = deque()
         self.deadline = 0.0
         self._started = time.monotonic()
@@ -121,12 +128,15 @@ class WorkerPool:
             self.close()
             raise
 
-    def run(self, samples: Sequence[Sample], give_up_after: int) -> dict[int, list[Outcome]]:
+    def run(
+        self, samples: Sequence[Sample], give_up_after: int, told_to_stop: Callable[[], bool] = lambda: False
+    ) -> dict[int, list[Outcome]]:
         """Scores a batch.
 
         Args:
             samples: In any number.
             give_up_after: Stop when more than this many samples have failed.
+            told_to_stop: Stop when this is true; the pool is only good for `close` then.
 
         Returns:
             Index of each sample -> one outcome for each function; complete unless it gave up.
@@ -138,6 +148,8 @@ class WorkerPool:
         done: dict[int, list[Outcome]] = {}
         num_failed = 0
         while len(done) < len(samples) and num_failed <= give_up_after:
+            if told_to_stop():
+                return done
             self._feed(todo, samples)
             readable = self._wait()
             for slot, worker in enumerate(self._workers):
@@ -179,10 +191,11 @@ class WorkerPool:
                 self._replace(slot)
 
     def _wait(self) -> list[Any]:
-        """The pipes with an answer, or none when the first deadline has come."""
+        """The pipes with an answer, or none when the first deadline has come or it is time to look around."""
         busy = [worker for worker in self._workers if worker.pending]
         first_deadline = min(worker.deadline for worker in busy)
-        return wait([worker.pipe for worker in busy], max(0.0, first_deadline - time.monotonic()))
+        left = max(0.0, first_deadline - time.monotonic())
+        return wait([worker.pipe for worker in busy], min(left, _LOOK_S))
 
     def _failed(self, problem: str) -> list[Outcome]:
         return [Outcome(math.nan, problem, lost=True) for _ in self._calls]

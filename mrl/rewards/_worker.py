@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from mrl.errors import UserError
-from mrl.rewards._call import RewardCall
+from mrl.rewards._call import IGNORED, RewardCall
 
 _PR_SET_PDEATHSIG = 1
 
@@ -25,7 +25,9 @@ def main() -> None:
     In: a list of (name, kwargs), then lists of `Sample`. Out: "" when ready, or why not; then for each sample its list
     of `Outcome`, as soon as it is known.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it ends this process by closing the pipe
+    for number in IGNORED:  # the parent's; it ends this process by closing the pipe
+        signal.signal(number, lambda number, frame: None)  # unlike SIG_IGN not handed down to a function's own programs
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[2]):

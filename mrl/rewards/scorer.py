@@ -57,21 +57,25 @@ class Scorer:
                 time_limit_s=config.time_limit_s,
             )
 
-    def score(self, rollouts: Sequence[Rollout]) -> None:
+    def score(self, rollouts: Sequence[Rollout], told_to_stop: Callable[[], bool] = lambda: False) -> None:
         """Sets `reward`, `reward_parts` and `reward_error` of each rollout, and `response_text` where it is empty.
 
         A failed sample's reward, and the failed function's part, is `reward.error_value`.
+
+        Args:
+            rollouts: In any number.
+            told_to_stop: Asked now and then; once it is true this returns with rollouts that have no reward.
 
         Raises:
             UserError: More than `reward.max_failed_frac` of the rollouts failed; the first failure is named.
         """
         samples = [self._sample(rollout) for rollout in rollouts]
         allowed = math.floor(self._config.max_failed_frac * len(samples))
-        remote = self._pool.run(samples, allowed) if self._pool is not None else {}
+        remote = self._pool.run(samples, allowed, told_to_stop) if self._pool is not None else {}
         num_failed, first_failure = 0, ""
         for row, (rollout, sample) in enumerate(zip(rollouts, samples, strict=True)):
             if self._pool is not None and row not in remote:
-                continue  # the pool gave up: too many failed
+                continue  # the pool gave up: too many failed, or told to stop
             outcomes = {index: call(sample) for index, call in self._local.items()}
             outcomes.update(zip(self._remote, remote.get(row, ()), strict=True))
             self._set(rollout, outcomes)

@@ -25,6 +25,7 @@ from mrl.engines.native.generation import Generation
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.memory import kv_budget
 from mrl.engines.native.model import Decoder
+from mrl.engines.native.poll import Poll
 from mrl.engines.native.rows import ROUTED, Rows
 from mrl.engines.native.scheduler import Scheduler
 from mrl.engines.native.stopping import Stopping
@@ -67,6 +68,7 @@ class NativeEngine(RolloutEngine):
         self._arch = arch
         self._device = device
         self._decode = decode
+        self._tp_group = tp_group
         tp_size = 1 if tp_group is None else dist.get_world_size(tp_group)
         tp_rank = 0 if tp_group is None else dist.get_rank(tp_group)
         ep_size = config.expert_parallel_size
@@ -191,6 +193,7 @@ class NativeEngine(RolloutEngine):
                 sampling=sampling,
                 stopping=Stopping(sampling, self._decode, self._device),
                 max_prefill_tokens=self._config.max_num_batched_tokens,
+                abandoned=Poll(self.told_to_stop, self._tp_group),
             )
             rollouts = generation.run(self.policy_version)
         except RuntimeError:

@@ -39,6 +39,7 @@ class Generation:
         sampling: The distribution and the keys of its random numbers.
         stopping: When a response ends.
         max_prefill_tokens: Prompt tokens in one forward.
+        abandoned: Whether the call is to end now; asked between forwards.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Generation:
         sampling: SamplingConfig,
         stopping: Stopping,
         max_prefill_tokens: int,
+        abandoned: Callable[[], bool],
     ) -> None:
         self._model = model
         self._cache = cache
@@ -62,15 +64,17 @@ class Generation:
         self._sampler = Sampler(sampling)
         self._stopping = stopping
         self._max_prefill_tokens = max_prefill_tokens
+        self._abandoned = abandoned
         self._num_steps = 0
         self._finished: dict[tuple[int, int], Rollout] = {}
         names = ("prefill_tokens", "decode_steps", "decode_tokens", "prefill_s", "decode_s", "max_running")
         self.stats: dict[str, float] = dict.fromkeys(names, 0.0)
 
     def run(self, policy_version: int) -> list[Rollout]:
-        """All rollouts, ordered by prompt, then sample index."""
+        """All rollouts, ordered by prompt, then sample index; if it was abandoned those that had ended."""
         scheduler, stats = self._scheduler, self.stats
-        while not scheduler.done:
+        abandoned = self._abandoned()
+        while not scheduler.done and not abandoned:
             began = time.perf_counter()
             groups = scheduler.admit()
             if groups:
@@ -83,8 +87,9 @@ class Generation:
             stats["prefill_s"] += prefilled - began
             stats["max_running"] = max(stats["max_running"], len(scheduler.running))
             ended: list[int] = []
-            while scheduler.running and not ended:
+            while scheduler.running and not ended and not abandoned:
                 ended = self._decode()
+                abandoned = self._abandoned()
             self._begin(self._retire(ended, policy_version), policy_version)
             stats["decode_s"] += time.perf_counter() - prefilled
         return [self._finished[key] for key in sorted(self._finished)]

@@ -40,6 +40,9 @@ class Logger(ABC):
     def record(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
         """Values of a step. A step may come several times, with further names."""
 
+    def warm_start_resumed(self, step: int) -> None:  # noqa: B027 - optional
+        """The warm start goes on after its step `step`."""
+
     def samples(self, phase: Phase, step: int, rows: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027 - optional
         """Sample generations, see `run_log.sample_rows`."""
 

@@ -29,6 +29,7 @@ class Files(Logger):
         for path in (run.metrics, run.timings, run.samples):
             cut_back(path, keep)
         cut_back(run.notes, lambda row: True)
+        self._run = run
         self._metrics = StepFile(run.metrics)
         self._timings = StepFile(run.timings)
         self._written = {(row["phase"], row["step"]) for row in read_rows(run.samples)}
@@ -43,6 +44,14 @@ class Files(Logger):
             self._metrics.put(phase, step, steady)
         if len(steady) < len(metrics):
             self._timings.put(phase, step, {name: metrics[name] for name in metrics if name not in steady})
+
+    def warm_start_resumed(self, step: int) -> None:
+        """Later lines go."""
+        self._metrics.close()
+        self._timings.close()
+        for path in (self._run.metrics, self._run.timings):
+            cut_back(path, lambda row: row["phase"] == "warm_start" and row["step"] <= step)
+        self._metrics, self._timings = StepFile(self._run.metrics), StepFile(self._run.timings)
 
     def samples(self, phase: Phase, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """One line per sample; what is already there for this step (a resumed run evaluates again) stays."""

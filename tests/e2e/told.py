@@ -1,0 +1,69 @@
+"""A task, a reward and an algorithm that send their own run a signal, at the place that MRL_TEST_TELL names.
+
+MRL_TEST_TELL="RANK PLACE COUNT SIGNAL": at the COUNTth time that this rank comes to PLACE
+    draw        a training prompt is drawn (the warm start draws its own)
+    loss        the algorithm's loss, within the update
+    score       a training sample is scored; the worker sleeps over it
+    held_out    a held-out sample is scored, after COUNT training samples
+    hang        as `loss`, which then sleeps
+They compute what they compute without it.
+"""
+
+import os
+import signal
+import time
+
+from mrl.algorithms.grpo import Grpo
+from mrl.data.tasks import Addition
+
+TELL = "MRL_TEST_TELL"
+LONG_S = 600
+_counts = {}
+
+
+def reset(tell):
+    """What a process that was used before needs."""
+    os.environ[TELL] = tell
+    _counts.clear()
+
+
+def _tells(place, number, process):
+    """Sends the signal, once, if this is the place and the time."""
+    rank, there, count, name = os.environ.get(TELL, "").split() or ("", "", "0", "")
+    if place != there or rank != os.environ.get("RANK", "0") or number < int(count) or "told" in _counts:
+        return False
+    _counts["told"] = 1
+    os.kill(process, getattr(signal, name))
+    return True
+
+
+def _number(place):
+    _counts[place] = _counts.get(place, 0) + 1
+    return _counts[place]
+
+
+class Sums(Addition):
+    def train_row(self, index):
+        _tells("draw", _number("draw"), os.getpid())
+        return super().train_row(index)
+
+    def val_row(self, index):
+        return super().val_row(index) | {"held_out": True}
+
+
+def reward(*, prompt, response, answer, extra):
+    """Runs in a worker: its parent is the rank."""
+    if "held_out" in extra:
+        _tells("held_out", _counts.get("sample", 0), os.getppid())
+    elif _tells("score", _number("sample"), os.getppid()):
+        time.sleep(LONG_S)
+    return len(set(response) & set(answer)) - 0.1 * len(response)
+
+
+class Policy(Grpo):
+    def loss(self, logprobs_R, entropy_R, microbatch):
+        number = _number("loss")
+        _tells("loss", number, os.getpid())
+        if _tells("hang", number, os.getpid()):
+            time.sleep(LONG_S)
+        return super().loss(logprobs_R, entropy_R, microbatch)

@@ -23,6 +23,8 @@ from mrl.formats.megatron import MegatronTarget
 from mrl.formats.partial_folder import MANIFEST
 from mrl.formats.trtllm import TrtllmTarget, read_activation_scales
 from mrl.grid import Grid
+from mrl.models.base import ArchSpec
+from mrl.models.hf_config import arch_from_folder
 from mrl.weights.hf import hf_layout
 from mrl.weights.regions import volume, whole
 from mrl.weights.trtllm import TrtllmMapping
@@ -89,11 +91,19 @@ def add_conversion_flags(parser: FlagParser, what: str) -> None:
     )
 
 
-def run_conversion(args: argparse.Namespace, source: Source, make_target: Callable[[Source], Target]) -> int:
-    """Converts, or prints the plan; closes the source."""
+def run_conversion(
+    args: argparse.Namespace, source: Source, make_target: Callable[[argparse.Namespace, Source], Target]
+) -> int:
+    """Converts, or prints the plan; closes the source.
+
+    Args:
+        args: With the flags of `add_conversion_flags`.
+        source: Open for reading.
+        make_target: From the flags: `megatron_target`, `trtllm_target` or `hf_target`.
+    """
     console = Console(stderr=True)
     with closing(source):
-        target = make_target(source)
+        target = make_target(args, source)
         plan = plan_conversion(source, target)
         if args.dry_run:
             Console(soft_wrap=True, highlight=False).print(_plan_text(plan, args.num_workers))
@@ -210,6 +220,20 @@ def trtllm_target(args: argparse.Namespace, source: Source) -> TrtllmTarget:
     scales = None if args.fp8_activation_scales is None else read_activation_scales(args.fp8_activation_scales)
     dtype = common_dtype(source, args.dtype)
     return TrtllmTarget(source.arch, mapping, dtype, activation_scales=scales, gpus_per_node=args.gpus_per_node)
+
+
+def add_like_flag(parser: FlagParser) -> None:
+    """What says which model a Megatron checkpoint is."""
+    parser.add_argument("--like", metavar="FOLDER", help="config.json for a Megatron checkpoint that has none")
+
+
+def like_arch(args: argparse.Namespace) -> ArchSpec | None:
+    """The model that --like names; None without it.
+
+    Raises:
+        UserError: Its folder has no readable config.json.
+    """
+    return None if args.like is None else arch_from_folder(args.like)
 
 
 def add_hf_flags(parser: FlagParser) -> None:

@@ -23,8 +23,7 @@ EXAMPLE = """\
 
 def work(args: argparse.Namespace) -> int:
     """Opens the source and converts it."""
-    source = HfSource(args.model_dir)
-    return run_conversion(args, source, lambda source: megatron_target(args, source))
+    return run_conversion(args, HfSource(args.model_dir), megatron_target)
 
 
 def main() -> int:

@@ -15,8 +15,7 @@ EXAMPLE = """\
 
 def work(args: argparse.Namespace) -> int:
     """Opens the source and converts it."""
-    source = HfSource(args.model_dir)
-    return run_conversion(args, source, lambda source: trtllm_target(args, source))
+    return run_conversion(args, HfSource(args.model_dir), trtllm_target)
 
 
 def main() -> int:

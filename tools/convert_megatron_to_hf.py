@@ -5,9 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mrl.convert_cli import FlagParser, add_conversion_flags, add_hf_flags, hf_target, run_conversion, run_tool
+from mrl.convert_cli import (
+    FlagParser,
+    add_conversion_flags,
+    add_hf_flags,
+    hf_target,
+    like_arch,
+    run_conversion,
+    run_tool,
+)
 from mrl.formats.megatron import MegatronSource
-from mrl.models.hf_config import arch_from_folder
 
 EXAMPLE = """\
   python tools/convert_megatron_to_hf.py --model_dir runs/math/checkpoints/step-00000400 --output_dir math-hf \\
@@ -17,9 +24,7 @@ EXAMPLE = """\
 
 def work(args: argparse.Namespace) -> int:
     """Opens the source and converts it."""
-    arch = None if args.like is None else arch_from_folder(args.like)
-    source = MegatronSource(args.model_dir, arch)
-    return run_conversion(args, source, lambda source: hf_target(args, source))
+    return run_conversion(args, MegatronSource(args.model_dir, like_arch(args)), hf_target)
 
 
 def main() -> int:

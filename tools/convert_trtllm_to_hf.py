@@ -15,8 +15,7 @@ EXAMPLE = """\
 
 def work(args: argparse.Namespace) -> int:
     """Opens the source and converts it."""
-    source = TrtllmSource(args.model_dir)
-    return run_conversion(args, source, lambda source: hf_target(args, source))
+    return run_conversion(args, TrtllmSource(args.model_dir), hf_target)
 
 
 def main() -> int:

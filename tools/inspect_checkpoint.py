@@ -8,10 +8,9 @@ import sys
 from contextlib import closing
 from typing import Any
 
-from mrl.convert_cli import FlagParser, run_tool
+from mrl.convert_cli import FlagParser, add_like_flag, like_arch, run_tool
 from mrl.formats.detect import open_source
 from mrl.formats.output_file import hash_file
-from mrl.models.hf_config import arch_from_folder
 
 EXAMPLE = """\
   python tools/inspect_checkpoint.py runs/math/checkpoints/step-00000400 --no_hash
@@ -20,8 +19,7 @@ EXAMPLE = """\
 
 def describe(args: argparse.Namespace) -> dict[str, Any]:
     """The checkpoint as JSON; its headers are checked."""
-    arch = None if args.like is None else arch_from_folder(args.like)
-    with closing(open_source(args.folder, arch)) as source:
+    with closing(open_source(args.folder, like_arch(args))) as source:
         source.check()
         found = source.describe()
         found["files"] = {}
@@ -57,7 +55,7 @@ def main() -> int:
     parser.add_argument("folder", metavar="FOLDER", help="the checkpoint")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--no_hash", action="store_true", help="read headers only")
-    parser.add_argument("--like", metavar="FOLDER", help="config.json for a Megatron checkpoint that has none")
+    add_like_flag(parser)
     return run_tool(parser, work)
 
 

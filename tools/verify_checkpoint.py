@@ -8,9 +8,8 @@ from contextlib import closing
 
 from rich.console import Console
 
-from mrl.convert_cli import FlagParser, progress_bar, run_tool
+from mrl.convert_cli import FlagParser, add_like_flag, like_arch, progress_bar, run_tool
 from mrl.formats.detect import open_source
-from mrl.models.hf_config import arch_from_folder
 from mrl.verify import verify
 from mrl.weights.hf import hf_layout
 from mrl.weights.regions import volume, whole
@@ -22,7 +21,7 @@ EXAMPLE = """\
 
 def work(args: argparse.Namespace) -> int:
     """Compares and prints."""
-    arch = None if args.like is None else arch_from_folder(args.like)
+    arch = like_arch(args)
     with closing(open_source(args.a, arch)) as a, closing(open_source(args.b, arch)) as b:
         total = sum(volume(whole(stored.shape)) for stored in hf_layout(a.arch, "float32").values())
         with progress_bar(Console(stderr=True), "comparing elements", total) as advance:
@@ -46,7 +45,7 @@ def main() -> int:
     parser.add_argument("b", metavar="B", help="the other one")
     parser.add_argument("--atol", type=float, help="values may differ by atol + rtol * |b|; without both: no bit may")
     parser.add_argument("--rtol", type=float, help="as above")
-    parser.add_argument("--like", metavar="FOLDER", help="config.json for a Megatron checkpoint that has none")
+    add_like_flag(parser)
     return run_tool(parser, work)
 
 

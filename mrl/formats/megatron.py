@@ -37,8 +37,8 @@ from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_folder, family_of
 from mrl.weights.dist_checkpoint import (
     EXTRA_STATE,
-    Part,
     Shard,
+    StackedPiece,
     extra_states,
     global_tensors,
     known_keys,
@@ -84,7 +84,7 @@ class MegatronSource(Source):
         self._contents = read_contents(self.folder)
         self._tensors = self._contents.tensors
         self._stacks = global_tensors(self.arch, self._tensors.keys())
-        self._places: dict[str, list[tuple[str, Part]]] = defaultdict(list)
+        self._places: dict[str, list[tuple[str, StackedPiece]]] = defaultdict(list)
         for key, stack in self._stacks.items():
             for part in stack.parts:
                 self._places[part.piece.hf_name].append((key, part))
@@ -154,7 +154,7 @@ class MegatronSource(Source):
         """See `Source`."""
         self._files.close()
 
-    def _place(self, hf_name: str) -> list[tuple[str, Part]]:
+    def _place(self, hf_name: str) -> list[tuple[str, StackedPiece]]:
         if hf_name not in self._places:
             raise KeyError(f"a {self.arch.family} model has no tensor '{hf_name}'")
         for key, _ in self._places[hf_name]:

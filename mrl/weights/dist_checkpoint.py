@@ -104,7 +104,7 @@ def rank_shards(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str) -> Iterato
 
 
 @dataclass(frozen=True)
-class Part:
+class StackedPiece:
     """A piece of one of the matrices (or vectors) that a global tensor stacks; `lead` says of which one."""
 
     lead: tuple[int, ...]
@@ -124,7 +124,7 @@ class Stack:
     """A global tensor, without vocabulary padding: its shape, and what it holds."""
 
     shape: tuple[int, ...]
-    parts: list[Part] = field(default_factory=list)
+    parts: list[StackedPiece] = field(default_factory=list)
 
 
 def global_tensors(arch: ArchSpec, keys: Collection[str]) -> dict[str, Stack]:
@@ -148,7 +148,7 @@ def global_tensors(arch: ArchSpec, keys: Collection[str]) -> dict[str, Stack]:
         for half, stored in halves:
             key = _key(stem, spelling, tensor) + half
             stack = found.setdefault(key, Stack((*(extent for _, extent in lead), *stored.shape)))
-            stack.parts += [Part(tuple(index for index, _ in lead), piece) for piece in stored.pieces]
+            stack.parts += [StackedPiece(tuple(index for index, _ in lead), piece) for piece in stored.pieces]
     return found
 
 

@@ -47,19 +47,24 @@ def assert_same(ours, theirs):
             assert torch.equal(ours[rank][name], tensor), (rank, name)
 
 
+def refitted(arch, grid, hf, *, te=False, host_of=None):
+    """The plan of a refit, with the engines' layouts and tensors: every element landed, no byte moved that need not."""
+    sources = megatron_layouts(arch, grid, dtype="float32", te=te)
+    targets = native_layouts(arch, grid, "float32")
+    plan = make_plan(sources, targets, host_of=host_of)
+    stored = {rank: filled(layout, hf) for rank, layout in sources.items()}
+    wanted = {rank: filled(layout, hf) for rank, layout in targets.items()}
+    assert_same(carried_out(plan.copies, stored, targets), wanted)
+    assert plan.bytes_moved == plan.lower_bound_bytes, grid
+    return plan, targets, wanted
+
+
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
 def test_megatron_to_native_equals_hugging_face_to_native(arch):
     """All pairs of layouts for the weights; moved bytes meet the bound for each."""
     hf = counted(arch)
     for (tp, pp, vpp), rollout_tp in PAIRS:
-        grid = Grid(8, tp, pp, vpp, rollout_tp=rollout_tp)
-        sources = megatron_layouts(arch, grid, dtype="float32", te=False)
-        targets = native_layouts(arch, grid, "float32")
-        plan = make_plan(sources, targets)
-        stored = {rank: filled(layout, hf) for rank, layout in sources.items()}
-        wanted = {rank: filled(layout, hf) for rank, layout in targets.items()}
-        assert_same(carried_out(plan.copies, stored, targets), wanted)
-        assert plan.bytes_moved == plan.lower_bound_bytes, grid
+        plan, targets, wanted = refitted(arch, Grid(8, tp, pp, vpp, rollout_tp=rollout_tp), hf)
         total = sum(
             tensor.numel() - sum(tensor[slices(region)].numel() for region in targets[rank][name].padding)
             for rank, tensors in wanted.items()

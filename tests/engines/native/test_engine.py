@@ -55,9 +55,8 @@ def tokens(rollouts):
     return {(r.prompt.uid, r.sample_index): r.response_ids for r in rollouts}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_those_of_transformers(folders, family):
-    folder = folders(family)
+def assert_greedy_tokens_are_those_of_transformers(folder):
+    """Tokens, and their log-probabilities."""
     model, prompts = reference(folder), make_prompts(LENGTHS)
     rollouts = make_engine(folder).generate(prompts, SamplingConfig(n=1, max_tokens=64, greedy=True))
     for prompt, rollout in zip(prompts, rollouts, strict=True):
@@ -74,6 +73,11 @@ def test_greedy_tokens_equal_those_of_transformers(folders, family):
         torch.testing.assert_close(
             torch.tensor(rollout.rollout_logprobs), score(model, rollout), atol=LOGPROB_ATOL, rtol=0
         )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_those_of_transformers(folders, family):
+    assert_greedy_tokens_are_those_of_transformers(folders(family))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,12 @@ import torch
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native.experts import grouped, one_by_one
 from mrl.engines.native.linear import Linear
-from tests.engines.native.test_engine import LENGTHS, LOGPROB_ATOL, score, tokens
+from tests.engines.native.test_engine import (
+    LENGTHS,
+    LOGPROB_ATOL,
+    assert_greedy_tokens_are_those_of_transformers,
+    tokens,
+)
 from tests.engines.native.tiny import make_checkpoint, make_engine, make_prompts, reference
 from tests.ranks import run_ranks
 
@@ -43,23 +48,7 @@ def folders(tmp_path_factory):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_those_of_transformers(folders, family):
-    folder = folders(family)
-    model, prompts = reference(folder), make_prompts(LENGTHS)
-    rollouts = make_engine(folder).generate(prompts, SamplingConfig(n=1, max_tokens=64, greedy=True))
-    for prompt, rollout in zip(prompts, rollouts, strict=True):
-        ids = torch.tensor([prompt.prompt_ids])
-        expected = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=64,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        assert rollout.response_ids == expected[0, ids.size(1) :].tolist()
-        torch.testing.assert_close(
-            torch.tensor(rollout.rollout_logprobs), score(model, rollout), atol=LOGPROB_ATOL, rtol=0
-        )
+    assert_greedy_tokens_are_those_of_transformers(folders(family))
 
 
 def _generate_on_ranks(folder, sampling, settings):

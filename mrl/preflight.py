@@ -22,6 +22,7 @@ from mrl.engines.trtllm import fields as trtllm
 from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
+from mrl.preflight_engine import engine_rules
 from mrl.preflight_experts import expert_rules
 from mrl.weights.megatron import chunk_layers
 from mrl.weights.shards import TensorShard, check_divides
@@ -142,7 +143,11 @@ def check(
     """
     check_config(config, world_size)
     grid = grid_of(config, world_size)
-    broken = [*_fit(config, arch, grid), *expert_rules(config, arch, grid, supervised=supervised)]
+    broken = [
+        *_fit(config, arch, grid),
+        *expert_rules(config, arch, grid, supervised=supervised),
+        *engine_rules(config, arch, grid),
+    ]
     if tokenizer_vocab_size > arch.vocab_size:
         broken.append(
             f"the tokenizer gives ids up to {tokenizer_vocab_size - 1}, the model has embeddings for {arch.vocab_size} "
@@ -379,6 +384,11 @@ def _idle(config: Config, grid: Grid) -> Iterator[str]:
             "actor.min_lr",
             config.actor.min_lr > 0 and config.actor.lr_schedule == "constant",
             "actor.lr_schedule is constant",
+        ),
+        (
+            "rollout.engine_dir",
+            config.rollout.engine_dir is not None and config.rollout.name not in trtllm.ENGINES,
+            "rollout.name is not trtllm_engine",
         ),
         *(
             (key, grid.pp == 1 and _value(config, key) is not None, "parallel.pipeline_model_parallel_size is 1")

@@ -134,7 +134,7 @@ RULES = [
     (["rollout.pipeline_model_parallel_size=2"], 2, "only built TensorRT-LLM engines (rollout.name=trtllm_engine) have a pipeline"),
     (["rollout.repetition_penalty=1.1"], 1, "rollout.repetition_penalty=1.1 is refused; it must be 1.0"),
     (["rollout.calculate_log_probs=false"], 1, "rollout.calculate_log_probs=False is refused"),
-    (["rollout.name=trtllm"], 1, "rollout.name=trtllm is no engine of this version"),
+    (["rollout.name=vllm"], 1, "rollout.name=vllm is no engine of this version"),
     (["train.batch_size=10", "train.minibatch_size=4"], 1, "train.minibatch_size=4 does not divide"),
     (["train.batch_size=1", "rollout.n=2"], 4, "is smaller than the data-parallel size 4"),
     (["train.warm_start.num_steps=1", "train.warm_start.batch_size=2"], 4, "train.warm_start.batch_size=2 is below"),

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mrl.config import RolloutConfig
 from mrl.distributed.collectives import together
-from mrl.engines.base import RolloutEngine, SamplingConfig, WeightSlice
+from mrl.engines.base import RolloutEngine, SamplingConfig, Surroundings, WeightSlice
 from mrl.engines.native.memory import kv_budget
 from mrl.engines.trtllm.contract import PROBE, TOLERANCE, Scores, Verdict, judge, needs_logits
 from mrl.engines.trtllm.refitter import EngineWeights
@@ -61,6 +61,7 @@ class BuiltEngine(RolloutEngine):
         device: Of this rank.
         dtype: Of the weights; the engines', as preflight made sure.
         decode: Token ids -> text, for stop strings.
+        trains_on_logprobs: Whether anything but metrics reads the log-probabilities.
 
     Raises:
         UserError: There is no TensorRT-LLM that can run the engines, or they are not those of the model.
@@ -75,12 +76,13 @@ class BuiltEngine(RolloutEngine):
         device: torch.device,
         dtype: torch.dtype,
         decode: Callable[[Sequence[int]], str],
+        trains_on_logprobs: bool = True,
     ) -> None:
         if config.engine_dir is None:
             raise UserError("rollout.name=trtllm_engine needs rollout.engine_dir, a folder of built engines.")
         self.policy_version = -1
         self._config, self._arch, self._decode, self._group = config, arch, decode, tp_group
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype, self._trained = device, dtype, trains_on_logprobs
         size, position = (1, 0) if tp_group is None else (dist.get_world_size(tp_group), dist.get_rank(tp_group))
         replica = 0 if tp_group is None else dist.get_rank() // size
         folder = read_engine_folder(config.engine_dir)
@@ -103,6 +105,24 @@ class BuiltEngine(RolloutEngine):
         self._asleep = False
         self._whole = False
         self._stats: dict[str, float] = {}
+
+    @classmethod
+    def build(
+        cls,
+        config: RolloutConfig,
+        arch: ArchSpec,
+        *,
+        tp_group: dist.ProcessGroup | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        decode: Callable[[Sequence[int]], str],
+        surroundings: Surroundings,
+    ) -> RolloutEngine:
+        """See `RolloutEngine.build`."""
+        trained = surroundings.trains_on_logprobs
+        return cls(
+            config, arch, tp_group=tp_group, device=device, dtype=dtype, decode=decode, trains_on_logprobs=trained
+        )
 
     # weights ----------------------------------------------------------------------------------------------------------
 
@@ -307,6 +327,8 @@ class BuiltEngine(RolloutEngine):
         Raises:
             UserError: They cannot be exact under this setting.
         """
+        if not self._trained:
+            return False
         if self._verdict is None or self._verdict.scores is Scores.UNKNOWN:  # other weights may tell more
             self._verdict, self._greedy_is_exact = self._probe(sampling.seed)
         return needs_logits(self._verdict, sampling, trained=True) or (sampling.greedy and not self._greedy_is_exact)

@@ -43,10 +43,10 @@ TABLE = {
     "top_p": Use("`SamplingParams.top_p`", "`SamplingConfig.top_p`"),
     "min_p": Use("`SamplingParams.min_p`", "`SamplingConfig.min_p`"),
     "do_sample": Use("false: `top_k=1`", "false: `top_k=1`"),
-    "ignore_eos": Use("true: no `stop_token_ids`", "true: no end token"),
+    "ignore_eos": Use("true: no `stop_token_ids`", "true: no `stop_words_list`"),
     "stop": Use(
         "refused: TensorRT-LLM compares tokens, so a text that is cut into other tokens would not end the response",
-        "refused, for the same reason",
+        "a response is cut behind it when it has ended: the engine goes on to the end token or the length",
     ),
     "repetition_penalty": Use("must be 1, as everywhere", "must be 1, as everywhere"),
     "prompt_length": Use("`max_input_len`", "must fit the engine's `max_input_len`"),
@@ -64,22 +64,29 @@ TABLE = {
     "expert_parallel_size": Use("`moe_expert_parallel_size`", "must be the engine's"),
     "moe_tensor_parallel_size": Use("`moe_tensor_parallel_size`", "must be the engine's"),
     "max_num_seqs": Use("`max_batch_size`", "rows of a batch; must fit the engine's `max_batch_size`"),
-    "max_num_batched_tokens": Use("`max_num_tokens`", "must fit the engine's `max_num_tokens`"),
-    "enable_chunked_prefill": Use("`enable_chunked_prefill`", "refused: ModelRunner reads a prompt in one pass"),
-    "enable_prefix_caching": Use("`KvCacheConfig.enable_block_reuse`", "refused: ModelRunner has no prefix cache"),
+    "max_num_batched_tokens": Use(
+        "`max_num_tokens`", "prompt tokens of a batch; must fit the engine's `max_num_tokens`"
+    ),
+    "enable_chunked_prefill": Use(
+        "`enable_chunked_prefill`", "a prompt is read in one pass: refused where `max_num_batched_tokens` is shorter"
+    ),
+    "enable_prefix_caching": Use(
+        "`KvCacheConfig.enable_block_reuse`", "must be false: ModelRunner has no prefix cache"
+    ),
     "gpu_memory_utilization": Use(
         "`KvCacheConfig.free_gpu_memory_fraction`: of the memory that is free when TensorRT-LLM makes the cache, after "
         "its weights",
-        "of the memory that is free when the cache is allocated",
+        "of the memory that is free once the engine is loaded: as many rows go through it together as their keys, "
+        "values and logits fit in",
     ),
     "free_cache_engine": Use(
         "true: KV cache and weights leave the device between rollouts (`enable_sleep`, or `sleep_config` of 1.3)",
-        "true: the KV cache leaves the device between rollouts",
+        "true: the KV cache leaves the device between rollouts; weights and TensorRT's activation memory stay",
     ),
     "enforce_eager": Use(
         "`cuda_graph_config`: none where true, else `CudaGraphConfig(enable_padding=True)`; none too where a 1.2 "
         "engine sleeps, since its own tests leave graphs out there",
-        "true: no CUDA graphs",
+        "must be true: ModelRunner captures no CUDA graphs",
     ),
     "calculate_log_probs": Use("must be true, as everywhere", "must be true, as everywhere"),
     "enable_rollout_routing_replay": Use(
@@ -118,10 +125,36 @@ LLM_REFUSALS: tuple[Refusal, ...] = (
 )
 """(field, whether it is refused, why and what to do) of the LLM API."""
 
+BUILT_REFUSALS: tuple[Refusal, ...] = (
+    (
+        "enable_prefix_caching",
+        lambda r: r.enable_prefix_caching,
+        "TensorRT-LLM's ModelRunner has no prefix cache; set it to false",
+    ),
+    (
+        "enforce_eager",
+        lambda r: not r.enforce_eager,
+        "TensorRT-LLM's ModelRunner captures no CUDA graphs; set it to true",
+    ),
+    (
+        "enable_chunked_prefill",
+        lambda r: r.enable_chunked_prefill and r.prompt_length > r.max_num_batched_tokens,
+        "a prompt is read in one pass; raise rollout.max_num_batched_tokens to rollout.prompt_length",
+    ),
+    (
+        "enable_rollout_routing_replay",
+        lambda r: r.enable_rollout_routing_replay,
+        "TensorRT-LLM does not tell which experts it chose; set it to false, or use rollout.name=native",
+    ),
+)
+"""The same of built engines; whether `engine_dir` fits is `mrl/preflight_engine.py`'s business."""
+
+REFUSALS = {"trtllm": LLM_REFUSALS, "trtllm_engine": BUILT_REFUSALS}
+
 
 def refusals(rollout: RolloutConfig) -> Iterator[str]:
     """One message for each field that the engine of `rollout.name` refuses; none for another engine."""
-    for field, refused, why in LLM_REFUSALS if rollout.name == "trtllm" else ():
+    for field, refused, why in REFUSALS.get(rollout.name, ()):
         if refused(rollout):
             yield f"rollout.{field}={getattr(rollout, field)} is refused with rollout.name={rollout.name}: {why}."
 

@@ -1,0 +1,48 @@
+"""Refuses built TensorRT-LLM engines that do not fit the run, by their config.json.
+
+Owns the rules that `preflight.py` asks about `rollout.engine_dir`. It imports no torch and no TensorRT-LLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrl.config import Config
+from mrl.errors import UserError
+from mrl.formats.trtllm_engine import Wanted, mismatches, read_engine_folder
+from mrl.grid import Grid
+from mrl.models.base import ArchSpec
+
+
+def engine_rules(config: Config, arch: ArchSpec, grid: Grid) -> Iterator[str]:
+    """Each broken rule, with the command lines that build fitting engines."""
+    rollout = config.rollout
+    if rollout.name != "trtllm_engine":
+        return
+    wanted = Wanted(
+        arch=arch,
+        tp_size=grid.rollout_tp,
+        pp_size=grid.rollout_pp,
+        moe_ep_size=grid.rollout_ep,
+        dtype=rollout.dtype or config.model.dtype,
+        batch_size=rollout.max_num_seqs,
+        input_len=rollout.prompt_length,
+        seq_len=rollout.max_model_len or rollout.prompt_length + rollout.response_length,
+        num_tokens=rollout.max_num_batched_tokens,
+    )
+    if rollout.engine_dir is None:
+        yield (
+            "rollout.name=trtllm_engine needs rollout.engine_dir, a folder of engines for this model at these sizes. "
+            f"They are made by:\n{wanted.commands()}"
+        )
+        return
+    try:
+        broken = list(mismatches(read_engine_folder(rollout.engine_dir), wanted))
+    except UserError as error:
+        yield f"rollout.engine_dir: {error}"
+        return
+    if broken:
+        yield (
+            f"rollout.engine_dir={rollout.engine_dir} does not fit the run: {'; '.join(broken)}. Engines that fit are "
+            f"made by:\n{wanted.commands()}"
+        )

@@ -161,7 +161,9 @@ class Stop:
     def give_up(self, what: str) -> None:
         """Ends this process now; the last commit stands."""
         name = REASONS[self._heard] or self.why
-        last = threading.Thread(target=self._say, args=(f"told to stop by {name}, {what}",), daemon=True)
+        last = threading.Thread(
+            target=self._say, args=(f"told to stop by {name}, {what}; ended without a new checkpoint",), daemon=True
+        )
         last.start()
         last.join(SPEAK_S)
         sys.stdout.flush()

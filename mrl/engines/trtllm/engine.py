@@ -53,6 +53,7 @@ class LlmEngine(RolloutEngine):
         tp_group: dist.ProcessGroup | None,
         device: torch.device,
         dtype: torch.dtype,
+        decode: Callable[[Sequence[int]], str],
         surroundings: Surroundings,
     ) -> None:
         """Collective over the job: starts TensorRT-LLM in this process.
@@ -63,13 +64,14 @@ class LlmEngine(RolloutEngine):
             tp_group: Ranks of the replica; None: this rank alone.
             device: Of this rank.
             dtype: Of the weights.
+            decode: Token ids -> text, for stop strings.
             surroundings: The run's model folder and bounds.
 
         Raises:
             UserError: TensorRT-LLM is not there, or cannot start in this job.
         """
         self.policy_version = -1
-        self._config, self._arch, self._device = config, arch, device
+        self._config, self._arch, self._device, self._decode = config, arch, device, decode
         self._timeout_s, self._trained = surroundings.timeout_s, surroundings.trains_on_logprobs
         self._replica = Replica(tp_group)
         self._layout = hf_layout(arch, str(dtype).removeprefix("torch."))
@@ -107,8 +109,10 @@ class LlmEngine(RolloutEngine):
         decode: Callable[[Sequence[int]], str],
         surroundings: Surroundings,
     ) -> RolloutEngine:
-        """See `RolloutEngine.build`; there are no stop strings to decode for."""
-        return cls(config, arch, tp_group=tp_group, device=device, dtype=dtype, surroundings=surroundings)
+        """See `RolloutEngine.build`."""
+        return cls(
+            config, arch, tp_group=tp_group, device=device, dtype=dtype, decode=decode, surroundings=surroundings
+        )
 
     # weights ----------------------------------------------------------------------------------------------------------
 
@@ -290,11 +294,12 @@ class LlmEngine(RolloutEngine):
         if not prompts:
             return []
         self._check(prompts, sampling)
+        stopped: list[Rollout] = []
         rollouts = self._replica.call(
             lambda: self._lead(prompts, sampling),
             check=self._host.check,
             told_to_stop=self.told_to_stop,
-            stopped=[],
+            stopped=stopped,
         )
         self._stats = {
             "prefill_tokens": float(sum(len(rollout.prompt.prompt_ids) for rollout in rollouts)),
@@ -362,7 +367,7 @@ class LlmEngine(RolloutEngine):
                 logprobs = logprobs_of(output)
             if logprobs is None:
                 raise RuntimeError("TensorRT-LLM gave no log-probability for a token that it sampled")
-            return to_rollout(prompt, index, output, logprobs, sampling, self.policy_version)
+            return to_rollout(prompt, index, output, logprobs, sampling, self.policy_version, self._decode)
         except RuntimeError as error:
             raise RuntimeError(f"{where}: {error}") from error
 

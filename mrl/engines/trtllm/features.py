@@ -84,5 +84,6 @@ def _processed_logprobs() -> dict[str, Any]:
     modes = getattr(sampling_params, "LogprobMode", None)
     if not (isinstance(modes, enum.EnumMeta) and hasattr(sampling_params.SamplingParams(), "logprobs_mode")):
         return {}
-    named: list[Any] = [mode for mode in modes if "PROCESSED" in str(mode)]
+    members: list[Any] = list(modes)
+    named = [mode for mode in members if "PROCESSED" in str(mode)]
     return {"logprobs_mode": named[0]} if named else {}

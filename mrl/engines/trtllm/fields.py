@@ -45,8 +45,8 @@ TABLE = {
     "do_sample": Use("false: `top_k=1`", "false: `top_k=1`"),
     "ignore_eos": Use("true: no `stop_token_ids`", "true: no `stop_words_list`"),
     "stop": Use(
-        "refused: TensorRT-LLM compares tokens, so a text that is cut into other tokens would not end the response",
         "a response is cut behind it when it has ended: the engine goes on to the end token or the length",
+        "the same",
     ),
     "repetition_penalty": Use("must be 1, as everywhere", "must be 1, as everywhere"),
     "prompt_length": Use("`max_input_len`", "must fit the engine's `max_input_len`"),
@@ -106,11 +106,6 @@ LLM_REFUSALS: tuple[Refusal, ...] = (
         "engine_dir",
         lambda r: r.engine_dir is not None,
         "the LLM API has no built engine; use rollout.name=trtllm_engine",
-    ),
-    (
-        "stop",
-        lambda r: bool(r.stop),
-        "TensorRT-LLM compares tokens, not text: end responses by the end token, or use rollout.name=native",
     ),
     (
         "pipeline_model_parallel_size",

@@ -291,9 +291,9 @@ def _in_mpi(communicator: Any) -> dict[str, Any]:
         """Makes the worker in place of a proxy that would start processes."""
 
         @staticmethod
-        def create(engine: Any, **given: Any) -> GenerationExecutorWorker:
+        def create(*engine: Any, **given: Any) -> GenerationExecutorWorker:
             wanted = inspect.signature(GenerationExecutorWorker.__init__).parameters
-            return GenerationExecutorWorker(engine, **{name: value for name, value in given.items() if name in wanted})
+            return GenerationExecutorWorker(*engine, **{name: value for name, value in given.items() if name in wanted})
 
     return {"executor_cls": InProcess, "_mpi_session": Session()}
 

@@ -6,12 +6,14 @@ log-probability, and a request that ended for another reason than its end or its
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from mrl.engines.base import SamplingConfig
 from mrl.engines.trtllm.features import Features
+from mrl.engines.trtllm.strings import shortest_with
 from mrl.types import FinishReason, Prompt, Rollout
 
 NO_TOKEN = -1
@@ -100,14 +102,25 @@ def finish_reason(output: Any, sampling: SamplingConfig) -> FinishReason:
 
 
 def to_rollout(
-    prompt: Prompt, sample_index: int, output: Any, logprobs: list[float], sampling: SamplingConfig, version: int
+    prompt: Prompt,
+    sample_index: int,
+    output: Any,
+    logprobs: list[float],
+    sampling: SamplingConfig,
+    version: int,
+    decode: Callable[[Sequence[int]], str],
 ) -> Rollout:
-    """One finished request as mrl knows it."""
+    """One finished request as mrl knows it; a stop string cuts it, and stays part of it."""
+    reason = finish_reason(output, sampling)
+    tokens = list(output.token_ids)
+    cut = shortest_with(tokens, () if sampling.ignore_eos else sampling.stop, decode)
+    if cut is not None:
+        tokens, logprobs, reason = tokens[:cut], logprobs[:cut], "stop"
     return Rollout(
         prompt=prompt,
         sample_index=sample_index,
-        response_ids=list(output.token_ids),
+        response_ids=tokens,
         rollout_logprobs=logprobs,
-        finish_reason=finish_reason(output, sampling),
+        finish_reason=reason,
         policy_version=version,
     )

@@ -1,1 +1,3 @@
-"""Stands in for the LLM API."""
+from tensorrt_llm.llmapi.llm_args import CapacitySchedulerPolicy, CudaGraphConfig, KvCacheConfig, SchedulerConfig
+
+__all__ = ["CapacitySchedulerPolicy", "CudaGraphConfig", "KvCacheConfig", "SchedulerConfig"]

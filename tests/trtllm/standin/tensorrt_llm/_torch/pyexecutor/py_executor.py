@@ -1,0 +1,197 @@
+"""The executor: an event loop in a thread of each rank, which mrl's native engine computes for on the first one."""
+
+import queue
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+
+from mrl.models.hf_config import arch_from_folder
+from mrl.weights.checksum import bit_sum
+from tensorrt_llm import _utils
+from tensorrt_llm._torch import virtual_memory
+from tensorrt_llm._torch.pyexecutor import answers
+from tensorrt_llm._torch.pyexecutor.model_loader import Model, ModelLoader
+from tensorrt_llm.bindings import MpiComm
+from tensorrt_llm.faults import StandInError, fault
+from tests.trtllm.native_model import NativeModel
+
+IDLE_S = 0.02
+"""Requests that come within it are one batch."""
+POLL_S = 0.005
+PAUSE, END = "pause", "end"
+
+
+@dataclass
+class _Distribution:
+    """The ranks of the engine."""
+
+    comm: object
+
+    @property
+    def rank(self):
+        return self.comm.Get_rank()
+
+    @property
+    def size(self):
+        return self.comm.Get_size()
+
+    def tell(self, what):
+        for rank in range(1, self.size):
+            self.comm.send(what, dest=rank, tag=1)
+
+    def hear(self, source, tag):
+        while not self.comm.iprobe(source=source, tag=tag):
+            time.sleep(POLL_S)  # a real broadcast would burn a core here
+        return self.comm.recv(source=source, tag=tag)
+
+
+class PyExecutor:
+    def __init__(self, args, folder):
+        self.args = args
+        self.dist = _Distribution(_utils.mpi_comm())
+        if self.dist.size != args.tensor_parallel_size:
+            raise StandInError(f"MPI's world has {self.dist.size} ranks, the model {args.tensor_parallel_size}")
+        if MpiComm.size() != self.dist.size:
+            raise StandInError("the C++ side still has MPI's whole world")
+        self.arch = arch_from_folder(folder)
+        self.sleeps = bool(getattr(args, "enable_sleep", False) or getattr(args, "sleep_config", None))
+        self.discards = {str(tag) for tag, mode in _restore_modes(args).items() if mode == "NONE"}
+        self.model_engine = SimpleNamespace(model=Model(self.arch, args.dtype), model_loader=ModelLoader())
+        self._native = NativeModel(self.arch, args.dtype, args.max_seq_len + 1) if self.dist.rank == 0 else None
+        self._requests = queue.Queue()
+        self._waiting = None
+        self._paused, self._resume = threading.Event(), threading.Event()
+        self._filled = None
+        self._batches = 0
+        self.is_shutdown = False
+        virtual_memory.attach(self)
+        self.worker_thread = threading.Thread(target=self._event_loop_wrapper, daemon=True)
+        self.worker_thread.start()
+
+    # control
+
+    @property
+    def paused(self):
+        return self._paused.is_set()
+
+    @contextmanager
+    def control_action(self):
+        if self.dist.rank == 0:
+            self._requests.put(PAUSE)
+        self._paused.wait()
+        try:
+            yield self
+        finally:
+            self._resume.set()
+            self._paused.clear()
+
+    def reset_prefix_cache(self):
+        if not self.paused:
+            raise StandInError("reset_prefix_cache under a running event loop")
+        model = self.model_engine.model
+        if model.step == "loaded, prefixes of old weights":
+            model.step = "loaded"
+
+    def forget(self, tag):
+        """What happens to released memory that is not restored."""
+        if tag in self.discards and tag in ("model", "model_weights"):
+            self.model_engine.model.step = "lost"
+
+    def enqueue(self, result):
+        if self.dist.rank != 0:
+            raise StandInError("requests go to the first rank")
+        if self.is_shutdown:
+            raise RuntimeError("LLM is shutting down")
+        self._requests.put(result)
+
+    def shutdown(self):
+        if self.dist.rank == 0 and self.worker_thread.is_alive():
+            self._requests.put(END)
+        self.worker_thread.join(5)
+
+    # the loop
+
+    def _event_loop_wrapper(self):
+        try:
+            self._event_loop()
+        finally:
+            self.is_shutdown = True
+
+    def _event_loop(self):
+        while True:
+            work = self._fetch()
+            if work is END:
+                return
+            if work is PAUSE:
+                self._paused.set()
+                self._resume.wait()
+                self._resume.clear()
+                continue
+            self._batches += 1
+            number = fault("die" if self.dist.rank == 0 else "die_on_rank1")
+            if number and int(number) == self._batches:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            if self.dist.rank == 0:
+                self._run(work)
+            else:
+                self.dist.comm.send(self._weights_sum(), dest=0, tag=2)
+
+    def _fetch(self):
+        if self.dist.rank != 0:
+            return {PAUSE: PAUSE, END: END}.get(heard := self.dist.hear(0, 1), heard)
+        first = self._waiting if self._waiting is not None else self._requests.get()
+        self._waiting = None
+        if first in (PAUSE, END):
+            self.dist.tell(first)
+            return first
+        batch = [first]
+        while True:
+            try:
+                more = self._requests.get(timeout=IDLE_S)
+            except queue.Empty:
+                break
+            if more in (PAUSE, END):
+                self._waiting = more
+                break
+            batch.append(more)
+        self.dist.tell("batch")
+        return batch
+
+    def _weights_sum(self):
+        return sum(bit_sum(tensor) for tensor in self.model_engine.model.tensors.values())
+
+    def _run(self, batch):
+        own = self._weights_sum() if self.dist.size > 1 else 0
+        for rank in range(1, self.dist.size):
+            if self.dist.hear(rank, 2) != own:
+                raise StandInError(f"rank {rank} has other weights")
+        if fault("silent"):
+            return
+        try:
+            self._check()
+            if self._filled is not self.model_engine.model.tensors:
+                self._filled = self.model_engine.model.tensors
+                self._native.fill(self._filled)
+            for result, answer in answers.of(batch, self._native, self.args, self.arch):
+                result.queue.put(answer)
+        except (StandInError, ValueError) as error:
+            for result in batch:
+                result.queue.put(error)
+
+    def _check(self):
+        if virtual_memory.released:
+            raise StandInError(f"requests while {sorted(virtual_memory.released)} sleeps")
+        if self.model_engine.model.step != "loaded" or not self.model_engine.model.tensors:
+            raise StandInError(f"requests with weights that are '{self.model_engine.model.step}'")
+
+
+def _restore_modes(args):
+    config = getattr(args, "sleep_config", None)
+    return {} if config is None else {tag.value: mode for tag, mode in config.restore_modes.items()}
+
+
+torch.set_num_threads(1)

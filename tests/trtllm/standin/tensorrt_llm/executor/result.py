@@ -1,0 +1,39 @@
+import queue
+from dataclasses import dataclass
+
+from tests.trtllm.signature import Fields, signed
+
+HOME = "tensorrt_llm.executor.result."
+
+
+class Logprob(Fields):
+    entry = HOME + "Logprob"
+
+
+class CompletionOutput(Fields):
+    entry = HOME + "CompletionOutput"
+
+
+@dataclass
+class GenerationRequest:
+    prompt_token_ids: list
+    sampling_params: object
+
+
+class GenerationResult:
+    def __init__(self, request):
+        self.request, self.queue, self.outputs = request, queue.Queue(), []
+        self.aborted = False
+
+    @signed(HOME + "GenerationResult.result")
+    def result(self, timeout=None):
+        while not self.outputs:
+            answer = self.queue.get(timeout=timeout)  # queue.Empty where none comes
+            if isinstance(answer, Exception):
+                raise answer
+            self.outputs = [answer]
+        return self
+
+    @signed(HOME + "GenerationResult.abort")
+    def abort(self):
+        self.aborted = True

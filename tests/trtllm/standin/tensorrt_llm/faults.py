@@ -1,0 +1,28 @@
+"""What a test wants to go wrong: words of MRL_STANDIN_FAULTS, separated by spaces.
+
+reload=NAME            reload raises at this tensor
+die=N, die_on_rank1=N  the event loop raises in its N-th batch
+silent                 requests are never answered
+no_logits              no logits are returned
+top1                   log-probabilities of the most likely token only, not of the sampled one
+whole_only             load_weights has no allow_partial_loading
+scores=raw|tempered|processed    what log-probabilities score; default: raw, and as asked in 1.3
+min_p_ignored          samples without min_p
+"""
+
+import os
+
+VARIABLE = "MRL_STANDIN_FAULTS"
+
+
+class StandInError(RuntimeError):
+    """The real package would fail here, or compute something wrong."""
+
+
+def fault(name):
+    """The value of a fault, True where it has none, or None."""
+    for word in os.environ.get(VARIABLE, "").split():
+        key, _, value = word.partition("=")
+        if key == name:
+            return value or True
+    return None

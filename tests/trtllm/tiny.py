@@ -1,0 +1,78 @@
+"""A tiny model in the LLM API's engine, refitted as `Refit` does it, without ranks."""
+
+from __future__ import annotations
+
+from contextlib import closing, contextmanager
+
+import torch
+
+from mrl.config import CheckpointEngineConfig, RolloutConfig
+from mrl.data.tokenizer import CharTokenizer
+from mrl.engines.base import SamplingConfig, Surroundings, WeightSlice
+from mrl.engines.native.engine import NativeEngine
+from mrl.engines.trtllm.engine import LlmEngine
+from mrl.export import write_model_folder
+from mrl.types import Prompt
+from mrl.weights.hf import hf_layout
+from mrl.weights.init import random_init
+from mrl.weights.regions import whole
+from mrl.weights.tensors import allocate
+from tests.weights.archs import filled, small
+
+TOKENIZER = CharTokenizer("0123456789<>+#")
+ARCH = small("qwen2_tiny", vocab_size=14)
+SAMPLING = SamplingConfig(n=3, max_tokens=6, stop_token_ids=(13,), seed=5)
+PROMPTS = [Prompt(uid=uid, prompt_ids=tuple(range(1, 3 + uid)), text="") for uid in range(3)]
+BUCKET = CheckpointEngineConfig(update_weights_bucket_megabytes=1)
+
+
+def rollout(**settings):
+    return RolloutConfig(**{"name": "trtllm", "prompt_length": 8, "response_length": 8, "max_num_seqs": 16, **settings})
+
+
+@contextmanager
+def engine(folder, arch=ARCH, *, timeout_s=20.0, trains_on_logprobs=True, **settings):
+    """An engine that was never refitted."""
+
+    def model_folder():
+        write_model_folder(folder, arch, "float32", TOKENIZER)
+        return folder
+
+    made = LlmEngine.build(
+        rollout(**settings), arch, tp_group=None, device=torch.device("cpu"), dtype=torch.float32,
+        decode=TOKENIZER.decode,
+        surroundings=Surroundings(model_folder, timeout_s=timeout_s, trains_on_logprobs=trains_on_logprobs),
+    )  # fmt: skip
+    with closing(made):
+        yield made
+
+
+def weights(arch=ARCH, seed=0):
+    """Hugging Face tensors that a refit brings."""
+    layout = hf_layout(arch, "float32")
+    tensors = allocate(layout)
+    random_init(arch, layout, tensors, seed)
+    for tensor in tensors.values():  # logits that differ: a small random model is nearly flat
+        tensor.mul_(4 if tensor.dim() > 1 else 1)
+    return tensors
+
+
+def refit(engine, tensors, version=0):
+    engine.begin_update()
+    for name, tensor in tensors.items():
+        engine.update_weights([WeightSlice(name, whole(tensor.shape), tensor)])
+    engine.finish_update(version)
+
+
+def native(tensors, arch=ARCH, **settings):
+    """The native engine with the same weights."""
+    made = NativeEngine(
+        rollout(name="native", gpu_memory_utilization=0.02, **settings), arch, tp_group=None,
+        device=torch.device("cpu"), dtype=torch.float32, decode=TOKENIZER.decode,
+    )  # fmt: skip
+    layout = made.layout()
+    made.begin_update()
+    for name, tensor in filled(layout, tensors).items():
+        made.update_weights([WeightSlice(name, whole(tensor.shape), tensor)])
+    made.finish_update(0)
+    return made

@@ -1,0 +1,5 @@
+# Written by tests/trtllm/stubs.py from signatures.json.
+from tensorrt import ICudaEngine
+
+class _Runtime:
+    engine: ICudaEngine

@@ -85,7 +85,7 @@ class Runner:
                 from tensorrt_llm.llmapi.mpi_session import set_mpi_session_cpp
 
                 set_mpi_session_cpp(session)  # its NCCL plugins number the ranks of a replica from 0
-            self._runner = ModelRunner.from_dir(engine_dir=str(folder.path), rank=position, stream=stream)
+            self._runner: Any = ModelRunner.from_dir(engine_dir=str(folder.path), rank=position, stream=stream)
         self.engine: Any = self._runner.session.runtime.engine
 
     def generate(

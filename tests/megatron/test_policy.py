@@ -22,48 +22,18 @@ from tests.megatron.actors import (
     scores,
     train,
 )
+from tests.megatron.trainings import ABSOLUTE, RELATIVE, assert_same, run
 from tests.ranks import run_ranks
 
-STEPS = 3
-RELATIVE = 1e-4  # the issue's bound: fp32 sums in another order, over three steps of Adam
-ABSOLUTE = 2e-6  # losses and differences around zero
-WEIGHTS = 2e-4  # Adam divides rounding by the size of tiny gradients: up to a fifth of one step of 1e-3
 BF16 = 0.05  # bf16 has 8 bits; losses are sums of both signs of order 0.1
 PARAMETER_NORM = 1e-5  # relative; fp32 sum of squares
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def trained(grid, name, options):
-    policy = make_policy(ARCHS[name], grid, **options)
-    metrics = train(policy, STEPS)
-    return metrics, full_weights(policy)
-
-
-def run(layout, name="qwen2", **options):
-    """What all ranks agree on: metrics of each step, weights after the last."""
-    grid = LAYOUTS[layout]
-    first, *others = run_ranks(grid.world_size, trained, grid, name, options)
-    for metrics, _ in others:
-        assert metrics == first[0]
-    return first
-
-
 @pytest.fixture(scope="module")
 def single():
     known = {}
-    return lambda name: known.setdefault(name, run("single", name))
-
-
-def assert_same(found, expected, relative=RELATIVE):
-    for step, (ours, theirs) in enumerate(zip(found[0], expected[0], strict=True)):
-        assert ours.keys() == theirs.keys()
-        for key in ours:
-            assert math.isclose(ours[key], theirs[key], rel_tol=relative, abs_tol=ABSOLUTE), (
-                step, key, ours[key], theirs[key],
-            )  # fmt: skip
-    assert found[1].keys() == expected[1].keys()
-    for key, weight in found[1].items():
-        torch.testing.assert_close(weight, expected[1][key], rtol=0, atol=WEIGHTS, msg=key)
+    return lambda name: known.setdefault(name, run(ARCHS[name], Grid(1)))
 
 
 SHARDED = ["tp2", "pp2", "pp2_vpp2", "dp2", "tp2_pp2"]
@@ -73,7 +43,7 @@ CASES = [(layout, name) for name in ("qwen2", "qwen3") for layout in SHARDED] + 
 @pytest.mark.parametrize(("layout", "name"), CASES)
 def test_three_updates_are_those_of_the_single_process(layout, name, single):
     """pp2_vpp2: with batched sends Megatron swaps two messages, and the gradient norm is wrong without an error."""
-    assert_same(run(layout, name), single(name))
+    assert_same(run(ARCHS[name], LAYOUTS[layout]), single(name))
 
 
 @pytest.mark.parametrize(
@@ -92,11 +62,11 @@ def test_three_updates_are_those_of_the_single_process(layout, name, single):
 )
 def test_packing_recomputation_and_overlap_change_nothing(layout, options, single):
     """Packing: a schedule that scales the loss by the number of microbatches, in place, would be seen here."""
-    assert_same(run(layout, actor=options), single("qwen2"))
+    assert_same(run(ARCHS["qwen2"], LAYOUTS[layout], actor=options), single("qwen2"))
 
 
 def test_bf16_is_near_fp32(single):
-    found, _ = run("tp2", dtype="bfloat16")
+    found, _ = run(ARCHS["qwen2"], LAYOUTS["tp2"], dtype="bfloat16")
     for ours, theirs in zip(found, single("qwen2")[0], strict=True):
         assert math.isclose(ours["actor/entropy"], theirs["actor/entropy"], rel_tol=BF16)
         assert math.isclose(ours["actor/loss"], theirs["actor/loss"], abs_tol=BF16)

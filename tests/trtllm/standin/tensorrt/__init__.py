@@ -114,7 +114,7 @@ class Refitter:
 def _live_memory():
     """(start, end) of the memory of each tensor that is alive."""
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-    storages = [each.untyped_storage() for each in tensors if each.device.type == "cpu"]
+    storages = [each.untyped_storage() for each in tensors if each.device.type == "cpu" and torch._C._has_storage(each)]
     return {(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages}
 
 

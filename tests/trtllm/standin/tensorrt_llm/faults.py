@@ -8,6 +8,9 @@ top1                   log-probabilities of the most likely token only, not of t
 whole_only             load_weights has no allow_partial_loading
 scores=raw|tempered|processed    what log-probabilities score; default: raw, and as asked in 1.3
 min_p_ignored          samples without min_p
+engine_fails=R         a built engine's rank R of a replica raises in generate
+decoder=raw|shifted    a built engine's log-probabilities are of raw logits, or stand one position on
+warm_logits            a built engine returns logits over the temperature
 """
 
 import os

@@ -1,15 +1,13 @@
 """Stands in for TensorRT-LLM's Python runtime: `ModelRunner` over engines that `builder.py` here made.
 
 The ranks of an engine bring their shards together over MPI and each computes the whole model. What a rank then returns
-is what the real one does: tokens on the first pipeline stage, logits and log-probabilities on the last.
-MRL_STANDIN_DECODER says what the decoder's log-probabilities are ("tempered", "raw", "shifted": one position on),
-MRL_STANDIN_FAILS which rank of a replica fails.
+is what the real one does: tokens on the first pipeline stage, logits and log-probabilities on the last. Its faults are
+`engine_fails`, `decoder` and `warm_logits` of `faults.py`.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +19,7 @@ from mrl.formats.trtllm_config import from_json
 from mrl.weights.trtllm import trtllm_layout
 from tensorrt_llm import bindings
 from tensorrt_llm.builder import unpacked
+from tensorrt_llm.faults import fault
 from tensorrt_llm.runtime.generation import DISABLE_TORCH_DEVICE_SET, GenerationSession, SamplingConfig
 from tests.trtllm.native_model import NativeModel, assembled
 from tests.trtllm.signature import signed
@@ -54,7 +53,7 @@ class ModelRunner:
         with_logits = how.pop("output_generation_logits", False)
         assert not how, f"not played: {how}"
         self._check(batch_input_ids, sampling_config)
-        if os.environ.get("MRL_STANDIN_FAILS") == str(self._rank):
+        if fault("engine_fails") == str(self._rank):
             raise RuntimeError("Executing TRT engine failed step=0!")
         engine = self.session.runtime.engine
         engine.generating = True
@@ -120,12 +119,13 @@ class ModelRunner:
             ids = torch.tensor(tokens)
             output_ids[row, 0, : lens[row]] = prompts[row]
             output_ids[row, 0, lens[row] : lens[row] + len(tokens)] = ids
-            flavour = os.environ.get("MRL_STANDIN_DECODER", "tempered")
+            flavour = fault("decoder")
             scored = raw if flavour == "raw" else raw / config.temperature
             at = lens[row] + (flavour == "shifted")
             values = scored.log_softmax(1).gather(1, ids[:, None]).squeeze(1)
             log_probs[row, 0, at : at + len(tokens)] = values[: width - at]
-            logits[: len(tokens), row, : self._arch.vocab_size] = raw
+            returned = raw / config.temperature if fault("warm_logits") else raw
+            logits[: len(tokens), row, : self._arch.vocab_size] = returned
         return self._returned(output_ids, log_probs, logits, config, with_logits)
 
     def _returned(self, output_ids, log_probs, logits, config, with_logits):

@@ -27,6 +27,7 @@ setup(
         "torch>=2.6,<3",
         "megatron-core>=0.16.1,<0.17",
         "numpy>=1.26,<3",
+        "packaging>=23,<27",
         "transformers>=5,<6",
         "tokenizers>=0.21,<1",
         "safetensors>=0.5,<1",

@@ -3,6 +3,7 @@
 # Several nodes:  once, with the hosts in MPIRUN_ARGS (OpenMPI: "--host a:8,b:8"; MPICH: "-hosts a:8,b:8"); inside an
 #                 allocation of SLURM mpirun knows them.
 # Needs mpi4py over the library of this mpirun (pip install "mrl[mpi]").
+# First on a new cluster: `doctor [CONFIG]` in the place of `train CONFIG`; it says what is wrong between the ranks.
 # --dry-run as the first argument prints the command and starts nothing.
 set -euo pipefail
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # One node:       NPROC_PER_NODE=8 launch/torchrun.sh train CONFIG [key=value ...]
 # Several nodes:  the same line on each of them, with NNODES, NODE_RANK and MASTER_ADDR set.
+# First on a new cluster: `doctor [CONFIG]` in the place of `train CONFIG`; it says what is wrong between the ranks.
 # --dry-run as the first argument prints the command and starts nothing.
 set -euo pipefail
 

@@ -179,6 +179,12 @@ def _launch(arguments: argparse.Namespace) -> None:
     become(job.variables, job.words)
 
 
+def _doctor(arguments: argparse.Namespace) -> int:
+    from mrl.doctor import Doctor
+
+    return Doctor(arguments.config, arguments.overrides, json=arguments.json, timeout_s=arguments.timeout_s).run()
+
+
 def _report(arguments: argparse.Namespace) -> None:
     from mrl.observe.report import write_report
 
@@ -243,6 +249,13 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument("--launcher-args", metavar="TEXT", default="", help="more arguments of mpirun or sbatch")
     launch.add_argument("--dry-run", action="store_true", help="print the commands, start nothing")
     launch.set_defaults(command=_launch)
+
+    doctor = commands.add_parser("doctor", help="look for what is wrong on this machine, or between a job's ranks")
+    doctor.add_argument("config", metavar="CONFIG", nargs="?", help="also look at the files that it names")
+    doctor.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="section.key=value, after the file's")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.add_argument("--timeout-s", type=_positive, metavar="S", default=60, help="wait for a rank; default: 60")
+    doctor.set_defaults(command=_doctor)
 
     report = commands.add_parser("report", help="write report.html of a run folder")
     report.add_argument("run", metavar="RUN", help="run folder")

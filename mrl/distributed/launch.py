@@ -85,7 +85,7 @@ def variables(*names: str) -> dict[str, str]:
 def variables_without_launcher() -> dict[str, str]:
     """All variables but those that a launcher left, for a program that is to be started as if by hand."""
     left = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
-    kept = ("SLURM_CONF",)
+    kept = ("SLURM_CONF", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     mine = (*TORCHRUN, "HYDI_CONTROL_FD")
     return {
         name: value for name, value in os.environ.items() if name in kept or not (name in mine or name.startswith(left))

@@ -5,7 +5,8 @@ it hands in a sink. A message is one contiguous buffer per pair of ranks and rou
 else). It ends in the sender's 64-bit sum; the receiver adds up what arrived and compares.
 
 While the messages of a round are on their way, the next ones are put together, a part of the rank's own copies is made,
-and what the last round brought is copied into place. The buffers for it, two to send and two to receive, are allocated
+and what the last round brought is copied into place. What a sink is given runs through the targets' tensors about in
+their order, so that it may wait for whole ones. The buffers for it, two to send and two to receive, are allocated
 at the first run and kept.
 
 A failure on one rank reaches all: the ranks agree before each round, so that none waits for a message that never comes.
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.distributed.collectives import raise_together
-from mrl.weights.buckets import NUM_BUFFERS, local_buckets, round_bytes, rounds
+from mrl.weights.buckets import NUM_BUFFERS, local_turns, round_bytes, rounds
 from mrl.weights.checksum import MODULUS, bit_sum, word_sum
 from mrl.weights.copies import Copy
 from mrl.weights.layout import Region
@@ -71,8 +72,9 @@ class Transfer:
         """
         self._sources = sources
         self._target_dtypes = target_dtypes
-        self._local = local_buckets(copies, rank, bucket_bytes)
-        self._rounds = [_by_peer(batch, rank) for batch in rounds(copies, round_bytes(copies, bucket_bytes))]
+        batches = rounds(copies, round_bytes(copies, bucket_bytes))
+        self._local = local_turns(copies, rank, batches, bucket_bytes)
+        self._rounds = [_by_peer(batch, rank) for batch in batches]
         self._staging: list[tuple[Tensor, Tensor]] = []
         self.num_rounds = len(self._rounds)
 
@@ -100,7 +102,7 @@ class Transfer:
                     _wait(flying)
                     raise_together(work.error)
                 following = self._post(number + 1)
-            for bucket in self._local[number + 1 :: self.num_rounds + 1]:
+            for bucket in self._local[number + 1]:
                 work.attempt(self._copy, bucket, sink)
             _wait(flying)
             if number >= 0:

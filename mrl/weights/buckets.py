@@ -37,6 +37,42 @@ def local_buckets(copies: Sequence[Copy], rank: int, bucket_bytes: int) -> list[
     return buckets
 
 
+def local_turns(
+    copies: Sequence[Copy], rank: int, batches: Sequence[Sequence[Copy]], bucket_bytes: int
+) -> list[list[list[Copy]]]:
+    """The copies inside `rank`, in buckets, by turn: the first before any round has come, then one with each round.
+
+    What belongs to a tensor of which other ranks send parts takes its turn with those parts, so that few tensors are
+    half there at a time. The rest is spread evenly.
+
+    Args:
+        copies: Of all ranks, in the order of the targets' tensors.
+        rank: Whose.
+        batches: What `rounds` made of the copies.
+        bucket_bytes: Largest bucket.
+    """
+    order: dict[str, int] = {}
+    shared: set[str] = set()
+    for copy in copies:
+        if copy.target_rank == rank:
+            order.setdefault(copy.target_name, len(order))
+            if copy.source_rank != rank:
+                shared.add(copy.target_name)
+    own = [copy for copy in copies if copy.source_rank == copy.target_rank == rank]
+    turns: list[list[list[Copy]]] = [[] for _ in range(len(batches) + 1)]
+    for number, bucket in enumerate(
+        local_buckets([copy for copy in own if copy.target_name not in shared], rank, bucket_bytes)
+    ):
+        turns[number % len(turns)].append(bucket)
+    waiting = [copy for copy in own if copy.target_name in shared]
+    for number, batch in enumerate(batches):
+        reached = max((order[copy.target_name] for copy in batch if copy.target_rank == rank), default=-1)
+        ready = [copy for copy in waiting if order[copy.target_name] <= reached]
+        waiting = waiting[len(ready) :]
+        turns[number + 1] += local_buckets(ready, rank, bucket_bytes)
+    return turns
+
+
 def rounds(copies: Sequence[Copy], bucket_bytes: int) -> list[list[Copy]]:
     """The copies between ranks, in rounds: in none does a rank send, or receive, more than `bucket_bytes`.
 

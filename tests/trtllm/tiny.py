@@ -27,7 +27,16 @@ BUCKET = CheckpointEngineConfig(update_weights_bucket_megabytes=1)
 
 
 def rollout(**settings):
-    return RolloutConfig(**{"name": "trtllm", "prompt_length": 8, "response_length": 8, "max_num_seqs": 16, **settings})
+    return RolloutConfig(
+        **{
+            "name": "trtllm",
+            "prompt_length": 8,
+            "response_length": 8,
+            "max_num_seqs": 16,
+            "checkpoint_engine": BUCKET,
+            **settings,
+        }
+    )
 
 
 @contextmanager

@@ -1,0 +1,64 @@
+"""Refit through the real transport into the LLM API's engine: what arrives, and in how much memory."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mrl.config import CheckpointEngineConfig
+from mrl.grid import Grid
+from mrl.refit import Refit
+from mrl.weights.hf import hf_layout
+from mrl.weights.init import random_init
+from mrl.weights.megatron import megatron_layout
+from mrl.weights.tensors import allocate
+from tests.ranks import run_ranks
+from tests.trtllm import tiny
+from tests.trtllm.conftest import STANDIN, forget
+from tests.weights.archs import small
+
+MIB = 1 << 20
+WIDE = small("qwen2_tiny", hidden_size=256, intermediate_size=1024, num_hidden_layers=8)
+"""Tensors of up to 1 MiB, 32 MiB in all."""
+MOE = small("qwen3_moe_tiny")
+
+
+def refits(folder, arch, grid):
+    """What the stand-in's `reload` was given on this rank, the staging's peak, and the buckets' sizes."""
+    sys.path.insert(0, str(STANDIN))
+    forget()
+    try:
+        layout = megatron_layout(arch, grid, dist.get_rank(), dtype="float32", te=False)
+        sources = allocate(layout)
+        with tiny.engine(Path(folder) / str(dist.get_rank()), arch) as engine:
+            refit = Refit(layout, sources, engine, CheckpointEngineConfig(update_weights_bucket_megabytes=1))
+            for version in range(2):
+                random_init(arch, layout, sources, version)
+                refit(version)
+            model = engine._host.executor.model_engine.model
+            expected = allocate(hf_layout(arch, "float32"))
+            random_init(arch, hf_layout(arch, "float32"), expected, 1)
+            assert sorted(model.tensors) == sorted(expected)
+            for name, tensor in expected.items():
+                assert torch.equal(model.tensors[name], tensor), name
+            sizes = [sum(expected[name].nbytes for name in bucket) for bucket in model.buckets]
+            return engine._assembler.peak_bytes, sizes, engine.policy_version
+    finally:
+        sys.path.remove(str(STANDIN))
+        forget()
+
+
+@pytest.mark.parametrize(
+    "arch, grid",
+    [(WIDE, Grid(2, 2)), (WIDE, Grid(2, 1, 2)), (MOE, Grid(2, 2, ep=2, etp=1))],
+    ids=["tp2", "pp2", "moe tp2 ep2"],
+)
+def test_whole_tensors_arrive_bit_by_bit_in_bounded_staging(tmp_path, arch, grid):
+    total = sum(tensor.nbytes for tensor in allocate(hf_layout(arch, "float32")).values())
+    for peak, sizes, version in run_ranks(2, refits, str(tmp_path), arch, grid):
+        assert sum(sizes) == total and version == 1
+        assert max(sizes) <= 2 * MIB  # a bucket and the tensor that filled it
+        # a bucket that waits, the round on its way, and a tensor that neither fits into
+        assert peak <= 4 * MIB, (peak, total)

@@ -34,29 +34,30 @@ class Offload:
         parts: Those that leave the device at all.
     """
 
-    def __init__(
-        self, parts: Collection[Part], tensors: Callable[[Part], Iterable[Tensor]], device: torch.device
-    ) -> None:
+    def __init__(self, parts: Collection[Part], device: torch.device) -> None:
         """Nothing leaves yet.
 
         Args:
             parts: Which may leave.
-            tensors: The tensors of a part, as they are now. One that shares its storage with a part named earlier in
-                `PARTS` belongs to that part.
             device: Where the parts are used; tensors elsewhere are left alone.
         """
         self.parts = tuple(part for part in PARTS if part in parts)
-        self._tensors = tensors
         self._device = device
         self._away: dict[Part, list[_Away]] = {}
         self._hosts: dict[Part, dict[int, Tensor]] = {}
 
-    def release(self, *, keep: Collection[Part] = ()) -> None:
-        """Empties the storages of all parts but `keep`, after copying what is worth it to host memory."""
+    def release(self, tensors: Callable[[Part], Iterable[Tensor]], *, keep: Collection[Part] = ()) -> None:
+        """Empties the storages of all parts but `keep`, after copying what is worth it to host memory.
+
+        Args:
+            tensors: The tensors of a part, as they are now. One that shares its storage with a part named earlier in
+                `PARTS` belongs to that part.
+            keep: Parts that stay.
+        """
         leaving = [part for part in self.parts if part not in keep and part not in self._away]
         if not leaving:
             return
-        storages = self._storages()
+        storages = self._storages(tensors)
         for part in leaving:
             known = self._hosts.get(part, {})
             away = [self._copy_out(part, storage, known) for storage in storages[part]]
@@ -83,14 +84,14 @@ class Offload:
         """Bytes of the buffers in host memory; they are kept from the first time on."""
         return sum(host.numel() for hosts in self._hosts.values() for host in hosts.values())
 
-    def _storages(self) -> dict[Part, list[torch.UntypedStorage]]:
+    def _storages(self, tensors: Callable[[Part], Iterable[Tensor]]) -> dict[Part, list[torch.UntypedStorage]]:
         """Each storage once, under the first part that has it; those that are away already are not among them."""
         seen: set[int] = set()
         found: dict[Part, list[torch.UntypedStorage]] = {}
         for part in PARTS:
             found[part] = []
             seen.update(_identity(item.storage) for item in self._away.get(part, ()))
-            for tensor in self._tensors(part) if part not in self._away else ():
+            for tensor in tensors(part) if part not in self._away else ():
                 storage = tensor.untyped_storage()
                 if tensor.device.type == self._device.type and _identity(storage) not in seen and storage.nbytes():
                     found[part].append(storage)

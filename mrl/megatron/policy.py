@@ -80,7 +80,7 @@ class Policy:
         )
         actor = config.actor
         offloaded = zip(PARTS, (actor.param_offload, actor.grad_offload, actor.optimizer_offload), strict=True)
-        self._offload = Offload([part for part, leaves in offloaded if leaves], self._tensors_of, device)
+        self._offload = Offload([part for part, leaves in offloaded if leaves], device)
         self._reference: dict[str, Tensor] = {}
         self._learning_rate: LearningRate | None = None
         self.optimizer: Any = None
@@ -90,7 +90,7 @@ class Policy:
 
     def offload(self, *, keep: Collection[Part] = ()) -> None:
         """Sends what `actor.*_offload` names to host memory, but for `keep`; every method brings back what it needs."""
-        self._offload.release(keep=keep)
+        self._offload.release(self._tensors_of, keep=keep)
 
     def bring(self, *parts: Part) -> None:
         """These parts are on the device; for those who read or write them from outside."""

@@ -172,9 +172,9 @@ class LlmEngine(RolloutEngine):
         """
         if self._update is None:
             raise RuntimeError(self._broken or "finish_update outside an update: call begin_update first")
-        lacking = [*self._assembler.lacking, *self._assembler.ready]
+        lacking = self._assembler.lacking
         if lacking:
-            self._break(f"{len(lacking)} tensors were not loaded, the first of them '{lacking[0]}'")
+            self._break(f"{len(lacking)} tensors did not come, the first of them '{lacking[0]}'")
             self._leave_update()
             raise RuntimeError(self._broken)
         try:
@@ -235,7 +235,7 @@ class LlmEngine(RolloutEngine):
     def sleep(self) -> None:
         """Takes KV cache and weights off the device until `wake`; nothing where `rollout.free_cache_engine` is false.
 
-        Weights that the installed version does not keep are gone: `policy_version` is -1 until the next refit.
+        The weights wait in pinned memory of the host.
         """
         features = self._host.features
         if not self._config.free_cache_engine or self._asleep:
@@ -248,8 +248,6 @@ class LlmEngine(RolloutEngine):
             self._synchronize()
             virtual_memory.release_with_tag(*tags)
         self._asleep = set(tags)
-        if not features.keeps_weights:
-            self.policy_version, self._whole = -1, False
 
     def wake(self) -> None:
         """Brings back what sleeps: first the weights, then the KV cache."""

@@ -23,7 +23,6 @@ class Features:
         sleep: Arguments of `LLM` that make its memory releasable; empty: there is no such feature.
         weight_tags: Memory that holds weights and all that is no KV cache, in the order of waking.
         cache_tag: Memory of the KV cache.
-        keeps_weights: Weights come back when they wake; otherwise a refit must follow.
         graphs_sleep: CUDA graphs are known to survive sleep.
         processed_logprobs: Arguments of `SamplingParams` that ask for log-probabilities of what is sampled from.
     """
@@ -32,7 +31,6 @@ class Features:
     sleep: Mapping[str, Any]
     weight_tags: tuple[str, ...]
     cache_tag: str
-    keeps_weights: bool
     graphs_sleep: bool
     processed_logprobs: Mapping[str, Any]
 
@@ -57,13 +55,10 @@ def find() -> Features:
     tags: dict[str, Any] = {item.name: item for item in home.ExecutorMemoryType if not item.value.startswith("_")}
     cache = tags.pop("KV_CACHE")
     sleep: dict[str, Any] = {}
-    keeps_weights = True
     if "sleep_config" in known:
-        discard = {cache: "NONE"}
-        if "MODEL_WEIGHTS_MAIN" in tags:  # not kept in host memory: a refit writes them anew
-            discard[tags["MODEL_WEIGHTS_MAIN"]] = "NONE"
-            keeps_weights = False
-        sleep = {"sleep_config": llm_args.SleepConfig(restore_modes=discard)}
+        # kept in host memory, as 1.2 does it: not every rollout follows a refit
+        modes = {cache: "NONE"} | {tag: "PINNED" for name, tag in tags.items() if name.startswith("MODEL_WEIGHTS")}
+        sleep = {"sleep_config": llm_args.SleepConfig(restore_modes=modes)}
     elif "enable_sleep" in known:
         sleep = {"enable_sleep": True}
     return Features(
@@ -71,7 +66,6 @@ def find() -> Features:
         sleep=sleep,
         weight_tags=tuple(str(item.value) for item in tags.values()),
         cache_tag=str(cache.value),
-        keeps_weights=keeps_weights,
         graphs_sleep="sleep_config" in known,
         processed_logprobs=_processed_logprobs(),
     )
@@ -85,5 +79,5 @@ def _processed_logprobs() -> dict[str, Any]:
     if not (isinstance(modes, enum.EnumMeta) and hasattr(sampling_params.SamplingParams(), "logprobs_mode")):
         return {}
     members: list[Any] = list(modes)
-    named = [mode for mode in members if "PROCESSED" in str(mode)]
+    named = [mode for mode in members if "PROCESSED" in mode.name]
     return {"logprobs_mode": named[0]} if named else {}

@@ -3,7 +3,6 @@ from contextlib import AbstractContextManager
 from tensorrt_llm._torch.pyexecutor.model_engine import PyTorchModelEngine
 from threading import Thread
 from typing import Any
-
 class PyExecutor:
     def control_action(self) -> AbstractContextManager[Any]: ...
     is_shutdown: bool

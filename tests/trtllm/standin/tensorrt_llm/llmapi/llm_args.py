@@ -20,6 +20,9 @@ class TorchLlmArgs(Fields):
     entry = HOME + "TorchLlmArgs"
     model_fields = {item["name"]: item for item in parameters(HOME + "TorchLlmArgs")}  # noqa: RUF012
 
+    def __init__(self, **given):
+        super().__init__(**{"kv_cache_config": KvCacheConfig(), "load_format": "auto", **given})
+
 
 if flavour() == "1.3":
     ExecutorMemoryType = enum_of(HOME + "ExecutorMemoryType")

@@ -28,12 +28,23 @@ from mrl.distributed import launch
 from mrl.distributed.environment import Environment
 from mrl.doctor_checks import clocks, collectives, devices, folder, host, launchers, network, ranks, run_files, versions
 from mrl.doctor_checks.finding import Finding, findings_of, ok, problem
-from mrl.doctor_checks.meeting import GRACE_S, AbsentError, Deadline, EndedError, FailedError, Meeting, not_entered
+from mrl.doctor_checks.meeting import (
+    GRACE_S,
+    AbsentError,
+    Deadline,
+    EndedError,
+    FailedError,
+    Meeting,
+    not_entered,
+    reconnect,
+)
 from mrl.doctor_checks.table import as_json, as_lines, as_table, put_together, status_of
-from mrl.errors import UserError, first_line
+from mrl.errors import UserError
 
 Check = Callable[[], Iterable[Finding]]
 
+HOST_TIMES = 4
+"""Checks of a host come one after the other, each with its own time limit; all of them together have this many."""
 LEAVING_S = 1.0
 """Rank 0 serves the store: after a failure it lets the others read how it ended."""
 WAYS = {
@@ -59,6 +70,7 @@ class Doctor:
         self._file, self._overrides, self._json, self._timeout_s = config, overrides, json, timeout_s
         self._config: Config | None = None
         self._environment = Environment()
+        self._deadline: Deadline
         self._store: Any = None
         self._found: list[Finding] = []
         self._own: list[Finding] = []
@@ -68,9 +80,9 @@ class Doctor:
 
     def run(self) -> int:
         """Collective over the job: looks at everything, prints on rank 0."""
-        deadline = Deadline(self._timeout_s + GRACE_S, self._late)
+        self._deadline = Deadline(self._timeout_s + GRACE_S, self._late)
         mistakes = []
-        with deadline.stage("launcher"):
+        with self._deadline.stage("launcher"):
             try:
                 self._environment = launch.environment()
             except UserError as error:
@@ -79,19 +91,16 @@ class Doctor:
             self._config = None if self._file is None else load(self._file, self._overrides)
         except UserError as error:
             mistakes.append(problem("config", str(error), ""))
-        if self._environment.world_size == 1:
-            with deadline.stage("this host"):
-                self._found += mistakes
-                self._found += self._of_this_host()
-            return self._print()
-        if self._environment.rank > 0:  # rank 0 speaks first
-            deadline = Deadline(2 * self._timeout_s + 2 * GRACE_S, self._late)
-        return self._of_all(mistakes, deadline)
+        if self._environment.world_size > 1:
+            return self._of_all(mistakes)
+        self._found += mistakes
+        self._found += self._of_this_host()
+        return self._print()
 
-    def _of_all(self, mistakes: list[Finding], deadline: Deadline) -> int:
+    def _of_all(self, mistakes: list[Finding]) -> int:
         env = self._environment
         try:
-            with deadline.stage("meeting"):
+            with self._deadline.stage("meeting"):
                 self._store = launch.meet(self._timeout_s)
         except (RuntimeError, UserError) as error:
             if env.rank == 0:
@@ -100,7 +109,7 @@ class Doctor:
             if env.local_rank == 0:  # nobody else can tell
                 sys.stderr.write(f"mrl doctor on {socket.gethostname()}: problem: {error}\n")
             return 2
-        meeting = Meeting(_own(self._store), env.rank, env.world_size, self._timeout_s, deadline)
+        meeting = self._meeting(self._store)
         whole, status = False, 2
         try:
             self._stages(meeting, mistakes)
@@ -116,7 +125,7 @@ class Doctor:
         with contextlib.suppress(EndedError):
             status = meeting.tell("end", status)  # a rank that left before rank 0 has spoken would end it
         if whole:
-            with deadline.stage("end"):
+            with self._deadline.stage("end"):
                 launch.stop()
             return status
         if env.rank == 0:
@@ -129,20 +138,22 @@ class Doctor:
         env = self._environment
         try:
             said = meeting.stage("meeting", self._introduction)
-        except AbsentError:
-            self._found += [*mistakes, *self._of_this_host()]
-            raise
+        except AbsentError as error:
+            self._found += [*mistakes, self._absent(error.stage, error.ranks)]
+            self._found += self._of_this_host()
+            raise EndedError from error
         if said is not None:
             self._hosts = ranks.hosts_of_ranks(said)
             self._found.append(self._met())
-            self._found += findings_of("hosts", partial(ranks.check_hosts, said))
-            self._found += findings_of("same on all", partial(ranks.check_same, said, self._hosts))
+            self._look("hosts", partial(ranks.check_hosts, said))
+            self._look("same on all", partial(ranks.check_same, said, self._hosts))
         hosts: dict[str, list[int]] = meeting.tell("hosts", self._hosts)
         leaders = [own[0] for own in hosts.values()]
 
         own = meeting.stage(
             "this host",
             lambda: [vars(each) for each in [*mistakes, *(self._of_this_host() if env.rank in leaders else [])]],
+            times=HOST_TIMES,
         )
         if own is not None:
             by_host = {
@@ -156,7 +167,7 @@ class Doctor:
             "all-reduce", lambda: collectives.wrong_sums(self._own_device(), env.rank, env.world_size)
         )
         if wrong is not None:
-            self._found += collectives.check_sums(wrong)
+            self._look("all-reduce", partial(collectives.check_sums, wrong))
         self._rates(meeting, hosts)
         if len(hosts) > 1:
             self._between_hosts(meeting, hosts, leaders)
@@ -165,20 +176,21 @@ class Doctor:
         env = self._environment
         seconds = meeting.stage("bandwidth", lambda: collectives.time_all_reduces(self._own_device()))
         if seconds is not None:
-            kind = self._own_device().type
-            self._found += collectives.check_all_reduce_rate(seconds[0], env.world_size, len(hosts), kind)
+            sizes, kind = (env.world_size, len(hosts)), self._own_device().type
+            self._look("bandwidth", partial(collectives.check_all_reduce_rate, seconds[0], *sizes, kind))
         plan = collectives.schedule(hosts)
         pairs = meeting.stage("pairs", lambda: collectives.pair_rates(plan, env.rank, self._own_device()))
         if pairs is not None:
             rates = {pair: rate for each in pairs for pair, rate in each.items()}
-            self._found += collectives.check_pairs(rates, hosts)
+            self._look("bandwidth", partial(collectives.check_pairs, rates, hosts))
 
     def _between_hosts(self, meeting: Meeting, hosts: Mapping[str, Sequence[int]], leaders: Sequence[int]) -> None:
         rank = self._environment.rank
         offsets = meeting.stage("clocks", lambda: clocks.offset(rank, leaders))
         others = {name: members[0] for name, members in hosts.items() if members[0] != 0}
         if offsets is not None:
-            self._found += clocks.check_clocks({name: tuple(offsets[leader]) for name, leader in others.items()})
+            measured = {name: tuple(offsets[leader]) for name, leader in others.items()}
+            self._look("clocks", partial(clocks.check_clocks, measured))
         token = meeting.tell("token", secrets.token_hex(8))
         output, leads = self._output_dir(), rank in leaders
 
@@ -197,7 +209,14 @@ class Doctor:
             for (name, leader), seen in zip(others.items(), there[0], strict=True):
                 both = (here[leader][0], seen)
                 waited[name] = None if None in both else max(both)
-            self._found += folder.check_shared(output, waited)
+            self._look("shared folder", partial(folder.check_shared, output, waited))
+
+    def _look(self, topic: str, check: Check) -> None:
+        self._found += findings_of(topic, check)
+
+    def _meeting(self, store: Any) -> Meeting:
+        env = self._environment
+        return Meeting(_own(store), env.rank, env.world_size, self._timeout_s, self._deadline)
 
     def _introduction(self) -> dict[str, Any]:
         env = self._environment
@@ -228,7 +247,8 @@ class Doctor:
         """Everything that needs no other rank; what was found so far is kept for `_late`."""
         for topic, check in self._checks():
             self._checking = topic
-            self._own += findings_of(topic, check)
+            with self._deadline.stage(topic):
+                self._own += findings_of(topic, check)
         self._checking = ""
         return self._own
 
@@ -237,7 +257,7 @@ class Doctor:
         yield "packages", lambda: versions.check_versions(versions.ranges(), self._needed())
         for name, module in versions.OPTIONAL.values():
             if versions.installed(name) is not None and name != "mpi4py":  # its library is looked at by `check_mpi`
-                yield name, partial(versions.check_import, name, module)
+                yield name, partial(versions.check_import, name, module, self._timeout_s)
         yield "GPUs", self._gpus
         yield "CPU", self._cpu
         yield "host memory", lambda: host.check_memory(host.read_memory(), env.local_world_size)
@@ -283,13 +303,13 @@ class Doctor:
         yield from devices.check_cpu(devices.read_cpu(), env.local_world_size, computes=computes, dtype=dtype)
 
     def _limits(self) -> Iterator[tuple[str, Check]]:
-        env, adapters = self._environment, host.infiniband_adapters()
+        env = self._environment
         files, locked = (resource.getrlimit(each)[0] for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
-        kind = host.container_kind(launch.variables("container"))
+        inside = launch.variables("container")
         yield "open files", lambda: host.check_open_files(files, env.world_size)
-        yield "locked memory", lambda: host.check_locked_memory(locked, adapters)
+        yield "locked memory", lambda: host.check_locked_memory(locked, host.infiniband_adapters())
         yield "/dev/shm", host.check_shared_memory
-        yield "container", lambda: host.check_container(adapters, kind)
+        yield "container", lambda: host.check_container(host.infiniband_adapters(), host.container_kind(inside))
 
     def _network(self) -> Iterator[tuple[str, Check]]:
         env, name = self._environment, socket.gethostname()
@@ -345,25 +365,33 @@ class Doctor:
 
     def _late(self, stage: str) -> None:
         """In another thread: this rank hangs in a stage; the process ends here."""
-        env = self._environment
-        if env.rank == 0:
-            missing: list[int] = []
-            if self._store is not None:
-                try:
-                    missing = not_entered(self._store, _own, stage, env.world_size)
-                except RuntimeError as error:
-                    self._found.append(problem("meeting", f"the job's store is gone: {first_line(error)}", ""))
-            if missing:
-                self._found.append(self._absent(stage, missing))
-            else:
+        env, hangs = self._environment, f"no end after {self._timeout_s + GRACE_S:g} s"
+        try:
+            if env.rank == 0:
+                self._found.append(self._hung(stage, hangs))
                 self._found += self._own if self._checking else []
-                what = f"no end after {self._timeout_s + GRACE_S:g} s" + (
-                    ", with all ranks in it" if env.world_size > 1 else ""
-                )
-                self._found.append(problem(self._checking or stage, what, WAYS.get(stage, ELSE)))
-            self._print()
-        sys.stdout.flush()
-        os._exit(2)
+                status = self._print()
+                if self._store is not None:
+                    self._meeting(reconnect(self._store)).give_up("this host" if self._checking else stage, status)
+                    time.sleep(LEAVING_S)
+            elif self._checking:
+                self._meeting(reconnect(self._store)).fail("this host", f"'{stage}' has {hangs}")
+            elif self._store is not None:
+                self._meeting(reconnect(self._store)).tell("end", None)
+        except RuntimeError:  # the store is gone, and rank 0 with it
+            pass
+        finally:
+            sys.stdout.flush()
+            os._exit(2)
+
+    def _hung(self, stage: str, hangs: str) -> Finding:
+        env = self._environment
+        if self._store is None or self._checking:
+            return problem(stage, hangs, WAYS.get(stage, ELSE))
+        missing = not_entered(_own(reconnect(self._store)), stage, env.world_size)
+        if missing:
+            return self._absent(stage, missing)
+        return problem(stage, f"{hangs}, with all ranks in it", WAYS.get(stage, ELSE))
 
     def _print(self) -> int:
         with self._lock:

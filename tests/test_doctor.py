@@ -38,8 +38,10 @@ def ended(process):
         process.kill()
 
 
-def place(rank, size, port):
-    numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+def place(rank, port, *, apart=False):
+    """Variables of one of two ranks, as torchrun would set them; `apart`: each as if on a host of its own."""
+    local = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1} if apart else {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+    numbers = {"RANK": rank, "WORLD_SIZE": 2, **local, "MASTER_PORT": port}
     return {**{name: str(number) for name, number in numbers.items()}, "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -78,13 +80,13 @@ def test_a_check_that_hangs_is_ended_and_named(tmp_path):
     )
     assert status == 2 and time.monotonic() - start < BOUND_S
     lines = out.splitlines()
-    assert lines[-2].startswith("problem") and "no end after 13 s" in lines[-2] and lines[-2].split()[1] == "data"
-    assert lines[0].startswith("ok")  # what came before is told
+    assert lines[0].startswith("problem") and "no end after 13 s" in lines[0] and lines[0].split()[1] == "data"
+    assert any("host memory" in line for line in lines)  # what came before is told
 
 
 def test_a_rank_that_does_not_come_is_named_in_time(tmp_path):
     start = time.monotonic()
-    out, _, status = doctor(tmp_path, "--timeout-s", "4", **place(0, 2, runs.free_port()))
+    out, _, status = doctor(tmp_path, "--timeout-s", "4", **place(0, runs.free_port()))
     assert status == 2 and time.monotonic() - start < BOUND_S
     (line,) = [line for line in out.splitlines() if line.startswith("problem")]
     assert "rank(s) 1 did not come in 4 s" in line and "is the job's port open" in line
@@ -92,11 +94,22 @@ def test_a_rank_that_does_not_come_is_named_in_time(tmp_path):
 
 
 def test_a_rank_that_cannot_reach_the_first_says_so_itself(tmp_path):
-    out, err, status = doctor(
-        tmp_path, "--timeout-s", "3", **{**place(1, 2, runs.free_port()), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    )
+    out, err, status = doctor(tmp_path, "--timeout-s", "3", **place(1, runs.free_port(), apart=True))
     assert (out, status) == ("", 2)
     assert err.splitlines()[-1].startswith("mrl doctor on ") and "cannot reach rank 0 at 127.0.0.1:" in err
+
+
+def test_a_check_that_hangs_on_another_host_is_named_by_rank_0(tmp_path):
+    _, config, _ = runs.arguments(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    port, start = runs.free_port(), time.monotonic()
+    words = [config, "--timeout-s", "8"]
+    first = doctor(tmp_path, *words, wait=False, **place(0, port, apart=True))
+    hangs = ["data.task=null", f"data.train_files=[{tmp_path}/pipe]"]
+    second = doctor(tmp_path, *words, *hangs, wait=False, **place(1, port, apart=True))
+    (out, _, status), (silent, _, other) = ended(first), ended(second)
+    assert (status, silent, other) == (2, "", 2) and time.monotonic() - start < 2 * BOUND_S
+    assert any("rank 1 on " in line and "'data' has no end after 13 s" in line for line in out.splitlines()), out
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +124,8 @@ def different(tmp_path_factory):
     distribution(other, "numpy", "1.99.0")
     _, config, _ = runs.arguments(folder)
     port = runs.free_port()
-    first = doctor(folder, config, wait=False, **place(0, 2, port))
-    second = doctor(other, config, "run.seed=4", wait=False, **{**place(1, 2, port), "PYTHONPATH": str(other)})
+    first = doctor(folder, config, wait=False, **place(0, port))
+    second = doctor(other, config, "run.seed=4", wait=False, **{**place(1, port), "PYTHONPATH": str(other)})
     return ended(first), ended(second)
 
 

@@ -56,7 +56,7 @@ class EndedError(RuntimeError):
 
 
 class Deadline:
-    """A thread that ends a stage which hangs; `late` is called in it with the stage's name."""
+    """A thread that ends a stage which hangs; `late` is called in it, once, with the stage's name."""
 
     def __init__(self, timeout_s: float, late: Callable[[str], None]) -> None:
         self._timeout_s, self._late = timeout_s, late
@@ -64,13 +64,14 @@ class Deadline:
         threading.Thread(target=self._watch, daemon=True).start()
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Inside, `name` has its time."""
-        self._stage, self._ends = name, time.monotonic() + self._timeout_s
+    def stage(self, name: str, times: float = 1) -> Iterator[None]:
+        """Inside, `name` has so many times its time; a stage inside of a stage has its own."""
+        outer = self._stage, self._ends
+        self._stage, self._ends = name, time.monotonic() + times * self._timeout_s
         try:
             yield
         finally:
-            self._ends = float("inf")
+            self._stage, self._ends = outer
 
     def _watch(self) -> None:
         while True:
@@ -87,12 +88,13 @@ class Meeting:
         self._store, self._rank, self._size, self._timeout_s = store, rank, world_size, timeout_s
         self._deadline = deadline
 
-    def stage(self, name: str, action: Callable[[], Any]) -> list[Any] | None:
+    def stage(self, name: str, action: Callable[[], Any], times: float = 1) -> list[Any] | None:
         """Collective over the job: runs `action` on each rank.
 
         Args:
             name: Of the stage, once in a job.
             action: Returns something that JSON holds.
+            times: The time limit, as a multiple of the job's.
 
         Returns:
             What it returned on each rank, on rank 0; None on the others.
@@ -105,17 +107,17 @@ class Meeting:
         self._set(f"{name}/in/{self._rank}", True)
         answer: dict[str, Any] = {}
         try:
-            with self._deadline.stage(name):
+            with self._deadline.stage(name, times):
                 answer["value"] = action()
         except Exception as error:  # noqa: BLE001 -- rank 0 tells it
             answer["error"] = f"{type(error).__name__}: {first_line(error)}"
         self._set(f"{name}/{self._rank}", answer)
         if self._rank > 0:
-            if not self._get(f"{name}/go", AFTER_RANK_0 * self._timeout_s + GRACE_S):
+            if not self._get(f"{name}/go", AFTER_RANK_0 * times * self._timeout_s + GRACE_S):
                 raise EndedError
             return None
         try:
-            values = self._collect(name)
+            values = self._collect(name, times)
         except (AbsentError, FailedError):
             self._set(f"{name}/go", False)
             raise
@@ -133,8 +135,8 @@ class Meeting:
             return value
         return self._get(f"{name}/told", AFTER_RANK_0 * self._timeout_s)
 
-    def _collect(self, name: str) -> list[Any]:
-        ends = time.monotonic() + self._timeout_s
+    def _collect(self, name: str, times: float) -> list[Any]:
+        ends = time.monotonic() + times * self._timeout_s
         answers: dict[int, Any] = {}
         for rank in range(self._size):
             try:
@@ -148,6 +150,16 @@ class Meeting:
         if errors:
             raise FailedError(name, errors)
         return [answers[rank]["value"] for rank in range(self._size)]
+
+    def fail(self, name: str, error: str) -> None:
+        """Answers for this rank, whose `action` hangs, and returns when rank 0 has said why the job ends."""
+        self._set(f"{name}/{self._rank}", {"error": error})
+        self.tell("end", None)
+
+    def give_up(self, name: str, status: int) -> None:
+        """On rank 0, after it has said why: the others, who wait for the end of a stage, leave."""
+        self._set(f"{name}/go", False)
+        self.tell("end", status)
 
     def _set(self, key: str, value: Any) -> None:
         try:
@@ -163,14 +175,17 @@ class Meeting:
             raise EndedError from error
 
 
-def not_entered(store: TCPStore, prefix: Callable[[Store], Store], name: str, world_size: int) -> list[int]:
-    """Ranks that have not come to a stage, asked over a connection of its own: another thread holds the job's.
+def reconnect(store: TCPStore) -> TCPStore:
+    """The same store over a connection of its own, for another thread: one may hang in the first."""
+    return TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=GRACE_S))
+
+
+def not_entered(store: Store, name: str, world_size: int) -> list[int]:
+    """Ranks that have not come to a stage.
 
     Args:
-        store: The job's.
-        prefix: How `Meeting`'s store is made of it.
+        store: `Meeting`'s.
         name: Of the stage.
         world_size: Ranks.
     """
-    own = prefix(TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=GRACE_S)))
-    return [rank for rank in range(world_size) if not own.check([f"{name}/in/{rank}"])]
+    return [rank for rank in range(world_size) if not store.check([f"{name}/in/{rank}"])]

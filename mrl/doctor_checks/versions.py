@@ -32,7 +32,6 @@ OPTIONAL = {
 }
 """Extra -> what it is for: distribution, module."""
 SHOWN = ("torch", "megatron-core", "transformers", "numpy")
-IMPORT_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True)
@@ -148,15 +147,15 @@ def installed(name: str) -> str | None:
         return None
 
 
-def check_import(name: str, module: str) -> Iterator[Finding]:
+def check_import(name: str, module: str, timeout_s: float) -> Iterator[Finding]:
     """Whether an installed package can be imported, in a process of its own: a wrong CUDA or MPI library ends that."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S,
+            [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=timeout_s,
             check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        yield problem(name, f"`import {module}` takes more than {IMPORT_TIMEOUT_S} s", "is its folder on a slow disk?")
+        yield warning(name, f"`import {module}` takes more than {timeout_s:g} s", "is its folder on a slow disk?")
         return
     if done.returncode == 0:
         yield ok(name, f"`import {module}` works")

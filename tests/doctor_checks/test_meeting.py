@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from mrl.doctor_checks.meeting import AbsentError, Deadline, EndedError, FailedError, Meeting, not_entered
+from mrl.doctor_checks.meeting import AbsentError, Deadline, EndedError, FailedError, Meeting, not_entered, reconnect
 
 TIMEOUT_S = 1.0
 BOUND_S = 15.0
@@ -47,13 +47,13 @@ def test_a_rank_that_does_not_come_is_named_in_time():
     results, server = together(4, lambda rank: rank, absent=(2,))
     assert isinstance(results[0], AbsentError) and results[0].ranks == [2]
     assert isinstance(results[1], EndedError) and isinstance(results[3], EndedError)
-    assert not_entered(server, lambda store: PrefixStore("x", store), "work", 4) == [2]
+    assert not_entered(PrefixStore("x", reconnect(server)), "work", 4) == [2]
 
 
 def test_a_rank_that_hangs_in_the_stage_is_named():
     results, server = together(2, lambda rank: time.sleep(3 * TIMEOUT_S * rank))
     assert isinstance(results[0], AbsentError) and results[0].ranks == [1]
-    assert not_entered(server, lambda store: PrefixStore("x", store), "work", 2) == []
+    assert not_entered(PrefixStore("x", reconnect(server)), "work", 2) == []
 
 
 def test_a_rank_that_fails_is_told_with_its_error():
@@ -82,4 +82,17 @@ def test_a_stage_that_hangs_is_ended_from_outside():
         pass
     with deadline.stage("hangs"):
         time.sleep(1)
+    assert late == ["hangs"]
+
+
+def test_a_stage_inside_of_a_stage_has_its_own_time():
+    late = []
+    deadline = Deadline(0.3, late.append)
+    with deadline.stage("outer", times=20):
+        for _ in range(3):
+            with deadline.stage("inner"):
+                time.sleep(0.15)
+        assert late == []
+        with deadline.stage("hangs"):
+            time.sleep(1)
     assert late == ["hangs"]

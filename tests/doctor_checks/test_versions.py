@@ -89,10 +89,13 @@ def test_an_extra_out_of_range_and_one_whose_own_needs_are_not_met(tmp_path, mon
 def test_an_import_that_breaks_is_told(tmp_path, monkeypatch):
     tmp_path.joinpath("broken_te.py").write_text("raise ImportError('libcublas.so.12: undefined symbol')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (only,) = versions.check_import("transformer-engine", "broken_te")
+    (only,) = versions.check_import("transformer-engine", "broken_te", 60)
     assert only.level == "problem" and "libcublas.so.12: undefined symbol" in only.found
-    (only,) = versions.check_import("json", "json")
+    (only,) = versions.check_import("json", "json", 60)
     assert only.level == "ok"
+    tmp_path.joinpath("slow_te.py").write_text("import time; time.sleep(60)")
+    (only,) = versions.check_import("transformer-engine", "slow_te", 0.5)
+    assert only.level == "warning" and "takes more than 0.5 s" in only.found
 
 
 def test_the_hash_of_the_code_changes_with_a_line(tmp_path):

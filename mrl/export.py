@@ -98,7 +98,7 @@ def export_to_hf(
 
 
 def write_model_folder(folder: Path, arch: ArchSpec, dtype: str, tokenizer: Tokenizer) -> None:
-    """A Hugging Face folder without weights, for an engine that is filled by a refit; one that is there is kept in step.
+    """A Hugging Face folder without weights, for an engine that a refit fills; one that is there is kept in step.
 
     Args:
         folder: Made where it is not there.

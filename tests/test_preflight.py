@@ -131,7 +131,7 @@ RULES = [
     ([f"{VPP}=2"], 1, f"{VPP}=2 needs {PP} above 1"),
     (["parallel.sequence_parallel=true"], 1, f"parallel.sequence_parallel=true needs {TP} above 1"),
     (["parallel.context_parallel_size=2"], 3, "parallel.context_parallel_size=2 does not divide the 3 rank(s)"),
-    (["rollout.pipeline_model_parallel_size=2"], 2, "only built TensorRT-LLM engines (rollout.name=trtllm_engine) have a pipeline"),
+    (["rollout.pipeline_model_parallel_size=2"], 2, "only built TensorRT-LLM engines (rollout.name=trtllm_engine)"),
     (["rollout.repetition_penalty=1.1"], 1, "rollout.repetition_penalty=1.1 is refused; it must be 1.0"),
     (["rollout.calculate_log_probs=false"], 1, "rollout.calculate_log_probs=False is refused"),
     (["rollout.name=vllm"], 1, "rollout.name=vllm is no engine of this version"),

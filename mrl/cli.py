@@ -1,4 +1,4 @@
-"""The command line: `mrl train|evaluate|plan|launch|report`, the same as `python -m mrl ...`.
+"""The command line: `mrl train|evaluate|plan|rehearse|launch|report`, the same as `python -m mrl ...`.
 
 Owns arguments, exit statuses and the one message of a run that ended early: 0 done, 2 a mistake that the user can mend
 (no traceback), 75 a training run that stopped in order and goes on when it is started again, 130 interrupted, 143 ended
@@ -160,6 +160,20 @@ def _plan(arguments: argparse.Namespace) -> None:
     _show(describe(load(arguments.config, arguments.overrides), arguments.world_size, hardware))
 
 
+def _rehearse(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from mrl.hardware import load_hardware
+    from mrl.rehearsal.rehearse import Options, rehearse
+
+    options = Options(
+        load_hardware(arguments.hardware), arguments.world_size, arguments.max_ranks, arguments.output_dir,
+        arguments.stand_ins, arguments.timeout_s,
+    )  # fmt: skip
+    console = Console()
+    rehearse(arguments.config, arguments.overrides, options, console if console.is_terminal else Console(width=120))
+
+
 def _launch(arguments: argparse.Namespace) -> None:
     from mrl.prepare import resolve
 
@@ -235,6 +249,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--gpus-per-node", type=_positive, metavar="N", help="default: what the hardware says")
     plan.set_defaults(command=_plan)
+
+    rehearse = commands.add_parser("rehearse", help="run it small but whole on this machine's CPU, with a report")
+    _add_config(rehearse)
+    rehearse.add_argument(
+        "--world-size", type=_positive, metavar="N", help="ranks of the real run; default: NxG of the name"
+    )
+    rehearse.add_argument(
+        "--max-ranks", type=_positive, metavar="N", help="ranks here; default: up to 8, by free memory"
+    )
+    rehearse.add_argument("--stand-ins", action="store_true", help="let presets and sums stand in for files not here")
+    rehearse.add_argument("--output-dir", metavar="FOLDER", help="default: runs/rehearse-CONFIG")
+    rehearse.add_argument("--hardware", metavar="NAME|FILE", default="h100", help="of the real run, as for mrl plan")
+    rehearse.add_argument("--timeout-s", type=_positive, metavar="S", default=600, help="for everything; default: 600")
+    rehearse.set_defaults(command=_rehearse)
 
     launch = commands.add_parser("launch", help="start `mrl train` on several ranks or hosts, by a script of launch/")
     _add_config(launch)

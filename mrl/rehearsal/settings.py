@@ -1,0 +1,261 @@
+"""A config shrunk to a small model and a small layout: every feature stays on, every amount becomes small.
+
+Owns what each field becomes, and the second layout that a rehearsal resumes at. A field that is not named here keeps
+its value, so that a new feature is rehearsed as soon as it exists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mrl import preflight
+from mrl.config import (
+    CheckpointEngineConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from mrl.errors import UserError
+from mrl.grid import Grid
+from mrl.models._decoder import KEYS
+from mrl.models.base import ArchSpec
+from mrl.models.hf_config import family_of
+from mrl.models.presets import PRESETS
+from mrl.prepare import Resolved
+
+SAMPLES = 4
+"""Of a prompt, where the config has at least as many."""
+RESPONSE_LENGTH = 8
+MAX_PROMPT_LENGTH = 64
+NUM_SEQS = 4
+CHUNK_TOKENS = 32
+ROUNDS = 3
+"""Of dynamic sampling."""
+NUM_VAL = 2
+"""Held-out prompts."""
+UTILIZATION = 0.05
+"""Of the host's free memory, for all engines' caches together."""
+ENGINE = "native"
+"""The engine that runs on a CPU."""
+
+VARIETY = RewardFunctionConfig(name="regex", weight=0.1, kwargs={"pattern": r"[02468acegikmoqsuwyACEGIKMOQSUWY]\W*$"})
+"""A small reward for what the random model does about half of the time: without it all samples of a prompt would have
+the same reward, and the update nothing to learn from."""
+
+_ROPE = ("rope_parameters", "rope_theta", "rope_scaling")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the small run is like.
+
+    Attributes:
+        arch: The small model.
+        grid: Its layout.
+        prompt_length: Longest prompt of the data that the run will see, tokens.
+    """
+
+    arch: ArchSpec
+    grid: Grid
+    prompt_length: int
+
+
+def shrunk_config(config: Config, found: Resolved, sizes: Sizes, folder: Path) -> Config:
+    """The config of the small run, before its first step.
+
+    Args:
+        config: What was asked for, the algorithm's nulls not filled.
+        found: The same, resolved.
+        sizes: Of the small run.
+        folder: Where the run's folder goes; where the config has `model.path`, also the small model's (`model/`) and
+            the reference's (`reference/`).
+    """
+    rollout = _rollout(config.rollout, sizes)
+    actor, observe = config.actor, config.observe
+    train = _train(config, sizes.grid, rollout)
+    longest = preflight.max_model_len(replace(config, rollout=rollout))
+    rounds = config.algorithm.max_sampling_rounds
+    several = config.actor.max_tokens_per_microbatch >= 2 * preflight.max_model_len(config)
+    shrunk = replace(
+        config,
+        run=replace(
+            config.run,
+            output_dir=str(folder / "run"),
+            resume="auto",
+            device="cpu",
+            num_threads=1,
+            collective_timeout_s=min(config.run.collective_timeout_s, 300.0),
+        ),
+        train=train,
+        model=_model(config.model, found.arch, sizes.arch, folder),
+        parallel=_parallel(config.parallel, sizes.grid),
+        actor=replace(
+            actor,
+            max_tokens_per_microbatch=longest + (longest // 2 if several else 0),
+            logprob_chunk_tokens=min(actor.logprob_chunk_tokens, CHUNK_TOKENS),
+        ),
+        reference=replace(
+            config.reference,
+            path=None if config.reference.path is None else str(folder / "reference"),
+            update_interval=min(config.reference.update_interval, 1),
+        ),
+        rollout=rollout,
+        algorithm=replace(
+            config.algorithm,
+            loss_norm_length=_scaled(config.algorithm.loss_norm_length, rollout, config.rollout),
+            max_sampling_rounds=min(rounds, ROUNDS) if found.config.algorithm.dynamic_sampling else rounds,
+            overlong=replace(
+                config.algorithm.overlong,
+                buffer_length=_scaled(config.algorithm.overlong.buffer_length, rollout, config.rollout) or 0,
+            ),
+        ),
+        reward=config.reward if found.algorithm.supervised else _reward(config.reward),
+        data=_data(config.data, rollout.prompt_length < config.rollout.prompt_length),
+        checkpoint=replace(config.checkpoint, interval=min(config.checkpoint.interval, 1)),
+        observe=replace(observe, console="plain", wandb_project=None, num_samples=min(observe.num_samples, 2)),
+    )
+    return with_steps(shrunk, 1)
+
+
+def with_steps(config: Config, num_steps: int) -> Config:
+    """The small run with so many steps, its warm-up not longer than they are."""
+    train = config.train
+    total = num_steps * train.num_epochs * (train.batch_size // (train.minibatch_size or train.batch_size))
+    warmup = min(config.actor.lr_warmup_steps, total - 1)
+    return replace(
+        config, train=replace(train, num_steps=num_steps), actor=replace(config.actor, lr_warmup_steps=warmup)
+    )
+
+
+def other_layout(config: Config, arch: ArchSpec, used: Grid, tokenizer_size: int) -> tuple[Config, int]:
+    """The small run at a layout of at most two ranks that differs from its own, and its ranks.
+
+    Args:
+        config: Of the small run.
+        arch: Its model.
+        used: Its layout.
+        tokenizer_size: Ids that the tokenizer can give.
+    """
+    for parallel, world_size in _others(config, arch, used):
+        for rollout_tp in (2, 1) if used.rollout_tp == 1 else (1,):
+            changed = replace(
+                config,
+                parallel=parallel,
+                rollout=replace(
+                    config.rollout,
+                    tensor_model_parallel_size=rollout_tp,
+                    expert_parallel_size=1,
+                    moe_tensor_parallel_size=None,
+                ),
+            )
+            try:
+                preflight.check(changed, arch, world_size, tokenizer_size)
+            except UserError:
+                continue
+            return changed, world_size
+    raise RuntimeError(f"no other layout of the small model is allowed than {used}")
+
+
+def _others(config: Config, arch: ArchSpec, used: Grid) -> Iterator[tuple[ParallelConfig, int]]:
+    if arch.moe is not None and used.ep == 1:
+        yield ParallelConfig(expert_model_parallel_size=2), 2
+    if used.pp == 1:
+        yield ParallelConfig(pipeline_model_parallel_size=2), 2
+    if used.tp == 1:
+        yield ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=arch.moe is not None), 2
+    yield ParallelConfig(), 2 if used.world_size != 2 or used.dp != 2 else 1
+    yield ParallelConfig(), 1
+
+
+def _train(config: Config, grid: Grid, rollout: RolloutConfig) -> TrainConfig:
+    """Two minibatches where there are several; two samples for each data-parallel rank, a prompt for each replica."""
+    train, warm = config.train, config.train.warm_start
+    minibatches = min(2, train.batch_size // (train.minibatch_size or train.batch_size))
+    minibatch = max(2, math.ceil(2 * grid.dp / rollout.n), math.ceil(grid.num_replicas / minibatches))
+    return replace(
+        train,
+        batch_size=minibatches * minibatch,
+        minibatch_size=None if train.minibatch_size is None else minibatch,
+        num_epochs=min(train.num_epochs, 2),
+        eval_interval=min(train.eval_interval, 1),
+        warm_start=replace(
+            warm,
+            num_steps=min(warm.num_steps, 1),
+            batch_size=min(warm.batch_size, 2 * grid.dp),
+            lr_warmup_steps=min(warm.lr_warmup_steps, 1),
+        ),
+    )
+
+
+def _parallel(parallel: ParallelConfig, grid: Grid) -> ParallelConfig:
+    return replace(
+        parallel,
+        tensor_model_parallel_size=grid.tp,
+        pipeline_model_parallel_size=grid.pp,
+        virtual_pipeline_model_parallel_size=grid.vpp if grid.vpp > 1 else None,
+        sequence_parallel=parallel.sequence_parallel and grid.tp > 1,
+        context_parallel_size=grid.cp,
+        expert_model_parallel_size=grid.ep,
+        expert_tensor_parallel_size=grid.etp,
+        num_layers_in_first_pipeline_stage=grid.first_stage_layers,
+        num_layers_in_last_pipeline_stage=grid.last_stage_layers,
+    )
+
+
+def _rollout(rollout: RolloutConfig, sizes: Sizes) -> RolloutConfig:
+    grid = sizes.grid
+    prompt = min(rollout.prompt_length, sizes.prompt_length, MAX_PROMPT_LENGTH)
+    response = min(rollout.response_length, RESPONSE_LENGTH)
+    longer = (rollout.max_model_len or 0) > rollout.prompt_length + rollout.response_length
+    chunked = rollout.max_num_batched_tokens < rollout.prompt_length
+    num_seqs = min(rollout.max_num_seqs, NUM_SEQS)
+    return replace(
+        rollout,
+        name=ENGINE,
+        n=min(rollout.n, SAMPLES),
+        prompt_length=prompt,
+        response_length=response,
+        max_model_len=None if rollout.max_model_len is None else prompt + response + longer,
+        tensor_model_parallel_size=grid.rollout_tp,
+        pipeline_model_parallel_size=1,
+        expert_parallel_size=grid.rollout_ep,
+        moe_tensor_parallel_size=None if rollout.moe_tensor_parallel_size is None else grid.rollout_moe_tp,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=max(num_seqs, prompt // 2 if chunked else prompt),
+        gpu_memory_utilization=min(rollout.gpu_memory_utilization, UTILIZATION),
+        val_kwargs=replace(rollout.val_kwargs, n=min(rollout.val_kwargs.n, 2)),
+        checkpoint_engine=CheckpointEngineConfig(update_weights_bucket_megabytes=1),
+    )
+
+
+def _scaled(length: int | None, small: RolloutConfig, full: RolloutConfig) -> int | None:
+    """A number of response tokens, in proportion; 0 and null stay what they are."""
+    return None if length is None else math.ceil(length * small.response_length / full.response_length)
+
+
+def _reward(reward: RewardConfig) -> RewardConfig:
+    return replace(reward, functions=[*reward.functions, VARIETY], num_workers=1)
+
+
+def _data(data: DataConfig, truncated: bool) -> DataConfig:
+    return replace(data, overlong_prompts="truncate_left") if truncated else data
+
+
+def _model(model: ModelConfig, arch: ArchSpec, small: ArchSpec, folder: Path) -> ModelConfig:
+    """The same preset with other sizes, or the folder of the small model."""
+    if model.path is not None:
+        return replace(model, path=str(folder / "model"), tokenizer=model.tokenizer or model.path)
+    preset = model.preset or ""
+    known = {*KEYS, *PRESETS[preset]} - {"model_type", "tie_word_embeddings", *_ROPE}
+    as_json: dict[str, Any] = family_of(small).arch_to_hf(small)
+    changed = {key: value for key, value in as_json.items() if key in known}
+    return replace(model, overrides={**model.overrides, **changed})

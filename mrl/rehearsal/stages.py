@@ -1,0 +1,64 @@
+"""The stages of a rehearsal's first run, by the names of the loop's phases and functions.
+
+Owns the way from a phase, or from a rank's stack, to the stage that a user is told of.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mrl.distributed.local_ranks import RankError
+
+STAGES = ("build", "refit", "rollout", "reward", "update", "checkpoint")
+"""Of the first run, in their order."""
+STAGE_OF_PHASE = {
+    "update_weights": "refit",
+    "gen": "rollout",
+    "reward": "reward",
+    "testing": "rollout",
+    "pack": "update",
+    "old_log_prob": "update",
+    "ref": "update",
+    "adv": "update",
+    "update_actor": "update",
+    "warm_start": "update",
+    "save_checkpoint": "checkpoint",
+}
+STAGE_OF_FUNCTION = {
+    ("job.py", "__init__"): "build",
+    ("job.py", "load_initial_weights"): "build",
+    ("job.py", "freeze_reference"): "build",
+    ("job.py", "refit_if_stale"): "refit",
+    ("rollout.py", "generate"): "rollout",
+    ("scorer.py", "score"): "reward",
+    ("train.py", "optimizer_step"): "update",
+    ("train.py", "reinforcement_step"): "update",
+    ("job.py", "commit"): "checkpoint",
+    ("checkpoint.py", "save"): "checkpoint",
+}
+"""(file, function) on a rank's stack -> stage, for errors that do not say where they were."""
+
+
+def spent_in(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Stage -> seconds, from the lines of timings.jsonl; what an evaluation does beside sampling is its refit."""
+    spent: dict[str, float] = {}
+    for row in rows:
+        times = {key.removeprefix("timing_s/"): value for key, value in row.items() if key.startswith("timing_s/")}
+        for phase, seconds in times.items():
+            outer, _, inner = phase.partition("/")
+            if inner and outer == "testing" and inner in STAGE_OF_PHASE:
+                spent[STAGE_OF_PHASE[inner]] = spent.get(STAGE_OF_PHASE[inner], 0.0) + seconds
+                spent["refit"] = spent.get("refit", 0.0) - seconds
+            elif not inner and phase in STAGE_OF_PHASE:
+                stage = "refit" if phase == "testing" else STAGE_OF_PHASE[phase]
+                spent[stage] = spent.get(stage, 0.0) + seconds
+    return spent
+
+
+def stage_of(error: RankError) -> str:
+    """The stage of the first run in which a rank failed."""
+    phases = error.at.rpartition(", ")[2].split("/")
+    if error.at and phases[-1] in STAGE_OF_PHASE:
+        return STAGE_OF_PHASE[phases[-1]]
+    known = [STAGE_OF_FUNCTION[frame] for frame in error.frames if frame in STAGE_OF_FUNCTION]
+    return known[-1] if known else "build"

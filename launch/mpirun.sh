@@ -4,6 +4,7 @@
 #                 allocation of SLURM mpirun knows them.
 # Needs mpi4py over the library of this mpirun (pip install "mrl[mpi]").
 # First on a new cluster: `doctor [CONFIG]` in the place of `train CONFIG`; it says what is wrong between the ranks.
+# SIGUSR1 and SIGTERM let the ranks write a checkpoint; a second SIGTERM ends them at once.
 # --dry-run as the first argument prints the command and starts nothing.
 set -euo pipefail
 
@@ -13,7 +14,17 @@ set -euo pipefail
 : "${MPIRUN_ARGS:=}" # more arguments, split at spaces
 
 run() { printf '%q ' "$@" && echo; }
-if [ "${1:-}" = --dry-run ]; then shift; else run() { (printf '+ ' && printf '%q ' "$@" && echo) >&2; exec "$@"; }; fi
+start() {
+  (printf '+ ' && printf '%q ' "$@" && echo) >&2
+  "$@" <&0 &
+  mpirun=$!
+  # Every mpirun hands SIGUSR1 on; of SIGTERM OpenMPI kills the ranks within 2 s.
+  trap 'kill -USR1 "$mpirun"' USR1
+  trap 'kill -USR1 "$mpirun"; trap "kill -TERM $mpirun" TERM' TERM
+  while kill -0 "$mpirun" 2>/dev/null; do wait "$mpirun" || true; done # a signal ends `wait` early
+  wait "$mpirun"
+}
+if [ "${1:-}" = --dry-run ]; then shift; else run() { start "$@"; }; fi
 
 # A rank has threads: mpirun would bind it to one core.
 # shellcheck disable=SC2086

@@ -87,6 +87,7 @@ class Stop:
 
     Attributes:
         why: One of REASONS: what all ranks have agreed on; "" not yet.
+        ends: When a limit ends this process, s since the epoch; empty on ranks that keep no time.
         reserve_s: Seconds that must be left before a limit, for a commit.
     """
 
@@ -104,7 +105,7 @@ class Stop:
         self.why = ""
         self.reserve_s = 0.0
         self._bounds = {signal.SIGUSR1: run.stop_timeout_s, signal.SIGTERM: run.term_timeout_s}
-        self._ends = dict(ends) if keeps_time else {}
+        self.ends = dict(ends) if keeps_time else {}
         self._say = say
         self._heard = 0
         self._first_term: float | None = None
@@ -201,7 +202,7 @@ class Stop:
         if self._heard:
             return self._heard
         now = time.time()
-        return max((REASONS.index(name) for name, end in self._ends.items() if now + need_s >= end), default=0)
+        return max((REASONS.index(name) for name, end in self.ends.items() if now + need_s >= end), default=0)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGTERM and not self._has_begun and not self._is_ending:

@@ -7,11 +7,7 @@ from pathlib import Path
 from tests.e2e import runs, told
 from tests.ranks import run_ranks
 
-OWN = [
-    "data.task=tests.e2e.told:Sums", "algorithm.name=tests.e2e.told:Policy", "observe.console=off",
-    "reward.functions=[{name: 'tests.e2e.told:reward'}]", "run.collective_timeout_s=60",
-]  # fmt: skip
-STEPS = [*OWN, "train.num_steps=5", "train.eval_interval=2", "reference.update_interval=3"]
+STEPS = [*told.OWN, "train.num_steps=5", "train.eval_interval=2", "reference.update_interval=3"]
 END_S = 60
 
 

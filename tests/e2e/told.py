@@ -6,7 +6,8 @@ MRL_TEST_TELL="RANK PLACE COUNT SIGNAL": at the COUNTth time that this rank come
     score       a training sample is scored; the worker sleeps over it
     held_out    a held-out sample is scored, after COUNT training samples
     hang        as `loss`, which then sleeps
-They compute what they compute without it.
+They compute what they compute without it. SIGCONT changes nothing: the place is only held. A job that SLURM has queued
+again is left alone.
 """
 
 import os
@@ -18,6 +19,10 @@ from mrl.data.tasks import Addition
 
 TELL = "MRL_TEST_TELL"
 LONG_S = 600
+OWN = (
+    "data.task=tests.e2e.told:Sums", "algorithm.name=tests.e2e.told:Policy", "observe.console=off",
+    "reward.functions=[{name: 'tests.e2e.told:reward'}]",
+)  # fmt: skip
 _counts = {}
 
 
@@ -29,8 +34,11 @@ def reset(tell):
 
 def _tells(place, number, process):
     """Sends the signal, once, if this is the place and the time."""
+    if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
+        return False
     rank, there, count, name = os.environ.get(TELL, "").split() or ("", "", "0", "")
-    if place != there or rank != os.environ.get("RANK", "0") or number < int(count) or "told" in _counts:
+    own = os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")
+    if place != there or rank != own or number < int(count) or "told" in _counts:
         return False
     _counts["told"] = 1
     os.kill(process, getattr(signal, name))

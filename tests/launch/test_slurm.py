@@ -9,39 +9,61 @@ import pytest
 
 from mrl.distributed.host_list import hosts_of
 from tests.e2e import runs
-from tests.launch.conftest import SHORT
+from tests.e2e import told as told_run
 from tests.source import ROOT
 
 pytestmark = pytest.mark.slurm
 SCRIPT = str(ROOT / "launch" / "slurm.sbatch")
+WORDS = (*told_run.OWN, "train.num_steps=3", "reward.time_limit_s=300", "parallel.tensor_model_parallel_size=2")
 JOB_TIMEOUT_S = 240
 FORWARD_TIMEOUT_S = 60
 
 RANK = """#!/usr/bin/env bash
 # In the place of python: says what it was started with, and ends with the status that the folder holds.
-trap 'echo told USR1 >> "$FOLDER/said"' USR1
+trap 'exit 75' TERM
 echo "start $SLURM_PROCID $*" >> "$FOLDER/said"
+echo "$SLURM_JOB_END_TIME" > "$FOLDER/ends"
 until [ -e "$FOLDER/end" ]; do sleep 0.1; done
 exit "$(cat "$FOLDER/end")"
 """
 
 
 def submit(cluster, folder, *words, **variables):
+    """`words` may begin with options of sbatch."""
+    options = [word for word in words if word.startswith("--")]
+    words = words[len(options) :]
     variables = {"PYTHON": sys.executable, "NPROC_PER_NODE": "1", "PYTHONPATH": str(ROOT), **variables}
-    return cluster.submit(folder, "--nodes=2", "--output=batch.out", SCRIPT, *words, **variables)
+    return cluster.submit(folder, "--nodes=2", "--output=batch.out", *options, SCRIPT, *words, **variables)
 
 
 def told(folder):
     return "\n".join(f"== {path}\n{path.read_text()[-3000:]}" for path in sorted(Path(folder).rglob("*.[lo][ou][gt]")))
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    runs.train_in_pool(folder, WORDS, 4)
+    return (folder / "run" / "metrics.jsonl").read_text()
+
+
 @pytest.mark.parametrize("mode", ["torchrun", "srun"])
-def test_two_nodes_train_to_the_same_numbers(mode, cluster, expected, tmp_path):
-    job = submit(cluster, tmp_path, *runs.arguments(tmp_path, SHORT), MODE=mode)
-    assert cluster.wait(job, JOB_TIMEOUT_S)["JobState"] == "COMPLETED", told(tmp_path)
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == expected
-    logs = sorted(path.name.split("-")[1] for path in (tmp_path / f"slurm-{job}").iterdir())
-    assert logs == ["0", "1"]
+def test_a_job_of_two_nodes_is_told_of_its_end_and_goes_on_to_the_same_numbers(mode, cluster, uninterrupted, tmp_path):
+    _, *words = runs.arguments(tmp_path, WORDS)
+    held = {"MRL_TEST_TELL": "0 score 10 SIGCONT"}  # in the second step; 8 samples of each are this rank's
+    job = submit(cluster, tmp_path, *words, MODE=mode, NPROC_PER_NODE="2", **held)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and '{"step": 1, "phase": "train"' in metrics.read_text(), JOB_TIMEOUT_S)
+    cluster.output("scancel", "--batch", "--signal=USR1", job)
+    state = cluster.wait(job, JOB_TIMEOUT_S)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), told(tmp_path)
+    assert metrics.read_text() == uninterrupted
+    assert "USR1: told to the ranks" in (tmp_path / "batch.out").read_text()
+    logs = {path.name.split("-")[1]: path.read_text() for path in (tmp_path / f"slurm-{job}").iterdir()}
+    assert sorted(logs) == ["0", "1"]
+    assert logs["0"].count("mrl: stopped by SIGUSR1 after step 1, which is committed.\n") == 1
+    assert "mrl: " not in logs["1"]
+    wait_for(lambda: not alive(words[0]))
 
 
 @pytest.fixture
@@ -57,8 +79,8 @@ def lines(folder):
     return (folder / "said").read_text().splitlines() if (folder / "said").exists() else []
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + FORWARD_TIMEOUT_S
+def wait_for(condition, timeout_s=FORWARD_TIMEOUT_S):
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -69,8 +91,11 @@ def alive(path):
 
 
 def test_a_job_that_ends_with_the_requeue_status_runs_again_and_resumes(cluster, rank, tmp_path):
-    tmp_path.joinpath("end").write_text("75")
-    job = submit(cluster, tmp_path, "train", "c.yaml", MODE="srun", PYTHON=rank, FOLDER=str(tmp_path))
+    job = submit(cluster, tmp_path, "--time=9", "c.yaml", MODE="srun", PYTHON=rank, FOLDER=str(tmp_path))
+    wait_for(lambda: len(lines(tmp_path)) == 2)
+    ends = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(int((tmp_path / "ends").read_text())))
+    assert ends == cluster.state(job)["EndTime"]
+    cluster.output("scancel", "--signal=TERM", job)  # as a preemption with a grace time: steps only
     wait_for(lambda: cluster.state(job).get("Restarts") == "1")
     tmp_path.joinpath("end").write_text("0")
     state = cluster.wait(job, JOB_TIMEOUT_S)
@@ -93,16 +118,10 @@ def test_a_cancelled_job_leaves_no_process(cluster, rank, tmp_path):
     cluster.output("scancel", job)
     assert cluster.wait(job, JOB_TIMEOUT_S)["JobState"] == "CANCELLED"
     wait_for(lambda: not alive(rank))
-
-
-def test_the_time_signal_reaches_training_ranks_and_harms_none(cluster, expected, tmp_path):
-    job = submit(cluster, tmp_path, *runs.arguments(tmp_path, SHORT), MODE="torchrun")
-    wait_for(lambda: list(tmp_path.glob("slurm-*/*.log")))
-    time.sleep(1)  # in the middle of torchrun's start
-    cluster.output("scancel", "--batch", "--signal=USR1", job)
-    assert cluster.wait(job, JOB_TIMEOUT_S)["JobState"] == "COMPLETED", told(tmp_path)
-    assert "USR1: told to the ranks" in (tmp_path / "batch.out").read_text()
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == expected
+    state = cluster.state(job)
+    assert (state["JobState"], state["Restarts"]) == ("CANCELLED", "0"), told(
+        tmp_path
+    )  # though its ranks ended with 75
 
 
 @pytest.mark.parametrize("text", ["node7", "node[1-3,07-09],login", "rack[1-2]-gpu[01-02]", "10.0.0.[9-11]"])

@@ -21,23 +21,13 @@ from typing import Any
 import torch
 
 from mrl.config import RolloutConfig
-from mrl.distributed import launch, mpi
+from mrl.distributed import launch
 from mrl.engines.trtllm.features import Features
 from mrl.engines.trtllm.features import find as find_features
-from mrl.engines.trtllm.fields import needs_mpi
 from mrl.engines.trtllm.replica import BEAT_S, Replica
+from mrl.engines.trtllm.world import communicator_of, hidden
 from mrl.errors import UserError, first_line
 from mrl.models.base import ArchSpec
-
-LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
-LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""Of torchrun: TensorRT-LLM must not take them for its own."""
-
-MPI_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "MPI_", "UCX_", "I_MPI_", "HYDRA_", "MPICH_", "MV2_")
-"""Of an MPI that started torchrun and not its ranks: MPI_Init in a rank would take a place that is not its own."""
-
-OWN_PREFIXES = ("TLLM_SPAWN_PROXY_PROCESS", "TLLM_DISABLE_MPI", "tllm_mpi_size")
-"""Of TensorRT-LLM: they make it start Ray or look for workers."""
 
 SETTINGS = {"TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1"}
 """While it loads weights: one stream and less memory, as verl and NeMo-RL do it."""
@@ -129,8 +119,8 @@ class Host:
                 rank's device.
         """
         launcher = launch.environment().launcher
-        communicator = _communicator(replica)
-        with launch.scrubbed_variables(hide=_hidden(launcher), given=_given(communicator)):
+        communicator = communicator_of(replica, config.name)
+        with launch.scrubbed_variables(hide=hidden(launcher), given=_given(communicator)):
             self.features = find_features()
             from tensorrt_llm import LLM
 
@@ -222,39 +212,29 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _hidden(launcher: str) -> tuple[str, ...]:
-    """Prefixes of variables that TensorRT-LLM must not see."""
-    started_by_mpi = launcher in ("mpirun", "mpi", "srun")
-    return (*LAUNCHER_PREFIXES, *LAUNCHER_NAMES, *OWN_PREFIXES, *(() if started_by_mpi else MPI_PREFIXES))
-
-
 def _given(communicator: Any) -> Mapping[str, str]:
     """Variables for the start."""
     return SETTINGS if communicator is not None else {**SETTINGS, "TLLM_WORKER_USE_SINGLE_PROCESS": "1"}
 
 
-def _communicator(replica: Replica) -> Any:
-    """Collective over the job: MPI's communicator of the replica; None where MPI did not start the ranks."""
-    environment = launch.environment()
-    if environment.launcher in ("none", "torchrun") or (environment.launcher == "srun" and mpi.is_alone()):
-        if replica.size > 1:
-            raise UserError(needs_mpi(environment.launcher, replica.size))
-        return None
-    communicator = mpi.split(replica.first_rank, replica.rank, environment)
-    mpi.check_threads()  # the event loop talks in a thread of its own
-    return communicator
-
-
 def _check_device(device: torch.device) -> None:
-    """TensorRT-LLM takes the device of its MPI rank, modulo those that it sees; it must be this rank's."""
-    if device.type != "cuda":
-        return
-    from tensorrt_llm import _utils
+    """Returns where TensorRT-LLM will take this rank's device."""
+    if device.type == "cuda":
+        from tensorrt_llm import _utils
 
-    rank, count = _utils.global_mpi_rank(), torch.cuda.device_count()
-    if rank % count != device.index:
+        check_choice(device, _utils.global_mpi_rank(), torch.cuda.device_count())
+
+
+def check_choice(device: torch.device, mpi_rank: int, num_devices: int) -> None:
+    """TensorRT-LLM takes the device of its MPI rank, modulo those that it sees (`executor/base_worker.py`).
+
+    Raises:
+        UserError: That is not `device`.
+    """
+    chosen = mpi_rank % num_devices
+    if chosen != device.index:
         raise UserError(
-            f"TensorRT-LLM would take cuda:{rank % count} (MPI rank {rank}, {count} devices), but this rank's is "
+            f"TensorRT-LLM would take cuda:{chosen} (MPI rank {mpi_rank}, {num_devices} devices), but this rank's is "
             f"{device}. Let each rank see its own device only: CUDA_VISIBLE_DEVICES of one device for each, or "
             "srun --gpus-per-task=1."
         )

@@ -1,0 +1,75 @@
+"""Whole runs through the stand-in: rewards of the native engine, in process and over MPI; and a death on one rank."""
+
+import os
+import sys
+
+import pytest
+
+from tests.e2e import runs
+from tests.launch.test_mpirun import mpirun
+from tests.ranks import run_ranks
+from tests.source import ROOT
+from tests.trtllm.conftest import FAULTS, STANDIN, forget
+
+SHORT = ("train.num_steps=2", "rollout.temperature=0.8")
+TOLERANCE = 1e-3
+"""Relative, on metrics that log-probabilities enter: fp32 sums in another order."""
+PATHS = f"{ROOT}{os.pathsep}{STANDIN}"
+
+
+def _with_standin(words, ports):
+    sys.path.insert(0, str(STANDIN))
+    forget()
+    try:
+        return runs._main(words, ports)
+    finally:
+        sys.path.remove(str(STANDIN))
+        forget()
+
+
+def trained(folder, overrides):
+    """metrics.jsonl of a run of one rank that has the stand-in."""
+    folder.mkdir()
+    words = runs.arguments(folder, overrides)
+    assert run_ranks(1, _with_standin, words, [runs.free_port(), runs.free_port()]) == [0]
+    return runs.metrics(folder)
+
+
+def assert_same_run(found, expected):
+    assert len(found) == len(expected)
+    for line, other in zip(found, expected, strict=True):
+        assert line.keys() == other.keys()
+        for key, value in other.items():
+            if "reward" in key or "response_length" in key or isinstance(value, str):
+                assert line[key] == value, key
+            else:
+                assert line[key] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), key
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    return runs.train_in_pool(tmp_path_factory.mktemp("native"), SHORT, 1)
+
+
+def test_grpo_in_process_has_the_native_engines_rewards(tmp_path, expected):
+    assert_same_run(trained(tmp_path / "run", [*SHORT, "rollout.name=trtllm"]), expected)
+    assert (tmp_path / "run" / "run" / "model" / "config.json").is_file()
+
+
+@pytest.mark.mpi
+def test_grpo_of_two_ranks_over_mpi_has_the_native_engines_rewards(tmp_path, expected):
+    words = [*SHORT, "rollout.name=trtllm", "rollout.tensor_model_parallel_size=2"]
+    done = mpirun(tmp_path, *runs.arguments(tmp_path, words), PYTHONPATH=PATHS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = runs.metrics(tmp_path)
+    rewards = [{key: value for key, value in line.items() if "reward" in key} for line in found]
+    assert rewards == [{key: value for key, value in line.items() if "reward" in key} for line in expected]
+
+
+@pytest.mark.mpi
+def test_a_death_on_one_rank_ends_the_job_on_all_with_its_cause(tmp_path):
+    words = ["train.warm_start.num_steps=0", "rollout.name=trtllm", "rollout.tensor_model_parallel_size=2"]
+    done = mpirun(tmp_path, *runs.arguments(tmp_path, words), PYTHONPATH=PATHS, **{FAULTS: "die_on_rank1=2"})
+    assert done.returncode not in (0, 2)
+    assert "rank 1's part of the engine failed: RuntimeError: TensorRT-LLM's event loop has ended: " in done.stderr
+    assert "CUDA error: an illegal memory access was encountered" in done.stderr

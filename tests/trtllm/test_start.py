@@ -1,0 +1,65 @@
+"""What surrounds the start: launchers that cannot hold a replica, devices, and variables hidden for a while."""
+
+import os
+
+import pytest
+import torch
+
+from mrl.config import load
+from mrl.distributed import launch
+from mrl.engines.trtllm.llm import check_choice
+from mrl.errors import UserError
+from mrl.prepare import prepare
+from tests.source import ROOT
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
+
+
+@pytest.fixture
+def torchrun(monkeypatch):
+    """As rank 1 of 2 on one host."""
+    for name, value in {**TORCHRUN, "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(launch.OWN_DEVICE, "")  # so that both are put back
+    monkeypatch.delenv(launch.OWN_DEVICE)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return monkeypatch
+
+
+def test_a_replica_of_several_ranks_under_torchrun_is_refused_before_anything_starts(torchrun, tmp_path):
+    overrides = (f"run.output_dir={tmp_path}/run", "rollout.name=trtllm", "rollout.tensor_model_parallel_size=2")
+    with pytest.raises(UserError, match="needs ranks that MPI started.*launch/mpirun.sh"):
+        prepare(load(str(ROOT / "configs" / "quickstart.yaml"), overrides))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("seen, own", [("", "1"), ("4,5", "5"), ("6", "6")])
+def test_under_torchrun_a_rank_sees_its_own_device_only(torchrun, seen, own):
+    torchrun.setenv("CUDA_VISIBLE_DEVICES", seen)
+    launch.see_own_device_only()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == own and launch.OWN_DEVICE in os.environ
+
+
+def test_one_process_keeps_what_it_sees(monkeypatch):
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    before = dict(os.environ)
+    launch.see_own_device_only()
+    assert dict(os.environ) == before
+
+
+def test_the_device_that_tensorrt_llm_takes_must_be_the_ranks():
+    check_choice(torch.device("cuda:0"), 0, 1)
+    check_choice(torch.device("cuda:3"), 11, 8)  # second host, eight ranks on each
+    with pytest.raises(UserError, match=r"would take cuda:0 \(MPI rank 0, 8 devices\), but this rank's is cuda:3"):
+        check_choice(torch.device("cuda:3"), 0, 8)
+
+
+def test_variables_are_hidden_given_and_put_back(monkeypatch):
+    monkeypatch.setenv("SLURM_X", "1")
+    monkeypatch.setenv("KEPT", "2")
+    before = dict(os.environ)
+    with launch.scrubbed_variables(hide=("SLURM_",), given={"KEPT": "3", "NEW": "4"}):
+        assert "SLURM_X" not in os.environ and os.environ["KEPT"] == "3" and os.environ["NEW"] == "4"
+        os.environ["LEFT_BY_THE_LIBRARY"] = "5"
+    assert dict(os.environ) == before

@@ -63,8 +63,9 @@ def prepare(config: Config) -> Plan:
     Raises:
         UserError: A mistake in the config, the model folder, the data or the run folder.
     """
-    if config.rollout.name == "trtllm":
+    if config.rollout.name in trtllm.ENGINES:
         trtllm.check_launcher(config.rollout, launch.environment().launcher)
+    if config.rollout.name == "trtllm":
         launch.see_own_device_only()  # before torch looks for devices
     launch.choose_device(config.run.device)
     found = resolve(config, launch.environment().world_size)

@@ -11,6 +11,7 @@ from mrl.engines.base import SamplingConfig, Surroundings, WeightSlice
 from mrl.engines.native.engine import NativeEngine
 from mrl.engines.trtllm.built import BuiltEngine
 from mrl.engines.trtllm.contract import Scores
+from mrl.engines.trtllm.replica import Replica
 from mrl.engines.trtllm.runner import Runner
 from mrl.errors import UserError
 from mrl.formats.trtllm_engine import read_engine_folder
@@ -191,11 +192,11 @@ def test_other_versions_are_refused(made, standin, version, said):
     folder = made(refitted=False)._config.engine_dir
     standin.setattr(tensorrt_llm, "__version__", version)
     with pytest.raises(UserError, match=said):
-        Runner(read_engine_folder(folder), replica=0, position=0, device=torch.device("cpu"))
+        Runner(read_engine_folder(folder), replica=Replica(None), device=torch.device("cpu"))
 
 
 def test_without_tensorrt_llm_it_says_what_is_needed(made, standin):
     folder = made(refitted=False)._config.engine_dir
     standin.setitem(__import__("sys").modules, "tensorrt_llm", None)
     with pytest.raises(UserError, match="needs TensorRT-LLM >= 1.0, < 1.3, which is not installed"):
-        Runner(read_engine_folder(folder), replica=0, position=0, device=torch.device("cpu"))
+        Runner(read_engine_folder(folder), replica=Replica(None), device=torch.device("cpu"))

@@ -184,7 +184,7 @@ def test_a_field_that_the_engine_cannot_honour_is_refused_before_anything_starts
 def test_replicas_of_several_ranks_need_ranks_that_mpi_started():
     two = tiny.rollout(tensor_model_parallel_size=2)
     for launcher in ("none", "torchrun"):
-        with pytest.raises(UserError, match=r"rollout.tensor_model_parallel_size=2 .*launch/mpirun.sh, or srun"):
+        with pytest.raises(UserError, match=r"with 2 ranks .*launch/mpirun.sh, or srun"):
             check_launcher(two, launcher)
     for launcher in ("mpirun", "mpi", "srun"):
         check_launcher(two, launcher)

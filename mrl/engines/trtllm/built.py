@@ -28,6 +28,7 @@ from mrl.engines.base import RolloutEngine, SamplingConfig, Surroundings, Weight
 from mrl.engines.native.memory import kv_budget
 from mrl.engines.trtllm.contract import PROBE, TOLERANCE, Scores, Verdict, judge, needs_logits
 from mrl.engines.trtllm.refitter import EngineWeights
+from mrl.engines.trtllm.replica import Replica
 from mrl.engines.trtllm.runner import NO_TOKEN, Answers, Runner
 from mrl.engines.trtllm.scoring import check_raw, score_steps
 from mrl.engines.trtllm.side_by_side import side_by_side
@@ -83,20 +84,19 @@ class BuiltEngine(RolloutEngine):
         self.policy_version = -1
         self._config, self._arch, self._decode, self._group = config, arch, decode, tp_group
         self._device, self._dtype, self._trained = device, dtype, trains_on_logprobs
-        size, position = (1, 0) if tp_group is None else (dist.get_world_size(tp_group), dist.get_rank(tp_group))
-        replica = 0 if tp_group is None else dist.get_rank() // size
+        replica = Replica(tp_group)
         folder = read_engine_folder(config.engine_dir)
         mapping, name = folder.config.mapping, str(dtype).removeprefix("torch.")
-        if (mapping.world_size, folder.config.dtype) != (size, name):
+        if (mapping.world_size, folder.config.dtype) != (replica.size, name):
             raise UserError(
                 f"rollout.engine_dir: the engines in '{folder.path}' are {mapping.world_size} ranks of "
-                f"{folder.config.dtype}, the replica is {size} of {name}."
+                f"{folder.config.dtype}, the replica is {replica.size} of {name}."
             )
         self._mapping = mapping
         with self._together():
-            self._runner = Runner(folder, replica=replica, position=position, device=device)
-            layout = trtllm_layout(arch, mapping, position, name)
-            where = f"'{folder.path}/rank{position}.engine'"
+            self._runner = Runner(folder, replica=replica, device=device)
+            layout = trtllm_layout(arch, mapping, replica.rank, name)
+            where = f"'{folder.path}/rank{replica.rank}.engine'"
             self._weights = EngineWeights(self._runner.engine, layout, device, where)
         self._max_len = config.max_model_len or config.prompt_length + config.response_length
         self._budget = kv_budget(device, config.gpu_memory_utilization, tp_group)

@@ -161,14 +161,15 @@ def check_launcher(rollout: RolloutConfig, launcher: str) -> None:
     Raises:
         UserError: It cannot.
     """
-    if rollout.tensor_model_parallel_size > 1 and launcher in ("none", "torchrun"):
-        raise UserError(needs_mpi(launcher, rollout.tensor_model_parallel_size))
+    size = rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size
+    if size > 1 and launcher in ("none", "torchrun"):
+        raise UserError(needs_mpi(rollout.name, launcher, size))
 
 
-def needs_mpi(launcher: str, size: int) -> str:
+def needs_mpi(name: str, launcher: str, size: int) -> str:
     """Why a replica of several ranks does not start in a job of this launcher."""
     return (
-        f"rollout.tensor_model_parallel_size={size} with rollout.name=trtllm needs ranks that MPI started, since "
+        f"rollout.name={name} with {size} ranks in a replica needs ranks that MPI started, since "
         f"TensorRT-LLM's own ranks talk over it; these were started by {launcher if launcher != 'none' else 'hand'}. "
         "Use launch/mpirun.sh, or srun with --mpi."
     )

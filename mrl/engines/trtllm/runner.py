@@ -26,8 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mrl.distributed import launch, mpi
+from mrl.distributed import launch
 from mrl.engines.base import SamplingConfig
+from mrl.engines.trtllm.replica import Replica
+from mrl.engines.trtllm.world import communicator_of, hidden
 from mrl.errors import UserError, first_line
 from mrl.formats.trtllm_engine import EngineFolder
 
@@ -58,8 +60,7 @@ class Runner:
 
     Args:
         folder: The engines.
-        replica: Which replica of the job this rank belongs to.
-        position: This rank in its replica: pipeline stage x tp_size + tensor-parallel rank.
+        replica: The ranks of the engine, in TensorRT-LLM's order: pipeline stage x tp_size + tensor-parallel rank.
         device: Of this rank.
 
     Attributes:
@@ -70,14 +71,15 @@ class Runner:
             replica cannot talk over MPI.
     """
 
-    def __init__(self, folder: EngineFolder, *, replica: int, position: int, device: torch.device) -> None:
+    def __init__(self, folder: EngineFolder, *, replica: Replica, device: torch.device) -> None:
         self._device = device
         self._mapping = folder.config.mapping
-        pp_rank = position // self._mapping.tp_size
+        pp_rank = replica.rank // self._mapping.tp_size
         self.is_first_stage, self.is_last_stage = pp_rank == 0, pp_rank == self._mapping.pp_size - 1
-        session = self._communicator(replica, position)
+        session = communicator_of(replica, "trtllm_engine")
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        with launch.changed_variables(DISABLE_TORCH_DEVICE_SET="1"):  # read at import; else it picks one by its rank
+        given = {"DISABLE_TORCH_DEVICE_SET": "1"}  # read at import; else it picks a device by its rank
+        with launch.scrubbed_variables(hide=hidden(launch.environment().launcher), given=given):
             check_version(folder)
             from tensorrt_llm.runtime import ModelRunner
 
@@ -85,7 +87,7 @@ class Runner:
                 from tensorrt_llm.llmapi.mpi_session import set_mpi_session_cpp
 
                 set_mpi_session_cpp(session)  # its NCCL plugins number the ranks of a replica from 0
-            self._runner: Any = ModelRunner.from_dir(engine_dir=str(folder.path), rank=position, stream=stream)
+            self._runner: Any = ModelRunner.from_dir(engine_dir=str(folder.path), rank=replica.rank, stream=stream)
         self.engine: Any = self._runner.session.runtime.engine
 
     def generate(
@@ -152,18 +154,6 @@ class Runner:
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _communicator(self, replica: int, position: int) -> Any:
-        """MPI's communicator of the replica; None where there is no MPI and none is needed."""
-        environment, size = launch.environment(), self._mapping.world_size
-        if environment.launcher in ("mpirun", "mpi") or (environment.launcher == "srun" and size > 1):
-            return mpi.split(replica, position, environment)
-        if size > 1:
-            raise UserError(
-                f"rollout.name=trtllm_engine with {size} ranks in a replica needs MPI, over which TensorRT-LLM's ranks "
-                "find each other. Start the job by launch/mpirun.sh, or by srun --mpi=pmix."
-            )
-        return None
 
 
 def check_version(folder: EngineFolder) -> None:

@@ -1,0 +1,49 @@
+"""What TensorRT-LLM sees of the job around it: which of the launcher's variables, and which of MPI's ranks.
+
+Owns both, for the LLM API and for built engines.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mrl.distributed import launch, mpi
+from mrl.engines.trtllm.fields import needs_mpi
+from mrl.engines.trtllm.replica import Replica
+from mrl.errors import UserError
+
+LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
+LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""Of torchrun: TensorRT-LLM must not take them for its own."""
+
+MPI_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "MPI_", "UCX_", "I_MPI_", "HYDRA_", "MPICH_", "MV2_")
+"""Of an MPI that started torchrun and not its ranks: MPI_Init in a rank would take a place that is not its own."""
+
+OWN_PREFIXES = ("TLLM_SPAWN_PROXY_PROCESS", "TLLM_DISABLE_MPI", "tllm_mpi_size")
+"""Of TensorRT-LLM: they make it start Ray or look for workers."""
+
+
+def hidden(launcher: str) -> tuple[str, ...]:
+    """Prefixes of variables that TensorRT-LLM must not see."""
+    started_by_mpi = launcher in ("mpirun", "mpi", "srun")
+    return (*LAUNCHER_PREFIXES, *LAUNCHER_NAMES, *OWN_PREFIXES, *(() if started_by_mpi else MPI_PREFIXES))
+
+
+def communicator_of(replica: Replica, name: str) -> Any:
+    """Collective over the job: MPI's communicator of the replica; None where MPI did not start the ranks.
+
+    Args:
+        replica: Of this rank.
+        name: `rollout.name`.
+
+    Raises:
+        UserError: The replica needs MPI and there is none, or it allows no threads.
+    """
+    environment = launch.environment()
+    if environment.launcher in ("none", "torchrun") or (environment.launcher == "srun" and mpi.is_alone()):
+        if replica.size > 1:
+            raise UserError(needs_mpi(name, environment.launcher, replica.size))
+        return None
+    communicator = mpi.split(replica.first_rank, replica.rank, environment)
+    mpi.check_threads()  # TensorRT-LLM talks in a thread of its own
+    return communicator

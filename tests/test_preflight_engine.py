@@ -16,7 +16,14 @@ VOCAB = 16
 OVERRIDES = {"hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 64, "num_key_value_heads": 2}
 ARCH = arch_from_preset("qwen2_tiny", {**OVERRIDES, "num_attention_heads": 4}, VOCAB)
 ONE = TrtllmMapping()
-BUILD = {"max_batch_size": 16, "max_input_len": 12, "max_seq_len": 16, "max_num_tokens": 8192, "use_refit": True}
+BUILD = {
+    "max_batch_size": 16,
+    "max_input_len": 12,
+    "max_seq_len": 16,
+    "max_num_tokens": 8192,
+    "use_refit": True,
+    "kv_cache_type": "continuous",
+}
 SETTINGS = ("rollout.name=trtllm_engine", "rollout.enable_prefix_caching=false", "rollout.enforce_eager=true")
 
 
@@ -64,7 +71,7 @@ def test_without_a_folder_the_commands_that_make_one_are_told(checked):
     assert "needs rollout.engine_dir" in said
     assert "convert_hf_to_trtllm.py --model_dir MODEL --output_dir CHECKPOINT --dtype float32 --tp_size 2" in said
     assert "build_trtllm_engine.py --checkpoint_dir CHECKPOINT --output_dir ENGINES --max_batch_size 16" in said
-    assert "--max_input_len 12 --max_seq_len 16 --max_num_tokens 8192" in said
+    assert "--max_input_len 12 --max_seq_len 16 --max_num_tokens 8192 --kv_cache_type continuous" in said
 
 
 ANOTHER_SIZE = {"hidden_size": 48, "head_size": 12, "rotary_embedding_dim": 12}
@@ -79,7 +86,8 @@ MISMATCHES = {
     "refit": ({"use_refit": False}, "built without use_refit"),
     "another size": ({"pretrained": ANOTHER_SIZE}, "hidden_size is 48 in the engines, 32 in the model"),
     "another rope": ({"pretrained": {"rotary_base": 5.0}}, "rotary_base is 5.0 in the engines"),
-    "no cache": ({"kv_cache_type": "disabled"}, "kv_cache_type disabled"),
+    "no cache": ({"kv_cache_type": "KVCacheType.DISABLED"}, "kv_cache_type is disabled in the engines"),
+    "a paged cache": ({"kv_cache_type": None}, "kv_cache_type is paged in the engines"),
     "a limit that is none": ({"max_seq_len": None}, "build_config.max_seq_len is None"),
 }
 

@@ -1,13 +1,15 @@
 r"""A TensorRT-LLM checkpoint (config.json and rank{N}.safetensors) -> TensorRT engines that can be refitted in place.
 
     python tools/build_trtllm_engine.py --checkpoint_dir ckpt --output_dir engines --max_batch_size 256 \
-        --max_input_len 1024 --max_seq_len 4096 --gather_generation_logits
+        --max_input_len 1024 --max_seq_len 4096 --kv_cache_type continuous
     mpirun -n 4 python tools/build_trtllm_engine.py --checkpoint_dir ckpt_tp4 --output_dir engines_tp4
 
 Flags are trtllm-build's, which itself has none for refit. A single process builds the engines of all ranks one after
 the other; under MPI there must be one process for each rank. Everything that can be wrong with the checkpoint, the
 limits or the disk is said before tensorrt_llm is imported; --dry-run stops there and prints the plan. The engines
 appear under their name when all of them are finished.
+
+The folder is what `rollout.engine_dir` names; without one, preflight prints the command line that makes it.
 
 Written for the TensorRT backend of TensorRT-LLM 1.0 to 1.2 (1.3 removed it), from its sources; not run with it.
 
@@ -90,13 +92,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     ):
         text = "the model's positions" if name == "max_seq_len" else default
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {text}")
-    parser.add_argument("--kv_cache_type", choices=("continuous", "paged", "disabled"))
+    cache = "rollout.name=trtllm_engine runs continuous; default: TensorRT-LLM's, which is paged"
+    parser.add_argument("--kv_cache_type", choices=("continuous", "paged", "disabled"), help=cache)
     parser.add_argument("--logits_dtype", choices=("float16", "float32"), help="default: what config.json says")
     parser.add_argument("--profiling_verbosity", choices=("layer_names_only", "detailed", "none"))
     parser.add_argument("--input_timing_cache", help="a file of an earlier build, which becomes faster by it")
     parser.add_argument("--output_timing_cache")
     parser.add_argument("--gather_context_logits", action="store_true")
-    parser.add_argument("--gather_generation_logits", action="store_true", help="needed for rollout_logprobs")
+    parser.add_argument("--gather_generation_logits", action="store_true", help="rollout.name=trtllm_engine needs none")
     parser.add_argument("--strip_plan", action="store_true", help="leave the weights out; refit before use")
     parser.add_argument("--deep", action="store_true", help="also compare what the checkpoint holds more than once")
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="check everything, print the plan, stop")

@@ -56,7 +56,7 @@ class Wanted:
             f"{flags}\n"
             f"  python tools/build_trtllm_engine.py --checkpoint_dir CHECKPOINT --output_dir ENGINES --max_batch_size "
             f"{self.batch_size} --max_input_len {self.input_len} --max_seq_len {self.seq_len} --max_num_tokens "
-            f"{self.num_tokens}"
+            f"{self.num_tokens} --kv_cache_type continuous"
         )
 
 
@@ -73,6 +73,7 @@ class EngineFolder:
         max_seq_len: Prompt and response tokens of a sequence.
         max_num_tokens: Tokens in one forward.
         is_refittable: Built with `use_refit`.
+        kv_cache_type: "continuous", "paged" or "disabled"; "": TensorRT-LLM's choice, which is paged.
     """
 
     path: Path
@@ -83,6 +84,7 @@ class EngineFolder:
     max_seq_len: int
     max_num_tokens: int
     is_refittable: bool
+    kv_cache_type: str
 
 
 def read_engine_folder(path: str | Path) -> EngineFolder:
@@ -113,11 +115,15 @@ def read_engine_folder(path: str | Path) -> EngineFolder:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise UserError(f"'{folder}' lacks {', '.join(missing[:3])}; {CONFIG} says {len(files)} ranks.")
-    if str(build.get("kv_cache_type", "")).upper().endswith("DISABLED"):
-        raise UserError(f"'{folder}' was built with kv_cache_type disabled, which cannot generate.")
     numbers: dict[str, Any] = limits
-    is_refittable = build.get("use_refit") is True
-    return EngineFolder(folder, str(found.get("version", "")), config, **numbers, is_refittable=is_refittable)
+    return EngineFolder(
+        folder,
+        str(found.get("version", "")),
+        config,
+        **numbers,
+        is_refittable=build.get("use_refit") is True,
+        kv_cache_type=str(build.get("kv_cache_type") or "").rpartition(".")[2].lower(),
+    )
 
 
 def mismatches(folder: EngineFolder, wanted: Wanted) -> Iterator[str]:
@@ -143,6 +149,11 @@ def mismatches(folder: EngineFolder, wanted: Wanted) -> Iterator[str]:
         yield "the engines are quantised to FP8, and a refit brings no scales"
     if not folder.is_refittable:
         yield "the engines were built without use_refit, so that their weights cannot be replaced"
+    if folder.kv_cache_type != "continuous":
+        yield (
+            f"kv_cache_type is {folder.kv_cache_type or 'paged'} in the engines; TensorRT-LLM's Python runtime itself "
+            "warns of any but continuous"
+        )
     try:
         built_model, model = to_json(folder.config), to_json(replace(folder.config, arch=wanted.arch))
     except UserError as error:

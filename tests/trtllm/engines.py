@@ -6,7 +6,13 @@ import runpy
 from tests.formats.trtllm_cases import written
 from tests.source import ROOT
 
-LIMITS = {"max_batch_size": 64, "max_input_len": 16, "max_seq_len": 32, "max_num_tokens": 8192}
+LIMITS = {
+    "kv_cache_type": "continuous",
+    "max_batch_size": 64,
+    "max_input_len": 16,
+    "max_seq_len": 32,
+    "max_num_tokens": 8192,
+}
 MPI_VARIABLES = ("OMPI_", "PMI_", "PMIX_", "MV2_")
 
 

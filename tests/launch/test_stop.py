@@ -1,0 +1,86 @@
+"""A run that is told to stop and cannot, and one that mpirun starts: status 75, one message, nobody left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mrl.distributed.stop import REPEAT_S
+from tests.e2e import runs, told
+from tests.source import ROOT
+
+TIMEOUT_S = 240
+STEPS = (*told.OWN, "train.num_steps=3", "checkpoint.interval=1", "reward.time_limit_s=300")
+HANGS = "0 hang 3 SIGUSR1"  # two updates of the first step, then the second step's
+MPI = {
+    "MPIRUN_ARGS": "--oversubscribe", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}  # fmt: skip
+
+
+class Run:
+    """A run of the first words, its output and its processes."""
+
+    def __init__(self, folder, words, tell, *overrides, **variables):
+        self.folder = folder
+        arguments = runs.arguments(folder, [*STEPS, *overrides])
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), told.TELL: tell,
+            **variables,
+        }  # fmt: skip
+        with open(folder / "output.txt", "wb") as output:
+            self.process = subprocess.Popen(
+                [*words, *arguments], cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
+        self.tree = []
+
+    def wait_for_step(self, step):
+        metrics, deadline = self.folder / "run" / "metrics.jsonl", time.monotonic() + TIMEOUT_S
+        while not (metrics.exists() and f'{{"step": {step}, "phase": "train"' in metrics.read_text()):
+            assert time.monotonic() < deadline and self.process.poll() is None, self.output()
+            time.sleep(0.1)
+        self.tree = psutil.Process(self.process.pid).children(recursive=True)
+
+    def output(self):
+        return Path(self.folder / "output.txt").read_text()
+
+    def end(self):
+        """Status and the message; no process is left."""
+        status = self.process.wait(TIMEOUT_S)
+        _, alive = psutil.wait_procs(self.tree, timeout=10)
+        assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+        assert self.output().count("mrl: ") == 1, self.output()
+        return status, self.output().partition("mrl: ")[2].splitlines()[0]
+
+
+def test_what_does_not_end_in_time_is_ended(tmp_path):
+    run = Run(tmp_path, [sys.executable, "-m", "mrl"], "0 hang 1 SIGUSR1", "run.stop_timeout_s=1")
+    run.wait_for_step(0)
+    said = "told to stop by SIGUSR1, and not done in time; ended without a new checkpoint."
+    assert run.end() == (75, said)
+    assert "The last checkpoint is of step 0, in " in run.output()
+
+
+def test_sigterm_twice_under_torchrun_leaves_nobody(tmp_path):
+    variables = {"NPROC_PER_NODE": "2", "MASTER_PORT": str(runs.free_port())}
+    run = Run(tmp_path, [str(ROOT / "launch" / "torchrun.sh")], HANGS, **variables)
+    run.wait_for_step(1)
+    time.sleep(1)
+    for _ in range(2):
+        run.process.send_signal(signal.SIGTERM)
+        time.sleep(1.5 * REPEAT_S)
+    said = "told to stop by SIGTERM, and then told again; ended without a new checkpoint."
+    assert run.end() == (75, said)
+
+
+@pytest.mark.mpi
+def test_sigterm_to_mpirun_ends_in_a_checkpoint(tmp_path):
+    held = "0 score 20 SIGCONT"  # of the second step: 16 samples of each are this rank's
+    run = Run(tmp_path, [str(ROOT / "launch" / "mpirun.sh")], held, "checkpoint.interval=0", NPROC="2", **MPI)
+    run.wait_for_step(1)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == (75, "stopped by SIGUSR1 after step 1, which is committed.")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,27 +29,20 @@ from mrl.engines.native.memory import kv_budget
 from mrl.engines.trtllm.contract import PROBE, TOLERANCE, Scores, Verdict, judge, needs_logits
 from mrl.engines.trtllm.refitter import EngineWeights
 from mrl.engines.trtllm.replica import Replica
-from mrl.engines.trtllm.runner import NO_TOKEN, Answers, Runner
+from mrl.engines.trtllm.rows import Sample, end_rows, to_rollouts
+from mrl.engines.trtllm.runner import Answers, Runner
 from mrl.engines.trtllm.scoring import check_raw, score_steps
 from mrl.engines.trtllm.side_by_side import side_by_side
 from mrl.errors import UserError
 from mrl.formats.trtllm_engine import read_engine_folder
 from mrl.functional.sampling import stream_key
 from mrl.models.base import ArchSpec
-from mrl.types import FinishReason, Prompt, Rollout
+from mrl.types import Prompt, Rollout
 from mrl.weights.layout import Layout
 from mrl.weights.trtllm import trtllm_layout
 
 PROMPTS = ((1,), (1, 2))
 """Of the probe: of different lengths, so that it sees too where the decoder puts a row's log-probabilities."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One row: a prompt and which of its samples."""
-
-    prompt: Prompt
-    index: int
 
 
 class BuiltEngine(RolloutEngine):
@@ -179,7 +172,7 @@ class BuiltEngine(RolloutEngine):
         self._runner.close()
 
     def stats(self) -> dict[str, float]:
-        """Of the last `generate`: batches, rows, decode_tokens, generate_s, and whether it went by_logits."""
+        """Of the last `generate`: batches, prefill and decode tokens, generate_s, and whether it went by_logits."""
         return dict(self._stats)
 
     # generation -------------------------------------------------------------------------------------------------------
@@ -206,11 +199,11 @@ class BuiltEngine(RolloutEngine):
         for batch in self._batches(samples, sampling.max_tokens, by_logits):
             rollouts += self._run(batch, sampling, by_logits)
             num_batches += 1
-            if self._share(self.told_to_stop(), 0):
+            if self._told_to_stop():
                 break
         self._stats = {
             "batches": float(num_batches),
-            "rows": float(len(samples)),
+            "prefill_tokens": float(sum(len(sample.prompt.prompt_ids) for sample in samples)),
             "decode_tokens": float(sum(len(rollout.response_ids) for rollout in rollouts)),
             "generate_s": time.perf_counter() - began,
             "by_logits": float(by_logits),
@@ -222,23 +215,10 @@ class BuiltEngine(RolloutEngine):
         seeds = [stream_key(sampling.seed, sample.prompt.uid, sample.index) for sample in batch]
         prompts = [sample.prompt.prompt_ids for sample in batch]
         answers, tokens_BT = self._call(prompts, sampling, seeds, by_logits)
-        ends = [self._end(sample, row, sampling) for sample, row in zip(batch, tokens_BT.tolist(), strict=True)]
+        ends = end_rows(batch, tokens_BT.tolist(), sampling, self._arch.vocab_size, self._decode)
         lens = [end for end, _ in ends]
         logprobs_BT = self._share(self._logprobs(answers, tokens_BT, lens, sampling), -1)
-        _check_finite(logprobs_BT, lens, batch)
-        return [
-            Rollout(
-                prompt=sample.prompt,
-                sample_index=sample.index,
-                response_ids=tokens[:end],
-                rollout_logprobs=logprobs[:end],
-                finish_reason=reason,
-                policy_version=self.policy_version,
-            )
-            for sample, tokens, logprobs, (end, reason) in zip(
-                batch, tokens_BT.tolist(), logprobs_BT.tolist(), ends, strict=True
-            )
-        ]
+        return to_rollouts(batch, tokens_BT.tolist(), logprobs_BT.tolist(), ends, self.policy_version)
 
     def _call(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int], with_logits: bool
@@ -257,36 +237,6 @@ class BuiltEngine(RolloutEngine):
         if answers.logits is None:
             return answers.decoder_logprobs_BT
         return score_steps(answers.logits, tokens_BT, lens, self._arch.vocab_size, sampling)
-
-    def _end(self, sample: Sample, tokens: Sequence[int], sampling: SamplingConfig) -> tuple[int, FinishReason]:
-        """How many of a row's tokens are its response, and why it ended.
-
-        Raises:
-            RuntimeError: The runtime ended it with no end token, or sampled what is no token.
-        """
-        stops = () if sampling.ignore_eos else sampling.stop_token_ids
-        end = next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
-        reason: FinishReason = "stop" if tokens[end - 1] in stops else "length"
-        strings = () if sampling.ignore_eos else tuple(text for text in sampling.stop if text)
-        strange = [token for token in tokens[:end] if not 0 <= token < self._arch.vocab_size]
-        if strange:
-            what = "ended without an end token" if strange[0] == NO_TOKEN else f"has a token {strange[0]}"
-            prompt = sample.prompt
-            raise RuntimeError(
-                f"TensorRT-LLM's response {sample.index} to prompt {prompt.source or prompt.uid} {what}; the "
-                f"vocabulary has {self._arch.vocab_size}"
-            )
-        if strings and self._has(tokens[:end], strings):
-            low, high = 1, end  # the shortest beginning that has one: the runtime went on behind it
-            while low < high:
-                middle = (low + high) // 2
-                low, high = (low, middle) if self._has(tokens[:middle], strings) else (middle + 1, high)
-            return low, "stop"
-        return end, reason
-
-    def _has(self, tokens: Sequence[int], strings: Sequence[str]) -> bool:
-        text = self._decode(tokens)
-        return any(string in text for string in strings)
 
     def _batches(self, samples: Sequence[Sample], max_tokens: int, by_logits: bool) -> Iterator[Sequence[Sample]]:
         """Rows that go through the runtime together.
@@ -369,6 +319,14 @@ class BuiltEngine(RolloutEngine):
     def _together(self) -> AbstractContextManager[None]:
         return nullcontext() if self._group is None else together(self._group)
 
+    def _told_to_stop(self) -> bool:
+        """Collective over the replica: whether any of its ranks was told to stop."""
+        if self._group is None:
+            return self.told_to_stop()
+        flag = torch.tensor([int(self.told_to_stop())])
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(flag)
+
     def _share(self, value: Any, stage: int) -> Any:
         """Collective over the replica: the value of the first rank of a pipeline stage, 0 or -1."""
         if self._group is None:
@@ -400,13 +358,3 @@ class BuiltEngine(RolloutEngine):
                     f"{where} has a token id outside the model's vocabulary of {self._arch.vocab_size}. The tokenizer "
                     "and the model do not belong together."
                 )
-
-
-def _check_finite(logprobs_BT: Tensor, lens: Sequence[int], batch: Sequence[Sample]) -> None:
-    """Raises RuntimeError where a token has no log-probability; the prompt is named."""
-    for sample, logprobs, length in zip(batch, logprobs_BT, lens, strict=True):
-        if not bool(logprobs[:length].isfinite().all()):
-            raise RuntimeError(
-                f"the log-probabilities are not finite for prompt {sample.prompt.source or sample.prompt.uid}, sample "
-                f"{sample.index}; the weights are broken"
-            )

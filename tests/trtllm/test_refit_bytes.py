@@ -143,7 +143,7 @@ def refits_llm_api(cases):
 
 
 def test_the_tensors_of_reload_are_those_of_the_converters_files(converted):
-    cases = {name: (arch, ACTORS[name], converted[name]) for name, arch in MODELS.items()}
+    cases = {name: (MODELS[name], ACTORS[name], converted[name]) for name in ("dense", "moe")}
     for differ in run_ranks(4, refits_llm_api, cases):
         for name, (wrong, count) in differ.items():
             assert wrong == [] and count > 10, name

@@ -201,10 +201,12 @@ class ValConfig:
 
 @dataclass(frozen=True)
 class CheckpointEngineConfig:
-    """Transport of a refit."""
+    """A refit: its transport and its check."""
 
     update_weights_bucket_megabytes: int = 2048
     """Largest staging buffer of a refit, MiB; a larger tensor is split. A rank keeps two to send, two to receive."""
+    canary: Optional[bool] = None
+    """Refit twice at start and compare what fixed prompts give; null: with TensorRT-LLM's engines."""
 
 
 @dataclass(frozen=True)

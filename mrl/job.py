@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrl import canary
 from mrl.algorithms import base as algorithms
 from mrl.algorithms.base import Algorithm
 from mrl.checkpoint import Checkpoints
@@ -43,6 +44,7 @@ from mrl.refit import Refit, gather_layouts
 from mrl.registry import find
 from mrl.rewards.scorer import Scorer, part_names
 from mrl.rollout import LengthHistory
+from mrl.types import Prompt, Rollout
 from mrl.weights.init import random_init
 from mrl.weights.tensors import DTYPES
 
@@ -75,6 +77,9 @@ class Job:
                 trains_on_logprobs=config.algorithm.proximal == "rollout" or config.algorithm.tis_clip > 0,
             ),
         )
+        if rollout.free_cache_engine:
+            self.engine.sleep()  # some engines take their memory at once
+        self._canary_is_due = canary.is_wanted(rollout)
         self.refit = Refit(self.policy.layout(), self.policy.named_tensors(), self.engine, rollout.checkpoint_engine)
         self.scorer: Scorer | None = None
         if groups.leads_replica:
@@ -162,9 +167,22 @@ class Job:
         """
         if self.engine.policy_version == self.policy_version:
             return self.refit.cost()
+        cost = self._refit_now()
+        if self._canary_is_due:
+            self._canary_is_due = False
+            moved = canary.check(self._refit_now, self._generate_awake, self.arch, self.config.rollout, self.device)
+            if moved is not None:
+                self.log.note(f"canary: a second refit of the same weights: {moved}")
+        return cost
+
+    def _refit_now(self) -> dict[str, float]:
         self.policy.offload(keep=["weights"])
         self.policy.bring("weights")
         return self.refit(self.policy_version)
+
+    def _generate_awake(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
+        with self.engine_awake():
+            return self.engine.generate(prompts, sampling)
 
     # Training
 

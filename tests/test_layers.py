@@ -20,7 +20,7 @@ LAYERS = (
     ("prepare",),
     ("preflight",),
     ("preflight_experts", "preflight_engine"),
-    ("refit", "export", "rollout", "checkpoint", "supervised", "progress", "convert", "verify", "activations"),
+    ("refit", "export", "rollout", "checkpoint", "supervised", "progress", "convert", "verify", "activations", "canary"),
     ("megatron", "engines", "observe"),
     ("formats",),
     ("transfer",),

@@ -271,7 +271,7 @@ class Doctor:
         output = self._output_dir()
         yield (
             "output folder",
-            lambda: folder.check_folder(output, folder.kind_of(output), self._checkpoint_bytes(), env.num_nodes),
+            lambda: folder.check_folder(output, self._checkpoint_bytes()),
         )
 
     def _needed(self) -> set[str]:
@@ -281,7 +281,7 @@ class Doctor:
             needed.add("gpu")
         if env.launcher in ("mpirun", "mpi"):
             needed.add("mpi")
-        if self._config is not None and self._config.rollout.name == "trtllm":
+        if self._config is not None and self._config.rollout.name.startswith("trtllm"):
             needed.add("trtllm")
         return needed
 

@@ -54,45 +54,51 @@ def kind_of(folder: Path, mounts: Mapping[str, str] | None = None) -> str:
     return "unknown"
 
 
-def check_folder(folder: Path, kind: str, needed_bytes: int | None, num_nodes: int) -> Iterator[Finding]:
+def check_folder(folder: Path, needed_bytes: int | None) -> Iterator[Finding]:
     """Writes, syncs and renames a file of `PROBE_BYTES` as a commit does, and looks at the room.
 
     Args:
         folder: Where a run writes.
-        kind: `kind_of` it.
         needed_bytes: What the config's checkpoints take; None: no config.
-        num_nodes: Hosts of the job.
     """
-    topic, there = "output folder", existing(folder)
+    advice = "make it writable, free space, or choose another run.output_dir"
+    try:
+        there, kind = existing(folder), kind_of(folder)
+    except OSError as error:
+        yield problem("output folder", f"'{folder}': {error.strerror}", advice)
+        return
     if not there.is_dir():
-        yield problem(topic, f"'{there}' is a file", "choose another run.output_dir")
+        yield problem("output folder", f"'{there}' is a file", "choose another run.output_dir")
         return
     probe = there / f"{PROBE}{os.getpid()}-{secrets.token_hex(4)}"
     start = time.monotonic()
     try:
         _commit(probe)
     except OSError as error:
-        yield problem(
-            topic,
-            f"'{there}': {error.strerror} ({kind})",
-            "make it writable, free space, or choose another run.output_dir",
-        )
+        yield problem("output folder", f"'{there}': {error.strerror} ({kind})", advice)
         return
     finally:
         shutil.rmtree(probe, ignore_errors=True)
-    seconds = time.monotonic() - start
-    if seconds > SLOW_COMMIT_S:
-        yield warning(
-            topic,
-            f"'{there}' ({kind}) takes {seconds:.1f} s for a write, fsync and rename of 1 MiB",
-            "a faster file system",
-        )
-    elif kind in GONE_WITH_THE_HOST:
-        yield warning(topic, f"'{there}' is on {kind}: checkpoints go with the host or container", "a disk or a mount")
-    else:
-        shared = " (are all hosts to see it: run the doctor on all)" if num_nodes == 1 and kind == "nfs" else ""
-        yield ok(topic, f"'{there}' ({kind}): write, fsync and rename take {1000 * seconds:.0f} ms{shared}")
+    yield from check_commit(there, kind, time.monotonic() - start)
     yield from check_space(there, needed_bytes)
+
+
+def check_commit(folder: Path, kind: str, seconds: float) -> Iterator[Finding]:
+    """What a commit of `PROBE_BYTES` says.
+
+    Args:
+        folder: Where it was made.
+        kind: `kind_of` it.
+        seconds: That it took.
+    """
+    if seconds > SLOW_COMMIT_S:
+        found = f"'{folder}' ({kind}) takes {seconds:.1f} s for a write, fsync and rename of 1 MiB"
+        yield warning("output folder", found, "a faster file system")
+    elif kind in GONE_WITH_THE_HOST:
+        found = f"'{folder}' is on {kind}: checkpoints go with the host or container"
+        yield warning("output folder", found, "a folder on a disk, or one that is mounted into the container")
+    else:
+        yield ok("output folder", f"'{folder}' ({kind}): write, fsync and rename take {1000 * seconds:.0f} ms")
 
 
 def check_space(folder: Path, needed_bytes: int | None) -> Iterator[Finding]:

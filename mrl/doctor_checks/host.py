@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from mrl.doctor_checks.finding import Finding, ok, problem, warning
+from mrl.doctor_checks.network import SOCKETS_OF_A_PAIR
 
 GB = 1e9
 MIN_RANK_BYTES = 2 * GB
@@ -22,8 +23,6 @@ MIN_SHM_BYTES = 1 * GB
 """NCCL and workers of torch pass data there; a container's default of 64 MB is too little for one GPU's channels."""
 FILES_OF_A_RANK = 1024
 """Open files beside sockets: shards of a checkpoint, libraries, logs."""
-SOCKETS_OF_A_PAIR = 16
-"""As in `network.py`."""
 
 
 @dataclass(frozen=True)

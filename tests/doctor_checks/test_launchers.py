@@ -19,6 +19,8 @@ NodeName=a
 PartitionName=main Nodes=ALL
 """
 """A configuration of SLURM whose controller does not run."""
+NO_PYTHON = str(shutil.which("false"))
+"""Has no mpi4py."""
 BASE = {"HOME": "/", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
@@ -30,11 +32,6 @@ def program(folder, name, text):
     path = folder / name
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
-
-
-def without_mpi4py():
-    """A Python that has none."""
-    return next(path for path in ("/usr/bin/python3", "/bin/false") if os.path.exists(path))
 
 
 @pytest.mark.mpi
@@ -81,12 +78,12 @@ def test_a_library_without_mpirun(tmp_path):
 
 def test_mpirun_without_mpi4py(tmp_path):
     program(tmp_path, "mpirun", 'echo "mpirun (Open MPI) 4.1.4"')
-    ((level, found),) = told(check_mpi({"PATH": str(tmp_path)}, wanted=False, python=without_mpi4py()))
+    ((level, found),) = told(check_mpi({"PATH": str(tmp_path)}, wanted=False, python=NO_PYTHON))
     assert level == "warning" and "mpi4py finds no library" in found
 
 
 def test_a_machine_without_mpi(tmp_path):
-    ((level, found),) = told(check_mpi({"PATH": str(tmp_path)}, wanted=False, python=without_mpi4py()))
+    ((level, found),) = told(check_mpi({"PATH": str(tmp_path)}, wanted=False, python=NO_PYTHON))
     assert level == "ok" and found.startswith("no mpirun and no mpi4py")
 
 

@@ -17,7 +17,7 @@ FOLDER = Path(__file__).with_name("typings")
 FOREIGN = {
     "Any": "typing", "Callable": "collections.abc", "AbstractContextManager": "contextlib", "Enum": "enum",
     "StrEnum": "enum", "Tensor": "torch", "Module": "torch.nn", "Stream": "torch.cuda", "Thread": "threading",
-    "ndarray": "numpy",
+    "ndarray": "numpy", "Queue": "queue",
 }  # fmt: skip
 """Names of annotations that come from elsewhere."""
 

@@ -12,10 +12,9 @@ is (`llm.py`), what its log-probabilities score (`contract.py`).
 from __future__ import annotations
 
 import inspect
-import queue
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +27,7 @@ from mrl.engines.base import RolloutEngine, SamplingConfig, Surroundings, Weight
 from mrl.engines.trtllm import contract
 from mrl.engines.trtllm.contract import Verdict
 from mrl.engines.trtllm.llm import SETTINGS, Host, refusal
-from mrl.engines.trtllm.replica import BEAT_S, Replica
+from mrl.engines.trtllm.replica import Replica
 from mrl.engines.trtllm.sampling import arguments, logits_of, logprobs_of, to_rollout
 from mrl.engines.trtllm.tensors import Assembler
 from mrl.errors import UserError
@@ -40,6 +39,12 @@ from mrl.weights.hf import hf_layout
 from mrl.weights.layout import Layout
 
 MIB = 1 << 20
+
+POLL_S = 0.005
+"""Between two looks for an answer."""
+
+CLOSE_S, FAILED_CLOSE_S = 30.0, 2.0
+"""For the event loop to end; after a failure it may wait for a rank that has gone."""
 
 
 class LlmEngine(RolloutEngine):
@@ -93,9 +98,10 @@ class LlmEngine(RolloutEngine):
         self._assembler = Assembler(self._layout, device)
         self._given, self._num_buckets = 0, 0
         self._whole = False
-        self._broken = ""
+        self._broken, self._failed = "", False
         self._verdict: Verdict | None = None
         self._stats: dict[str, float] = {}
+        self.sleep()  # what trains before the first rollout needs the memory
 
     @classmethod
     def build(
@@ -156,8 +162,8 @@ class LlmEngine(RolloutEngine):
             raise RuntimeError(self._broken or "update_weights outside an update: call begin_update first")
         for item in bucket:
             self._assembler.add([item])
-            everything = not self._assembler.lacking if self._assembler.ready else False
-            if everything or (self._in_parts and self._assembler.ready_bytes >= self._bucket_bytes):
+            full = self._in_parts and self._assembler.ready_bytes >= self._bucket_bytes
+            if self._assembler.ready and (full or self._assembler.has_all):
                 self._load()
 
     def checksum(self) -> int:
@@ -267,7 +273,7 @@ class LlmEngine(RolloutEngine):
         """Ends TensorRT-LLM; the engine cannot be used again."""
         self._whole = False
         self._leave_update()
-        self._host.close()
+        self._host.close(wait_s=FAILED_CLOSE_S if self._failed or self._broken else CLOSE_S)
 
     def stats(self) -> dict[str, float]:
         """Of the last `generate`: prefill_tokens (of prompts, each counted once a sample), decode_tokens."""
@@ -293,12 +299,16 @@ class LlmEngine(RolloutEngine):
             return []
         self._check(prompts, sampling)
         stopped: list[Rollout] = []
-        rollouts = self._replica.call(
-            lambda: self._lead(prompts, sampling),
-            check=self._host.check,
-            told_to_stop=self.told_to_stop,
-            stopped=stopped,
-        )
+        try:
+            rollouts = self._replica.call(
+                lambda: self._lead(prompts, sampling),
+                check=self._host.check,
+                told_to_stop=self.told_to_stop,
+                stopped=stopped,
+            )
+        except RuntimeError:
+            self._failed = True
+            raise
         self._stats = {
             "prefill_tokens": float(sum(len(rollout.prompt.prompt_ids) for rollout in rollouts)),
             "decode_tokens": float(sum(len(rollout.response_ids) for rollout in rollouts)),
@@ -395,18 +405,18 @@ class LlmEngine(RolloutEngine):
         """
         request, began = requests.pop(0), time.monotonic()
         try:
-            while True:
-                try:
-                    return request.result(timeout=BEAT_S / 2).outputs[0]
-                except queue.Empty:
-                    if time.monotonic() - began > self._timeout_s:
-                        raise RuntimeError(
-                            f"{what}: TensorRT-LLM gave no answer in {self._timeout_s:g} s (run.collective_timeout_s)"
-                        ) from None
+            while request.queue.empty():  # `result` would wait for ever: some versions do not pass its timeout on
+                if time.monotonic() - began > self._timeout_s:
+                    raise RuntimeError(
+                        f"{what}: TensorRT-LLM gave no answer in {self._timeout_s:g} s (run.collective_timeout_s)"
+                    )
+                time.sleep(POLL_S)
                 yield
+            return request.result(timeout=self._timeout_s).outputs[0]
         except BaseException as error:
             for each in (request, *requests):
-                each.abort()
+                with suppress(Exception):  # the first failure is the one to tell
+                    each.abort()
             if isinstance(error, UserError | RuntimeError | GeneratorExit):
                 raise
             raise RuntimeError(f"{what}: TensorRT-LLM failed: {refusal(error)}") from error  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ of the replica as its world; the parts of this were read in the sources of the 1
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import threading
 import time
@@ -195,11 +196,21 @@ class Host:
         finally:
             action.__exit__(None, None, None)
 
-    def close(self) -> None:
-        """Ends the engine; nothing the second time."""
+    def close(self, *, wait_s: float) -> None:
+        """Ends the engine, in about `wait_s` seconds at most; nothing the second time.
+
+        An engine that does not end, since its loop waits for a rank that died, is left to the end of the process.
+        """
         if threading.excepthook == self._hear:
             threading.excepthook = self._hook
-        self.llm.shutdown()
+        executor = self.llm._executor
+        ending = threading.Thread(target=self.llm.shutdown, daemon=True)
+        ending.start()
+        ending.join(wait_s)
+        if ending.is_alive():  # at exit TensorRT-LLM would try again, and wait
+            for at_exit in (getattr(executor, "shutdown", None), getattr(type(self.llm), "_shutdown_wrapper", None)):
+                if at_exit is not None:
+                    atexit.unregister(at_exit)
 
     def _hear(self, args: threading.ExceptHookArgs) -> None:
         """Keeps what ended the event loop."""

@@ -22,6 +22,7 @@ class Assembler:
 
     Attributes:
         ready: Complete tensors that were not taken yet, in the order in which they were completed.
+        ready_bytes: Of these.
         peak_bytes: The most bytes of buffers at a time.
     """
 
@@ -31,9 +32,9 @@ class Assembler:
         self._device = device
         self._open: dict[str, tuple[Tensor, int]] = {}
         self._begun: set[str] = set()
-        self._bytes = 0
+        self._num_complete, self._bytes = 0, 0
         self.ready: dict[str, Tensor] = {}
-        self.peak_bytes = 0
+        self.ready_bytes, self.peak_bytes = 0, 0
 
     def add(self, items: Sequence[WeightSlice]) -> None:
         """Copies regions into place.
@@ -66,11 +67,13 @@ class Assembler:
             self._open[item.name] = (buffer, missing)
             if not missing:
                 self.ready[item.name] = self._open.pop(item.name)[0]
+                self.ready_bytes += buffer.nbytes
+                self._num_complete += 1
 
     @property
-    def ready_bytes(self) -> int:
-        """Of the complete tensors."""
-        return sum(tensor.nbytes for tensor in self.ready.values())
+    def has_all(self) -> bool:
+        """Whether every tensor is complete."""
+        return self._num_complete == len(self._layout)
 
     @property
     def lacking(self) -> list[str]:
@@ -80,5 +83,6 @@ class Assembler:
     def take(self) -> dict[str, Tensor]:
         """The complete tensors; from here on they are the caller's."""
         taken, self.ready = self.ready, {}
-        self._bytes -= sum(tensor.nbytes for tensor in taken.values())
+        self._bytes -= self.ready_bytes
+        self.ready_bytes = 0
         return taken

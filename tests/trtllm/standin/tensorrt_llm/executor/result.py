@@ -28,7 +28,7 @@ class GenerationResult:
     @signed(HOME + "GenerationResult.result")
     def result(self, timeout=None):
         while not self.outputs:
-            answer = self.queue.get(timeout=timeout)  # queue.Empty where none comes
+            answer = self.queue.get()  # as some versions do it: the timeout is not passed on
             if isinstance(answer, Exception):
                 raise answer
             self.outputs = [answer]

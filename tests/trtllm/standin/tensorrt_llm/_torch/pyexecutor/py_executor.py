@@ -111,7 +111,7 @@ class PyExecutor:
     def shutdown(self):
         if self.dist.rank == 0 and self.worker_thread.is_alive():
             self._requests.put(END)
-        self.worker_thread.join(5)
+        self.worker_thread.join()  # for ever, where the loop waits for a rank that died
 
     # the loop
 

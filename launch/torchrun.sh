@@ -2,6 +2,8 @@
 # One node:       NPROC_PER_NODE=8 launch/torchrun.sh train CONFIG [key=value ...]
 # Several nodes:  the same line on each of them, with NNODES, NODE_RANK and MASTER_ADDR set.
 # First on a new cluster: `doctor [CONFIG]` in the place of `train CONFIG`; it says what is wrong between the ranks.
+# MAX_RESTARTS=3: after a failure all ranks start again, at most so often, and resume from the last checkpoint. The host of
+# MASTER_ADDR has to stay; any other one may be lost, if the same line is started on it again.
 # --dry-run as the first argument prints the command and starts nothing.
 set -euo pipefail
 
@@ -11,9 +13,16 @@ set -euo pipefail
 : "${NODE_RANK:=0}"
 : "${MASTER_ADDR:=127.0.0.1}"
 : "${MASTER_PORT:=29500}"
+: "${MAX_RESTARTS:=0}"
 
 run() { printf '%q ' "$@" && echo; }
 if [ "${1:-}" = --dry-run ]; then shift; else run() { (printf '+ ' && printf '%q ' "$@" && echo) >&2; exec "$@"; }; fi
 
-run "$PYTHON" -m mrl.distributed.torchrun --nnodes "$NNODES" --node-rank "$NODE_RANK" \
-  --nproc-per-node "$NPROC_PER_NODE" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" -m mrl "$@"
+place=(--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
+if [ "$MAX_RESTARTS" -gt 0 ]; then
+  # Hosts that meet again need another rendezvous, and a store that is not that of the attempt before.
+  place=(--max-restarts "$MAX_RESTARTS" --rdzv-backend c10d --rdzv-id mrl --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT"
+    --rdzv-conf "is_host=$((NODE_RANK == 0))")
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+fi
+run "$PYTHON" -m mrl.distributed.torchrun --nnodes "$NNODES" --nproc-per-node "$NPROC_PER_NODE" "${place[@]}" -m mrl "$@"

@@ -38,7 +38,9 @@ class RunConfig:
     num_threads: int = 0
     """CPU threads per rank; 0: cores divided by the ranks of this host."""
     collective_timeout_s: float = 600.0
-    """A collective that waits longer ends the job, s."""
+    """A rank that waits longer in one collective ends the job, s; the message names the ranks that it waits for."""
+    heartbeat_timeout_s: float = 45.0
+    """A rank that gives no sign of life for so long ends the job, s: its process or its host is gone, or stopped."""
     max_time_s: float = 0.0
     """Stop in order before a step that would not fit into so many seconds of this process' life; 0: no limit. SLURM's
     time limit is kept without this."""

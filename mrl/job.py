@@ -27,6 +27,7 @@ from mrl.data.prompts import PromptSource, load_training
 from mrl.distributed import launch
 from mrl.distributed.collectives import sum_over, together
 from mrl.distributed.groups import ProcessGroups
+from mrl.distributed.watchdog import MARGIN_S, Watchdog
 from mrl.engines.base import RolloutEngine, SamplingConfig, Surroundings
 from mrl.errors import UserError
 from mrl.export import export_to_hf, write_model_folder
@@ -36,6 +37,7 @@ from mrl.megatron import parallel
 from mrl.megatron.optimizer import LearningRate
 from mrl.megatron.policy import Policy
 from mrl.observe import metrics as measure
+from mrl.observe.run_dir import RunDir
 from mrl.observe.run_log import RunLog
 from mrl.observe.timers import Timers
 from mrl.prepare import Plan
@@ -404,34 +406,58 @@ def open_job(plan: Plan, *, log: bool = True) -> Iterator[Job]:
         plan: From `prepare`.
         log: False: the run folder is only read.
     """
-    run = plan.config.run
-    device = launch.start(run.device, num_threads=run.num_threads, timeout_s=run.collective_timeout_s)
-    failed = True
-    try:
-        groups = parallel.initialize(plan.grid, seed=run.seed, timeout_s=run.collective_timeout_s)
-        notes: list[str] = []
-        with together():
-            if log and groups.rank == 0:
-                notes = plan.run.start(
-                    plan.config,
-                    resume_step=plan.resume_step,
-                    world_size=plan.grid.world_size,
-                    device_name=launch.device_name(device),
-                )
-        with RunLog(plan.config, plan.run, plan.resume_step, rank=groups.rank if log else -1) as run_log:
-            job = Job(plan, groups, device, run_log)
-            if notes:
-                run_log.note("settings changed since the last start:")
-            for note in notes:
-                run_log.note(f"  {note}")
-            try:
-                yield job
-            except UserError as error:
-                error.at = job.timers.where if job.timers.has_begun else ""
-                raise
-            finally:
-                job.close()
-        failed = False
-    finally:
-        parallel.destroy()
-        launch.stop(in_order=not failed)
+    run, timeout_s = plan.config.run, plan.config.run.collective_timeout_s + MARGIN_S
+    watchdog = Watchdog(
+        launch.environment(),
+        collective_timeout_s=run.collective_timeout_s,
+        heartbeat_timeout_s=run.heartbeat_timeout_s,
+        on_gpu=launch.choose_device(run.device) == "cuda",
+        advice=lambda: _kept(plan.run),
+    )
+    with watchdog:
+        store = launch.meet(timeout_s) if plan.grid.world_size > 1 else None
+        if store is not None:
+            watchdog.start(store)
+        device = launch.start(run.device, num_threads=run.num_threads, timeout_s=timeout_s, store=store)
+        failed = True
+        try:
+            groups = parallel.initialize(plan.grid, seed=run.seed, timeout_s=timeout_s)
+            notes: list[str] = []
+            with together():
+                if log and groups.rank == 0:
+                    notes = plan.run.start(
+                        plan.config,
+                        resume_step=plan.resume_step,
+                        world_size=plan.grid.world_size,
+                        device_name=launch.device_name(device),
+                    )
+            with RunLog(plan.config, plan.run, plan.resume_step, rank=groups.rank if log else -1) as run_log:
+                job = Job(plan, groups, device, run_log)
+                watchdog.where = lambda: job.timers.where
+                if notes:
+                    run_log.note("settings changed since the last start:")
+                for note in notes:
+                    run_log.note(f"  {note}")
+                try:
+                    yield job
+                except BaseException as error:
+                    if isinstance(error, UserError):
+                        error.at = job.timers.where if job.timers.has_begun else ""
+                    watchdog.tell(error)
+                    raise
+                finally:
+                    job.close()
+            failed = False
+        except BaseException as error:
+            watchdog.tell(error)  # before anything is taken down that the others may wait in
+            raise
+        finally:
+            parallel.destroy()
+            launch.stop(in_order=not failed)
+
+
+def _kept(run: RunDir) -> str:
+    steps = run.committed_steps()
+    if not steps:
+        return f"There is no checkpoint yet in {run.root}: the same command starts again."
+    return f"The last checkpoint is of step {steps[-1]}, in {run.root}: the same command goes on from there."

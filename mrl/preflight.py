@@ -31,6 +31,7 @@ RANGES = {
     "run.seed": "[0, 4294967296)",
     "run.num_threads": "[0, inf)",
     "run.collective_timeout_s": "(0, inf)",
+    "run.heartbeat_timeout_s": "(0, inf)",
     "run.max_time_s": "[0, inf)",
     "run.stop_timeout_s": "(0, inf)",
     "run.term_timeout_s": "(0, inf)",

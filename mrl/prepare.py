@@ -107,7 +107,7 @@ def _resume_step(config: Config, run: RunDir) -> int | None:
         raise UserError(
             f"run.resume=must, but '{run.checkpoints}' has no checkpoint. Use run.resume=auto to start from nothing."
         )
-    if config.run.resume == "never" and steps:
+    if config.run.resume == "never" and steps and not launch.is_restart():
         raise UserError(
             f"run.resume=never, but '{run.checkpoints}' has a checkpoint of step {steps[-1]}. Use another "
             "run.output_dir, or run.resume=auto to continue."

@@ -16,6 +16,18 @@ from torch import Tensor
 from mrl.errors import UserError
 
 
+class RankFailedError(RuntimeError):
+    """What all ranks raise together where one of them failed.
+
+    Attributes:
+        rank: Of the job, which one.
+    """
+
+    def __init__(self, rank: int, what: str) -> None:
+        super().__init__(f"rank {rank} failed: {what}")
+        self.rank = rank
+
+
 def everyone() -> dist.ProcessGroup:
     """The group of all ranks of the job."""
     group = dist.group.WORLD
@@ -75,7 +87,7 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
 
     Raises:
         UserError: The first failing rank has a UserError; the message is its message.
-        RuntimeError: It has another exception; the message names the rank and the exception.
+        RankFailedError: It has another exception; the message names the rank and the exception.
     """
     mine = None if error is None else (isinstance(error, UserError), f"{type(error).__name__}: {error}", str(error))
     found: list[tuple[bool, str, str] | None] = [None] * dist.get_world_size(group)
@@ -88,7 +100,7 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
             together = UserError(message)
             together.everywhere = True
             raise together from error
-        raise RuntimeError(f"rank {rank} failed: {described}") from error
+        raise RankFailedError(dist.get_global_rank(group or everyone(), rank), described) from error
 
 
 @contextmanager

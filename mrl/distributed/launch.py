@@ -77,6 +77,11 @@ def meet(timeout_s: float) -> TCPStore:
     return rendezvous.meet(environment(), timeout_s, served=served)
 
 
+def is_restart() -> bool:
+    """Whether torchrun has started these ranks again after a failure (--max-restarts)."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 def variables(*names: str) -> dict[str, str]:
     """Those of the variables that are set."""
     return {name: os.environ[name] for name in names if name in os.environ}

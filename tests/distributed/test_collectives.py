@@ -57,7 +57,7 @@ def test_all_ranks_raise_the_first_failing_ranks_user_error():
 
 
 def test_other_errors_name_the_rank():
-    assert run_ranks(4, _raise, False) == [("RuntimeError", "rank 2 failed: KeyError: 'rank 2'", None)] * 4
+    assert run_ranks(4, _raise, False) == [("RankFailedError", "rank 2 failed: KeyError: 'rank 2'", None)] * 4
 
 
 def _fail_on_last():

@@ -79,8 +79,6 @@ class Job:
                 trains_on_logprobs=config.algorithm.proximal == "rollout" or config.algorithm.tis_clip > 0,
             ),
         )
-        if rollout.free_cache_engine:
-            self.engine.sleep()  # some engines take their memory at once
         self._canary_is_due = canary.is_wanted(rollout)
         self.refit = Refit(self.policy.layout(), self.policy.named_tensors(), self.engine, rollout.checkpoint_engine)
         self.scorer: Scorer | None = None

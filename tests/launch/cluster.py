@@ -48,6 +48,7 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 ReturnToService=2
 MinJobAge=86400
+FirstJobId={first_job}
 KillWait=5
 JobRequeue=1
 SlurmdParameters=config_overrides
@@ -79,7 +80,10 @@ class Cluster:
         host = socket.gethostname().split(".")[0]
         ports = _free_ports(1 + len(NODES))
         nodes = [NODE.format(name=name, host=host, port=port) for name, port in zip(NODES, ports[1:], strict=True)]
-        conf = CONF.format(host=host, user=getpass.getuser(), port=ports[0], root=root, nodes="\n".join(nodes))
+        first_job = 1 + secrets.randbelow(10_000)  # a job's port follows from its number: two clusters here must differ
+        conf = CONF.format(
+            host=host, user=getpass.getuser(), port=ports[0], root=root, nodes="\n".join(nodes), first_job=first_job
+        )
         (root / "slurm.conf").write_text(conf)
         (root / "cgroup.conf").write_text("CgroupAutomount=no\nCgroupPlugin=cgroup/v1\n")
         try:

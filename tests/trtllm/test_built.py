@@ -15,6 +15,7 @@ from mrl.engines.trtllm.replica import Replica
 from mrl.engines.trtllm.runner import Runner
 from mrl.errors import UserError
 from mrl.formats.trtllm_engine import read_engine_folder
+from mrl.functional.sampling import stream_key
 from mrl.types import Prompt
 from mrl.weights.regions import whole
 from mrl.weights.trtllm import TrtllmMapping
@@ -35,8 +36,8 @@ def decode(ids):
     return "".join(chr(ord("a") + token % 26) for token in ids)
 
 
-def fill(engine, version=7):
-    hf = {name: tensor * SHARPNESS for name, tensor in weights(ARCH, seed=3).items()}
+def fill(engine, version=7, arch=ARCH):
+    hf = {name: tensor * SHARPNESS for name, tensor in weights(arch, seed=3).items()}
     engine.begin_update()
     engine.update_weights([WeightSlice(name, whole(t.shape), t) for name, t in filled(engine.layout(), hf).items()])
     engine.finish_update(version)
@@ -102,6 +103,39 @@ def test_it_samples_and_scores_as_the_native_engine(made, native, sampling, by_l
     stats = engine.stats()
     assert (stats["by_logits"], stats["batches"]) == (by_logits, -(-2 * sampling.n // 5))
     engine.close()
+
+
+def test_the_runtime_is_asked_for_what_the_fields_say(made, standin):
+    engine = made()
+    engine.generate(PROMPTS, PLAIN)
+    from tensorrt_llm.runtime import ModelRunner
+
+    asked, generate = [], ModelRunner.generate
+    standin.setattr(ModelRunner, "generate", lambda self, **given: (asked.append(given), generate(self, **given))[1])
+    sampling = replace(PLAIN, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, stop_token_ids=(8, 2))
+    engine.generate(PROMPTS, sampling)
+    engine.generate(PROMPTS, replace(PLAIN, greedy=True, ignore_eos=True, n=1))
+    settings = [given["sampling_config"] for given in asked]
+    first, last = settings[0], settings[-1]
+    assert [len(given["batch_input_ids"]) for given in asked] == [5, 1, 2]  # rollout.max_num_seqs, n
+    assert (first.temperature, first.top_k, first.top_p, first.min_p, first.max_new_tokens) == (0.7, 5, 0.9, 0.1, 6)
+    assert first.stop_words_list.tolist() == [[[8, 2], [1, 2]]] * 5
+    assert first.end_id == first.pad_id == -42 and first.output_log_probs and first.return_dict
+    assert first.random_seed.tolist()[1:4] == [stream_key(5, 3, 1), stream_key(5, 3, 2), stream_key(5, 9, 0)]
+    assert (last.top_k, last.top_p, last.stop_words_list) == (1, 1.0, None)
+    assert [given["output_generation_logits"] for given in asked] == [True, True, False]
+
+
+def test_a_mixture_of_experts_too(standin, tmp_path):
+    arch, sampling = ARCHS["qwen2_moe"], replace(PLAIN, temperature=0.9)
+    folder = build_engines(tmp_path, arch, TrtllmMapping())
+    given = {"prompt_length": 8, "response_length": 8, "gpu_memory_utilization": 0.02}
+    how = {"tp_group": None, "device": torch.device("cpu"), "dtype": torch.float32, "decode": decode}
+    built = BuiltEngine(RolloutConfig(engine_dir=str(folder), **given), arch, **how)
+    plain = NativeEngine(RolloutConfig(**given), arch, **how)
+    for engine in (built, plain):
+        fill(engine, arch=arch)
+    assert_same(built.generate(PROMPTS, sampling), plain.generate(PROMPTS, sampling))
 
 
 @pytest.mark.parametrize("fault", ["decoder=raw", "decoder=shifted"])

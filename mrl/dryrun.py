@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 from mrl import preflight
 from mrl.config import Config, to_yaml
+from mrl.engine_memory import engine_layouts
 from mrl.grid import Grid
 from mrl.memory import num_parameters, stage_memory
 from mrl.models.base import ArchSpec
 from mrl.prepare import Resolved, resolve
 from mrl.weights.megatron import megatron_layouts
-from mrl.weights.native import native_layouts
 from mrl.weights.plan import Plan, make_plan
 
 MIB = 1 << 20
@@ -39,6 +39,7 @@ def describe(config: Config, world_size: int) -> str:
     cost = refit_plan(config, found.arch, grid)
     bucket_bytes = config.rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB
     context = f" x cp {grid.cp}" if grid.cp > 1 else ""
+    stages = f" x pp {grid.rollout_pp}" if grid.rollout_pp > 1 else ""
     shown = range(min(grid.world_size, MAX_ROWS))
     lines = [
         f"dry run of {grid.world_size} rank(s), nothing was started",
@@ -46,7 +47,7 @@ def describe(config: Config, world_size: int) -> str:
         *(f"{name:<10} {words}" for name, words in _summary(found)),
         "",
         f"# ranks: {grid.world_size} = tp {grid.tp}{context} x dp {grid.dp} x pp {grid.pp}"
-        f" (model chunks per stage {grid.vpp}); {grid.num_replicas} rollout replica(s) of tp {grid.rollout_tp}",
+        f" (model chunks per stage {grid.vpp}); {grid.num_replicas} rollout replica(s) of tp {grid.rollout_tp}{stages}",
         "rank    tp    dp    pp replica",
         *(_row(grid, rank) for rank in shown),
         *([f"... and {grid.world_size - len(shown)} more"] if len(shown) < grid.world_size else []),
@@ -118,7 +119,7 @@ def refit_plan(config: Config, arch: ArchSpec, grid: Grid) -> Plan:
     """The copies of a refit between all ranks of a grid."""
     dtype = config.model.dtype
     sources = megatron_layouts(arch, grid, dtype=dtype, te=False)
-    return make_plan(sources, native_layouts(arch, grid, config.rollout.dtype or dtype))
+    return make_plan(sources, engine_layouts(config, arch, grid))
 
 
 def _row(grid: Grid, rank: int) -> str:

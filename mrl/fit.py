@@ -13,10 +13,11 @@ from typing import Any
 
 from mrl import preflight
 from mrl.config import Config
+from mrl.engine_memory import Device
 from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.hardware import Hardware
-from mrl.memory import Device, StageMemory, memory_by_stage
+from mrl.memory import StageMemory, memory_by_stage
 from mrl.prepare import Resolved
 
 GB = 1e9
@@ -55,7 +56,13 @@ def device_of(hardware: Hardware, grid: Grid) -> Device:
     experts = (grid.ep, grid.expert_tp, stage // (grid.ep * grid.expert_tp)) if grid.ep * grid.expert_tp > 1 else ()
     sizes = (grid.world_size, grid.tp, grid.cp, grid.dp, grid.pp, grid.tp * grid.pp, grid.rollout_tp, *experts)
     allowance = hardware.context_bytes + sum(size > 1 for size in sizes) * hardware.communicator_bytes
-    return Device(te=True, capacity=int(hardware.memory_bytes * hardware.memory_frac), allowance=int(allowance))
+    return Device(
+        te=True,
+        capacity=int(hardware.memory_bytes * hardware.memory_frac),
+        allowance=int(allowance),
+        total=hardware.memory_bytes,
+        engine_allowance=int(hardware.engine_context_bytes),
+    )
 
 
 def shortage(stages: list[StageMemory], capacity: int) -> Shortage | None:

@@ -31,6 +31,8 @@ class Hardware:
         device_names: `torch.cuda.get_device_name()` of these GPUs.
         context_bytes: Assumed: of a GPU, for its context and the libraries' workspaces.
         communicator_bytes: Assumed: of a GPU, for each process group of several ranks that it is in.
+        engine_context_bytes: Assumed: of a GPU, for what TensorRT-LLM keeps there whether its engine sleeps or not:
+            kernels, workspaces, communicators of its own. Users speak of 1 to 3 GiB; it was not measured here.
         memory_frac: Assumed: part of a GPU's memory that the allocator can fill before it fragments, (0, 1].
         train_flops_frac: Assumed: part of `bf16_flops` that forward and backward passes reach, (0, 1].
         prefill_flops_frac: Assumed: part of `bf16_flops` that reading prompts reaches, (0, 1].
@@ -46,6 +48,7 @@ class Hardware:
     device_names: tuple[str, ...] = ()
     context_bytes: int = 10**9
     communicator_bytes: int = 2 * 10**8
+    engine_context_bytes: int = 2 * 10**9
     memory_frac: float = 0.95
     train_flops_frac: float = 0.4
     prefill_flops_frac: float = 0.5

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from mrl.config import Config
 from mrl.durations import predict_durations
+from mrl.engine_memory import engine_layouts
 from mrl.fit import check_fits, device_of
 from mrl.grid import Grid
 from mrl.hardware import Hardware
@@ -18,7 +19,6 @@ from mrl.memory import StageMemory, memory_by_stage, num_parameters, staging_byt
 from mrl.models.base import ArchSpec, Place
 from mrl.prepare import Resolved, resolve
 from mrl.weights.megatron import chunk_layers, megatron_layouts
-from mrl.weights.native import native_layouts
 from mrl.weights.shards import parts_of, table
 from mrl.weights.traffic import Bytes, Traffic, traffic
 
@@ -82,7 +82,8 @@ def _layout(found: Resolved, hardware: Hardware) -> Iterator[str]:
     yield f"actor     tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}" + (
         f", experts ep {grid.ep} x etp {grid.expert_tp}" if arch.moe else ""
     )
-    yield f"rollout   {grid.num_replicas} replica(s) of tp {grid.rollout_tp}" + (
+    stages = f" x pp {grid.rollout_pp}" if grid.rollout_pp > 1 else ""
+    yield f"rollout   {grid.num_replicas} replica(s) of tp {grid.rollout_tp}{stages}" + (
         f", experts ep {grid.rollout_ep} x tp {grid.rollout_moe_tp}" if arch.moe else ""
     )
 
@@ -103,7 +104,7 @@ def _memory(found: Resolved, stages: list[StageMemory], capacity: int, hardware:
         name = f"all of it, stage {stage.stage}" if len(stages) > 1 else "all of it"
         yield f"  {name:<26}" + "".join(f"{stage.total(phase) / GB:>10.2f}" for phase in phases)
     if fullest.host:
-        yield f"  host memory: {fullest.host / GB:.2f} GB, what waits there of the actor and the reference"
+        yield f"  host memory: {fullest.host / GB:.2f} GB, what waits there of actor, engine and reference"
     if "KV cache" in fullest.phases["rollout"]:
         yield f"  the KV cache has room for {fullest.kv_rows} sequence(s) of {_longest(found)} tokens in each replica"
 
@@ -153,10 +154,9 @@ def _refit(refit: RefitPrediction) -> Iterator[str]:
 
 def predict_refit(config: Config, arch: ArchSpec, grid: Grid, hardware: Hardware) -> RefitPrediction:
     """The bytes and seconds of a refit."""
-    rollout_dtype = config.rollout.dtype or config.model.dtype
-    few, places, times = one_layer_of_each(arch, grid)
+    few, places, times = one_layer_of_each(arch, grid) if grid.rollout_pp == 1 else (arch, grid, {})
     sources = megatron_layouts(few, places, dtype=config.model.dtype, te=True)
-    found = traffic(sources, native_layouts(few, places, rollout_dtype), hardware.gpus_per_node, times=times)
+    found = traffic(sources, engine_layouts(config, few, places), hardware.gpus_per_node, times=times)
     each = found.full_gather_bytes / grid.world_size
     gather_rate = (
         hardware.inter_node_bytes_per_s if grid.world_size > hardware.gpus_per_node else hardware.intra_node_bytes_per_s

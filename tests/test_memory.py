@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from mrl.config import Config, load
+from mrl.engine_memory import Device
 from mrl.grid import Grid
-from mrl.memory import Device, memory_by_stage, num_parameters, stage_memory
+from mrl.memory import memory_by_stage, num_parameters, stage_memory
 from mrl.models.presets import arch_from_preset
 from mrl.prepare import resolve
 from mrl.weights.megatron import megatron_layouts

@@ -13,7 +13,7 @@ from mrl.config import Config
 from mrl.distributed.environment import Environment
 from mrl.doctor_checks.finding import Finding, ok, problem
 from mrl.formats.hf import HfSource
-from mrl.memory import FP32_BYTES, MOMENT_BYTES, num_parameters
+from mrl.memory import MASTER_BYTES, MOMENT_BYTES, num_parameters
 from mrl.models.base import ArchSpec
 from mrl.prepare import load_model_facts, resolve
 from mrl.weights.copies import ITEM_BYTES
@@ -72,7 +72,7 @@ def checkpoint_bytes(config: Config, arch: ArchSpec) -> int:
     """What the checkpoints of a run take on the disk: those kept, the one being written, a reference."""
     dtype = ITEM_BYTES[config.model.dtype]
     parameters = num_parameters(arch)
-    each = parameters * (dtype + MOMENT_BYTES + FP32_BYTES)
+    each = parameters * (dtype + MOMENT_BYTES + MASTER_BYTES)
     if config.checkpoint.export_hf:
         each += parameters * dtype
     algorithm = algorithms.build(config.algorithm, config.rollout)

@@ -11,7 +11,6 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ from mrl.progress import Progress, Standing
 from mrl.refit import Refit, gather_layouts
 from mrl.registry import find
 from mrl.rewards.scorer import Scorer, part_names
-from mrl.rollout import LengthHistory
+from mrl.rollout import LengthHistory, held_out_sampling, training_sampling
 from mrl.types import Prompt, Rollout
 from mrl.weights.init import random_init
 from mrl.weights.tensors import DTYPES
@@ -121,35 +120,12 @@ class Job:
     @property
     def sampling(self) -> SamplingConfig:
         """The distribution of training rollouts."""
-        rollout = self.config.rollout
-        return SamplingConfig(
-            n=rollout.n,
-            max_tokens=rollout.response_length,
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            min_p=rollout.min_p,
-            greedy=not rollout.do_sample,
-            ignore_eos=rollout.ignore_eos,
-            stop_token_ids=self.tokenizer.eos_ids,
-            stop=tuple(rollout.stop),
-            seed=self.config.run.seed,
-        )
+        return training_sampling(self.config, self.tokenizer.eos_ids)
 
     @property
     def val_sampling(self) -> SamplingConfig:
         """The distribution of held-out rollouts."""
-        val = self.config.rollout.val_kwargs
-        return replace(
-            self.sampling,
-            n=val.n,
-            temperature=val.temperature,
-            top_k=val.top_k,
-            top_p=val.top_p,
-            min_p=0.0,
-            greedy=not val.do_sample,
-            ignore_eos=False,
-        )
+        return held_out_sampling(self.config, self.tokenizer.eos_ids)
 
     @contextmanager
     def engine_awake(self) -> Iterator[None]:

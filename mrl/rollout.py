@@ -1,9 +1,9 @@
 """Rollouts across ranks: prompts spread over engine replicas, samples brought together and balanced for training.
 
-Owns who generates what (`assign`), the table of facts about all samples that every rank knows (`gather_table`), and the
-exchange that moves samples from the replicas to the data-parallel ranks that train on them (`pack`). No rank ever holds
-all tokens: the table has a few numbers per sample, the exchange is a ragged all-to-all. Nothing here depends on which
-replica sampled: minibatches are cut from the order (prompt uid, sample index).
+Owns what the config asks to be sampled, who generates what (`assign`), the table of facts about all samples that every
+rank knows (`gather_table`), and the exchange that moves samples from the replicas to the data-parallel ranks that train
+on them (`pack`). No rank ever holds all tokens: the table has a few numbers per sample, the exchange is a ragged
+all-to-all. Nothing here depends on which replica sampled: minibatches are cut from the order (prompt uid, sample index).
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import math
 import zlib
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mrl.algorithms.base import Outcomes
+from mrl.config import Config
 from mrl.data.packing import balance
 from mrl.distributed.collectives import all_gather_ragged, all_to_all_ragged, everyone, together
 from mrl.distributed.groups import ProcessGroups
@@ -27,6 +28,39 @@ from mrl.types import Prompt, Rollout, RolloutBatch, SampleTable
 
 HISTORY_LIMIT = 200_000
 """Data rows whose response length is remembered; the oldest are forgotten."""
+
+
+def training_sampling(config: Config, eos_ids: tuple[int, ...]) -> SamplingConfig:
+    """The distribution of training rollouts, which end with one of the `eos_ids`."""
+    rollout = config.rollout
+    return SamplingConfig(
+        n=rollout.n,
+        max_tokens=rollout.response_length,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        greedy=not rollout.do_sample,
+        ignore_eos=rollout.ignore_eos,
+        stop_token_ids=eos_ids,
+        stop=tuple(rollout.stop),
+        seed=config.run.seed,
+    )
+
+
+def held_out_sampling(config: Config, eos_ids: tuple[int, ...]) -> SamplingConfig:
+    """The distribution of held-out rollouts."""
+    val = config.rollout.val_kwargs
+    return replace(
+        training_sampling(config, eos_ids),
+        n=val.n,
+        temperature=val.temperature,
+        top_k=val.top_k,
+        top_p=val.top_p,
+        min_p=0.0,
+        greedy=not val.do_sample,
+        ignore_eos=False,
+    )
 
 
 class LengthHistory:

@@ -38,7 +38,7 @@ def expected(weights):
 @pytest.mark.parametrize("scores", ["raw", "tempered", "processed"])
 def test_whatever_is_scored_the_rollouts_have_the_contracts_logprobs(standin, tmp_path, weights, expected, scores):
     standin.setenv(FAULTS, f"scores={scores}")
-    with tiny.engine(tmp_path) as engine:
+    with tiny.engine(tmp_path, max_num_seqs=4) as engine:  # logits come in waves
         tiny.refit(engine, weights)
         for name, sampling in SETTINGS.items():
             found = engine.generate(PROMPTS, sampling)

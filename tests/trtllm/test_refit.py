@@ -10,6 +10,7 @@ import torch.distributed as dist
 from mrl.config import CheckpointEngineConfig
 from mrl.grid import Grid
 from mrl.refit import Refit
+from mrl.weights import buckets
 from mrl.weights.hf import hf_layout
 from mrl.weights.init import random_init
 from mrl.weights.megatron import megatron_layout
@@ -25,15 +26,20 @@ WIDE = small("qwen2_tiny", hidden_size=256, intermediate_size=1024, num_hidden_l
 MOE = small("qwen3_moe_tiny")
 
 
-def refits(folder, arch, grid):
-    """What the stand-in's `reload` was given on this rank, the staging's peak, and the buckets' sizes."""
+def refits(folder, arch, grid, megabytes):
+    """The staging's peak, and the sizes of what the stand-in's `reload` was given on this rank.
+
+    `megabytes`: Of the transport's buckets; the engine's have 1 MiB.
+    """
     sys.path.insert(0, str(STANDIN))
     forget()
+    smallest, buckets.MIN_ROUND_BYTES = buckets.MIN_ROUND_BYTES, MIB  # a round is large against these models
     try:
         layout = megatron_layout(arch, grid, dist.get_rank(), dtype="float32", te=False)
         sources = allocate(layout)
         with tiny.engine(Path(folder) / str(dist.get_rank()), arch) as engine:
-            refit = Refit(layout, sources, engine, CheckpointEngineConfig(update_weights_bucket_megabytes=1))
+            transport = CheckpointEngineConfig(update_weights_bucket_megabytes=megabytes)
+            refit = Refit(layout, sources, engine, transport)
             for version in range(2):
                 random_init(arch, layout, sources, version)
                 refit(version)
@@ -46,19 +52,20 @@ def refits(folder, arch, grid):
             sizes = [sum(expected[name].nbytes for name in bucket) for bucket in model.buckets]
             return engine._assembler.peak_bytes, sizes, engine.policy_version
     finally:
+        buckets.MIN_ROUND_BYTES = smallest
         sys.path.remove(str(STANDIN))
         forget()
 
 
 @pytest.mark.parametrize(
-    "arch, grid",
-    [(WIDE, Grid(2, 2)), (WIDE, Grid(2, 1, 2)), (MOE, Grid(2, 2, ep=2, etp=1))],
-    ids=["tp2", "pp2", "moe tp2 ep2"],
+    "arch, grid, megabytes",
+    [(WIDE, Grid(2, 2), 1), (WIDE, Grid(2, 2), 16), (WIDE, Grid(2, 1, 2), 16), (MOE, Grid(2, 2, ep=2, etp=1), 1)],
+    ids=["tp2", "tp2, large buckets", "pp2, large buckets", "moe tp2 ep2"],
 )
-def test_whole_tensors_arrive_bit_by_bit_in_bounded_staging(tmp_path, arch, grid):
+def test_whole_tensors_arrive_bit_by_bit_in_bounded_staging(tmp_path, arch, grid, megabytes):
     total = sum(tensor.nbytes for tensor in allocate(hf_layout(arch, "float32")).values())
-    for peak, sizes, version in run_ranks(2, refits, str(tmp_path), arch, grid):
+    for peak, sizes, version in run_ranks(2, refits, str(tmp_path), arch, grid, megabytes):
         assert sum(sizes) == total and version == 1
         assert max(sizes) <= 2 * MIB  # a bucket and the tensor that filled it
-        # a bucket that waits, the round on its way, and a tensor that neither fits into
-        assert peak <= 4 * MIB, (peak, total)
+        # the engine's bucket, what a round (1/8 of what is sent) completes together with the rank's own part, a tensor
+        assert peak <= 7 * MIB < total or total < MIB, (peak, total)

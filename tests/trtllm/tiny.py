@@ -53,7 +53,6 @@ def engine(folder, arch=ARCH, *, timeout_s=20.0, trains_on_logprobs=True, **sett
         surroundings=Surroundings(model_folder, timeout_s=timeout_s, trains_on_logprobs=trains_on_logprobs),
     )  # fmt: skip
     with closing(made):
-        made.wake()  # it starts asleep
         yield made
 
 

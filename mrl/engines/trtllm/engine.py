@@ -101,7 +101,6 @@ class LlmEngine(RolloutEngine):
         self._broken, self._failed = "", False
         self._verdict: Verdict | None = None
         self._stats: dict[str, float] = {}
-        self.sleep()  # what trains before the first rollout needs the memory
 
     @classmethod
     def build(

@@ -3,7 +3,7 @@
 Owns what the config asks to be sampled, who generates what (`assign`), the table of facts about all samples that every
 rank knows (`gather_table`), and the exchange that moves samples from the replicas to the data-parallel ranks that train
 on them (`pack`). No rank ever holds all tokens: the table has a few numbers per sample, the exchange is a ragged
-all-to-all. Nothing here depends on which replica sampled: minibatches are cut from the order (prompt uid, sample index).
+all-to-all. Nothing depends on which replica sampled: minibatches are cut from the order (prompt uid, sample index).
 """
 
 from __future__ import annotations

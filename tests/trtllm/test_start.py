@@ -49,10 +49,12 @@ def test_one_process_keeps_what_it_sees(monkeypatch):
 
 
 def test_the_device_that_tensorrt_llm_takes_must_be_the_ranks():
-    check_choice(torch.device("cuda:0"), 0, 1)
-    check_choice(torch.device("cuda:3"), 11, 8)  # second host, eight ranks on each
+    check_choice(torch.device("cuda:0"), 0, 1, 1)
+    check_choice(torch.device("cuda:3"), 11, 8, 4)  # second host, eight ranks on each
     with pytest.raises(UserError, match=r"would take cuda:0 \(MPI rank 0, 8 devices\), but this rank's is cuda:3"):
-        check_choice(torch.device("cuda:3"), 0, 8)
+        check_choice(torch.device("cuda:3"), 0, 8, 1)
+    with pytest.raises(UserError, match="sees 1 device.*no --gpus-per-task.*one host"):
+        check_choice(torch.device("cuda:0"), 3, 1, 2)
 
 
 def test_variables_are_hidden_given_and_put_back(monkeypatch):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -119,13 +120,13 @@ class Host:
             UserError: TensorRT-LLM is not installed, it or MPI cannot start in this job, or it would take another
                 rank's device.
         """
-        launcher = launch.environment().launcher
+        launcher, cores = launch.environment().launcher, os.sched_getaffinity(0)
         communicator = communicator_of(replica, config.name)
         with launch.scrubbed_variables(hide=hidden(launcher), given=_given(communicator)):
             self.features = find_features()
             from tensorrt_llm import LLM
 
-            _check_device(device)
+            _check_device(device, replica.size)
             chosen = arguments(config, arch, dtype, self.features)
             if communicator is not None:
                 chosen |= _in_mpi(communicator)
@@ -135,8 +136,9 @@ class Host:
                 raise RuntimeError(
                     f"TensorRT-LLM {self.features.version} did not start on {device}: {type(error).__name__}: {error}"
                 ) from error
+        os.sched_setaffinity(0, cores)  # TensorRT-LLM binds the thread that starts it, and sets its device
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # TensorRT-LLM sets it too
+            torch.cuda.set_device(device)
         self.executor: Any = getattr(self.llm._executor, "engine", None)
         if self.executor is None or not hasattr(self.executor, "control_action"):
             found = type(self.llm._executor).__name__
@@ -228,20 +230,26 @@ def _given(communicator: Any) -> Mapping[str, str]:
     return SETTINGS if communicator is not None else {**SETTINGS, "TLLM_WORKER_USE_SINGLE_PROCESS": "1"}
 
 
-def _check_device(device: torch.device) -> None:
+def _check_device(device: torch.device, replica_size: int) -> None:
     """Returns where TensorRT-LLM will take this rank's device."""
     if device.type == "cuda":
         from tensorrt_llm import _utils
 
-        check_choice(device, _utils.global_mpi_rank(), torch.cuda.device_count())
+        check_choice(device, _utils.global_mpi_rank(), torch.cuda.device_count(), replica_size)
 
 
-def check_choice(device: torch.device, mpi_rank: int, num_devices: int) -> None:
+def check_choice(device: torch.device, mpi_rank: int, num_devices: int, replica_size: int) -> None:
     """TensorRT-LLM takes the device of its MPI rank, modulo those that it sees (`executor/base_worker.py`).
 
     Raises:
-        UserError: That is not `device`.
+        UserError: That is not `device`, or a replica has more ranks than this one sees devices, which `LLM` refuses.
     """
+    if replica_size > num_devices:
+        raise UserError(
+            f"rollout.tensor_model_parallel_size={replica_size}, but this rank sees {num_devices} device(s); "
+            "TensorRT-LLM wants each rank of a replica to see the devices of all. Let ranks see all devices of their "
+            "host (no --gpus-per-task), and keep a replica on one host."
+        )
     chosen = mpi_rank % num_devices
     if chosen != device.index:
         raise UserError(

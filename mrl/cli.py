@@ -168,7 +168,7 @@ def _rehearse(arguments: argparse.Namespace) -> None:
 
     options = Options(
         load_hardware(arguments.hardware), arguments.world_size, arguments.max_ranks, arguments.output_dir,
-        arguments.stand_ins, arguments.timeout_s,
+        arguments.stand_ins, arguments.timeout_s, arguments.dry_run,
     )  # fmt: skip
     console = Console()
     rehearse(arguments.config, arguments.overrides, options, console if console.is_terminal else Console(width=120))
@@ -262,6 +262,7 @@ def _parser() -> argparse.ArgumentParser:
     rehearse.add_argument("--output-dir", metavar="FOLDER", help="default: runs/rehearse-CONFIG")
     rehearse.add_argument("--hardware", metavar="NAME|FILE", default="h100", help="of the real run, as for mrl plan")
     rehearse.add_argument("--timeout-s", type=_positive, metavar="S", default=600, help="for everything; default: 600")
+    rehearse.add_argument("--dry-run", action="store_true", help="check and shrink, start nothing")
     rehearse.set_defaults(command=_rehearse)
 
     launch = commands.add_parser("launch", help="start `mrl train` on several ranks or hosts, by a script of launch/")

@@ -47,6 +47,8 @@ from mrl.rehearsal.stages import STAGES, spent_in, stage_of
 from mrl.rehearsal.stand_ins import FLAG, missing_paths, with_stand_ins
 from mrl.rewards.scorer import Scorer
 
+FIRST, RESUME = "first.yaml", "resume.yaml"
+"""The shrunk configs of the two runs, in the rehearsal's folder."""
 MAX_RANKS = 8
 RANK_BYTES = 500_000_000
 """A rank with a vocabulary of a few tokens; measured 0.25 to 0.4 GB."""
@@ -70,6 +72,7 @@ class Options:
         hardware: The real run's GPUs.
         stand_ins: Whether something may take the place of files that are not here.
         timeout_s: For everything.
+        dry_run: Check and shrink; start nothing.
     """
 
     hardware: Hardware
@@ -78,6 +81,7 @@ class Options:
     output_dir: str | None = None
     stand_ins: bool = False
     timeout_s: float = 600.0
+    dry_run: bool = False
 
 
 def rehearse(file: str, overrides: list[str], options: Options, console: Console) -> Report:
@@ -125,10 +129,13 @@ class _Rehearsal:
         with self._stage("check"):
             config, found, prompt_length = self._check()
         small, tokens = self._shrink(config, found, prompt_length)
-        self._first_run(small)
         changed, world_size = other_layout(small.config, small.arch, small.grid, tokens)
-        self._resume(with_steps(changed, 2), world_size)
-        self._convert(small)
+        (self._folder / FIRST).write_text(to_yaml(small.config), encoding="utf-8")
+        (self._folder / RESUME).write_text(to_yaml(with_steps(changed, 2)), encoding="utf-8")
+        if not self._options.dry_run:
+            self._first_run(small)
+            self._resume(with_steps(changed, 2), world_size)
+            self._convert(small)
         self.report.finished = True
 
     def _check(self) -> tuple[Config, Resolved, int]:
@@ -221,8 +228,11 @@ class _Rehearsal:
         spent["build"] = max(0.0, ran.seconds - sum(spent.values()))
         metrics = self._metrics()
         for name in STAGES:
-            detail = self._shown(name, metrics, small)
-            self.report.stages.append(Stage(name, "passed", spent.get(name, 0.0), detail))
+            if name in spent:
+                detail = self._shown(name, metrics, small)
+                self.report.stages.append(Stage(name, "passed", spent[name], detail))
+            else:
+                self.report.stages.append(Stage(name, "not covered", 0.0, "the run itself has no such phase"))
 
     def _resume(self, config: Config, world_size: int) -> None:
         grid = preflight.grid_of(config, world_size)
@@ -235,8 +245,7 @@ class _Rehearsal:
 
     def _train(self, name: str, config: Config, world_size: int, *, resumes: bool) -> Ran:
         """`mrl train` on ranks of this machine."""
-        path, logs = self._folder / f"{name}.yaml", self._folder / f"logs-{name}"
-        path.write_text(to_yaml(config), encoding="utf-8")
+        logs = self._folder / f"logs-{name}"
         began = time.monotonic()
         left = max(1.0, self._options.timeout_s - (began - self.began))
         layout = _layout(preflight.grid_of(config, world_size))
@@ -283,6 +292,8 @@ class _Rehearsal:
             self._fail("refit", "it moved more bytes than its lower bound.", 0.0)
         if failed := last.get("reward/failed_frac", 0.0):
             self.report.warnings.append(f"reward functions failed on {failed:.0%} of the samples (see samples.jsonl)")
+        if last.get("actor/grad_norm") == 0.0:
+            self.report.warnings.append("the update had a gradient of zero: its numbers say little")
         self.report.metrics = last
         return last
 

@@ -93,6 +93,7 @@ def shrunk_config(config: Config, found: Resolved, sizes: Sizes, folder: Path) -
             resume="auto",
             device="cpu",
             num_threads=1,
+            max_time_s=0.0,
             collective_timeout_s=min(config.run.collective_timeout_s, 300.0),
         ),
         train=train,
@@ -221,6 +222,7 @@ def _rollout(rollout: RolloutConfig, sizes: Sizes) -> RolloutConfig:
     return replace(
         rollout,
         name=ENGINE,
+        engine_dir=None,
         n=min(rollout.n, SAMPLES),
         prompt_length=prompt,
         response_length=response,

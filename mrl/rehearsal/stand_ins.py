@@ -17,6 +17,7 @@ from mrl.errors import UserError
 from mrl.models.presets import PRESETS
 
 TASK = "addition"
+ENGINE = "native"
 CHARACTERS = f"{CHAR_PREFIX}0123456789<>+=#"
 FLAG = "--stand-ins"
 
@@ -34,6 +35,7 @@ def _missing(config: Config) -> Iterator[tuple[str, str]]:
         "model.path": config.model.path,
         "model.tokenizer": config.model.tokenizer,
         "reference.path": config.reference.path,
+        "rollout.engine_dir": config.rollout.engine_dir,
     }
     for key, folder in folders.items():
         if folder is not None and not folder.startswith(CHAR_PREFIX) and not Path(folder).is_dir():
@@ -70,8 +72,12 @@ def with_stand_ins(config: Config) -> tuple[Config, list[str]]:
             data, task=TASK, task_kwargs={}, train_files=[], val_files=[], response_key=None, system_prompt=None,
             chat_template=None, apply_chat_template="auto",
         )  # fmt: skip
+    rollout = config.rollout
+    if "rollout.engine_dir" in missing:
+        told.append(f"rollout.engine_dir={rollout.engine_dir} is not here: its engines are not compared with the run")
+        rollout = replace(rollout, name=ENGINE, engine_dir=None, pipeline_model_parallel_size=1)
     reference = replace(config.reference, path=None) if "reference.path" in missing else config.reference
-    return replace(config, model=model, data=data, reference=reference), told
+    return replace(config, model=model, data=data, reference=reference, rollout=rollout), told
 
 
 def _preset_of(folder: str) -> str:

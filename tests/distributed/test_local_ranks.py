@@ -67,8 +67,7 @@ def test_each_rank_knows_its_place_and_has_its_own_log(tmp_path):
         ("death", "^rank 1 died with exit status 3; its last words:\nhello from 1\nno memory$"),
     ],
 )
-def test_one_rank_that_fails_ends_all_with_its_message(tmp_path, monkeypatch, how, said):
-    monkeypatch.setattr("mrl.distributed.local_ranks.OTHERS_S", 0.2)
+def test_one_rank_that_fails_ends_all_with_its_message(tmp_path, how, said):
     with pytest.raises(RankError, match=said) as failed:
         run(misbehave, tmp_path, how)
     assert failed.value.rank == 1 and failed.value.is_mistake is (how == "mistake")

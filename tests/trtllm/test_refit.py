@@ -1,5 +1,6 @@
 """Refit through the real transport into the LLM API's engine: what arrives, and in how much memory."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from mrl.weights.megatron import megatron_layout
 from mrl.weights.tensors import allocate
 from tests.ranks import run_ranks
 from tests.trtllm import tiny
-from tests.trtllm.conftest import STANDIN, forget
+from tests.trtllm.conftest import FAULTS, STANDIN, forget
 from tests.weights.archs import small
 
 MIB = 1 << 20
@@ -69,3 +70,38 @@ def test_whole_tensors_arrive_bit_by_bit_in_bounded_staging(tmp_path, arch, grid
         assert max(sizes) <= 2 * MIB  # a bucket and the tensor that filled it
         # the engine's bucket, what a round (1/8 of what is sent) completes together with the rank's own part, a tensor
         assert peak <= 7 * MIB < total or total < MIB, (peak, total)
+
+
+def breaks(folder, arch, grid, name):
+    """The messages of a refit in which `reload` fails on rank 1, of a sample after it, and of another refit."""
+    sys.path.insert(0, str(STANDIN))
+    forget()
+    try:
+        layout = megatron_layout(arch, grid, dist.get_rank(), dtype="float32", te=False)
+        sources = allocate(layout)
+        random_init(arch, layout, sources, 0)
+        with tiny.engine(Path(folder) / str(dist.get_rank()), arch) as engine:
+            refit = Refit(layout, sources, engine, CheckpointEngineConfig(update_weights_bucket_megabytes=1))
+            refit(0)
+            os.environ[FAULTS] = f"reload={name}" if dist.get_rank() == 1 else ""
+            try:
+                return [_failure(lambda: refit(1)), _failure(lambda: engine.generate(tiny.PROMPTS, tiny.SAMPLING))]
+            finally:
+                del os.environ[FAULTS]
+    finally:
+        sys.path.remove(str(STANDIN))
+        forget()
+
+
+def _failure(call):
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_a_refit_that_fails_on_one_rank_names_the_bucket_on_all_and_shuts_every_engine(tmp_path):
+    name = "model.layers.1.mlp.up_proj.weight"
+    for refit, sample in run_ranks(2, breaks, str(tmp_path), small("qwen2_tiny"), Grid(2, 2), name):
+        assert "rank 1 failed: " in refit and "TensorRT-LLM refused bucket 1 of the refit, 'model." in refit
+        assert f"shape mismatch in {name}" in refit
+        assert "the engine's weights are not whole" in sample

@@ -31,6 +31,7 @@ from mrl.data.tokenizer import HFTokenizer
 from mrl.distributed.local_ranks import Ran, RankError, run_ranks
 from mrl.errors import UserError
 from mrl.fit import check_fits, device_of
+from mrl.formats.hf import HfSource
 from mrl.grid import Grid
 from mrl.hardware import Hardware
 from mrl.memory import memory_by_stage
@@ -157,6 +158,9 @@ class _Rehearsal:
             hint = f"\nTo rehearse without what is on the cluster only ({', '.join(missing)}), add {FLAG}."
             raise UserError(f"{error}{hint}") from error
         _check_writable(config.run.output_dir, report)
+        for key, path in (("model.path", config.model.path), ("reference.path", config.reference.path)):
+            if path is not None:
+                _check_weights(key, path, found.arch, report)
         rollout, tokenizer = found.config.rollout, found.tokenizer
         source = load_training(config.data, tokenizer, prompt_length=rollout.prompt_length, seed=config.run.seed)
         held_out = load_validation(config.data, tokenizer, prompt_length=rollout.prompt_length)
@@ -367,6 +371,15 @@ def _check_writable(folder: str, report: Report) -> None:
         report.warnings.append(f"run.output_dir={folder} is on no disk of this machine: not checked")
         return
     RunDir(path).check_writable()
+
+
+def _check_weights(key: str, folder: str, arch: ArchSpec, report: Report) -> None:
+    """Headers of the real weights, where they are here: a config.json and a tokenizer are enough for a rehearsal."""
+    if not any(Path(folder).glob("*.safetensors")):
+        report.warnings.append(f"{key}={folder} has no safetensors here: its weights were not looked at")
+        return
+    with HfSource(folder, arch) as weights:
+        weights.check()
 
 
 def _ranks_that_fit(tokens: int) -> int:

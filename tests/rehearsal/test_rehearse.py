@@ -1,6 +1,7 @@
 """`mrl rehearse`: every production config passes, small but whole; mistakes end it with a message to act on."""
 
 import json
+import shutil
 
 import psutil
 import pytest
@@ -204,6 +205,21 @@ def test_a_model_and_data_of_ones_own_are_read_as_a_run_would(tmp_path):
     assert (out / "run" / "checkpoints" / "step-00000002" / "hf" / "tokenizer.json").is_file()
     repeated = load(out / FIRST)
     assert repeated.model.path == str(out / "model") and repeated.reference.path == str(out / "reference")
+
+
+def test_weights_that_are_not_the_models_are_told_and_weights_elsewhere_are_not_needed(tmp_path):
+    model_folder(tmp_path / "model")
+    (tmp_path / "config").mkdir()
+    for file in (tmp_path / "model").iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, tmp_path / "config")
+    short = ("rollout.prompt_length=100", "rollout.response_length=100", "~model", "data.overlong_prompts=drop")
+    report = run(tmp_path, SMALL, *short, f"model.path={tmp_path}/config", dry_run=True)
+    assert report["passed"] and "has no safetensors here" in report["warnings"][0]
+    changed = json.loads((tmp_path / "model" / "config.json").read_text()) | {"intermediate_size": 640}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(changed))
+    message = refused(tmp_path, SMALL, *short, f"model.path={tmp_path}/model", dry_run=True)
+    assert "has shape [512, 256], but config.json asks for [640, 256]" in message
 
 
 def test_files_of_the_cluster_are_told_and_something_stands_in_where_the_user_says_so(tmp_path):

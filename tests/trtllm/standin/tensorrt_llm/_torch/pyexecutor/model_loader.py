@@ -35,6 +35,13 @@ class Model(nn.Module):
         if fault("whole_only"):
             self.load_weights = self._load_whole
 
+    def named_parameters(self, *args, **kwargs):
+        """Of what is fused, q, k and v of each layer, as one rank stores them."""
+        for name in self.tensors:
+            if name.endswith("self_attn.q_proj.weight"):
+                parts = [self.tensors[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+                yield name.replace("q_proj", "qkv_proj"), torch.cat(parts)
+
     def pre_reload_weights(self):
         if self.step not in ("loaded", "lost"):
             raise StandInError(f"pre_reload_weights after '{self.step}'")

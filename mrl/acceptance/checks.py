@@ -1,0 +1,333 @@
+"""The checks themselves, on a job that came up: each returns its facts, or raises what failed.
+
+Owns what is compared with what, and the bounds. They are collective over the job's ranks, and none knows which engine
+it looks at but through `engines/trtllm/inspection.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl import canary
+from mrl.distributed import launch
+from mrl.distributed.collectives import together
+from mrl.engine_memory import weight_bytes
+from mrl.engines.base import SamplingConfig
+from mrl.engines.trtllm import inspection
+from mrl.errors import UserError
+from mrl.formats.hf import HfSource
+from mrl.job import Job
+from mrl.types import Prompt, Rollout, RolloutBatch
+from mrl.weights.checksum import bit_sum
+from mrl.weights.init import random_init
+from mrl.weights.native import native_layout
+from mrl.weights.regions import slices
+from mrl.weights.tensors import DTYPES
+
+Facts = dict[str, object]
+
+GIB = 1 << 30
+FREED = 0.9
+"""Part of the weights' bytes that must be free while they sleep; allocators round."""
+
+NUM_PROMPTS = 8
+MEAN_NATS = 0.05
+"""Mean difference of the log-probabilities of two programs that compute in bfloat16, whose logits carry 8 bits: 2^-8 of
+a log-probability of -12. A distribution of another temperature is off by more."""
+
+BINS = (0.0, 1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0, math.inf)
+"""Edges of the histogram, nats."""
+
+
+class CheckError(Exception):
+    """What a check found to be wrong, and what else it had found."""
+
+    def __init__(self, said: str, facts: Facts | None = None) -> None:
+        super().__init__(said)
+        self.facts = facts or {}
+
+
+class NotHereError(Exception):
+    """Why a check cannot be made here."""
+
+
+class Bench:
+    """A job whose actor holds the model of `model.path`.
+
+    Attributes:
+        folder: Of the engine's results, shared by its sessions.
+    """
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        """Args: job: Come up, nothing loaded. folder: Exists."""
+        self.job, self.folder = job, folder
+        job.load_initial_weights()
+
+    @property
+    def tolerance(self) -> float:
+        """Of the canary, nats."""
+        return canary.tolerance_of(self.job.device)
+
+    def refit(self) -> None:
+        """The actor's weights into the engine, also where it holds them."""
+        self.job.policy_version += 1
+        self.job.refit_if_stale()
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
+        """Awake for as long as it takes."""
+        with together(), self.job.engine_awake():
+            return self.job.engine.generate(prompts, sampling)
+
+    def answers(self) -> list[Rollout]:
+        """To the canary's prompts."""
+        return canary.answers(self.generate, self.job.arch, self.job.config.rollout)
+
+    @contextmanager
+    def other_weights(self) -> Iterator[None]:
+        """Inside, the actor has random weights."""
+        job = self.job
+        kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in job.policy.named_tensors().items()}
+        random_init(job.arch, job.policy.layout(), job.policy.named_tensors(), seed=job.config.run.seed + 1)
+        try:
+            yield
+        finally:
+            for name, tensor in job.policy.named_tensors().items():
+                tensor.detach().copy_(kept[name])
+
+    def used(self) -> int:
+        """Bytes of the device in use, by everyone; 0 on a CPU."""
+        if self.job.device.type != "cuda":
+            return 0
+        torch.cuda.synchronize(self.job.device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.job.device)
+        return total - free
+
+
+def device(bench: Bench) -> Facts:
+    """(vi) Where the engine is, and where this process computes."""
+    job = bench.job
+    facts: Facts = {
+        "rank's device": str(job.device),
+        "process": os.getpid(),
+        "features": inspection.features(job.engine),
+    }
+    if job.device.type == "cuda":
+        current = torch.cuda.current_device()
+        mine = str(torch.cuda.get_device_properties(job.device).uuid)
+        uuids = [""] * dist.get_world_size()
+        dist.all_gather_object(uuids, mine)
+        facts |= {"name": launch.device_name(job.device), "current": current, "uuids of ranks": uuids}
+        if current != job.device.index:
+            raise CheckError(
+                f"the engine's start left cuda:{current} as the current device, the rank's is {job.device}"
+            )
+        if len(set(uuids)) != len(uuids):
+            raise CheckError(f"ranks share a GPU: {uuids}")
+    if inspection.is_llm(job.engine):
+        facts["parameters on"] = found = inspection.devices(job.engine)
+        if found and found != [str(job.device)]:
+            raise CheckError(f"the engine's parameters are on {found}, the rank's device is {job.device}")
+    return facts
+
+
+def refit(bench: Bench) -> Facts:
+    """(i) The same weights, others, and the first again."""
+    bench.refit()
+    first = bench.answers()
+    bench.refit()
+    same = canary.compare(first, bench.answers())
+    with bench.other_weights():
+        bench.refit()
+        other = canary.compare(first, bench.answers())
+    bench.refit()
+    back = canary.compare(first, bench.answers())
+    _keep(bench, first)
+    facts: Facts = {"same weights": str(same), "other weights": str(other), "first weights again": str(back)}
+    if not same.within(bench.tolerance):
+        raise CheckError(f"a second refit of the same weights moved the answers: {same}", facts)
+    if other.within(bench.tolerance):
+        raise CheckError(f"a refit of other weights did not change the answers: {other}", facts)
+    if not back.within(bench.tolerance):
+        raise CheckError(f"after other weights the first ones do not give the first answers: {back}", facts)
+    return facts | {"tolerance, nats": bench.tolerance}
+
+
+def qkv(bench: Bench) -> Facts:
+    """(ii) The first and the last layer's fused matrix against the model's files."""
+    job = bench.job
+    if not inspection.is_llm(job.engine):
+        raise NotHereError("TensorRT does not give the weights of an engine back; 'refit' and 'logprobs' stand for it")
+    bench.refit()
+    rollout, grid = job.config.rollout, job.groups.grid
+    dtype = rollout.dtype or job.config.model.dtype
+    layout = native_layout(job.arch, grid.rollout_tp, grid.rollout_tp_rank(job.groups.rank), dtype)
+    facts: Facts = {}
+    with HfSource(job.config.model.path or "") as source:
+        for layer in (0, job.arch.num_layers - 1):
+            stored = layout[f"layers.{layer}.qkv"]
+            expected = torch.zeros(stored.shape, dtype=DTYPES[dtype])
+            for piece in stored.pieces:
+                expected[slices(piece.dst)] = source.read(piece.hf_name, piece.src).to(expected.dtype)
+            facts |= _same(f"layer {layer}", inspection.fused_qkv(job.engine, layer), expected)
+    return facts
+
+
+def _same(what: str, found: Tensor | None, expected: Tensor) -> Facts:
+    if found is None:
+        raise CheckError(f"{what}: the model has no parameter 'self_attn.qkv_proj.weight'; is its name another one?")
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        raise CheckError(f"{what}: {list(found.shape)} {found.dtype}, expected {list(expected.shape)} {expected.dtype}")
+    found = found.cpu()
+    sums = f"checksum {bit_sum(found):016x}, of the files {bit_sum(expected):016x}"
+    if bit_sum(found) != bit_sum(expected):
+        wrong = int((found != expected).sum())
+        raise CheckError(f"{what}: {sums}; {wrong} of {expected.numel()} elements differ")
+    if not torch.equal(found, expected):
+        raise CheckError(f"{what}: {sums}, but the rows stand in another order")
+    return {what: sums}
+
+
+def sleep(bench: Bench) -> Facts:
+    """(iii) Bytes in use and answers, awake, asleep and awake again."""
+    job = bench.job
+    bench.refit()
+    job.policy.offload()
+    job.engine.wake()
+    rollout = job.config.rollout
+    first = canary.answers(job.engine.generate, job.arch, rollout)
+    awake = bench.used()
+    job.engine.sleep()
+    asleep = bench.used()
+    trainer = torch.cuda.memory_reserved(job.device) if job.device.type == "cuda" else 0
+    job.engine.wake()
+    moved = canary.compare(first, canary.answers(job.engine.generate, job.arch, rollout))
+    again = bench.used()
+    job.engine.sleep()
+    freed = awake - asleep
+    weights = weight_bytes(job.config, job.arch, job.groups.grid)
+    facts: Facts = {"answers": str(moved)}
+    if job.device.type == "cuda":
+        facts |= {
+            "GiB in use awake": awake / GIB,
+            "GiB freed by sleeping": freed / GIB,
+            "GiB in use after waking": again / GIB,
+            "GiB of the weights": weights / GIB,
+            "GiB that stay, the trainer's tensors aside": (asleep - trainer) / GIB,
+        }
+    else:
+        facts["memory"] = "a CPU: nothing to measure"
+    if not moved.within(bench.tolerance):
+        raise CheckError(f"the answers moved over sleeping and waking: {moved}", facts)
+    if job.device.type == "cuda" and freed < (FREED * weights if inspection.is_llm(job.engine) else 1):
+        raise CheckError(f"sleeping freed {freed / GIB:.3f} GiB; the weights take {weights / GIB:.3f}", facts)
+    return facts
+
+
+def logprobs(bench: Bench) -> Facts:
+    """(v) Samples under the session's distribution, scored by the actor."""
+    job = bench.job
+    bench.refit()
+    sampled = bench.generate(job.source.next(NUM_PROMPTS), job.sampling)
+    box = [sampled]
+    dist.broadcast_object_list(box, src=0)  # the actor's ranks score the same sequences
+    rollouts = box[0]
+    scored, _ = job.policy.score(batch_of(rollouts))
+    apart = (scored - torch.tensor([x for each in rollouts for x in each.rollout_logprobs])).abs()
+    counts = [int(((apart >= low) & (apart < high)).sum()) for low, high in itertools.pairwise(BINS)]
+    edges = [f"{low:g} to {high:g}" for low, high in itertools.pairwise(BINS)]
+    mean, largest = float(apart.mean()), float(apart.max())
+    facts: Facts = {
+        "tokens": apart.numel(),
+        "mean difference, nats": mean,
+        "largest, nats": largest,
+        "99 of 100 below, nats": float(apart.quantile(0.99)),
+        "histogram, nats": dict(zip(edges, counts, strict=True)),
+    }
+    found = inspection.verdict(job.engine)
+    if found is not None:
+        facts["probe"] = f"scores {found.scores.value}; logits are {'' if found.has_logits else 'not '}returned"
+    if not mean <= MEAN_NATS:
+        raise CheckError(
+            f"engine and actor differ by {mean:.3g} nats on average over {apart.numel()} tokens, by {largest:.3g} at "
+            f"most; expected a mean of at most {MEAN_NATS:g}; {facts.get('probe', '')}",
+            facts,
+        )
+    return facts
+
+
+def contract(bench: Bench) -> Facts:
+    """The same under a temperature and a truncation, where log-probabilities of the logits would be others."""
+    rollout = bench.job.config.rollout
+    asked: Facts = {"temperature": rollout.temperature, "top_p": rollout.top_p}
+    try:
+        return asked | logprobs(bench)
+    except UserError as error:
+        raise NotHereError(f"refused, as it must be where nothing exact can be had: {error}") from error
+
+
+def graphs(bench: Bench) -> Facts:
+    """(iv) Refits and answers with CUDA graphs, against those without."""
+    if not inspection.is_llm(bench.job.engine):
+        raise NotHereError("ModelRunner captures no CUDA graphs")
+    file = bench.folder / "answers.json"
+    if not file.is_file():
+        raise NotHereError("there are no answers without graphs: 'refit' fails")
+    bench.refit()
+    first = bench.answers()
+    with bench.other_weights():
+        bench.refit()
+        bench.answers()  # captures, where it has not
+    bench.refit()
+    eager = [replace(one, **kept) for one, kept in zip(first, json.loads(file.read_text()), strict=True)]
+    facts: Facts = {}
+    for what, other in (("without graphs", eager), ("after two refits", bench.answers())):
+        moved = canary.compare(first, other)
+        facts[what] = str(moved)
+        if not moved.within(bench.tolerance):
+            raise CheckError(f"the answers with graphs and those {what} differ: {moved}", facts)
+    return facts | {"tolerance, nats": bench.tolerance}
+
+
+FUNCTIONS: dict[str, Callable[[Bench], Facts]] = {
+    "device": device,
+    "refit": refit,
+    "qkv": qkv,
+    "sleep": sleep,
+    "logprobs": logprobs,
+    "contract": contract,
+    "graphs": graphs,
+}
+
+
+def batch_of(rollouts: Sequence[Rollout]) -> RolloutBatch:
+    """Rollouts as the actor scores them."""
+    tokens = [token for each in rollouts for token in (*each.prompt.prompt_ids, *each.response_ids)]
+    lens = torch.tensor([(len(each.prompt.prompt_ids), len(each.response_ids)) for each in rollouts])
+    return RolloutBatch(
+        tokens_P=torch.tensor(tokens, dtype=torch.int64),
+        prompt_lens_B=lens[:, 0],
+        response_lens_B=lens[:, 1],
+        response_mask_R=torch.ones(int(lens[:, 1].sum()), dtype=torch.bool),
+        rollout_logprobs_R=torch.tensor([x for each in rollouts for x in each.rollout_logprobs]),
+        group_id_B=torch.tensor([each.prompt.uid for each in rollouts]),
+        rewards_B=torch.zeros(len(rollouts)),
+    )
+
+
+def _keep(bench: Bench, rollouts: Sequence[Rollout]) -> None:
+    """Of rank 0's replica, for another session."""
+    if bench.job.groups.rank == 0:
+        kept = [{key: asdict(each)[key] for key in ("response_ids", "rollout_logprobs")} for each in rollouts]
+        (bench.folder / "answers.json").write_text(json.dumps(kept))

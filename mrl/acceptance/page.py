@@ -1,0 +1,101 @@
+"""The page of an acceptance run: what works, what does not, what that means and what to do. Markdown and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from mrl.acceptance.table import CHECKS, Result
+
+NAMES = {"trtllm": "LLM API (`rollout.name=trtllm`)", "trtllm_engine": "built engine (`rollout.name=trtllm_engine`)"}
+
+
+def write_page(
+    folder: Path, results: Sequence[Result], versions: Mapping[str, str], *, command: str, took_s: float
+) -> Path:
+    """Writes acceptance.md and acceptance.json.
+
+    Args:
+        folder: Where; it exists.
+        results: Of the checks.
+        versions: Of what is installed.
+        command: That was typed.
+        took_s: All of it, s.
+
+    Returns:
+        The page.
+    """
+    content = {
+        "command": command,
+        "took_s": took_s,
+        "versions": dict(versions),
+        "verdict": verdict(results),
+        "results": [asdict(result) for result in results],
+    }
+    (folder / "acceptance.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    page = folder / "acceptance.md"
+    page.write_text("\n".join(_lines(results, versions, command, took_s)) + "\n", encoding="utf-8")
+    return page
+
+
+def verdict(results: Sequence[Result]) -> str:
+    """One line for each engine."""
+    found = []
+    for engine in dict.fromkeys(result.engine for result in results):
+        own = [result for result in results if result.engine == engine]
+        counts = {status: sum(result.status == status for result in own) for status in ("works", "fails", "skipped")}
+        if counts["fails"]:
+            word = "does not work here"
+        elif counts["works"]:
+            word = "works here as far as was asked"
+        else:
+            word = "was not looked at"
+        found.append(f"{engine} {word}: {counts['works']} work, {counts['fails']} fail, {counts['skipped']} skipped")
+    return "; ".join(found)
+
+
+def _lines(results: Sequence[Result], versions: Mapping[str, str], command: str, took_s: float) -> Iterator[str]:
+    engines = list(dict.fromkeys(result.engine for result in results))
+    by_name = {(result.engine, result.check): result for result in results}
+    yield from ("# TensorRT-LLM with mrl", "", f"**{verdict(results)}**", "")
+    yield from (f"`{command}`, {took_s:.0f} s", "", "| | |", "|---|---|")
+    yield from (f"| {name} | {value} |" for name, value in versions.items())
+    yield from ("", "| | asks | " + " | ".join(NAMES.get(engine, engine) for engine in engines) + " |")
+    yield "|---|---|" + "---|" * len(engines)
+    for name in dict.fromkeys(result.check for result in results):
+        cells = [by_name.get((engine, name)) for engine in engines]
+        words = [_word(cell) for cell in cells]
+        yield f"| {name} | {CHECKS[name].asks} | " + " | ".join(words) + " |"
+    failing = [result for result in results if result.status == "fails"]
+    if failing:
+        yield from ("", "## What fails")
+    for result in failing:
+        check = CHECKS[result.check]
+        yield from ("", f"### {result.engine}: {result.check}", "")
+        yield f"- what failed: {result.said}"
+        yield f"- what it means: {check.means}"
+        yield f"- what to do: {check.remedy}"
+        yield f"- log: {result.log}"
+    skipped = [result for result in results if result.status == "skipped"]
+    if skipped:
+        yield from ("", "## What was not looked at", "")
+        yield from (f"- {result.engine}: {result.check}: {result.said}" for result in skipped)
+    yield from ("", "## Figures")
+    for result in results:
+        if result.facts:
+            yield from ("", f"### {result.engine}: {result.check}", "")
+            yield from (f"- {name}: {_shown(value)}" for name, value in result.facts.items())
+
+
+def _word(result: Result | None) -> str:
+    if result is None:
+        return ""
+    return f"{result.status}, {result.took_s:.1f} s" if result.took_s else result.status
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {_shown(each)}" for name, each in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

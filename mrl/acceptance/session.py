@@ -1,0 +1,82 @@
+"""One start of an engine and its checks: a rank's program, `python -m mrl.acceptance.session SPEC`.
+
+Owns the line that is written before and after each check, from which `accept.py` knows which one hangs or has ended the
+process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from mrl.acceptance.checks import FUNCTIONS, Bench, CheckError, Facts, NotHereError
+from mrl.acceptance.table import Spec
+from mrl.config import load
+from mrl.distributed import launch
+from mrl.errors import UserError
+from mrl.job import open_job
+from mrl.prepare import prepare
+
+log = logging.getLogger(__name__)
+
+
+Outcome = tuple[str, str, Facts]
+"""Status, words, facts."""
+
+
+def main(file: str) -> None:
+    """Runs the session; every rank of the job calls it."""
+    logging.basicConfig(level=logging.INFO)
+    spec = Spec(**json.loads(Path(file).read_text(encoding="utf-8")))
+    speaks = launch.environment().rank == 0
+
+    def tell(**line: object) -> None:
+        if speaks:
+            with open(spec.lines, "a", encoding="utf-8") as lines:
+                lines.write(json.dumps(line) + "\n")
+
+    began = time.monotonic()
+    tell(begins="start")
+    with open_job(prepare(load(spec.config, spec.overrides)), log=False) as job:
+        bench = Bench(job, Path(spec.folder))
+        tell(ended="start", outcome=("works", "", {}), took_s=time.monotonic() - began)
+        for name in spec.checks:
+            began = time.monotonic()
+            tell(begins=name)
+            tell(ended=name, outcome=_agreed(_outcome(FUNCTIONS[name], bench)), took_s=time.monotonic() - began)
+        tell(begins="end")
+    tell(ended="end", outcome=("works", "", {}), took_s=0.0)
+
+
+def _outcome(check: Callable[[Bench], Facts], bench: Bench) -> Outcome:
+    try:
+        return "works", "", check(bench)
+    except CheckError as failure:
+        return "fails", str(failure), failure.facts
+    except NotHereError as reason:
+        return "skipped", str(reason), {}
+    except UserError as error:
+        return "fails", str(error), {}
+    except Exception as error:
+        log.exception("a check failed")
+        return "fails", f"{type(error).__name__}: {error}", {}
+
+
+def _agreed(mine: Outcome) -> Outcome:
+    """Collective over the job: what the first rank that fails says, else what the first rank says."""
+    found: list[Outcome] = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    for rank, (status, said, facts) in enumerate(found):
+        if status == "fails":
+            return status, f"rank {rank}: {said}" if len(found) > 1 else said, facts
+    return found[0]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,138 @@
+"""The checks: what each asks, what it means that one fails, and what to do then. Order is that of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["works", "fails", "skipped"]
+
+PLAIN, CUT, GRAPHS = "plain", "cut", "graphs"
+"""Sessions: one start of the engine each, with other settings."""
+
+SETTINGS: dict[str, tuple[str, ...]] = {
+    PLAIN: ("rollout.enforce_eager=true", "rollout.free_cache_engine=true"),
+    CUT: (
+        "rollout.enforce_eager=true",
+        "rollout.free_cache_engine=true",
+        "rollout.temperature=0.7",
+        "rollout.top_p=0.9",
+    ),
+    GRAPHS: ("rollout.enforce_eager=false", "rollout.free_cache_engine=false"),
+}
+"""Overrides of a session. 1.2 has no CUDA graphs in an engine that sleeps."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the page.
+
+    Attributes:
+        session: In which it is asked.
+        asks: The question.
+        means: What it means that it fails.
+        remedy: What to do then.
+    """
+
+    session: str
+    asks: str
+    means: str
+    remedy: str
+
+
+CHECKS: dict[str, Check] = {
+    "start": Check(
+        PLAIN,
+        "Does the engine start in the ranks' own processes?",
+        "nothing of this engine can be used here",
+        "read the log; the page has the versions, and setup.py's extra [trtllm] those that mrl is written for",
+    ),
+    "device": Check(
+        PLAIN,
+        "Is the engine on each rank's own device, and does the rank still compute there?",
+        "ranks would share a GPU, or train on another one than they think",
+        "give each rank its own CUDA_VISIBLE_DEVICES; with MPI, number the ranks of a host like its GPUs",
+    ),
+    "refit": Check(
+        PLAIN,
+        "Do greedy answers stay under a refit of the same weights, change with others, and come back?",
+        "samples would not be those of the actor: training goes wrong without an error",
+        "do not train with this engine; send the log, and use rollout.name=native meanwhile",
+    ),
+    "qkv": Check(
+        PLAIN,
+        "Is the fused q, k, v matrix after a refit that of the model's files, bit by bit?",
+        "TensorRT-LLM cuts or fuses the tensors of a refit in another way than its start from files does",
+        "do not train with this engine; what failed says whether elements differ or only their order",
+    ),
+    "sleep": Check(
+        PLAIN,
+        "Does sleeping free the engine's memory, and are the answers the same after waking?",
+        "a trainer and an engine on one GPU run out of memory, or the engine forgets its weights",
+        "rollout.free_cache_engine=false where both fit at the same time, else rollout.name=native",
+    ),
+    "logprobs": Check(
+        PLAIN,
+        "Are its log-probabilities those that the actor computes for the same tokens?",
+        "either a refit loses something, or the log-probabilities are of another distribution",
+        "train on the actor's own: algorithm.proximal=recompute, algorithm.tis_clip=0; if 'refit' or 'qkv' fails too, "
+        "do not train",
+    ),
+    "contract": Check(
+        CUT,
+        "The same with a temperature and top_p: what was probed, and is the result exact?",
+        "policy gradients under this sampling would be wrong",
+        "temperature 1 without truncation, or algorithm.proximal=recompute with algorithm.tis_clip=0",
+    ),
+    "graphs": Check(
+        GRAPHS,
+        "Are the answers with CUDA graphs those without, also after refits?",
+        "captured graphs compute with old weights or addresses",
+        "rollout.enforce_eager=true",
+    ),
+    "end": Check(
+        PLAIN,
+        "Does the process end in order?",
+        "a job would hang at its end; its checkpoints are whole by then",
+        "read the log; a launcher's own time limit ends it",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a session is to do; the file of its command line.
+
+    Attributes:
+        config: File of the run's config.
+        overrides: Of the session.
+        checks: In their order.
+        lines: File that grows by a line with each event.
+        folder: Of the engine's results.
+    """
+
+    config: str
+    overrides: Sequence[str]
+    checks: Sequence[str]
+    lines: str
+    folder: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a check.
+
+    Attributes:
+        said: In words; of a failure, what failed.
+        facts: Figures and findings.
+        log: File that has the details.
+    """
+
+    engine: str
+    check: str
+    status: Status
+    said: str
+    facts: dict[str, object]
+    took_s: float = 0.0
+    log: str = ""

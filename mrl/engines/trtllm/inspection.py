@@ -1,0 +1,82 @@
+"""What is inside the started engines, for `mrl/acceptance/`: stored tensors, devices, and what the probe found.
+
+Nothing here is used in a run. `python -m mrl.engines.trtllm.inspection` prints what is installed as JSON, in a process
+of its own, since importing TensorRT-LLM starts MPI.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.engines.base import RolloutEngine
+from mrl.engines.trtllm.contract import Verdict
+from mrl.engines.trtllm.engine import LlmEngine
+
+
+def fused_qkv(engine: RolloutEngine, layer: int) -> Tensor | None:
+    """[q; k; v] of a layer as TensorRT-LLM's module stores it on this rank; None: it has no tensor of that name.
+
+    The name, `...layers.N.self_attn.qkv_proj.weight`, is that of its PyTorch models; it was not seen running.
+    """
+    suffix = f"layers.{layer}.self_attn.qkv_proj.weight"
+    found = [tensor for name, tensor in _model(engine).named_parameters() if name.endswith(suffix)]
+    return found[0].detach() if len(found) == 1 else None
+
+
+def devices(engine: RolloutEngine) -> list[str]:
+    """Where the model's parameters are."""
+    return sorted({str(tensor.device) for _, tensor in _model(engine).named_parameters()})
+
+
+def is_llm(engine: RolloutEngine) -> bool:
+    """Whether the LLM API runs it, whose model can be looked into."""
+    return isinstance(engine, LlmEngine)
+
+
+def verdict(engine: RolloutEngine) -> Verdict | None:
+    """What the probe found out about log-probabilities; None: nobody asked on this rank."""
+    found: Verdict | None = getattr(engine, "_verdict", None)
+    return found
+
+
+def features(engine: RolloutEngine) -> str:
+    """What mrl found the installed package to have."""
+    return str(engine._host.features) if isinstance(engine, LlmEngine) else ""
+
+
+def _model(engine: RolloutEngine) -> Any:
+    if not isinstance(engine, LlmEngine):
+        raise TypeError(f"{type(engine).__name__} has no PyTorch model")
+    return engine._host.executor.model_engine.model
+
+
+def installed() -> dict[str, str]:
+    """Versions of what an acceptance run depends on."""
+    import tensorrt_llm
+
+    found = {
+        "tensorrt_llm": str(getattr(tensorrt_llm, "__version__", "unknown")),
+        "tensorrt_llm is in": os.path.dirname(str(tensorrt_llm.__file__)),
+    }
+    try:
+        import tensorrt
+
+        found["tensorrt"] = str(getattr(tensorrt, "__version__", "unknown"))
+    except ImportError as error:
+        found["tensorrt"] = f"does not import: {error}"
+    found |= {"torch": torch.__version__, "CUDA of torch": str(torch.version.cuda), "python": platform.python_version()}
+    for index in range(torch.cuda.device_count()):
+        found[f"GPU {index}"] = torch.cuda.get_device_name(index)
+    if not torch.cuda.is_available():
+        found["GPU"] = "none"
+    return found
+
+
+if __name__ == "__main__":
+    print("\n" + json.dumps(installed()))  # noqa: T201 -- it is what the command is for

@@ -6,18 +6,19 @@ MRL_TEST_TELL="RANK PLACE COUNT SIGNAL": at the COUNTth time that this rank come
     score       a training sample is scored; the worker sleeps over it
     held_out    a held-out sample is scored, after COUNT training samples
     hang        as `loss`, which then sleeps
-They compute what they compute without it. SIGCONT changes nothing: the place is only held. A job that SLURM has queued
-again is left alone.
+The file of MRL_TEST_MARK is there then. They compute what they compute without it. SIGCONT changes nothing: the place
+is only held. A job that SLURM has queued again is left alone.
 """
 
 import os
 import signal
 import time
+from pathlib import Path
 
 from mrl.algorithms.grpo import Grpo
 from mrl.data.tasks import Addition
 
-TELL = "MRL_TEST_TELL"
+TELL, MARK = "MRL_TEST_TELL", "MRL_TEST_MARK"
 LONG_S = 600
 OWN = (
     "data.task=tests.e2e.told:Sums", "algorithm.name=tests.e2e.told:Policy", "observe.console=off",
@@ -42,6 +43,8 @@ def _tells(place, number, process):
         return False
     _counts["told"] = 1
     os.kill(process, getattr(signal, name))
+    if mark := os.environ.get(MARK):
+        Path(mark).touch()
     return True
 
 

@@ -50,10 +50,10 @@ def uninterrupted(tmp_path_factory):
 @pytest.mark.parametrize("mode", ["torchrun", "srun"])
 def test_a_job_of_two_nodes_is_told_of_its_end_and_goes_on_to_the_same_numbers(mode, cluster, uninterrupted, tmp_path):
     _, *words = runs.arguments(tmp_path, WORDS)
-    held = {"MRL_TEST_TELL": "0 score 10 SIGCONT"}  # in the second step; 8 samples of each are this rank's
+    held = {told_run.TELL: "0 score 10 SIGCONT", told_run.MARK: str(tmp_path / "told")}  # 8 of a step are this rank's
     job = submit(cluster, tmp_path, *words, MODE=mode, NPROC_PER_NODE="2", **held)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and '{"step": 1, "phase": "train"' in metrics.read_text(), JOB_TIMEOUT_S)
+    wait_for((tmp_path / "told").exists, JOB_TIMEOUT_S)
     cluster.output("scancel", "--batch", "--signal=USR1", job)
     state = cluster.wait(job, JOB_TIMEOUT_S)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), told(tmp_path)

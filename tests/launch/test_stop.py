@@ -30,6 +30,7 @@ class Run:
         arguments = runs.arguments(folder, [*STEPS, *overrides])
         environment = {
             **os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), told.TELL: tell,
+            told.MARK: str(folder / "told"),
             **variables,
         }  # fmt: skip
         with open(folder / "output.txt", "wb") as output:
@@ -38,9 +39,9 @@ class Run:
             )
         self.tree = []
 
-    def wait_for_step(self, step):
-        metrics, deadline = self.folder / "run" / "metrics.jsonl", time.monotonic() + TIMEOUT_S
-        while not (metrics.exists() and f'{{"step": {step}, "phase": "train"' in metrics.read_text()):
+    def wait_until_told(self):
+        deadline = time.monotonic() + TIMEOUT_S
+        while not (self.folder / "told").exists():
             assert time.monotonic() < deadline and self.process.poll() is None, self.output()
             time.sleep(0.1)
         self.tree = psutil.Process(self.process.pid).children(recursive=True)
@@ -59,7 +60,7 @@ class Run:
 
 def test_what_does_not_end_in_time_is_ended(tmp_path):
     run = Run(tmp_path, [sys.executable, "-m", "mrl"], "0 hang 1 SIGUSR1", "run.stop_timeout_s=1")
-    run.wait_for_step(0)
+    run.wait_until_told()
     said = "told to stop by SIGUSR1, and not done in time; ended without a new checkpoint."
     assert run.end() == (75, said)
     assert "The last checkpoint is of step 0, in " in run.output()
@@ -68,8 +69,7 @@ def test_what_does_not_end_in_time_is_ended(tmp_path):
 def test_sigterm_twice_under_torchrun_leaves_nobody(tmp_path):
     variables = {"NPROC_PER_NODE": "2", "MASTER_PORT": str(runs.free_port())}
     run = Run(tmp_path, [str(ROOT / "launch" / "torchrun.sh")], HANGS, **variables)
-    run.wait_for_step(1)
-    time.sleep(1)
+    run.wait_until_told()
     for _ in range(2):
         run.process.send_signal(signal.SIGTERM)
         time.sleep(1.5 * REPEAT_S)
@@ -81,6 +81,6 @@ def test_sigterm_twice_under_torchrun_leaves_nobody(tmp_path):
 def test_sigterm_to_mpirun_ends_in_a_checkpoint(tmp_path):
     held = "0 score 20 SIGCONT"  # of the second step: 16 samples of each are this rank's
     run = Run(tmp_path, [str(ROOT / "launch" / "mpirun.sh")], held, "checkpoint.interval=0", NPROC="2", **MPI)
-    run.wait_for_step(1)
+    run.wait_until_told()
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == (75, "stopped by SIGUSR1 after step 1, which is committed.")

@@ -25,28 +25,23 @@ from rich.console import Console
 
 from mrl import preflight
 from mrl.config import Config, load, to_yaml
-from mrl.data.prompts import PromptSource, load_training, load_validation
 from mrl.data.tasks import make_task
 from mrl.data.tokenizer import HFTokenizer
 from mrl.distributed.local_ranks import Ran, RankError, run_ranks
 from mrl.errors import UserError
-from mrl.fit import check_fits, device_of
-from mrl.formats.hf import HfSource
 from mrl.grid import Grid
 from mrl.hardware import Hardware
-from mrl.memory import memory_by_stage
 from mrl.models.base import ArchSpec
 from mrl.observe.run_dir import RunDir, flat
 from mrl.prepare import Resolved, resolve
+from mrl.rehearsal.check import check_real_run
 from mrl.rehearsal.conversion import to_hugging_face, to_trtllm
 from mrl.rehearsal.copies import with_first_rows, write_model
-from mrl.rehearsal.layout import fewest_ranks, sizes, smallest_like
+from mrl.rehearsal.layout import sizes, smallest_like
 from mrl.rehearsal.model import shrunk_model
 from mrl.rehearsal.report import ALL, FILE, Report, Stage
 from mrl.rehearsal.settings import ENGINE, NUM_VAL, VARIETY, Sizes, other_layout, shrunk_config, with_steps
 from mrl.rehearsal.stages import STAGES, spent_in, stage_of
-from mrl.rehearsal.stand_ins import FLAG, missing_paths, with_stand_ins
-from mrl.rewards.scorer import Scorer
 
 FIRST, RESUME = "first.yaml", "resume.yaml"
 """The shrunk configs of the two runs, in the rehearsal's folder."""
@@ -55,8 +50,6 @@ RANK_BYTES = 500_000_000
 """A rank with a vocabulary of a few tokens; measured 0.25 to 0.4 GB."""
 TOKEN_BYTES = 5_000
 """What an id of the vocabulary adds to a rank: embedding, head, their gradients and moments, and logits."""
-PEEKED_PROMPTS = 256
-"""Prompts whose length decides the small run's `rollout.prompt_length`."""
 PRELOAD = ("mrl.train", "torch._dynamo")
 """The second one is what torch imports with the first optimizer, in half of the time that the first one takes."""
 PRELOAD_TOKENIZER = "transformers.models.auto.tokenization_auto"
@@ -127,57 +120,24 @@ class _Rehearsal:
         self._preload: tuple[str, ...] = PRELOAD
 
     def run(self) -> None:
+        options, report = self._options, self.report
         with self._stage("check"):
-            config, found, prompt_length = self._check()
-        small, tokens = self._shrink(config, found, prompt_length)
+            config = load(self._file, self._overrides)
+            real = check_real_run(
+                config, self._file, options.world_size, options.hardware, report, stand_ins=options.stand_ins
+            )
+            if isinstance(real.found.tokenizer, HFTokenizer):
+                self._preload = (*PRELOAD, PRELOAD_TOKENIZER)
+            self._done("check", f"{real.ranks}, as mrl train and mrl plan check them")
+        small, tokens = self._shrink(real.config, real.found, real.prompt_length)
         changed, world_size = other_layout(small.config, small.arch, small.grid, tokens)
         (self._folder / FIRST).write_text(to_yaml(small.config), encoding="utf-8")
         (self._folder / RESUME).write_text(to_yaml(with_steps(changed, 2)), encoding="utf-8")
-        if not self._options.dry_run:
+        if not options.dry_run:
             self._first_run(small)
             self._resume(with_steps(changed, 2), world_size)
             self._convert(small)
-        self.report.finished = True
-
-    def _check(self) -> tuple[Config, Resolved, int]:
-        """What a real run refuses, it refuses here, at the real sizes and ranks."""
-        options, report = self._options, self.report
-        config = load(self._file, self._overrides)
-        missing = missing_paths(config)
-        if missing and options.stand_ins:
-            config, told = with_stand_ins(config)
-            report.warnings += told
-            missing = {}
-        grid = preflight.grid_of(config, 1)
-        report.world_size = options.world_size or _told_ranks(self._file) or fewest_ranks(grid)
-        try:
-            found = resolve(config, report.world_size)
-        except UserError as error:
-            if not missing:
-                raise
-            hint = f"\nTo rehearse without what is on the cluster only ({', '.join(missing)}), add {FLAG}."
-            raise UserError(f"{error}{hint}") from error
-        _check_writable(config.run.output_dir, report)
-        for key, path in (("model.path", config.model.path), ("reference.path", config.reference.path)):
-            if path is not None:
-                _check_weights(key, path, found.arch, report)
-        rollout, tokenizer = found.config.rollout, found.tokenizer
-        source = load_training(config.data, tokenizer, prompt_length=rollout.prompt_length, seed=config.run.seed)
-        held_out = load_validation(config.data, tokenizer, prompt_length=rollout.prompt_length)
-        if not found.algorithm.supervised:
-            Scorer(config.reward, tokenizer.decode, tokenizer.eos_ids).close()
-        try:
-            device = device_of(options.hardware, found.grid)
-            check_fits(found, options.hardware, memory_by_stage(found, device))
-        except UserError as error:
-            report.warnings.append(f"mrl plan refuses the real run: {error}")
-        if isinstance(tokenizer, HFTokenizer):
-            self._preload = (*PRELOAD, PRELOAD_TOKENIZER)
-        lengths = [len(prompt.prompt_ids) for prompt in (*_peek(source), *held_out[:NUM_VAL])]
-        report.stages.append(
-            Stage("check", "passed", self._since(), f"{report.world_size} ranks, as mrl train and mrl plan check them")
-        )
-        return config, found, max(lengths)
+        report.finished = True
 
     def _shrink(self, config: Config, found: Resolved, prompt_length: int) -> tuple[_Small, int]:
         """The small run; what it is not like the real one is noted."""
@@ -357,31 +317,6 @@ def _fresh(folder: Path) -> None:
         raise UserError(f"--output-dir {folder} cannot be written: {error.strerror}. Choose another folder.") from error
 
 
-def _told_ranks(file: str) -> int | None:
-    """Nodes x GPUs of the config's name, `..._4x8_...`."""
-    found = re.search(r"_(\d+)x(\d+)(?=[_.])", Path(file).name)
-    return int(found[1]) * int(found[2]) if found else None
-
-
-def _check_writable(folder: str, report: Report) -> None:
-    """The real run's folder, without making it; one below a folder that only the cluster has is not judged."""
-    path = Path(folder).absolute()
-    there = next(parent for parent in (path, *path.parents) if parent.exists())
-    if there == Path(path.anchor):
-        report.warnings.append(f"run.output_dir={folder} is on no disk of this machine: not checked")
-        return
-    RunDir(path).check_writable()
-
-
-def _check_weights(key: str, folder: str, arch: ArchSpec, report: Report) -> None:
-    """Headers of the real weights, where they are here: a config.json and a tokenizer are enough for a rehearsal."""
-    if not any(Path(folder).glob("*.safetensors")):
-        report.warnings.append(f"{key}={folder} has no safetensors here: its weights were not looked at")
-        return
-    with HfSource(folder, arch) as weights:
-        weights.check()
-
-
 def _ranks_that_fit(tokens: int) -> int:
     available = int(psutil.virtual_memory().available)
     return max(1, min(MAX_RANKS, available // (RANK_BYTES + TOKEN_BYTES * tokens)))
@@ -397,10 +332,6 @@ def _few_rows(data: Any, folder: Path) -> Any:
     except UserError:  # a task of the user's need not have this argument
         return data
     return replace(data, task_kwargs=fewer)
-
-
-def _peek(source: PromptSource) -> list[Any]:
-    return source.next(min(PEEKED_PROMPTS, source.num_rows))
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:

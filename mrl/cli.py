@@ -1,9 +1,9 @@
 """The command line: `mrl train|evaluate|plan|rehearse|launch|report`, the same as `python -m mrl ...`.
 
 Owns arguments, exit statuses and the one message of a run that ended early: 0 done, 2 a mistake that the user can mend
-(no traceback), 75 a training run that stopped in order and goes on when it is started again, 130 interrupted, 143 ended
-by SIGTERM. What needs torch is imported inside the commands, so that
-`mrl --help` and a mistake in a config answer at once.
+(no traceback), 70 a rank failed, hung or was lost (`distributed/watchdog.py`, which tells it), 75 a training run that
+stopped in order and goes on when it is started again, 130 interrupted, 143 ended by SIGTERM. What needs torch is
+imported inside the commands, so that `mrl --help` and a mistake in a config answer at once.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Hosts:
         """
         files = [folder / f"{name}.txt" for name in self.names]
         processes = [
-            self._start(number, words, {**environment, "NODE_RANK": str(number), "PYTHONFAULTHANDLER": "1"}, file)
+            self.start(number, words, {**environment, "NODE_RANK": str(number), "PYTHONFAULTHANDLER": "1"}, file)
             for number, file in enumerate(files)
         ]
         deadline = time.monotonic() + timeout_s
@@ -80,9 +80,10 @@ class Hosts:
         told = (f"host {number}, status {statuses[number]}:\n{file.read_text()}" for number, file in enumerate(files))
         return statuses, "\n".join(told)
 
-    def _start(
+    def start(
         self, number: int, words: Sequence[str], environment: Mapping[str, str], file: Path
     ) -> subprocess.Popen[bytes]:
+        """Runs `words` on a host, in the folder of `file`, where its output goes."""
         name = self.names[number]
         rename = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name]
         with file.open("wb") as output:

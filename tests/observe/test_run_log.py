@@ -53,6 +53,17 @@ def test_a_resumed_run_writes_the_same_bytes_as_one_never_interrupted(tmp_path, 
     assert cut.timings.read_bytes() == whole.timings.read_bytes()
 
 
+def test_a_warm_start_that_was_stopped_and_then_killed_goes_on_after_its_checkpoint(tmp_path):
+    with logging(tmp_path, warm_start=4) as (_, log):
+        for step in (1, 2, 3):
+            log.warm_start(step, {"actor/loss": 2.5, "timing_s/step": 0.1})
+    with logging(tmp_path, warm_start=4, resume_step=0) as (run, log):
+        log.warm_start_resumed(1)
+        log.warm_start(2, {"actor/loss": 1.5, "timing_s/step": 0.1})
+    assert [(line["step"], line["warm_start/loss"]) for line in read_rows(run.metrics)] == [(1, 2.5), (2, 1.5)]
+    assert [line["step"] for line in read_rows(run.timings)] == [1, 2]
+
+
 def test_a_run_that_never_reached_a_checkpoint_starts_over(tmp_path):
     for _ in range(2):
         with logging(tmp_path) as (run, log):

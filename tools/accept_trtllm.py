@@ -5,7 +5,8 @@ r"""Does TensorRT-LLM do here what mrl needs of it? One command, about ten minut
     python tools/accept_trtllm.py --num_ranks 2                    # a replica of two GPUs, over mpirun
     python tools/accept_trtllm.py --checks start refit --engines trtllm rollout.dtype=bfloat16
 
-Each check runs against a started engine; one that fails, hangs or ends its process stops no other. The page,
+mrl's own engine is asked the same, as a control: what fails with it too is not TensorRT-LLM's. Each check runs against
+a started engine; one that fails, hangs or ends its process stops no other. The page,
 OUTPUT_DIR/acceptance.md (and .json), says what works, what does not, what that means and what to do, with versions and
 figures. Nothing is changed but OUTPUT_DIR.
 

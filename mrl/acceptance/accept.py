@@ -20,8 +20,9 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
-from mrl.acceptance.table import CHECKS, SETTINGS, Result, Spec
+from mrl.acceptance.table import CHECKS, GRAPHS, SETTINGS, Result, Spec
 from mrl.config import Config, load
+from mrl.engines.trtllm.inspection import NO_IMPORT
 from mrl.errors import UserError
 from mrl.formats.hf import HfTarget
 from mrl.formats.trtllm_engine import Wanted
@@ -31,7 +32,10 @@ from mrl.weights.hf import hf_layout
 from mrl.weights.init import random_init
 from mrl.weights.tensors import allocate
 
-ENGINES = ("trtllm", "trtllm_engine")
+CONTROL = "native"
+"""mrl's own engine: what fails with it too is not TensorRT-LLM's."""
+
+ENGINES = (CONTROL, "trtllm", "trtllm_engine")
 NO_BUILT = Version("1.3.dev0")
 """First version without the TensorRT backend."""
 
@@ -160,7 +164,7 @@ class Acceptance:
             if any((result.engine, result.check) == (engine, "start") for result in self._failing()):
                 self._give_up(engine, wanted, "skipped", "the engine did not start")
                 continue
-            if engine == "trtllm_engine" and session == "graphs":
+            if engine == "trtllm_engine" and session == GRAPHS:
                 self._give_up(engine, wanted, "skipped", "ModelRunner captures no CUDA graphs")
                 continue
             self._session(engine, session, wanted, [*own, *settings])
@@ -229,7 +233,8 @@ class Acceptance:
 
     def _installed(self) -> dict[str, str]:
         """Versions; TensorRT-LLM is imported in a process of its own."""
-        if importlib.util.find_spec("tensorrt_llm") is None:
+        needed = set(self.engines) != {CONTROL}
+        if needed and importlib.util.find_spec("tensorrt_llm") is None:
             raise UserError(
                 "TensorRT-LLM is not installed; nothing else was looked at. Start this in NVIDIA's container "
                 "(nvcr.io/nvidia/tensorrt-llm/release; 1.2 or 1.3 for rollout.name=trtllm, below 1.3 for "
@@ -237,9 +242,14 @@ class Acceptance:
             )
         log = self.folder / "logs" / "versions.log"
         text = self._command([sys.executable, "-m", "mrl.engines.trtllm.inspection"], log)
-        if text:
-            raise UserError(f"TensorRT-LLM is installed and cannot be imported: {text} (all of it in {log})")
-        found: dict[str, str] = json.loads(log.read_text(encoding="utf-8").splitlines()[-1])
+        found: dict[str, str] = {} if text else json.loads(log.read_text(encoding="utf-8").splitlines()[-1])
+        if needed and not found.get("tensorrt_llm", NO_IMPORT).startswith(NO_IMPORT):
+            return found
+        if needed or text:
+            raise UserError(
+                f"TensorRT-LLM is installed, but {text or found['tensorrt_llm']} (all of it in {log}). Start this in "
+                "the container that it came with."
+            )
         return found
 
     def _missing(self, engine: str) -> str:

@@ -118,11 +118,7 @@ class Bench:
 def device(bench: Bench) -> Facts:
     """(vi) Where the engine is, and where this process computes."""
     job = bench.job
-    facts: Facts = {
-        "rank's device": str(job.device),
-        "process": os.getpid(),
-        "features": inspection.features(job.engine),
-    }
+    facts: Facts = {"rank's device": str(job.device), "process": os.getpid()}
     if job.device.type == "cuda":
         current = torch.cuda.current_device()
         mine = str(torch.cuda.get_device_properties(job.device).uuid)
@@ -136,6 +132,7 @@ def device(bench: Bench) -> Facts:
         if len(set(uuids)) != len(uuids):
             raise CheckError(f"ranks share a GPU: {uuids}")
     if inspection.is_llm(job.engine):
+        facts["features"] = inspection.features(job.engine)
         facts["parameters on"] = found = inspection.devices(job.engine)
         if found and found != [str(job.device)]:
             raise CheckError(f"the engine's parameters are on {found}, the rank's device is {job.device}")
@@ -168,7 +165,7 @@ def qkv(bench: Bench) -> Facts:
     """(ii) The first and the last layer's fused matrix against the model's files."""
     job = bench.job
     if not inspection.is_llm(job.engine):
-        raise NotHereError("TensorRT does not give the weights of an engine back; 'refit' and 'logprobs' stand for it")
+        raise NotHereError("only the LLM API's model can be read; 'refit' and 'logprobs' stand for it")
     bench.refit()
     rollout, grid = job.config.rollout, job.groups.grid
     dtype = rollout.dtype or job.config.model.dtype
@@ -279,8 +276,8 @@ def contract(bench: Bench) -> Facts:
 
 def graphs(bench: Bench) -> Facts:
     """(iv) Refits and answers with CUDA graphs, against those without."""
-    if not inspection.is_llm(bench.job.engine):
-        raise NotHereError("ModelRunner captures no CUDA graphs")
+    if bench.job.device.type != "cuda" and not inspection.is_llm(bench.job.engine):
+        raise NotHereError("a CPU has no CUDA graphs")
     file = bench.folder / "answers.json"
     if not file.is_file():
         raise NotHereError("there are no answers without graphs: 'refit' fails")

@@ -9,7 +9,11 @@ from pathlib import Path
 
 from mrl.acceptance.table import CHECKS, Result
 
-NAMES = {"trtllm": "LLM API (`rollout.name=trtllm`)", "trtllm_engine": "built engine (`rollout.name=trtllm_engine`)"}
+NAMES = {
+    "native": "the control, mrl's own (`rollout.name=native`)",
+    "trtllm": "LLM API (`rollout.name=trtllm`)",
+    "trtllm_engine": "built engine (`rollout.name=trtllm_engine`)",
+}
 
 
 def write_page(

@@ -6,6 +6,7 @@ of its own, since importing TensorRT-LLM starts MPI.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import platform
@@ -17,6 +18,10 @@ from torch import Tensor
 from mrl.engines.base import RolloutEngine
 from mrl.engines.trtllm.contract import Verdict
 from mrl.engines.trtllm.engine import LlmEngine
+from mrl.errors import first_line
+
+NO_IMPORT = "does not import"
+"""How the version of a package begins that has none."""
 
 
 def fused_qkv(engine: RolloutEngine, layer: int) -> Tensor | None:
@@ -58,18 +63,14 @@ def _model(engine: RolloutEngine) -> Any:
 
 def installed() -> dict[str, str]:
     """Versions of what an acceptance run depends on."""
-    import tensorrt_llm
-
-    found = {
-        "tensorrt_llm": str(getattr(tensorrt_llm, "__version__", "unknown")),
-        "tensorrt_llm is in": os.path.dirname(str(tensorrt_llm.__file__)),
-    }
-    try:
-        import tensorrt
-
-        found["tensorrt"] = str(getattr(tensorrt, "__version__", "unknown"))
-    except ImportError as error:
-        found["tensorrt"] = f"does not import: {error}"
+    found = {}
+    for name in ("tensorrt_llm", "tensorrt"):
+        try:
+            module = importlib.import_module(name)
+            found[name] = str(getattr(module, "__version__", "unknown"))
+            found[f"{name} is in"] = os.path.dirname(str(module.__file__))
+        except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
+            found[name] = f"{NO_IMPORT}: {first_line(error)}"
     found |= {"torch": torch.__version__, "CUDA of torch": str(torch.version.cuda), "python": platform.python_version()}
     for index in range(torch.cuda.device_count()):
         found[f"GPU {index}"] = torch.cuda.get_device_name(index)

@@ -10,11 +10,14 @@ import importlib
 import json
 import os
 import platform
+from contextlib import suppress
+from importlib import metadata
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mrl import __version__
 from mrl.engines.base import RolloutEngine
 from mrl.engines.trtllm.contract import Verdict
 from mrl.engines.trtllm.engine import LlmEngine
@@ -63,7 +66,7 @@ def _model(engine: RolloutEngine) -> Any:
 
 def installed() -> dict[str, str]:
     """Versions of what an acceptance run depends on."""
-    found = {}
+    found = {"mrl": __version__}
     for name in ("tensorrt_llm", "tensorrt"):
         try:
             module = importlib.import_module(name)
@@ -71,6 +74,9 @@ def installed() -> dict[str, str]:
             found[f"{name} is in"] = os.path.dirname(str(module.__file__))
         except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
             found[name] = f"{NO_IMPORT}: {first_line(error)}"
+    for name in ("megatron-core", "transformers", "transformer-engine", "mpi4py"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
     found |= {"torch": torch.__version__, "CUDA of torch": str(torch.version.cuda), "python": platform.python_version()}
     for index in range(torch.cuda.device_count()):
         found[f"GPU {index}"] = torch.cuda.get_device_name(index)

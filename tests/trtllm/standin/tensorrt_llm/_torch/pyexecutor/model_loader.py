@@ -5,6 +5,7 @@ from torch import nn
 
 from mrl.weights.checksum import bit_sum
 from mrl.weights.hf import hf_layout
+from tensorrt_llm import _utils
 from tensorrt_llm.faults import StandInError, fault
 from tests.trtllm.signature import signed
 
@@ -36,10 +37,11 @@ class Model(nn.Module):
             self.load_weights = self._load_whole
 
     def named_parameters(self, *args, **kwargs):
-        """Of what is fused, q, k and v of each layer, as one rank stores them."""
+        """Of what is fused, q, k and v of each layer: this rank's heads."""
+        size, rank = _utils.mpi_comm().Get_size(), _utils.mpi_comm().Get_rank()
         for name in self.tensors:
             if name.endswith("self_attn.q_proj.weight"):
-                parts = [self.tensors[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+                parts = [self.tensors[name.replace("q_proj", f"{part}_proj")].chunk(size)[rank] for part in "qkv"]
                 yield name.replace("q_proj", "qkv_proj"), torch.cat(parts)
 
     def pre_reload_weights(self):

@@ -44,6 +44,7 @@ from mrl.weights.tensors import DTYPES
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),
     "one_recompute": (1, ["actor.recompute=full"]),
+    "one_offload": (1, [f"actor.{part}_offload=true" for part in ("param", "grad", "optimizer")]),
     "tp2": (
         2,
         [

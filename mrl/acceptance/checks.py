@@ -280,7 +280,7 @@ def graphs(bench: Bench) -> Facts:
         raise NotHereError("a CPU has no CUDA graphs")
     file = bench.folder / "answers.json"
     if not file.is_file():
-        raise NotHereError("there are no answers without graphs: 'refit' fails")
+        raise NotHereError("there are no answers without graphs: 'refit' was not asked, or failed")
     bench.refit()
     first = bench.answers()
     with bench.other_weights():

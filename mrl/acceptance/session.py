@@ -51,7 +51,6 @@ def main(file: str) -> None:
             tell(begins=name)
             tell(ended=name, outcome=_agreed(_outcome(FUNCTIONS[name], bench)), took_s=time.monotonic() - began)
         tell(begins="end")
-    tell(ended="end", outcome=("works", "", {}), took_s=0.0)
 
 
 def _outcome(check: Callable[[Bench], Facts], bench: Bench) -> Outcome:

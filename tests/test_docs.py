@@ -128,6 +128,6 @@ def test_the_two_commands_install_alike_and_ci_runs_the_second():
 def test_plugins_that_readme_counts_are_there():
     from mrl.registry import names
 
-    works = README.split("**Works**")[1].split("**Written")[0]
+    works = README.split("\n| Models |")[1].split("\n")[0]
     for family in ("llama", "qwen2", "qwen3"):
         assert f"`{family}`" in works and family in names("models")

@@ -19,7 +19,7 @@ END_S = 60
 GONE_S = 20
 """mpirun and SLURM take some seconds for what is left of a job."""
 
-COLLECTIVE_S, HEARTBEAT_S = 6, 20
+COLLECTIVE_S, HEARTBEAT_S = 12, 20
 RECOVERABLE = (*SHORT, "checkpoint.interval=1", f"run.collective_timeout_s={COLLECTIVE_S}",
     f"run.heartbeat_timeout_s={HEARTBEAT_S}", "algorithm.name=tests.launch.trouble:Trouble")  # fmt: skip
 OVERRIDES = (*RECOVERABLE, "train.warm_start.num_steps=0")

@@ -137,9 +137,7 @@ class Stop:
         listener = threading.Thread(target=self._listen, args=(reader,), name="stop", daemon=True)
         listener.start()
         try:
-            signal.pthread_sigmask(
-                signal.SIG_UNBLOCK, SIGNALS
-            )  # mrl.distributed.torchrun begins its ranks with a block
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # torchrun.py begins its ranks with a block
             yield
         except UserError:
             raise

@@ -17,6 +17,9 @@ from tests.source import ROOT
 TIMEOUT_S = 240
 STEPS = (*told.OWN, "train.num_steps=3", "checkpoint.interval=1", "reward.time_limit_s=300")
 HANGS = "0 hang 3 SIGUSR1"  # two updates of the first step, then the second step's
+HELD = "0 score 20 SIGCONT"  # of the second step: 16 samples of each are this rank's
+THREADS = {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}
+"""A library's threads in the launcher: the kernel gives a signal to any that has it not blocked."""
 MPI = {
     "MPIRUN_ARGS": "--oversubscribe", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }  # fmt: skip
@@ -67,7 +70,7 @@ def test_what_does_not_end_in_time_is_ended(tmp_path):
 
 
 def test_sigterm_twice_under_torchrun_leaves_nobody(tmp_path):
-    variables = {"NPROC_PER_NODE": "2", "MASTER_PORT": str(runs.free_port())}
+    variables = {"NPROC_PER_NODE": "2", "MASTER_PORT": str(runs.free_port()), **THREADS}
     run = Run(tmp_path, [str(ROOT / "launch" / "torchrun.sh")], HANGS, **variables)
     run.wait_until_told()
     for _ in range(2):
@@ -77,10 +80,17 @@ def test_sigterm_twice_under_torchrun_leaves_nobody(tmp_path):
     assert run.end() == (75, said)
 
 
+def test_sigusr1_to_torchrun_ends_in_a_checkpoint(tmp_path):
+    variables = {"NPROC_PER_NODE": "2", "MASTER_PORT": str(runs.free_port()), **THREADS}
+    run = Run(tmp_path, [str(ROOT / "launch" / "torchrun.sh")], HELD, "checkpoint.interval=0", **variables)
+    run.wait_until_told()
+    run.process.send_signal(signal.SIGUSR1)
+    assert run.end() == (75, "stopped by SIGUSR1 after step 1, which is committed.")
+
+
 @pytest.mark.mpi
 def test_sigterm_to_mpirun_ends_in_a_checkpoint(tmp_path):
-    held = "0 score 20 SIGCONT"  # of the second step: 16 samples of each are this rank's
-    run = Run(tmp_path, [str(ROOT / "launch" / "mpirun.sh")], held, "checkpoint.interval=0", NPROC="2", **MPI)
+    run = Run(tmp_path, [str(ROOT / "launch" / "mpirun.sh")], HELD, "checkpoint.interval=0", NPROC="2", **MPI)
     run.wait_until_told()
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == (75, "stopped by SIGUSR1 after step 1, which is committed.")

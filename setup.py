@@ -22,6 +22,9 @@ setup(
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     packages=find_packages(include=["mrl", "mrl.*"]),
+    package_dir={
+        "": "."
+    },  # an editable install is then a folder on the path, and wins over a clone named mrl in the cwd
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.6,<3",

@@ -28,9 +28,9 @@ SAMPLING = SamplingConfig(n=1, max_tokens=4, greedy=True, ignore_eos=True)
 
 
 @functools.cache
-def rollout_group(world_size, rollout_tp):
-    """One group per layout and process: each costs threads for as long as the process lives."""
-    return make_rollout_group(Grid(world_size, rollout_tp=rollout_tp), dist.get_rank())
+def rollout_group(world, rollout_tp):
+    """One group per layout and world: each costs threads for as long as the process lives."""
+    return make_rollout_group(Grid(world.size(), rollout_tp=rollout_tp), dist.get_rank())
 
 
 class Side:
@@ -51,7 +51,7 @@ class Side:
         self.engine = engine(
             config,
             arch,
-            tp_group=rollout_group(grid.world_size, grid.rollout_tp),
+            tp_group=rollout_group(dist.group.WORLD, grid.rollout_tp),
             device=torch.device("cpu"),
             dtype=getattr(torch, target_dtype),
             decode=str,

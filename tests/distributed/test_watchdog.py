@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from mrl.distributed.stacks import MainThread, failed_in_collective, main_stack
 from mrl.distributed.agent import told_status, with_local_addr
+from mrl.distributed.stacks import MainThread, failed_in_collective, main_stack
 from mrl.distributed.verdict import GONE, RankState, decode, is_somebody_to_blame, judge, ranks
 from tests.source import ROOT
 

@@ -19,6 +19,7 @@ from mrl.config import RolloutConfig
 from mrl.models.base import ArchSpec
 from mrl.types import Prompt, Rollout
 from mrl.weights.layout import Layout, Region
+from mrl.weights.regions import slices
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,20 @@ class WeightSlice:
     name: str
     region: Region
     data: Tensor
+
+    def write_to(self, stored: Tensor) -> None:
+        """Copies the values into their region of `stored`.
+
+        Raises:
+            RuntimeError: They do not fit what is stored.
+        """
+        target = stored[slices(self.region)]
+        if target.shape != self.data.shape or target.dtype != self.data.dtype:
+            raise RuntimeError(
+                f"'{self.name}' {self.region}: got {list(self.data.shape)} {self.data.dtype}, "
+                f"expected {list(target.shape)} {target.dtype}"
+            )
+        target.copy_(self.data)
 
 
 @dataclass(frozen=True)

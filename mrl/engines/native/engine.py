@@ -35,7 +35,6 @@ from mrl.types import Prompt, Rollout
 from mrl.weights.checksum import MODULUS, bit_sum
 from mrl.weights.layout import Layout
 from mrl.weights.native import native_layout
-from mrl.weights.regions import slices
 
 
 class NativeEngine(RolloutEngine):
@@ -117,13 +116,7 @@ class NativeEngine(RolloutEngine):
             stored = self._weights.get(item.name)
             if stored is None:
                 raise RuntimeError(f"'{item.name}' is not a tensor of the engine")
-            target = stored[slices(item.region)]
-            if target.shape != item.data.shape or stored.dtype != item.data.dtype:
-                raise RuntimeError(
-                    f"'{item.name}' {item.region}: got {list(item.data.shape)} {item.data.dtype}, "
-                    f"expected {list(target.shape)} {stored.dtype}"
-                )
-            target.copy_(item.data)
+            item.write_to(stored)
 
     def checksum(self) -> int:
         """Order-free 64-bit sum over the bit patterns of all stored elements."""

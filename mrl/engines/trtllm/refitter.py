@@ -22,7 +22,7 @@ from mrl.engines.base import WeightSlice
 from mrl.errors import UserError
 from mrl.weights.checksum import MODULUS, bit_sum
 from mrl.weights.layout import Layout
-from mrl.weights.regions import slices, volume, whole
+from mrl.weights.regions import volume, whole
 from mrl.weights.tensors import DTYPES
 from mrl.weights.trtllm import HEAD
 
@@ -93,13 +93,7 @@ class EngineWeights:
             buffer = self._buffers.get(item.name)
             if buffer is None:
                 raise RuntimeError(f"'{item.name}' is not a tensor of {self._where}, or no update was begun")
-            target = buffer[slices(item.region)]
-            if target.shape != item.data.shape or target.dtype != item.data.dtype:
-                raise RuntimeError(
-                    f"'{item.name}' {item.region}: got {list(item.data.shape)} {item.data.dtype}, "
-                    f"expected {list(target.shape)} {target.dtype}"
-                )
-            target.copy_(item.data)
+            item.write_to(buffer)
 
     def checksum(self) -> int:
         """Sum over the bit patterns of all buffers; after `commit` what it was before."""

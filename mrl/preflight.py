@@ -147,7 +147,7 @@ def check(
     broken = [
         *_fit(config, arch, grid),
         *expert_rules(config, arch, grid, supervised=supervised),
-        *engine_rules(config, arch, grid),
+        *engine_rules(config, arch),
     ]
     if tokenizer_vocab_size > arch.vocab_size:
         broken.append(

@@ -10,26 +10,31 @@ from collections.abc import Iterator
 from mrl.config import Config
 from mrl.errors import UserError
 from mrl.formats.trtllm_engine import Wanted, mismatches, read_engine_folder
-from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 
 
-def engine_rules(config: Config, arch: ArchSpec, grid: Grid) -> Iterator[str]:
-    """Each broken rule, with the command lines that build fitting engines."""
+def wanted_engine(config: Config, arch: ArchSpec) -> Wanted:
+    """What the engines of a run must be."""
     rollout = config.rollout
-    if rollout.name != "trtllm_engine":
-        return
-    wanted = Wanted(
+    return Wanted(
         arch=arch,
-        tp_size=grid.rollout_tp,
-        pp_size=grid.rollout_pp,
-        moe_ep_size=grid.rollout_ep,
+        tp_size=rollout.tensor_model_parallel_size,
+        pp_size=rollout.pipeline_model_parallel_size,
+        moe_ep_size=rollout.expert_parallel_size,
         dtype=rollout.dtype or config.model.dtype,
         batch_size=rollout.max_num_seqs,
         input_len=rollout.prompt_length,
         seq_len=rollout.max_model_len or rollout.prompt_length + rollout.response_length,
         num_tokens=rollout.max_num_batched_tokens,
     )
+
+
+def engine_rules(config: Config, arch: ArchSpec) -> Iterator[str]:
+    """Each broken rule, with the command lines that build fitting engines."""
+    rollout = config.rollout
+    if rollout.name != "trtllm_engine":
+        return
+    wanted = wanted_engine(config, arch)
     if rollout.engine_dir is None:
         yield (
             "rollout.name=trtllm_engine needs rollout.engine_dir, a folder of engines for this model at these sizes. "

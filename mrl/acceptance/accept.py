@@ -25,8 +25,8 @@ from mrl.config import Config, load
 from mrl.engines.trtllm.inspection import NO_IMPORT
 from mrl.errors import UserError
 from mrl.formats.hf import HfTarget
-from mrl.formats.trtllm_engine import Wanted
 from mrl.models.hf_config import arch_from_folder
+from mrl.preflight_engine import wanted_engine
 from mrl.prepare import load_model_facts
 from mrl.weights.hf import hf_layout
 from mrl.weights.init import random_init
@@ -293,18 +293,8 @@ class Acceptance:
         config = self._load(own)
         if config.rollout.engine_dir is not None:
             return Path(config.rollout.engine_dir)
-        rollout, model = config.rollout, config.model.path or ""
-        wanted = Wanted(
-            arch=arch_from_folder(model),
-            tp_size=rollout.tensor_model_parallel_size,
-            pp_size=rollout.pipeline_model_parallel_size,
-            moe_ep_size=rollout.expert_parallel_size,
-            dtype=rollout.dtype or config.model.dtype,
-            batch_size=rollout.max_num_seqs,
-            input_len=rollout.prompt_length,
-            seq_len=rollout.max_model_len or rollout.prompt_length + rollout.response_length,
-            num_tokens=rollout.max_num_batched_tokens,
-        )
+        model = config.model.path or ""
+        wanted = wanted_engine(config, arch_from_folder(model))
         checkpoint, engines = self.folder / "trtllm_checkpoint", self.folder / "trtllm_engines"
         places = {"MODEL": model, "CHECKPOINT": str(checkpoint), "ENGINES": str(engines)}
         for line in wanted.commands().splitlines():

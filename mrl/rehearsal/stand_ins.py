@@ -15,9 +15,9 @@ from mrl.config import Config
 from mrl.data.tokenizer import CHAR_PREFIX
 from mrl.errors import UserError
 from mrl.models.presets import PRESETS
+from mrl.rehearsal.settings import ENGINE
 
 TASK = "addition"
-ENGINE = "native"
 CHARACTERS = f"{CHAR_PREFIX}0123456789<>+=#"
 FLAG = "--stand-ins"
 

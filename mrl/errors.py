@@ -1,14 +1,19 @@
 """The one exception that a user can mend.
 
-Owns `UserError` and how another library's error is quoted in one. The command line prints its message without a
-traceback and exits with status 2; every other exception is a defect or a broken cluster and keeps its traceback.
+Owns `UserError`, how another library's error is quoted in one, and how foreign text is written so that it cannot steer
+a terminal. The command line prints a UserError's message without a traceback and exits with status 2; every other
+exception is a defect or a broken cluster and keeps its traceback.
 """
+
+KEPT = "\n\t"
+"""Control characters that messages hold on purpose."""
 
 
 class UserError(ValueError):
     """A mistake in config, data or files.
 
-    The message says what came, what was expected, which key, file or tensor, and what to do.
+    The message says what came, what was expected, which key, file or tensor, and what to do. Whatever it quotes, it is
+    `printable`.
 
     Attributes:
         everywhere: True where every rank of the job raises this same error, so that one rank prints it.
@@ -17,6 +22,19 @@ class UserError(ValueError):
 
     everywhere: bool = False
     at: str = ""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
+
+def printable(text: str) -> str:
+    r"""The text with control characters, and half surrogate pairs, as escapes: ESC becomes \x1b. Line ends stay."""
+    return text if text.isprintable() else "".join(c if c in KEPT else escaped(c) for c in text)
+
+
+def escaped(character: str) -> str:
+    """The character, or its escape where it is not printable."""
+    return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
 
 
 def first_line(error: Exception) -> str:

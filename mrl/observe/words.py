@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 import math
 
+from mrl.errors import escaped, printable
+
 TEXT_WIDTH = 240
 
 
@@ -30,15 +32,11 @@ def clock(seconds: float | None) -> str:
 
 def visible(text: str, most: int = TEXT_WIDTH) -> str:
     """Text on one line: line ends and other control characters as escapes, the middle of a long one left out."""
-    line = "".join(map(_shown, text))
+    line = "".join(map(escaped, text))
     half = most // 2
     return line if len(line) <= most else f"{line[:half]} … {line[-half:]}"
 
 
 def markup(text: str) -> str:
     """Text for HTML and its attributes: nothing in it is markup; controls but line ends and tabs become escapes."""
-    return html.escape("".join(c if c in "\n\t" else _shown(c) for c in text), quote=True)
-
-
-def _shown(character: str) -> str:
-    return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+    return html.escape(printable(text), quote=True)

@@ -1,0 +1,26 @@
+"""What a message quotes cannot steer a terminal."""
+
+import unicodedata
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrl.errors import UserError, printable
+
+CONTROLS = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # control, format (bidi overrides), half surrogate pairs, line separators
+
+
+@given(st.text(st.characters(exclude_categories=[])))  # half surrogate pairs too: a path or a YAML escape may hold them
+def test_a_message_holds_no_control_characters_and_can_be_written(text):
+    message = str(UserError(text))
+    assert not {c for c in message if c not in "\n\t" and unicodedata.category(c) in CONTROLS}
+    message.encode("utf-8")
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"], include_characters=" \n\t")))
+def test_what_can_be_printed_stays_as_it_is(text):
+    assert printable(text) == text
+
+
+def test_an_escape_sequence_is_shown_in_words():
+    assert str(UserError("name \x1b[31mred\x07\r")) == r"name \x1b[31mred\x07\r"

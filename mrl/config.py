@@ -377,6 +377,8 @@ class DataConfig:
     """Column with the ground truth."""
     response_key: Optional[str] = None
     """Column with the response that supervised steps imitate; null: the answer."""
+    source_key: Optional[str] = None
+    """Column that names a row's data set; null: "data_source" where a row has it, else the task, or the file's stem."""
     system_prompt: Optional[str] = None
     """Put before chat messages that have none."""
     chat_template: Optional[str] = None

@@ -33,6 +33,8 @@ class Prompt:
         answer: Ground truth for the reward, None where the data has none.
         extra: The other columns of the data row.
         source: File or task that the row came from, and the row in it ("train.jsonl:17").
+        data_source: Name of the data set that the row belongs to ("openai/gsm8k"), as in verl; metrics are also told
+            by it, and reward functions may choose by it how to score.
     """
 
     uid: int
@@ -41,6 +43,7 @@ class Prompt:
     answer: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     source: str = ""
+    data_source: str = ""
 
 
 @dataclass

@@ -19,6 +19,9 @@ from mrl.data.tokenizer import Tokenizer
 from mrl.errors import UserError
 from mrl.types import Prompt
 
+DATA_SOURCE = "data_source"
+"""Column of verl's data with the name of the data set that a row belongs to."""
+
 VALIDATION_UID = 1 << 48
 """uid of the first held-out prompt; the training stream stays below."""
 
@@ -39,15 +42,23 @@ class PromptEncoder:
         """Raises UserError where the row lacks a column or has one of the wrong type; the tokenizer is not asked."""
         self._question(row, source)
         self._answer(row, source)
+        self._data_source(row, source)
 
-    def encode(self, row: Row, source: str, uid: int) -> Prompt | None:
+    def encode(self, row: Row, source: str, uid: int, data_source: str) -> Prompt | None:
         """The prompt of a row; None where it is too long and `data.overlong_prompts` says "drop".
+
+        Args:
+            row: Its columns.
+            source: Where it comes from, for messages.
+            uid: Its place in the stream.
+            data_source: Name of its data set where the row does not say it.
 
         Raises:
             UserError: The row cannot be used: it names the row, and what to do.
         """
         question = self._question(row, source)
         answer = self._answer(row, source)
+        named = self._data_source(row, source)
         try:
             if isinstance(question, str):
                 ids, text = self._tokenizer.encode(question, prompt=True), question
@@ -70,7 +81,7 @@ class PromptEncoder:
             text = self._tokenizer.decode(ids)
         used = {self._prompt_key.partition(".")[0], self._answer_key.partition(".")[0]}
         extra = {name: value for name, value in row.items() if name not in used}
-        return Prompt(uid=uid, prompt_ids=tuple(ids), text=text, answer=answer, extra=extra, source=source)
+        return Prompt(uid, tuple(ids), text, answer, extra, source, named or data_source)
 
     def _question(self, row: Row, source: str) -> str | list[dict[str, Any]]:
         """The prompt as a string to encode as it stands, or as messages for the chat template."""
@@ -114,6 +125,19 @@ class PromptEncoder:
             "(data.answer_key)."
         )
 
+    def _data_source(self, row: Row, source: str) -> str | None:
+        """The data set that the row itself names."""
+        key = self._data.source_key or DATA_SOURCE
+        if self._data.source_key is None and row.get(key) is None:
+            return None
+        value = _column(row, key, source, "data.source_key")
+        if isinstance(value, str) and value.isprintable() and value.strip():
+            return value
+        raise UserError(
+            f"{source}: column '{key}' holds {_shown(value)}, expected the name of a data set, such as 'openai/gsm8k' "
+            "(data.source_key)."
+        )
+
 
 class PromptSource:
     """The training stream. `next` moves the frontier; `state_dict` is the frontier."""
@@ -152,7 +176,8 @@ class PromptSource:
         position, dropped = self._position, 0
         while len(prompts) < num_prompts:
             index = self._row_at(position)
-            prompt = self._encoder.encode(self._rows.row(index), self._rows.source(index), position)
+            rows = self._rows
+            prompt = self._encoder.encode(rows.row(index), rows.source(index), position, rows.data_source(index))
             position += 1
             if prompt is not None:
                 prompts.append(prompt)
@@ -244,7 +269,8 @@ def load_validation(data: DataConfig, tokenizer: Tokenizer, *, prompt_length: in
     encoder = PromptEncoder(data, tokenizer, prompt_length)
     rows = _rows(data, encoder, "val")
     encoded = [
-        encoder.encode(rows.row(index), rows.source(index), VALIDATION_UID + index) for index in range(len(rows))
+        encoder.encode(rows.row(index), rows.source(index), VALIDATION_UID + index, rows.data_source(index))
+        for index in range(len(rows))
     ]
     prompts = [prompt for prompt in encoded if prompt is not None]
     if encoded and not prompts:

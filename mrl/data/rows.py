@@ -49,6 +49,10 @@ class Rows(ABC):
     def source(self, index: int) -> str:
         """Where a row comes from, for messages: "train.jsonl:17"."""
 
+    @abstractmethod
+    def data_source(self, index: int) -> str:
+        """Name of the data set of a row that does not name its own: the file without its ending, or the task."""
+
 
 class JsonlRows(Rows):
     """One JSON object per line; blank lines are skipped."""
@@ -88,6 +92,10 @@ class JsonlRows(Rows):
     def source(self, index: int) -> str:
         """See `Rows.source`; lines count from 1."""
         return f"{self._path}:{self._lines[index]}"
+
+    def data_source(self, index: int) -> str:
+        """See `Rows.data_source`."""
+        return Path(self._path).stem
 
 
 class ParquetRows(Rows):
@@ -141,6 +149,10 @@ class ParquetRows(Rows):
         """See `Rows.source`; rows count from 0, as pandas and pyarrow count them."""
         return f"{self._path}:{index}"
 
+    def data_source(self, index: int) -> str:
+        """See `Rows.data_source`."""
+        return Path(self._path).stem
+
 
 class TaskRows(Rows):
     """One side of a task."""
@@ -149,7 +161,7 @@ class TaskRows(Rows):
         """Args: side: "train" or "val"; name and kwargs: What made the task, for the fingerprint."""
         self._size = task.num_train if side == "train" else task.num_val
         self._make = task.train_row if side == "train" else task.val_row
-        self._label = f"{name} {side}"
+        self._name, self._side = name, side
         described = json.dumps([name, side, dict(kwargs)], sort_keys=True, default=str)
         self.fingerprint = blake2b(described.encode(), digest_size=16).hexdigest()
 
@@ -163,7 +175,11 @@ class TaskRows(Rows):
 
     def source(self, index: int) -> str:
         """See `Rows.source`."""
-        return f"{self._label}:{index}"
+        return f"{self._name} {self._side}:{index}"
+
+    def data_source(self, index: int) -> str:
+        """See `Rows.data_source`: the task, of a path its last part."""
+        return self._name.replace(":", ".").rpartition(".")[2]
 
 
 class ChainedRows(Rows):
@@ -194,6 +210,11 @@ class ChainedRows(Rows):
         """See `Rows.source`."""
         part, inner = self._find(index)
         return part.source(inner)
+
+    def data_source(self, index: int) -> str:
+        """See `Rows.data_source`."""
+        part, inner = self._find(index)
+        return part.data_source(inner)
 
 
 def open_files(files: Sequence[str], key: str, check: Check) -> Rows:

@@ -244,3 +244,48 @@ def test_a_wrong_column_deep_in_a_file_is_found_when_it_is_opened(tmp_path, digi
     rows = [*numbers(50), {"prompt": "1"}, *numbers(3)]
     with pytest.raises(UserError, match=r"a.jsonl:51: there is no column 'answer'"):
         source(digits, [jsonl(tmp_path / "a.jsonl", rows)])
+
+
+def data_sources(tokenizer, *args, **options):
+    stream = source(tokenizer, *args, shuffle=False, **options)
+    return [prompt.data_source for prompt in stream.next(stream.num_rows)]
+
+
+def test_a_prompt_knows_its_data_set_by_the_column_of_verl_else_by_its_file(tmp_path, digits):
+    rows = [{"prompt": "1", "answer": 1, "data_source": "openai/gsm8k"}, {"prompt": "2", "answer": 2}]
+    rows.append({"prompt": "3", "answer": 3, "data_source": None})
+    files = [jsonl(tmp_path / "sums.jsonl", rows), jsonl(tmp_path / "products.v2.jsonl", numbers(2))]
+    parquet = tmp_path / "verl.parquet"
+    pyarrow.parquet.write_table(
+        pyarrow.table({"prompt": ["4"], "answer": ["4"], "data_source": ["lighteval/MATH"]}), parquet
+    )
+    found = data_sources(digits, [*files, str(parquet)])
+    assert found == ["openai/gsm8k", "sums", "sums", "products.v2", "products.v2", "lighteval/MATH"]
+
+
+def test_another_column_names_the_data_set_and_the_reward_still_sees_it(tmp_path, digits):
+    file = jsonl(tmp_path / "a.jsonl", [{"prompt": "1", "answer": 1, "data_source": "no", "origin": {"set": "yes"}}])
+    prompt = source(digits, [file], source_key="origin.set").next(1)[0]
+    assert prompt.data_source == "yes"
+    assert prompt.extra == {"data_source": "no", "origin": {"set": "yes"}}
+
+
+@pytest.mark.parametrize("name", ["addition", "mrl.data.tasks:Addition"])
+def test_a_task_names_its_data_set(digits, name):
+    data = DataConfig(task=name, task_kwargs={"num_val": 3, "max_value": 9})
+    stream = load_training(data, digits, prompt_length=16, seed=0)
+    held_out = load_validation(data, digits, prompt_length=16)
+    assert {prompt.data_source for prompt in [*stream.next(5), *held_out]} == {name.rpartition(":")[2]}
+
+
+@pytest.mark.parametrize("value", [3, ["a"], "", "  ", "a\x1b[2J"])
+def test_a_data_set_without_a_readable_name_is_refused(tmp_path, digits, value):
+    file = jsonl(tmp_path / "a.jsonl", [{"prompt": "1", "answer": 1, "data_source": value}])
+    with pytest.raises(UserError, match=r"a.jsonl:1: column 'data_source' holds .*expected the name of a data set"):
+        source(digits, [file])
+
+
+def test_a_source_key_that_the_rows_lack_is_refused(tmp_path, digits):
+    file = jsonl(tmp_path / "a.jsonl", numbers(1))
+    with pytest.raises(UserError, match=r"a.jsonl:1: there is no column 'origin' \(data.source_key\)"):
+        source(digits, [file], source_key="origin")

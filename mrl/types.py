@@ -60,6 +60,7 @@ class Rollout:
         response_text: Decoded response, set before scoring.
         reward: Total reward, set by scoring.
         reward_parts: Each reward function's own value, before its weight.
+        reward_facts: What the functions said besides, see `rewards/base.py`.
         reward_error: Why scoring failed, None where it did not.
         routed_experts: Experts that the engine chose for each token of prompt and response in each layer, most likely
             first, int16 [num_tokens, layers, top_k] on the CPU. The last token was sampled and never went through the
@@ -75,6 +76,7 @@ class Rollout:
     response_text: str = ""
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
+    reward_facts: dict[str, float | str] = field(default_factory=dict)
     reward_error: str | None = None
     routed_experts: Tensor | None = field(default=None, repr=False, compare=False)
 

@@ -9,7 +9,7 @@ import inspect
 import math
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mrl import registry
@@ -17,6 +17,16 @@ from mrl.errors import UserError
 
 IGNORED = {signal.SIGINT, signal.SIGUSR1, signal.SIGTERM}
 """Signals that a terminal or a scheduler sends to every process of a job: a worker leaves them to its parent."""
+
+
+Facts = dict[str, float | str]
+"""What a reward function may say of a sample besides its value; numbers are finite."""
+
+SCORE = "score"
+"""Key of the value where a function returns a mapping, as verl's do."""
+
+MAX_FACTS = 32
+"""More keys of one function are an error: they become names of metrics."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +47,13 @@ class Outcome:
         value: Finite, or NaN where the call failed.
         error: Why it failed; "" where it did not.
         lost: It took its worker process with it.
+        facts: What a function that returns a mapping says besides, such as verl's "acc" and "pred".
     """
 
     value: float
     error: str = ""
     lost: bool = False
+    facts: Facts = field(default_factory=dict)
 
 
 class RewardCall:
@@ -80,10 +92,42 @@ class RewardCall:
             )
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything
             return Outcome(math.nan, f"{type(error).__name__}: {error}")
-        if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-            return Outcome(math.nan, f"it returned {_shown(value)}, expected a number")
-        number = float(value)
-        return Outcome(number) if math.isfinite(number) else Outcome(math.nan, f"it returned {number}")
+        try:
+            said = dict(value) if isinstance(value, Mapping) else {SCORE: value}
+            return Outcome(_score(said, value), facts=_facts(said) if isinstance(value, Mapping) else {})
+        except ValueError as error:
+            return Outcome(math.nan, f"it returned {error}")
+
+
+def _score(said: Mapping[Any, Any], value: object) -> float:
+    """The value itself; ValueError says what came instead of a finite number."""
+    if SCORE not in said:
+        raise ValueError(f"{_shown(value)}, a mapping without '{SCORE}'")
+    score = said[SCORE]
+    if not _is_number(score):
+        raise ValueError(f"{_shown(score)}, expected a number")
+    if not math.isfinite(score):
+        raise ValueError(f"{float(score)}")
+    return float(score)
+
+
+def _facts(said: Mapping[Any, Any]) -> Facts:
+    """The texts and finite numbers of a mapping; ValueError where their names cannot become names of metrics."""
+    kept = {key: value for key, value in said.items() if isinstance(value, str) or _is_number(value)}
+    if len(kept) > MAX_FACTS:
+        raise ValueError(f"a mapping with {len(kept)} keys, expected at most {MAX_FACTS}")
+    for key in kept:
+        if not (isinstance(key, str) and key.strip() and key.isprintable()):
+            raise ValueError(f"a mapping with the key {_shown(key)}, expected a name")
+    return {
+        key: value if isinstance(value, str) else float(value)
+        for key, value in kept.items()
+        if isinstance(value, str) or math.isfinite(value)
+    }
+
+
+def _is_number(value: object) -> bool:
+    return hasattr(value, "__float__") and not isinstance(value, (str, bytes))
 
 
 def _shown(value: object) -> str:

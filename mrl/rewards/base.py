@@ -12,6 +12,7 @@ import no torch: a worker starts in the time that Python takes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 
@@ -20,12 +21,14 @@ class RewardFunction(Protocol):
 
     `prompt` and `response` are text, `answer` is the ground truth (None where the data has none), `extra` holds the
     other columns of the data row and the keys "response_length" (tokens) and "finish_reason"; keyword arguments come
-    from the config's `kwargs`. The response comes without its end token. Returns a finite number; what it raises is
-    reported with the sample.
+    from the config's `kwargs`. The response comes without its end token. Returns a finite number, or like verl's
+    functions a mapping with the number under "score": other numbers in it become held-out metrics, and "pred", the
+    answer that the function read in the response, is what `maj@n` votes over. What it raises is reported with the
+    sample.
     """
 
     def __call__(
         self, *, prompt: str, response: str, answer: str | None, extra: dict[str, Any], **kwargs: Any
-    ) -> float:
+    ) -> float | Mapping[str, Any]:
         """The reward of one response."""
         ...

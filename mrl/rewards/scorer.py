@@ -58,7 +58,7 @@ class Scorer:
             )
 
     def score(self, rollouts: Sequence[Rollout], told_to_stop: Callable[[], bool] = lambda: False) -> None:
-        """Sets `reward`, `reward_parts` and `reward_error` of each rollout, and `response_text` where it is empty.
+        """Sets all `reward...` fields of each rollout, and `response_text` where it is empty.
 
         A failed sample's reward, and the failed function's part, is `reward.error_value`.
 
@@ -120,6 +120,9 @@ class Scorer:
             for index, label in enumerate(self._labels)
         }
         rollout.reward_parts = parts
+        rollout.reward_facts = {}
+        for _, outcome in sorted(outcomes.items(), reverse=True):
+            rollout.reward_facts |= outcome.facts  # of two functions that say the same the first counts
         rollout.reward_error = self._describe(rollout, failed) if failed else None
         if failed:
             rollout.reward = self._config.error_value

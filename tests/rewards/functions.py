@@ -55,3 +55,16 @@ def does_what_it_reads(*, prompt, response, answer, extra):
 
 
 NOT_A_FUNCTION = 3
+
+
+def says_more(*, prompt, response, answer, extra):
+    """A mapping, as verl's functions return; the response says which."""
+    ways = {
+        "verl": {"score": 0.5, "acc": True, "pred": "7", "tries": 3, "why": None, "odd": math.nan},
+        "empty": {},
+        "text": {"score": "1"},
+        "nan": {"score": math.nan},
+        "key": {"score": 1, "a\nb": 2.0},
+        "many": {"score": 1, **{f"k{i}": i for i in range(100)}},
+    }
+    return ways[response]

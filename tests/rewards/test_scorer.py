@@ -241,3 +241,29 @@ def test_modules_that_fail_to_import_are_refused_at_the_start(tmp_path, monkeypa
 def test_no_function_is_refused():
     with pytest.raises(UserError, match=r"reward.functions is empty"):
         scorer()
+
+
+def test_a_function_may_say_more_than_its_value():
+    samples = [rollout("verl"), rollout("verl")]
+    with scorer(f"{HERE}:says_more", ("exact_match", 2.0, {})) as judge:
+        judge.score(samples)
+    assert samples[0].reward == 0.5 and samples[0].reward_parts == {"says_more": 0.5, "exact_match": 0.0}
+    assert samples[0].reward_facts == {"score": 0.5, "acc": 1.0, "pred": "7", "tries": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("response", "problem"),
+    [
+        ("empty", "a mapping without 'score'"),
+        ("text", "it returned str '1', expected a number"),
+        ("nan", "it returned nan"),
+        ("key", r"the key str 'a\nb', expected a name"),
+        ("many", "a mapping with 101 keys, expected at most"),
+    ],
+)
+def test_a_mapping_that_says_no_value_or_no_names_fails_its_sample(response, problem):
+    samples = [rollout(response), rollout("verl")]
+    with scorer(f"{HERE}:says_more") as judge:
+        judge.score(samples)
+    assert problem in samples[0].reward_error and samples[0].reward_facts == {}
+    assert samples[1].reward_error is None

@@ -70,14 +70,14 @@ class WarmStartConfig:
 class TrainConfig:
     """The loop."""
 
-    num_steps: int = 100
-    """Reinforcement learning steps (rollout, update)."""
+    num_steps: Optional[int] = None
+    """Reinforcement learning steps (rollout, update); null: as many as `num_epochs` gives. One of the two is needed."""
+    num_epochs: Optional[float] = None
+    """Passes over the training rows. The run ends when less than a batch of them is left, or with `num_steps`."""
     batch_size: int = 32
     """Prompts per step; each is sampled `rollout.n` times."""
     minibatch_size: Optional[int] = None
     """Prompts per optimizer step; null: `batch_size`. Must divide it."""
-    num_epochs: int = 1
-    """Passes over each batch."""
     eval_interval: int = 0
     """Steps between evaluations on the held-out prompts; 0: only before the first and after the last step."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -127,6 +127,8 @@ class ParallelConfig:
 class ActorConfig:
     """Optimizer and training forward/backward."""
 
+    ppo_epochs: int = 1
+    """Times that each step's samples are trained on (verl's name)."""
     lr: float = 1e-6
     """Peak learning rate."""
     min_lr: float = 0.0

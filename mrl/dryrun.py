@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 
 from mrl import preflight
-from mrl.config import Config, to_yaml
+from mrl.config import Config, TrainConfig, to_yaml
 from mrl.engine_memory import engine_layouts
 from mrl.grid import Grid
 from mrl.memory import num_parameters, stage_memory
@@ -72,7 +72,7 @@ def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
         f"vocabulary {arch.vocab_size:,}: {num_parameters(arch):,} parameters, {model.dtype}",
     )
     warm = train.warm_start.num_steps
-    yield "steps", f"{train.num_steps} of {config.algorithm.name}" + (f" after {warm} supervised" if warm else "")
+    yield "steps", f"{_steps(train)} of {config.algorithm.name}" + (f" after {warm} supervised" if warm else "")
     each = preflight.max_model_len(config)
     supervised = found.algorithm.supervised
     num_samples = train.batch_size * (1 if supervised else rollout.n)
@@ -87,7 +87,7 @@ def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
     yield (
         "update",
         f"{train.batch_size // prompts} minibatch(es) of {in_minibatch:,} sequences"
-        + (f", {train.num_epochs} times" if train.num_epochs > 1 and not supervised else "")
+        + (f", {config.actor.ppo_epochs} times" if config.actor.ppo_epochs > 1 and not supervised else "")
         + f"; {per_rank:,} for each of {grid.dp} data-parallel rank(s), in about {_num_microbatches(found, per_rank)} "
         f"microbatch(es) of {config.actor.max_tokens_per_microbatch:,} tokens if all are of full length",
     )
@@ -105,6 +105,12 @@ def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
     )
     more = ", the reference's weights in host memory" if found.algorithm.needs_reference else ""
     yield "", f"besides: activations, logits, buffers of collectives, the engine's KV cache{more}"
+
+
+def _steps(train: TrainConfig) -> str:
+    """How long the run is, in the config's own terms."""
+    epochs = [] if train.num_epochs is None else [f"{train.num_epochs:g} pass(es) over the data"]
+    return ", or ".join([*([] if train.num_steps is None else [str(train.num_steps)]), *epochs])
 
 
 def _num_microbatches(found: Resolved, num_sequences: int) -> int:

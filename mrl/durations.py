@@ -57,7 +57,7 @@ def predict_durations(found: Resolved, hardware: Hardware, kv_rows: int) -> Dura
     """
     config, arch, grid = found.config, found.arch, found.grid
     rollout = config.rollout
-    passes, scorings = float(config.train.num_epochs), 0
+    passes, scorings = float(config.actor.ppo_epochs), 0
     lens = [rollout.prompt_length + rollout.response_length] * config.train.batch_size
     prefill, decode, steps, bound_by = 0.0, 0.0, 0, ""
     if found.algorithm.supervised:

@@ -45,6 +45,7 @@ from mrl.refit import Refit, gather_layouts
 from mrl.registry import find
 from mrl.rewards.scorer import Scorer, part_names
 from mrl.rollout import LengthHistory, held_out_sampling, training_sampling
+from mrl.steps import optimizer_steps, prompts_of
 from mrl.types import Prompt, Rollout
 from mrl.weights.init import random_init
 from mrl.weights.tensors import DTYPES
@@ -168,10 +169,10 @@ class Job:
 
     def learning_rate(self) -> LearningRate:
         """The schedule over all optimizer steps of the run."""
-        actor, train = self.config.actor, self.config.train
-        num_minibatches = -(-train.batch_size // (train.minibatch_size or train.batch_size))
-        num_steps = train.num_steps * (1 if self.algorithm.supervised else train.num_epochs * num_minibatches)
-        return LearningRate(actor.lr, actor.min_lr, actor.lr_schedule, actor.lr_warmup_steps, num_steps)
+        actor, total = self.config.actor, optimizer_steps(self.config)
+        if total is None:
+            raise RuntimeError("train.num_steps is open: with_num_steps comes first")
+        return LearningRate(actor.lr, actor.min_lr, actor.lr_schedule, actor.lr_warmup_steps, total)
 
     def warm_start_learning_rate(self) -> LearningRate:
         """The schedule of the warm start."""
@@ -254,7 +255,7 @@ class Job:
             self.arch,
             self._seq_lens,
             update_s=timings.get("timing_s/update_actor", 0.0),
-            num_passes=self.config.train.num_epochs,
+            num_passes=self.config.actor.ppo_epochs,
             world_size=size,
             device_name=launch.device_name(self.device) if known else "",
         )
@@ -262,6 +263,17 @@ class Job:
         return timings | rates | engine | self.timers.ledger.metrics()
 
     # Commit points
+
+    def is_last(self, step: int) -> bool:
+        """Whether the run ends after so many steps: it has its number, or less than a batch of its epochs is left."""
+        train = self.config.train
+        if self.progress.unlogged(step + 1) is not None:
+            return False  # that step is done and has no line in the log yet
+        if train.num_epochs is not None:
+            left = prompts_of(train.num_epochs, self.source.num_rows) - self.source.position
+            if left < train.batch_size:
+                return True
+        return train.num_steps is not None and step >= train.num_steps
 
     def commit(self, step: int, metrics: Mapping[str, float]) -> None:
         """Collective over the job: everything that `resume` needs to go on after `step` as if nothing had happened.

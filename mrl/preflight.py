@@ -24,6 +24,7 @@ from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.preflight_engine import engine_rules
 from mrl.preflight_experts import expert_rules
+from mrl.steps import optimizer_steps
 from mrl.weights.megatron import chunk_layers
 from mrl.weights.shards import TensorShard, check_divides
 
@@ -38,7 +39,7 @@ RANGES = {
     "train.num_steps": "[0, inf)",
     "train.batch_size": "[1, inf)",
     "train.minibatch_size": "[1, inf)",
-    "train.num_epochs": "[1, inf)",
+    "train.num_epochs": "(0, inf)",
     "train.eval_interval": "[0, inf)",
     "train.warm_start.num_steps": "[0, inf)",
     "train.warm_start.batch_size": "[1, inf)",
@@ -52,6 +53,7 @@ RANGES = {
     "parallel.expert_tensor_parallel_size": "[1, inf)",
     "parallel.num_layers_in_first_pipeline_stage": "[1, inf)",
     "parallel.num_layers_in_last_pipeline_stage": "[1, inf)",
+    "actor.ppo_epochs": "[1, inf)",
     "actor.lr": "[0, inf)",
     "actor.min_lr": "[0, inf)",
     "actor.lr_warmup_steps": "[0, inf)",
@@ -280,13 +282,15 @@ def _steps(config: Config, grid: Grid) -> Iterator[str]:
         )
     if train.warm_start.num_steps and train.warm_start.batch_size < grid.dp:
         yield f"train.warm_start.batch_size={train.warm_start.batch_size} is below the data-parallel size {grid.dp}."
-    if not train.num_steps and not train.warm_start.num_steps:
+    if train.num_steps is None and train.num_epochs is None:
+        yield "train.num_steps and train.num_epochs are both null: give one of them, or the run has no end."
+    if train.num_steps == 0 and not train.warm_start.num_steps:
         yield "train.num_steps and train.warm_start.num_steps are both 0: there is nothing to do."
     actor = config.actor
     if actor.min_lr > actor.lr:
         yield f"actor.min_lr={actor.min_lr} is above actor.lr={actor.lr}."
-    total = train.num_steps * train.num_epochs * (train.batch_size // minibatch)
-    if actor.lr_schedule != "constant" and 0 < total <= actor.lr_warmup_steps:
+    total = optimizer_steps(config)
+    if actor.lr_schedule != "constant" and total is not None and 0 < total <= actor.lr_warmup_steps:
         yield (
             f"actor.lr_warmup_steps={actor.lr_warmup_steps} leaves nothing of the run's {total} optimizer steps for "
             f"actor.lr_schedule={actor.lr_schedule}."

@@ -23,6 +23,7 @@ from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_folder
 from mrl.models.presets import arch_from_preset
 from mrl.observe.run_dir import RunDir
+from mrl.steps import with_num_steps
 from mrl.types import Prompt
 
 
@@ -71,6 +72,8 @@ def prepare(config: Config) -> Plan:
     found = resolve(config, launch.environment().world_size)
     config, tokenizer, rollout = found.config, found.tokenizer, found.config.rollout
     source = load_training(config.data, tokenizer, prompt_length=rollout.prompt_length, seed=config.run.seed)
+    found.config = config = with_num_steps(config, source.num_rows)
+    preflight.check_config(config, found.grid.world_size)  # again, with the steps that the epochs give
     validation = load_validation(config.data, tokenizer, prompt_length=rollout.prompt_length)
     run = RunDir(Path(config.run.output_dir))
     return Plan(**vars(found), source=source, validation=validation, run=run, resume_step=_resume_step(config, run))

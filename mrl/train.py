@@ -51,16 +51,18 @@ def train(config: Config, stop: Stop | None = None) -> None:
                 job.freeze_reference(done)
                 held_out_metrics = evaluate_if_due(job, done)
             job.commit(done, held_out_metrics)
-        if done >= config.train.num_steps:
-            job.log.note(f"all {config.train.num_steps} steps are done; raise train.num_steps to go on")
-        for step in range(done + 1, config.train.num_steps + 1):
+        if job.is_last(done):
+            job.log.note(f"all {done} steps are done; raise train.num_steps or train.num_epochs to go on")
+        step = done
+        while not job.is_last(step):
+            step += 1
             with job.progress.step(step):
                 metrics = job.progress.unlogged(step) or one_step(job, step)
                 job.progress.reached(step, unlogged=metrics)
                 held_out_metrics = evaluate_if_due(job, step)
             job.log.step(step, metrics | job.rates())
             job.progress.reached(step, metrics | held_out_metrics)
-            if is_due(step, config.checkpoint.interval, config.train.num_steps):
+            if job.is_last(step) or is_due(step, config.checkpoint.interval):
                 job.commit(step, metrics | held_out_metrics)
         if job.groups.rank == 0 and config.observe.report:
             job.log.note(f"report {write_report(job.run.root)}")
@@ -145,9 +147,9 @@ def sample_and_score(
 
 
 def update(job: Job, data: StepBatch) -> Metrics:
-    """Optimizer steps on the minibatches of a step, `train.num_epochs` times."""
+    """Optimizer steps on the minibatches of a step, `actor.ppo_epochs` times."""
     stats: list[Metrics] = []
-    for _ in range(job.config.train.num_epochs):
+    for _ in range(job.config.actor.ppo_epochs):
         for rows in data.minibatches:
             stats.append(optimizer_step(job, data.batch.select(rows), job.algorithm, on_policy=not stats))
     return measure.combine(stats)
@@ -188,8 +190,8 @@ def supervised_step(job: Job) -> Metrics:
 
 def evaluate_if_due(job: Job, step: int) -> Metrics:
     """Evaluates and logs at step 0, at the last and every `train.eval_interval` steps; {} when it is not due."""
-    train = job.config.train
-    if not job.validation or not (step == 0 or is_due(step, train.eval_interval, train.num_steps)):
+    interval = job.config.train.eval_interval
+    if not job.validation or not (step == 0 or job.is_last(step) or is_due(step, interval)):
         return {}
     with job.timers.phase("testing"):
         metrics, rollouts = held_out(job)
@@ -206,9 +208,9 @@ def held_out(job: Job) -> tuple[Metrics, list[Rollout]]:
     return measure.evaluation_metrics(table), rollouts
 
 
-def is_due(step: int, interval: int, last: int) -> bool:
-    """Every `interval` steps (0: never) and at the last one."""
-    return step == last or (interval > 0 and step % interval == 0)
+def is_due(step: int, interval: int) -> bool:
+    """Every `interval` steps; 0: never."""
+    return interval > 0 and step % interval == 0
 
 
 def evaluate(config: Config, checkpoint: str | None) -> None:

@@ -20,7 +20,7 @@ LAYERS = (
     ("job",),
     ("prepare",),
     ("preflight",),
-    ("preflight_experts", "preflight_engine"),
+    ("preflight_experts", "preflight_engine", "steps"),
     ("refit", "canary", "export", "rollout", "checkpoint", "supervised", "progress", "convert", "verify"),
     ("activations",),
     ("megatron", "engines", "observe"),

@@ -29,6 +29,7 @@ def make(*overrides: str) -> Config:
         "model.preset=qwen2_tiny",
         "model.tokenizer=char:0123456789+#",
         "data.task=addition",
+        "train.num_steps=100",
         "rollout.prompt_length=16",
         "rollout.response_length=8",
         *overrides,

@@ -190,7 +190,7 @@ def mfu_metrics(
         arch: The actor.
         seq_lens: Tokens of every sequence of the step, over all ranks.
         update_s: Seconds of the update.
-        num_passes: Times that each sequence was trained on (`train.num_epochs`).
+        num_passes: Times that each sequence was trained on (`actor.ppo_epochs`).
         world_size: Devices.
         device_name: `torch.cuda.get_device_name()`; bf16 rates only, so pass "" for an fp32 actor or a CPU.
 

@@ -31,6 +31,7 @@ from mrl.models.base import ArchSpec
 from mrl.models.hf_config import family_of
 from mrl.models.presets import PRESETS
 from mrl.prepare import Resolved
+from mrl.steps import minibatches_of_a_step, optimizer_steps
 
 SAMPLES = 4
 """Of a prompt, where the config has at least as many."""
@@ -101,6 +102,7 @@ def shrunk_config(config: Config, found: Resolved, sizes: Sizes, folder: Path) -
         parallel=_parallel(config.parallel, sizes.grid),
         actor=replace(
             actor,
+            ppo_epochs=min(actor.ppo_epochs, 2),
             max_tokens_per_microbatch=longest + (longest // 2 if several else 0),
             logprob_chunk_tokens=min(actor.logprob_chunk_tokens, CHUNK_TOKENS),
         ),
@@ -129,12 +131,9 @@ def shrunk_config(config: Config, found: Resolved, sizes: Sizes, folder: Path) -
 
 def with_steps(config: Config, num_steps: int) -> Config:
     """The small run with so many steps, its warm-up not longer than they are."""
-    train = config.train
-    total = num_steps * train.num_epochs * (train.batch_size // (train.minibatch_size or train.batch_size))
-    warmup = min(config.actor.lr_warmup_steps, total - 1)
-    return replace(
-        config, train=replace(train, num_steps=num_steps), actor=replace(config.actor, lr_warmup_steps=warmup)
-    )
+    changed = replace(config, train=replace(config.train, num_steps=num_steps, num_epochs=None))
+    warmup = min(config.actor.lr_warmup_steps, (optimizer_steps(changed) or 1) - 1)
+    return replace(changed, actor=replace(config.actor, lr_warmup_steps=warmup))
 
 
 def other_layout(config: Config, arch: ArchSpec, used: Grid, tokenizer_size: int) -> tuple[Config, int]:
@@ -180,13 +179,12 @@ def _others(config: Config, arch: ArchSpec, used: Grid) -> Iterator[tuple[Parall
 def _train(config: Config, grid: Grid, rollout: RolloutConfig) -> TrainConfig:
     """Two minibatches where there are several; two samples for each data-parallel rank, a prompt for each replica."""
     train, warm = config.train, config.train.warm_start
-    minibatches = min(2, train.batch_size // (train.minibatch_size or train.batch_size))
+    minibatches = min(2, minibatches_of_a_step(config))
     minibatch = max(2, math.ceil(2 * grid.dp / rollout.n), math.ceil(grid.num_replicas / minibatches))
     return replace(
         train,
         batch_size=minibatches * minibatch,
         minibatch_size=None if train.minibatch_size is None else minibatch,
-        num_epochs=min(train.num_epochs, 2),
         eval_interval=min(train.eval_interval, 1),
         warm_start=replace(
             warm,

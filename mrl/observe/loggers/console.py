@@ -67,7 +67,7 @@ class Shown:
     def __init__(self, opening: Opening) -> None:
         """Nothing was shown yet."""
         train = opening.config.train
-        self.totals = {"warm_start": train.warm_start.num_steps, "train": train.num_steps}
+        self.totals = {"warm_start": train.warm_start.num_steps, "train": train.num_steps or 0}
         self.phase: Phase = "train"
         self.step = opening.resume_step or 0
         self.latest: dict[str, float] = {}

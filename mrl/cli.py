@@ -29,6 +29,8 @@ from mrl.distributed.stop import END_TIME, REQUEUE, Stop, Terminated, limits
 from mrl.errors import UserError
 from mrl.observe.run_dir import RunDir
 
+RANKS = "ranks of the real run; default: NxG of the config's name, else the fewest of its layout"
+
 SILENT_RANK_WAIT_S = 10.0
 """A launcher ends all ranks when the first one ends: one that is silent lets the one that speaks end first."""
 
@@ -118,8 +120,10 @@ def _train(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, arguments.overrides)
     if arguments.dry_run:
         from mrl.dryrun import describe
+        from mrl.world_size import world_size
 
-        described = describe(config, arguments.world_size or environment().world_size)
+        started = environment().world_size
+        described = describe(config, world_size(config, arguments.config, arguments.world_size, started=started))
         if environment().rank == 0:
             _show(described)
         return 0
@@ -153,11 +157,13 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 def _plan(arguments: argparse.Namespace) -> None:
     from mrl.hardware import load_hardware
     from mrl.plan import describe
+    from mrl.world_size import world_size
 
     hardware = load_hardware(arguments.hardware)
     if arguments.gpus_per_node is not None:
         hardware = replace(hardware, gpus_per_node=arguments.gpus_per_node)
-    _show(describe(load(arguments.config, arguments.overrides), arguments.world_size, hardware))
+    config = load(arguments.config, arguments.overrides)
+    _show(describe(config, world_size(config, arguments.config, arguments.world_size).ranks, hardware))
 
 
 def _rehearse(arguments: argparse.Namespace) -> None:
@@ -175,22 +181,30 @@ def _rehearse(arguments: argparse.Namespace) -> None:
 
 
 def _launch(arguments: argparse.Namespace) -> None:
-    from mrl.prepare import resolve
+    from mrl.prepare import check_run
 
     config = load(arguments.config, arguments.overrides)
-    resolve(config, arguments.nodes * arguments.gpus_per_node)  # a mistake is told here, not by the cluster
     start = Start(
         via=arguments.via, nodes=arguments.nodes, ranks_per_node=arguments.gpus_per_node,
         gpus=config.run.device != "cpu", mode=arguments.mode, container_image=arguments.container_image,
         container_mounts=arguments.container_mounts, node_rank=arguments.node_rank,
-        master_addr=arguments.master_addr, arguments=shlex.split(arguments.launcher_args),
+        master_addr=arguments.master_addr, arguments=_split(arguments.launcher_args),
     )  # fmt: skip
     words = ["train", arguments.config, *arguments.overrides]
     job = line(start, words)
+    # a mistake is told here, not by the cluster
+    check_run(config, arguments.nodes * arguments.gpus_per_node, launcher=start.launcher)
     print(job, flush=True)
     if arguments.dry_run:
         job = line(start, words, dry_run=True)
     become(job.variables, job.words)
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"--launcher-args {text!r}: {error}. Write it as a shell would read it.") from error
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -231,7 +245,7 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train; continue where the run folder's last checkpoint is")
     _add_config(train)
     train.add_argument("--dry-run", action="store_true", help="print config, ranks and the refit's cost, start nothing")
-    train.add_argument("--world-size", type=int, metavar="N", help="with --dry-run: ranks to plan for")
+    train.add_argument("--world-size", type=_positive, metavar="N", help=f"with --dry-run: {RANKS}")
     train.set_defaults(command=_train)
 
     evaluate = commands.add_parser("evaluate", help="score a checkpoint, or the initial model, on held-out prompts")
@@ -243,7 +257,7 @@ def _parser() -> argparse.ArgumentParser:
         "plan", help="print memory, times and the refit's bytes on a cluster of any size, start nothing"
     )
     _add_config(plan)
-    plan.add_argument("--world-size", type=_positive, metavar="N", required=True, help="ranks, one for each GPU")
+    plan.add_argument("--world-size", type=_positive, metavar="N", help=RANKS)
     plan.add_argument(
         "--hardware", metavar="NAME|FILE", default="h100", help="a row of mrl/hardware.py, or a YAML file"
     )
@@ -252,9 +266,7 @@ def _parser() -> argparse.ArgumentParser:
 
     rehearse = commands.add_parser("rehearse", help="run it small but whole on this machine's CPU, with a report")
     _add_config(rehearse)
-    rehearse.add_argument(
-        "--world-size", type=_positive, metavar="N", help="ranks of the real run; default: NxG of the name"
-    )
+    rehearse.add_argument("--world-size", type=_positive, metavar="N", help=RANKS)
     rehearse.add_argument(
         "--max-ranks", type=_positive, metavar="N", help="ranks here; default: up to 8, by free memory"
     )

@@ -15,26 +15,28 @@ from mrl.engine_memory import engine_layouts
 from mrl.grid import Grid
 from mrl.memory import num_parameters, stage_memory
 from mrl.models.base import ArchSpec
-from mrl.prepare import Resolved, resolve
+from mrl.prepare import Resolved, check_run, resume_step
 from mrl.weights.megatron import megatron_layouts
 from mrl.weights.plan import Plan, make_plan
+from mrl.world_size import WorldSize
 
 MIB = 1 << 20
 MAX_ROWS = 32
 """Ranks that are listed."""
 
 
-def describe(config: Config, world_size: int) -> str:
+def describe(config: Config, size: WorldSize) -> str:
     """A summary, who sits where, the cost of a refit, and the resolved config.
 
     Args:
         config: What was asked for.
-        world_size: Ranks to plan for.
+        size: Ranks to look at.
 
     Raises:
         UserError: The run would be refused.
     """
-    found = resolve(config, world_size)
+    found = check_run(config, size.ranks)
+    resume_step(config)
     config, grid = found.config, found.grid
     cost = refit_plan(config, found.arch, grid)
     bucket_bytes = config.rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB
@@ -42,7 +44,7 @@ def describe(config: Config, world_size: int) -> str:
     stages = f" x pp {grid.rollout_pp}" if grid.rollout_pp > 1 else ""
     shown = range(min(grid.world_size, MAX_ROWS))
     lines = [
-        f"dry run of {grid.world_size} rank(s), nothing was started",
+        f"dry run of {grid.world_size} rank(s) ({size.why}), nothing was started",
         "",
         *(f"{name:<10} {words}" for name, words in _summary(found)),
         "",

@@ -8,6 +8,7 @@ makes those from it, and `weights/` computes every rank's layout from it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -86,6 +87,12 @@ class Grid:
     def rollout_moe_tp(self) -> int:
         """Ranks that share each expert inside a rollout replica."""
         return self.rollout_tp // self.rollout_ep
+
+    @property
+    def fewest_ranks(self) -> int:
+        """The smallest world size that the layout's own sizes allow."""
+        experts = self.ep * self.expert_tp * self.pp
+        return math.lcm(self.tp * self.cp * self.pp, experts, self.rollout_size)
 
     def coords(self, rank: int) -> Coords:
         """Actor coordinates of a rank."""

@@ -17,7 +17,7 @@ from mrl.grid import Grid
 from mrl.hardware import Hardware
 from mrl.memory import StageMemory, memory_by_stage, num_parameters, staging_bytes
 from mrl.models.base import ArchSpec, Place
-from mrl.prepare import Resolved, resolve
+from mrl.prepare import Resolved, check_run
 from mrl.weights.megatron import chunk_layers, megatron_layouts
 from mrl.weights.shards import parts_of, table
 from mrl.weights.traffic import Bytes, Traffic, traffic
@@ -55,7 +55,8 @@ def describe(config: Config, world_size: int, hardware: Hardware) -> str:
     Raises:
         UserError: The run would be refused, or would run out of memory; the message says what would fit.
     """
-    found = resolve(config, world_size)
+    notes: list[str] = []
+    found = check_run(config, world_size, tell=notes.append)
     device = device_of(hardware, found.grid)
     refit = predict_refit(found.config, found.arch, found.grid, hardware)
     # a rank may send more than it gets: without knowing who sends, the bound is all of an engine's weights
@@ -70,6 +71,7 @@ def describe(config: Config, world_size: int, hardware: Hardware) -> str:
             *_times(found, hardware, refit, min(stage.kv_rows for stage in stages)),
             "",
             *_refit(refit),
+            *(f"\nnote: {note}" for note in notes),
         ]
     )
 

@@ -28,6 +28,9 @@ from mrl.steps import optimizer_steps
 from mrl.weights.megatron import chunk_layers
 from mrl.weights.shards import TensorShard, check_divides
 
+MAX_RANKS = 1 << 17
+"""More than any cluster has; what a layout costs is computed rank by rank."""
+
 RANGES = {
     "run.seed": "[0, 4294967296)",
     "run.num_threads": "[0, inf)",
@@ -115,6 +118,8 @@ def check_config(config: Config, world_size: int) -> None:
         UserError: Each broken rule, with the keys and what to do.
     """
     _raise([*_ranges(config), *_fixed(config)])
+    if world_size > MAX_RANKS:
+        raise UserError(f"{world_size} ranks are more than the {MAX_RANKS} that mrl counts with.")
     names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
     sizes = {name: getattr(config.parallel, name) for name in names}
     num_ranks = math.prod(sizes.values())
@@ -199,11 +204,7 @@ def _value(config: Any, key: str) -> Any:
 def _how_many_ranks(config: Config) -> str:
     """How to start as many ranks as the layout needs, to look at it without them, and to do with one."""
     parallel, rollout = config.parallel, config.rollout
-    actor = parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
-    expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-    experts = parallel.expert_model_parallel_size * expert_tp * parallel.pipeline_model_parallel_size
-    replica = rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size
-    num_ranks = math.lcm(actor, experts, replica)
+    num_ranks = grid_of(config, 1).fewest_ranks
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_parallel_size")
     defaults = {f"parallel.{item.name}": item.default for item in fields(parallel)}
     defaults |= {f"rollout.{item.name}": item.default for item in fields(rollout) if item.name in names}

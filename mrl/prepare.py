@@ -1,11 +1,13 @@
 """What a run will be, known before any process group exists.
 
-Owns reading and checking everything that needs no other rank: config, model folder, data, run folder. A mistake found
-here costs no GPU minute. `job.py` brings the job up from the result.
+Owns reading and checking everything that needs no other rank: config, model folder, data, rewards, run folder. A
+mistake found here costs no GPU minute. `check_run` is the one refusal: `mrl train`, its dry run, `launch`, `plan` and
+`rehearse` all call it. What only a run that begins can know is in `prepare`. `job.py` brings the job up from it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,15 +18,26 @@ from mrl.config import Config
 from mrl.data.prompts import PromptSource, load_training, load_validation
 from mrl.data.tokenizer import Tokenizer, load_tokenizer
 from mrl.distributed import launch
+from mrl.engines.base import RolloutEngine
 from mrl.engines.trtllm import fields as trtllm
 from mrl.errors import UserError
+from mrl.formats.hf import HfSource
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_folder
 from mrl.models.presets import arch_from_preset
 from mrl.observe.run_dir import RunDir
+from mrl.registry import find, names
+from mrl.rewards.scorer import Scorer
 from mrl.steps import with_num_steps
+from mrl.supervised import examples
 from mrl.types import Prompt
+
+PEEKED_PROMPTS = 256
+"""Training prompts that are encoded before a run begins: a mistake in all rows is found in the first ones."""
+
+Tell = Callable[[str], None]
+"""Takes what could not be looked at on this machine, in words."""
 
 
 @dataclass
@@ -44,39 +57,77 @@ class Resolved:
 
 
 @dataclass
-class Plan(Resolved):
-    """What a job will be, known before any process group exists.
+class Checked(Resolved):
+    """A run that nothing on this machine refuses.
 
     Attributes:
+        source: Training prompts, from the first one.
         validation: Held-out prompts, maybe none.
-        resume_step: Step of the commit to continue from; None: from nothing.
+        peeked: The first training prompts.
     """
 
     source: PromptSource
     validation: list[Prompt]
+    peeked: list[Prompt]
+
+
+@dataclass
+class Plan(Checked):
+    """What a job will be, known before any process group exists.
+
+    Attributes:
+        resume_step: Step of the commit to continue from; None: from nothing.
+    """
+
     run: RunDir
     resume_step: int | None
 
 
 def prepare(config: Config) -> Plan:
-    """Reads and checks everything that needs no other rank.
+    """Reads and checks everything that needs no other rank, of a run that begins now.
 
     Raises:
-        UserError: A mistake in the config, the model folder, the data or the run folder.
+        UserError: A mistake in the config, the model folder, the data, the rewards or the run folder.
     """
-    if config.rollout.name in trtllm.ENGINES:
-        trtllm.check_launcher(config.rollout, launch.environment().launcher)
+    here = launch.environment()
     if config.rollout.name == "trtllm":
         launch.see_own_device_only()  # before torch looks for devices
     launch.choose_device(config.run.device)
-    found = resolve(config, launch.environment().world_size)
-    config, tokenizer, rollout = found.config, found.tokenizer, found.config.rollout
-    source = load_training(config.data, tokenizer, prompt_length=rollout.prompt_length, seed=config.run.seed)
-    found.config = config = with_num_steps(config, source.num_rows)
-    preflight.check_config(config, found.grid.world_size)  # again, with the steps that the epochs give
-    validation = load_validation(config.data, tokenizer, prompt_length=rollout.prompt_length)
-    run = RunDir(Path(config.run.output_dir))
-    return Plan(**vars(found), source=source, validation=validation, run=run, resume_step=_resume_step(config, run))
+    found = check_run(config, here.world_size, launcher=here.launcher)
+    return Plan(**vars(found), run=RunDir(Path(config.run.output_dir)), resume_step=resume_step(config))
+
+
+def check_run(config: Config, world_size: int, *, launcher: str | None = None, tell: Tell | None = None) -> Checked:
+    """The one refusal: everything that is wrong with a run wherever it is to be, and all that it names on this machine.
+
+    Args:
+        config: What was asked for.
+        world_size: Ranks that it is for.
+        launcher: Who starts them, as `Environment.launcher` has it; None: not known yet.
+        tell: Given where the run may be on another machine: takes what is not here and needs not be (weights, the
+            disk of the run folder). None: these are refused too.
+
+    Raises:
+        UserError: A mistake in the config, the model folder, the data, the rewards or the run folder.
+    """
+    if launcher is not None and config.rollout.name in trtllm.ENGINES:
+        trtllm.check_launcher(config.rollout, launcher)
+    found = resolve(config, world_size)
+    _check_engine(config.rollout.name)
+    _check_output_dir(config.run.output_dir, tell)
+    for key, path in (("model.path", config.model.path), ("reference.path", config.reference.path)):
+        if path is not None:
+            _check_weights(key, path, found.arch, tell)
+    tokenizer, prompt_length = found.tokenizer, config.rollout.prompt_length
+    source = load_training(config.data, tokenizer, prompt_length=prompt_length, seed=config.run.seed)
+    found.config = with_num_steps(found.config, source.num_rows)
+    preflight.check_config(found.config, world_size)  # again, with the steps that the epochs give
+    validation = load_validation(config.data, tokenizer, prompt_length=prompt_length)
+    peeked = source.peek(PEEKED_PROMPTS)
+    if found.algorithm.supervised or config.train.warm_start.num_steps:
+        examples(peeked, tokenizer, config)
+    Scorer(replace(config.reward, num_workers=1), tokenizer.decode, tokenizer.eos_ids).close()
+    return Checked(**vars(found), source=source, validation=validation, peeked=peeked)
 
 
 def resolve(config: Config, world_size: int) -> Resolved:
@@ -104,7 +155,13 @@ def load_model_facts(config: Config) -> tuple[ArchSpec, Tokenizer]:
     return arch_from_preset(model.preset, model.overrides, tokenizer.vocab_size), tokenizer
 
 
-def _resume_step(config: Config, run: RunDir) -> int | None:
+def resume_step(config: Config) -> int | None:
+    """The step that a run in its folder as it is now goes on from; None: it begins.
+
+    Raises:
+        UserError: `run.resume` wants it otherwise.
+    """
+    run = RunDir(Path(config.run.output_dir))
     steps = run.committed_steps()
     if config.run.resume == "must" and not steps:
         raise UserError(
@@ -116,3 +173,31 @@ def _resume_step(config: Config, run: RunDir) -> int | None:
             "run.output_dir, or run.resume=auto to continue."
         )
     return steps[-1] if steps else None
+
+
+def _check_engine(name: str) -> None:
+    """Imports an engine of the user's; mrl's own import what a machine that only plans need not have."""
+    if name in names("engines"):
+        return
+    engine = find("engines", name, "ENGINE")
+    if not (isinstance(engine, type) and issubclass(engine, RolloutEngine)):
+        raise UserError(f"rollout.name={name} is {engine!r}, expected a subclass of mrl.engines.base.RolloutEngine.")
+
+
+def _check_output_dir(folder: str, tell: Tell | None) -> None:
+    """The run's folder, without making it; `tell` is given one that is on no disk of this machine."""
+    path = Path(folder).absolute()
+    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    if tell is not None and there == Path(path.anchor) != path:
+        tell(f"run.output_dir={folder} is on no disk of this machine: not checked")
+    else:
+        RunDir(Path(folder)).check_writable()
+
+
+def _check_weights(key: str, folder: str, arch: ArchSpec, tell: Tell | None) -> None:
+    """Headers of the weights; `tell` is given a folder that holds only the config and the tokenizer."""
+    if tell is not None and not any(Path(folder).glob("*.safetensors")):
+        tell(f"{key}={folder} has no safetensors here: its weights were not looked at")
+        return
+    with HfSource(folder, arch) as weights:
+        weights.check()

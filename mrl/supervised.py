@@ -17,6 +17,28 @@ from mrl.errors import UserError
 from mrl.types import Prompt, RolloutBatch
 
 
+def examples(prompts: list[Prompt], tokenizer: Tokenizer, config: Config) -> list[tuple[list[int], list[int]]]:
+    """Prompt ids and response ids of each prompt.
+
+    Args:
+        prompts: Of the stream.
+        tokenizer: Encodes the responses.
+        config: `data.response_key` and `rollout.response_length` are read.
+
+    Raises:
+        UserError: A prompt has no response, or one that is too long.
+    """
+    limit = config.rollout.response_length
+    pairs = [supervised_example(prompt, tokenizer, config.data.response_key) for prompt in prompts]
+    for prompt, (_, response) in zip(prompts, pairs, strict=True):
+        if len(response) > limit:
+            raise UserError(
+                f"{prompt.source}: the response to imitate has {len(response)} tokens with its end token, more than "
+                f"rollout.response_length={limit}. Raise it, or shorten the response."
+            )
+    return pairs
+
+
 def supervised_batch(
     prompts: list[Prompt], tokenizer: Tokenizer, groups: ProcessGroups, config: Config
 ) -> tuple[RolloutBatch, Tensor]:
@@ -34,14 +56,7 @@ def supervised_batch(
     Raises:
         UserError: A prompt has no response, or one that is too long.
     """
-    limit = config.rollout.response_length
-    pairs = [supervised_example(prompt, tokenizer, config.data.response_key) for prompt in prompts]
-    for prompt, (_, response) in zip(prompts, pairs, strict=True):
-        if len(response) > limit:
-            raise UserError(
-                f"{prompt.source}: the response to imitate has {len(response)} tokens with its end token, more than "
-                f"rollout.response_length={limit}. Raise it, or shorten the response."
-            )
+    pairs = examples(prompts, tokenizer, config)
     shares = balance([len(ids) + len(response) for ids, response in pairs], groups.grid.dp)
     rows = sorted(shares[groups.coords.dp])
     prompt_lens = torch.tensor([len(pairs[row][0]) for row in rows], dtype=torch.int64)

@@ -1,6 +1,8 @@
 """A user's mistake ends in one clear message and status 2, without a traceback, and the run folder can go on.
 
-Every case calls the command line as a user does; most of them in this process, which is the same code and faster.
+Every case calls the command line as a user does; most of them in this process, which is the same code and faster. What
+`mrl train` refuses before its ranks meet, every other command that takes a config refuses in the same words, or
+NOT_KNOWN says why it cannot know.
 """
 
 import json
@@ -44,6 +46,34 @@ observe: {{console: "off", tensorboard: false, report: false}}
 ROWS = [{"prompt": f"<{i}+1>", "answer": str(i + 1)} for i in range(4)]
 
 
+COMMANDS = {
+    "train --dry-run": ("train", "--dry-run", "--world-size", "1"),
+    "launch": ("launch", "--via", "torchrun"),
+    "plan": ("plan", "--world-size", "1"),
+    "rehearse": ("rehearse", "--world-size", "1", "--dry-run", "--output-dir", "rehearsal"),
+}
+
+HINT = "\nTo rehearse without what is on the cluster only"
+"""What `mrl rehearse` adds where files are not here."""
+
+STARTED = "is found while ranks train"
+DEVICES = "the GPUs are those of another machine, or of another time"
+FOLDER = "asks whether the config can work, not whether this run can go on"
+LATER = "what the run folder holds when the job starts is known then"
+
+NOT_KNOWN = {
+    "reward that raises": dict.fromkeys(COMMANDS, STARTED),
+    "reward that hangs": dict.fromkeys(COMMANDS, STARTED),
+    "reward that is no number": dict.fromkeys(COMMANDS, STARTED),
+    "no room for the cache": dict.fromkeys(COMMANDS, "how much memory is free is measured when the engine starts"),
+    "no cuda": dict.fromkeys(COMMANDS, DEVICES),
+    "nothing to resume": {"launch": LATER, "plan": FOLDER, "rehearse": FOLDER},
+}
+"""Mistake -> command -> why it cannot know."""
+
+REHEARSED = "the rehearsal failed in its stage 'check': "
+
+
 class Case:
     """A folder with a config and data that work, and the command line to run on them."""
 
@@ -73,6 +103,15 @@ class Case:
         """The one message of a run that must end in status 2."""
         return message_of(*self.run(*arguments, command=command))
 
+    def refused_by_all(self, *overrides: str, name: str = "") -> str:
+        """The one message, of every command that can know the mistake `name`."""
+        told = self.refused(*overrides)
+        for command, (verb, *options) in COMMANDS.items():
+            if command not in NOT_KNOWN.get(name, {}):
+                said = self.refused(*overrides, *options, command=verb).removeprefix(REHEARSED)
+                assert said.partition(HINT)[0] == told, command
+        return told
+
     def works(self, *arguments: str, command: str = "train") -> None:
         status, told = self.run(*arguments, command=command)
         assert status == 0, told
@@ -93,6 +132,7 @@ def case(tmp_path, capfd, monkeypatch):
 
 
 TP = "parallel.tensor_model_parallel_size"
+WARM = ("train.warm_start.num_steps=1", "train.warm_start.batch_size=2")
 
 OVERRIDES = [
     # what is given instead, what the message says
@@ -137,13 +177,34 @@ OVERRIDES = [
     ("no room for the cache", ["rollout.gpu_memory_utilization=1e-9"], "MiB for the KV cache"),
     ("nothing to resume", ["run.resume=must"], "has no checkpoint"),
     ("run folder is a file", ["run.output_dir=config.yaml"], "which is a file"),
+    ("run folder below a file", ["run.output_dir=config.yaml/run"], "'config.yaml' is a file"),
     ("evaluation without prompts", ["train.eval_interval=1"], "needs held-out prompts"),
+    ("task that does not import", ["data.train_files=[]", "data.task=nowhere:Task"], "nowhere"),
+    ("task that is none", ["data.train_files=[]", "data.task=os.path:join"], "expected a subclass of mrl.data.tasks"),
+    ("engine that does not import", ["rollout.name=nowhere.engines:Engine"], "nowhere.engines"),
+    ("engine that is none", ["rollout.name=os.path:join"], "expected a subclass of mrl.engines.base.RolloutEngine"),
+    ("algorithm that is none", ["algorithm.name=os.path:join"], "expected a subclass of mrl.algorithms.base.Algo"),
+    ("reward that is not there", ["reward.functions[0].name=os.path:nothing"], "no 'nothing'"),
+    ("reward that is no function", ["reward.functions[0].name=os.path:sep"], "expected a function"),
+    ("no template", ["data.chat_template=nowhere.jinja"], "cannot be used with the character tokenizer"),
+    ("no reference folder", ["reference.path=nowhere", "algorithm.kl_in=loss"], "reference.path=nowhere"),
+    ("no response to imitate", [*WARM, "data.response_key=worked"], "data.response_key=worked gives NoneType"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("overrides", "said"), [item[1:] for item in OVERRIDES], ids=[item[0] for item in OVERRIDES])
-def test_a_wrong_override_is_refused(case, overrides, said):
-    assert said in case.refused(*overrides)
+@pytest.mark.parametrize(("name", "overrides", "said"), OVERRIDES, ids=[item[0] for item in OVERRIDES])
+def test_a_wrong_override_is_refused_by_every_command(case, name, overrides, said):
+    assert said in case.refused_by_all(*overrides, name=name)
+
+
+def test_what_a_command_cannot_know_does_not_end_it(case):
+    """Else the list of exceptions would hide a refusal."""
+    overrides = {name: given for name, given, _ in OVERRIDES}
+    for name in ("no cuda", "nothing to resume", "reward that raises"):
+        for command in ("train --dry-run", "plan"):
+            if command in NOT_KNOWN[name]:
+                verb, *options = COMMANDS[command]
+                case.works(*overrides[name], *options, command=verb)
 
 
 ROWS_REFUSED = [
@@ -158,9 +219,9 @@ ROWS_REFUSED = [
 
 
 @pytest.mark.parametrize(("text", "said"), [item[1:] for item in ROWS_REFUSED], ids=[item[0] for item in ROWS_REFUSED])
-def test_bad_data_is_refused(case, text, said):
+def test_bad_data_is_refused_by_every_command(case, text, said):
     case.write("train.jsonl", text)
-    assert said in case.refused()
+    assert said in case.refused_by_all()
 
 
 def test_data_of_another_kind_is_refused(case):
@@ -172,8 +233,7 @@ def test_data_of_another_kind_is_refused(case):
 
 def test_a_warm_start_without_answers_is_refused(case):
     case.write_rows("train.jsonl", [{"prompt": "<1+1>"}] * 4)
-    warm = ("train.warm_start.num_steps=1", "train.warm_start.batch_size=2", "data.answer_key=''")
-    assert "supervised steps need a response to imitate" in case.refused(*warm)
+    assert "supervised steps need a response to imitate" in case.refused_by_all(*WARM, "data.answer_key=''")
 
 
 def model_folder(case: Case, **changes) -> dict:
@@ -194,13 +254,13 @@ def without_preset(case: Case) -> None:
 def test_a_model_folder_that_is_not_one_is_refused(case):
     without_preset(case)
     case.folder.joinpath("model").mkdir()
-    assert "has no config.json" in case.refused()
+    assert "has no config.json" in case.refused_by_all()
     case.write("model/config.json", "{")
-    assert "config.json' cannot be read" in case.refused()
+    assert "config.json' cannot be read" in case.refused_by_all()
     model_folder(case, model_type="mamba")
-    assert "model_type is 'mamba'" in case.refused()
+    assert "model_type is 'mamba'" in case.refused_by_all()
     model_folder(case, num_attention_heads="four")
-    assert "num_attention_heads" in case.refused()
+    assert "num_attention_heads" in case.refused_by_all()
 
 
 def test_weights_that_do_not_fit_are_refused(case):
@@ -211,9 +271,9 @@ def test_weights_that_do_not_fit_are_refused(case):
     model_folder(case)
     assert "safetensors" in case.refused()
     weights = case.write("model/model.safetensors", "no such header")
-    assert "model.safetensors" in case.refused()
+    assert "model.safetensors" in case.refused_by_all()
     save_file({"model.norm.weight": torch.ones(32)}, weights)
-    assert "lacks" in case.refused()
+    assert "lacks" in case.refused_by_all()
 
 
 def test_a_checkpoint_that_cannot_be_read_is_refused_and_the_one_before_goes_on(case):

@@ -105,10 +105,11 @@ class At(Task):
     num_train, num_val = 100, 0
 
     def __init__(self, *, action):
-        self.action = action
+        self.action, self.reads = action, 0
 
     def train_row(self, index):
-        if index == 5:  # in the third step of two rows
+        self.reads += index == 5
+        if self.reads == 2:  # after the look at the first rows: in the third step of two rows
             if self.action == "mistake":
                 raise UserError("row 5 is wrong.")
             os.kill(os.getpid(), getattr(signal, self.action))

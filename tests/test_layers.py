@@ -18,7 +18,7 @@ LAYERS = (
     ("memory",),
     ("engine_memory",),
     ("job",),
-    ("prepare",),
+    ("prepare", "world_size"),
     ("preflight",),
     ("preflight_experts", "preflight_engine", "steps"),
     ("refit", "canary", "export", "rollout", "checkpoint", "supervised", "progress", "convert", "verify"),

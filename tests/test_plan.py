@@ -21,7 +21,7 @@ from tests.source import ROOT
 SECONDS = 20  # of CPU time; 2 to 3 are usual
 
 CONFIG = """
-model: {preset: qwen3_tiny, tokenizer: "char:0123456789+=#", dtype: bfloat16}
+model: {preset: qwen3_tiny, tokenizer: "char:0123456789<>+#", dtype: bfloat16}
 parallel: {tensor_model_parallel_size: 2}
 rollout: {tensor_model_parallel_size: 4, prompt_length: 64, response_length: 64}
 data: {task: addition}

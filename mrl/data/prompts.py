@@ -192,6 +192,18 @@ class PromptSource:
         self._position = position
         return prompts
 
+    def peek(self, num_prompts: int) -> list[Prompt]:
+        """The next prompts, at most an epoch of them, and the frontier stays where it is.
+
+        Raises:
+            UserError: As `next`.
+        """
+        position = self._position
+        try:
+            return self.next(min(num_prompts, len(self._rows)))
+        finally:
+            self._position = position
+
     def state_dict(self) -> dict[str, Any]:
         """The frontier, and what makes it meaningful: JSON-able."""
         return {

@@ -45,6 +45,11 @@ class Start:
     master_addr: str = ""
     arguments: Sequence[str] = ()
 
+    @property
+    def launcher(self) -> str:
+        """Who starts the ranks themselves, as `Environment.launcher` names it."""
+        return self.mode if self.via == "sbatch" else self.via
+
 
 @dataclass(frozen=True)
 class Line:

@@ -7,7 +7,6 @@ that. It knows no model: widths follow from the layout (`model.py`).
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -127,8 +126,3 @@ def _spread(asked: Grid, dense: Grid, stage: int) -> Iterator[Grid]:
 def _smaller(size: int, most: int) -> list[int]:
     """Sizes to try for a dimension: itself, 1, and the smallest ones that still split."""
     return sorted({one for one in (1, 2, 4, size) if one <= min(size, most)})
-
-
-def fewest_ranks(grid: Grid) -> int:
-    """The smallest world size that the layout's own sizes allow."""
-    return math.lcm(grid.tp * grid.cp * grid.pp, grid.ep * grid.expert_tp * grid.pp, grid.rollout_size)

@@ -60,7 +60,7 @@ class Options:
     """What the command line says beside the config.
 
     Attributes:
-        world_size: Ranks of the real run; None: what the file's name says, else the fewest that the layout needs.
+        world_size: Ranks of the real run; None: by the rule of `world_size.py`.
         max_ranks: Ranks that are started here at most; None: what the memory holds, up to MAX_RANKS.
         output_dir: The rehearsal's folder; None: beside the runs, by the config's name.
         hardware: The real run's GPUs.

@@ -1,7 +1,7 @@
 """A task, a reward and an algorithm that send their own run a signal, at the place that MRL_TEST_TELL names.
 
 MRL_TEST_TELL="RANK PLACE COUNT SIGNAL": at the COUNTth time that this rank comes to PLACE
-    draw        a training prompt is drawn (the warm start draws its own)
+    draw        a training prompt is drawn (the warm start draws its own), those that are looked at first left out
     loss        the algorithm's loss, within the update
     score       a training sample is scored; the worker sleeps over it
     held_out    a held-out sample is scored, after COUNT training samples
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from mrl.algorithms.grpo import Grpo
 from mrl.data.tasks import Addition
+from mrl.prepare import PEEKED_PROMPTS
 
 TELL, MARK = "MRL_TEST_TELL", "MRL_TEST_MARK"
 LONG_S = 600
@@ -55,7 +56,7 @@ def _number(place):
 
 class Sums(Addition):
     def train_row(self, index):
-        _tells("draw", _number("draw"), os.getpid())
+        _tells("draw", _number("draw") - PEEKED_PROMPTS, os.getpid())
         return super().train_row(index)
 
     def val_row(self, index):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mrl.grid import Grid
-from mrl.rehearsal.layout import WEIGHTS, fewest_ranks, sizes, smallest_like
+from mrl.rehearsal.layout import WEIGHTS, sizes, smallest_like
 
 DENSE = Grid(64, tp=8, pp=4, rollout_tp=8)
 EXPERTS = Grid(256, tp=4, pp=8, ep=8, etp=1, rollout_tp=32, rollout_ep=32, first_stage_layers=11, last_stage_layers=11)
@@ -61,4 +61,4 @@ def test_replicas_lose_their_pipeline():
 
 def test_every_dimension_has_a_weight_and_a_layout_its_fewest_ranks():
     assert set(WEIGHTS) == set(sizes(EXPERTS, experts=True))
-    assert fewest_ranks(CUT_EXPERTS) == 16 and fewest_ranks(EXPERTS) == 64 and fewest_ranks(Grid(1)) == 1
+    assert CUT_EXPERTS.fewest_ranks == 16 and EXPERTS.fewest_ranks == 64 and Grid(1).fewest_ranks == 1

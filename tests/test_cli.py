@@ -16,6 +16,7 @@ from tests.source import ROOT
 
 CONFIG = """
 model: {preset: qwen2_tiny, tokenizer: "char:0123456789<>+#", dtype: float32}
+train: {num_steps: 100}
 data: {task: addition}
 rollout: {prompt_length: 16, response_length: 8}
 """

@@ -24,6 +24,7 @@ CONFIG = """
 model: {preset: qwen3_tiny, tokenizer: "char:0123456789<>+#", dtype: bfloat16}
 parallel: {tensor_model_parallel_size: 2}
 rollout: {tensor_model_parallel_size: 4, prompt_length: 64, response_length: 64}
+train: {num_steps: 100}
 data: {task: addition}
 reward: {functions: [{name: exact_match}]}
 """

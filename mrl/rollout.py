@@ -8,6 +8,7 @@ all-to-all. Nothing depends on which replica sampled: minibatches are cut from t
 
 from __future__ import annotations
 
+import json
 import math
 import zlib
 from array import array
@@ -25,6 +26,8 @@ from mrl.distributed.groups import ProcessGroups
 from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.observe.metrics import is_correct
 from mrl.types import Prompt, Rollout, RolloutBatch, SampleTable
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 HISTORY_LIMIT = 200_000
 """Data rows whose response length is remembered; the oldest are forgotten."""
@@ -151,6 +154,20 @@ def gather_table(rollouts: Sequence[Rollout], groups: ProcessGroups, reward_name
     columns = (*SampleTable.FACTS, *(f"reward/{name}" for name in reward_names))
     local = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(columns))
     return SampleTable(columns, all_gather_ragged(local, everyone()))
+
+
+def gather_facts(rollouts: Sequence[Rollout], groups: ProcessGroups) -> dict[tuple[int, int], dict[str, float | str]]:
+    """Collective over the job: (uid, sample index) of each sample -> its `reward_facts`, where there are any."""
+    mine = [
+        [rollout.prompt.uid, rollout.sample_index, rollout.reward_facts]
+        for rollout in (rollouts if groups.leads_replica else ())
+        if rollout.reward_facts
+    ]
+    lines = "".join(json.dumps(row) + "\n" for row in mine).encode()
+    own = torch.frombuffer(bytearray(lines), dtype=torch.uint8) if lines else _NOTHING
+    gathered = all_gather_ragged(own, everyone())
+    rows = (json.loads(line) for line in bytes(gathered.tolist()).splitlines())
+    return {(uid, sample): facts for uid, sample, facts in rows}
 
 
 def outcomes(table: SampleTable) -> Outcomes:

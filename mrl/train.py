@@ -20,11 +20,12 @@ from mrl.distributed.stop import Stop
 from mrl.engines.base import SamplingConfig
 from mrl.errors import UserError
 from mrl.job import Job, open_job
+from mrl.observe import data_sources
 from mrl.observe import metrics as measure
 from mrl.observe.report import write_report
 from mrl.observe.run_log import sample_rows
 from mrl.prepare import prepare
-from mrl.rollout import StepBatch, gather_table, generate, outcomes, pack
+from mrl.rollout import StepBatch, gather_facts, gather_table, generate, outcomes, pack
 from mrl.supervised import supervised_batch
 from mrl.types import Prompt, Rollout, RolloutBatch, SampleTable
 
@@ -117,6 +118,7 @@ def sample(job: Job) -> tuple[list[Rollout], SampleTable, Metrics]:
     dynamic = config.algorithm.dynamic_sampling
     rollouts: list[Rollout] = []
     kept: list[SampleTable] = []
+    names: dict[int, str] = {}
     missing, drawn, rounds = config.train.batch_size, 0, 0
     while missing and rounds < (config.algorithm.max_sampling_rounds if dynamic else 1):
         prompts = job.source.next(missing)
@@ -124,6 +126,7 @@ def sample(job: Job) -> tuple[list[Rollout], SampleTable, Metrics]:
         job.history.update(prompts, table)
         rounds, drawn = rounds + 1, drawn + len(prompts)
         rollouts += fresh
+        names |= {prompt.uid: prompt.data_source for prompt in prompts}
         kept.append(table.keep(job.algorithm.informative_groups(outcomes(table))) if dynamic else table)
         missing -= len(kept[-1]) // job.sampling.n
     joined = SampleTable.join(kept)
@@ -131,7 +134,8 @@ def sample(job: Job) -> tuple[list[Rollout], SampleTable, Metrics]:
         "rollout/num_sampling_rounds": float(rounds),
         "rollout/num_dropped_groups": float(drawn - len(joined) // job.sampling.n),
     }
-    return rollouts, joined if len(joined) else table, facts  # with nothing to learn from, all advantages are 0
+    joined = joined if len(joined) else table  # with nothing to learn from, all advantages are 0
+    return rollouts, joined, facts | data_sources.training_metrics(joined, names)
 
 
 def sample_and_score(
@@ -205,7 +209,9 @@ def held_out(job: Job) -> tuple[Metrics, list[Rollout]]:
     job.refit_if_stale()
     rollouts, table = sample_and_score(job, job.validation, job.val_sampling)
     rollouts.sort(key=lambda rollout: (rollout.prompt.uid, rollout.sample_index))
-    return measure.evaluation_metrics(table), rollouts
+    names = {prompt.uid: prompt.data_source for prompt in job.validation}
+    by_source = data_sources.held_out_metrics(table, names, gather_facts(rollouts, job.groups))
+    return measure.evaluation_metrics(table) | by_source, rollouts
 
 
 def is_due(step: int, interval: int) -> bool:

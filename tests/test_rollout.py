@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from mrl.distributed.groups import ProcessGroups, make_rollout_group
 from mrl.grid import Grid
-from mrl.rollout import LengthHistory, assign, gather_table, pack
+from mrl.rollout import LengthHistory, assign, gather_facts, gather_table, pack
 from mrl.types import Prompt, Rollout
 from tests.ranks import run_ranks
 
@@ -130,3 +130,26 @@ def test_every_rank_learns_the_same_lengths():
     means = {f"data:{p.uid}": sum(len(r.response_ids) for r in rollouts_of(p)) / SAMPLES for p in prompts(4)}
     assert all(state == states[0] for state in states)
     assert states[0]["lengths"] == means
+
+
+def facts_of_every_sample(grid_args, silent):
+    """Whether every rank learns what was said of each sample; the replicas in `silent` say nothing."""
+    rank = dist.get_rank()
+    grid = Grid(dist.get_world_size(), **grid_args)
+    world = dist.group.WORLD
+    groups = ProcessGroups(rank, grid, world, world, world, world, world, make_rollout_group(grid, rank))
+    mine = assign(prompts(5), grid.num_replicas, SAMPLES, LengthHistory(4.0))[grid.replica(rank)]
+    rollouts = [rollout for prompt in mine for rollout in rollouts_of(prompt)]
+    for rollout in rollouts:
+        if grid.replica(rank) not in silent:
+            rollout.reward_facts = {"pred": f"{rollout.prompt.uid}\nß", "acc": rollout.sample_index / 3}
+    return gather_facts(rollouts, groups), [r.prompt.uid for r in rollouts if r.reward_facts]
+
+
+@pytest.mark.parametrize("silent", [(), (0,), (0, 1)])
+def test_every_rank_learns_what_reward_functions_say(silent):
+    found = run_ranks(4, facts_of_every_sample, {"rollout_tp": 2}, silent)
+    said = {uid for _, uids in found for uid in uids}
+    expected = {(uid, i): {"pred": f"{uid}\nß", "acc": i / 3} for uid in said for i in range(SAMPLES)}
+    assert [facts for facts, _ in found] == [expected] * 4
+    assert len(said) == {0: 5, 2: 0}.get(len(silent), len(said))

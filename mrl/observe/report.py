@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +19,7 @@ from mrl.config import Config
 from mrl.durable import replace_file
 from mrl.errors import UserError
 from mrl.observe.charts import Point, Series, colour, line_chart, stacked_bars
+from mrl.observe.data_sources import headlines
 from mrl.observe.page import card, cell, grid, header, page, section, table
 from mrl.observe.run_dir import RunDir, flat, read_facts
 from mrl.observe.step_file import Row, number, read_rows
@@ -87,6 +89,7 @@ def write_report(run_dir: Path) -> Path:
         (
             _headline(name, history, config, facts, run.committed_steps()),
             section("Learning", _drawings(history.steps, LEARNING)),
+            section("By data set", _drawings(history.steps, by_data_set(history.steps))),
             section("Before and after", _samples(read_rows(run.samples)), "The same held-out prompts."),
             section("Policy", _drawings(history.steps, POLICY)),
             section(
@@ -219,6 +222,18 @@ def _drawings(columns: Mapping[str, list[Point]], drawings: Sequence[Drawing]) -
         unit_interval = (0.0, 1.0) if any(name == ACCURACY for _, name in lines) else ()
         figures.append(line_chart(title, found, include=unit_interval))
     return grid(figures)
+
+
+def by_data_set(columns: Mapping[str, list[Point]]) -> tuple[Drawing, ...]:
+    """Held-out results and rewards with a line for each data set; none where there is only one."""
+    held_out = headlines(columns)
+    if not held_out:
+        return ()
+    trained = [re.fullmatch("train/(.+)/reward/mean", name) for name in sorted(columns)]
+    return (
+        ("Held out, mean over the samples", tuple(held_out.items())),
+        ("Reward", tuple((match[1], match[0]) for match in trained if match)),
+    )
 
 
 def _alike(one: Sequence[Point], other: Sequence[Point]) -> bool:
@@ -365,7 +380,8 @@ def _when(row: Mapping[str, Any]) -> str:
 
 def _rest(history: History) -> str:
     """Every metric that no chart above shows, small, folded away."""
-    shown = {name for part in (LEARNING, POLICY, MISMATCH, SPEED) for _, lines in part for _, name in lines}
+    drawn = (LEARNING, by_data_set(history.steps), POLICY, MISMATCH, SPEED)
+    shown = {name for part in drawn for _, lines in part for _, name in lines}
     columns = history.steps | history.times
     figures = [
         line_chart(name, [Series(name, points, dots=name.startswith("val/"))])

@@ -18,7 +18,7 @@ def exact_match(
     require_stop: bool = False,
     correct: float = 1.0,
     wrong: float = 0.0,
-) -> float:
+) -> dict[str, float | str]:
     """Compares the response, without its end token, with the answer.
 
     Args:
@@ -32,18 +32,21 @@ def exact_match(
         correct: Value of a match.
         wrong: Value of anything else.
 
+    Returns:
+        The value, and what was compared.
+
     Raises:
         ValueError: There is no answer.
     """
     if answer is None:
         raise ValueError("the row has no answer to compare with")
     if require_stop and extra["finish_reason"] != "stop":
-        return wrong
+        return {"score": wrong, "pred": ""}
     if strip:
         response, answer = response.strip(), answer.strip()
     if ignore_case:
         response, answer = response.casefold(), answer.casefold()
-    return correct if response == answer else wrong
+    return {"score": correct if response == answer else wrong, "pred": response}
 
 
 REWARD = exact_match

@@ -30,7 +30,7 @@ def math(
     max_chars: int = 300,
     correct: float = 1.0,
     wrong: float = 0.0,
-) -> float:
+) -> dict[str, float | str]:
     r"""Compares the last \boxed{...} of the response, or else the last expression in it, with the answer.
 
     Args:
@@ -43,6 +43,9 @@ def math(
         correct: Value of an equal expression.
         wrong: Value of anything else.
 
+    Returns:
+        The value, and the expression that was compared, as text ("" for none).
+
     Raises:
         ValueError: There is no answer, or it is not an expression.
     """
@@ -50,16 +53,15 @@ def math(
         raise ValueError("the row has no answer to compare with")
     boxed = last_boxed(response)
     if boxed is not None and boxed.strip() == answer.strip():
-        return correct
+        return {"score": correct, "pred": boxed.strip()}
     gold = _gold(answer)
     if not gold:
         raise ValueError(f"the answer {answer!r} is not a mathematical expression")
-    if boxed is None and require_boxed:
-        return wrong
-    if boxed is not None and len(boxed) > max_chars:
-        return wrong
+    if (boxed is None and require_boxed) or (boxed is not None and len(boxed) > max_chars):
+        return {"score": wrong, "pred": ""}
     found = _parse(response[-max_chars:] if boxed is None else f"\\boxed{{{boxed}}}")
-    return correct if found and _equal(gold, found) else wrong
+    read = "" if not found else str(found[-1]) if boxed is None else boxed.strip()
+    return {"score": correct if found and _equal(gold, found) else wrong, "pred": read}
 
 
 def last_boxed(text: str) -> str | None:

@@ -24,7 +24,7 @@ def numeric(
     abs_tolerance: float = 0.0,
     correct: float = 1.0,
     wrong: float = 0.0,
-) -> float:
+) -> dict[str, float | str]:
     """Compares the last number of the response with the last number of the answer.
 
     Args:
@@ -37,6 +37,9 @@ def numeric(
         correct: Value of an equal number.
         wrong: Value of another number, or of none.
 
+    Returns:
+        The value, and the number that the response ends with ("" for none).
+
     Raises:
         ValueError: There is no answer, or no number in it.
     """
@@ -44,9 +47,10 @@ def numeric(
     if gold is None:
         raise ValueError(f"the answer {answer!r} holds no number")
     found = last_number(response)
-    if found is None or not math.isclose(found, gold, rel_tol=rel_tolerance, abs_tol=abs_tolerance):
-        return wrong
-    return correct
+    if found is None:
+        return {"score": wrong, "pred": ""}
+    equal = math.isclose(found, gold, rel_tol=rel_tolerance, abs_tol=abs_tolerance)
+    return {"score": correct if equal else wrong, "pred": repr(found)}
 
 
 def last_number(text: str) -> float | None:

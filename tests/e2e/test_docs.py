@@ -81,7 +81,7 @@ def told():
 
 
 def pattern(name):
-    return re.escape(name).replace("<function>", r"[^/]+").replace("<phase>", r"[^/]+").replace("@n", r"@\d+")
+    return re.sub("<[a-z]+>", "[^/]+", re.escape(name)).replace("@n", r"@\d+")
 
 
 def test_every_metric_that_a_run_writes_is_in_the_glossary(written):

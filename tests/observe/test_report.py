@@ -163,3 +163,21 @@ def test_what_is_no_run_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b"rubbish\n")
     with pytest.raises(UserError, match="line 1 is not a JSON object"):
         write_report(tmp_path)
+
+
+def test_each_of_several_data_sets_has_its_line(tmp_path):
+    with logging(tmp_path / "run", num_steps=2) as (run, log):
+        for step in (1, 2):
+            for source, value in (("openai/gsm8k", 0.25), ("<math>", 0.5)):
+                log.step(step, {f"train/{source}/reward/mean": value * step})
+                log.evaluation(step, {f"val-core/{source}/reward/mean@1": value})
+    page = Page(write_report(run.root))
+    assert "By data set" in page.words and "openai/gsm8k" in page.words and "<math>" in page.words
+    assert {"Held out, mean over the samples", "Reward"} <= set(page.figures())
+
+
+def test_one_data_set_needs_no_section(tmp_path):
+    with logging(tmp_path / "run", num_steps=1) as (run, log):
+        log.step(1, {"train/a/reward/mean": 1.0, "critic/score/mean": 1.0})
+        log.evaluation(1, {"val-core/a/reward/mean@1": 0.5})
+    assert "By data set" not in Page(write_report(run.root)).words

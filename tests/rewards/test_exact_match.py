@@ -4,7 +4,9 @@ from mrl.rewards.exact_match import exact_match
 
 
 def score(response, answer, finish_reason="stop", **kwargs):
-    return exact_match(prompt="", response=response, answer=answer, extra={"finish_reason": finish_reason}, **kwargs)
+    return exact_match(prompt="", response=response, answer=answer, extra={"finish_reason": finish_reason}, **kwargs)[
+        "score"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -35,3 +37,8 @@ def test_a_cut_response_can_be_wrong():
 def test_without_an_answer_it_fails():
     with pytest.raises(ValueError, match=r"no answer"):
         score("49", None)
+
+
+def test_it_says_what_it_compared():
+    found = exact_match(prompt="", response=" Forty ", answer="x", extra={"finish_reason": "stop"}, ignore_case=True)
+    assert found["pred"] == "forty"

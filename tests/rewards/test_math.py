@@ -9,7 +9,7 @@ LINEAR_TIME_S = 2.0  # milliseconds when linear; minutes when quadratic
 
 
 def score(response, answer, **kwargs):
-    return math(prompt="", response=response, answer=answer, extra={}, **kwargs)
+    return math(prompt="", response=response, answer=answer, extra={}, **kwargs)["score"]
 
 
 @pytest.mark.parametrize(
@@ -89,3 +89,10 @@ def test_a_hopeless_response_is_scanned_in_linear_time():
     assert last_boxed(r"\boxed{" * 100_000) is None
     assert last_boxed(r"\boxed{1" + "{" * 100_000 + "}" * 100_001) is not None
     assert time.process_time() - start < LINEAR_TIME_S
+
+
+@pytest.mark.parametrize(
+    ("response", "pred"), [(r"\boxed{ 7/2 }", "7/2"), (r"\boxed{49}", "49"), ("it is 3.5", "3.5"), ("no idea", "")]
+)
+def test_it_says_which_expression_it_read(response, pred):
+    assert math(prompt="", response=response, answer="49", extra={})["pred"] == pred

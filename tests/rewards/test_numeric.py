@@ -38,7 +38,7 @@ def test_a_long_response_takes_linear_time(text):
 
 
 def score(response, answer, **kwargs):
-    return numeric(prompt="", response=response, answer=answer, extra={}, **kwargs)
+    return numeric(prompt="", response=response, answer=answer, extra={}, **kwargs)["score"]
 
 
 def test_values_within_the_tolerance_are_equal():
@@ -54,3 +54,8 @@ def test_values_within_the_tolerance_are_equal():
 def test_an_answer_without_a_number_fails(answer):
     with pytest.raises(ValueError, match=r"holds no number"):
         score("1", answer)
+
+
+@pytest.mark.parametrize(("response", "pred"), [("so 1,234.50", "1234.5"), ("1234.5!", "1234.5"), ("none", "")])
+def test_it_says_which_number_it_read(response, pred):
+    assert numeric(prompt="", response=response, answer="1", extra={})["pred"] == pred

@@ -24,6 +24,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from mrl.observe.data_sources import headlines
 from mrl.observe.loggers.base import Logger, Opening, Phase
 from mrl.observe.words import clock, short, visible
 
@@ -244,7 +245,7 @@ LOGGER = open_console
 
 
 def evaluation_words(metrics: Mapping[str, float], before: float | None) -> str:
-    """Accuracy with its change since the last evaluation, reward and response length."""
+    """Accuracy with its change since the last evaluation, reward and response length; each of several data sets."""
     words = []
     if "val/accuracy" in metrics:
         change = "" if before is None else f" ({metrics['val/accuracy'] - before:+.3f})"
@@ -252,6 +253,7 @@ def evaluation_words(metrics: Mapping[str, float], before: float | None) -> str:
     for word, name in (("reward", "val/reward/mean"), ("response length", "val/response_length/mean")):
         if name in metrics:
             words.append(f"{word} {short(metrics[name])}")
+    words += [f"{visible(source)} {short(metrics[name])}" for source, name in headlines(metrics).items()]
     return "   ".join(words)
 
 

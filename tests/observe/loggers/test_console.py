@@ -35,6 +35,15 @@ def test_without_a_terminal_each_step_is_a_line(tmp_path, capsys):
     assert sum(line.startswith("training 2/2") for line in lines) == 1
 
 
+def test_an_evaluation_tells_each_of_several_data_sets(tmp_path, capsys):
+    with logging(tmp_path, console="plain", num_steps=1) as (_, log):
+        log.evaluation(0, {"val-core/gsm8k/reward/mean@1": 0.25, "val-core/a\x1b[2J/acc/mean@1": 0.5})
+        log.evaluation(1, {"val/accuracy": 0.5, "val-core/gsm8k/reward/mean@1": 0.25})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "evaluation after step 0: gsm8k 0.25   a\\x1b[2J 0.5"
+    assert lines[1] == "evaluation after step 1: accuracy 0.500"
+
+
 def test_a_long_warm_start_is_ten_lines(tmp_path, capsys):
     with logging(tmp_path, console="plain", warm_start=200) as (_, log):
         for step in range(1, 201):

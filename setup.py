@@ -54,6 +54,7 @@ setup(
             "pytest>=8,<10",
             "pytest-xdist>=3.6,<4",
             "trl>=1.16,<2",
+            "wandb>=0.19,<1",
             "hypothesis>=6.100,<7",
             "ruff>=0.17,<0.18",
             "mypy>=2.4,<3",

@@ -1,12 +1,10 @@
 """What a run leaves behind, and that a resumed run leaves the same."""
 
-import importlib.util
 import json
 
 import pytest
 
 from mrl import registry
-from mrl.errors import UserError
 from mrl.observe.metrics import is_wall_clock
 from mrl.observe.run_dir import RunDir
 from mrl.observe.run_log import RunLog, sample_rows
@@ -108,24 +106,6 @@ def test_sample_rows_hold_what_a_reader_needs():
 
 def test_every_file_in_the_folder_is_a_logger(tmp_path):
     assert registry.names("observe.loggers") == ["console", "files", "tensorboard", "wandb"]
-
-
-def test_wandb_without_its_package_names_the_extra(tmp_path):
-    if importlib.util.find_spec("wandb"):
-        pytest.skip("wandb is installed")
-    with pytest.raises(UserError, match=r"pip install mrl\[wandb\]"), logging(tmp_path, wandb_project="p"):
-        pass
-
-
-def test_wandb_goes_on_under_the_same_id(tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="needs the extra mrl[wandb]")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    for resume_step in (None, 2):
-        with logging(tmp_path, wandb_project="p", resume_step=resume_step) as (run, log):
-            run_steps(log, 1 + (resume_step or 0), 4)
-    (run_id,) = {path.name.rpartition("-")[2] for path in (run.root / "wandb").glob("offline-run-*")}
-    assert run_id == (run.root / "wandb_id").read_text()
 
 
 def test_tensorboard_holds_every_metric_and_hides_what_lies_beyond_a_resume(tmp_path):

@@ -2,9 +2,10 @@
 
 Owns the run folder's `checkpoints/`: one folder `step-<n>` per commit, written under a temporary name with the hash of
 every file and moved into place last, so that a kill at any moment leaves the last whole one. It does not know what is
-inside: the caller's `write` puts the Megatron checkpoint (and whatever else) there.
+inside: the caller's `write` puts the Megatron checkpoint (and whatever else) there. The record is `commit.py`'s.
 
     checkpoints/step-00000010/   commit.json (files, bytes, sha256)   state.json (the loop's state)   actor/ ...
+    checkpoints/.writing-*       not whole yet, or left by a kill; .replaced-*, .removed-*: on their way out
 """
 
 from __future__ import annotations
@@ -12,29 +13,71 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from mrl.commit import (
+    RECORD,
+    STATE,
+    Commit,
+    DamagedError,
+    File,
+    check_files,
+    committed_steps,
+    folder_name,
+    has_record,
+    read_commit,
+    read_object,
+    step_of,
+)
 from mrl.config import CheckpointConfig
 from mrl.distributed.collectives import together
 from mrl.durable import sync_folder, write_file
 from mrl.errors import UserError
-from mrl.observe.run_dir import committed_steps
 
-FORMAT = 1
+LEFTOVERS = (".writing-*", ".replaced-*", ".removed-*")
+"""Names of folders that are no commits: what a kill left of a save."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The commit that a run goes on from; every file of it was compared with its hash.
+
+    Attributes:
+        state: The loop's, as it was saved.
+        notes: A line for each newer one that is damaged.
+        compared_s: What the comparison took.
+    """
+
+    step: int
+    state: dict[str, Any]
+    notes: list[str]
+    compared_s: float
 
 
 class Checkpoints:
-    """The commits of one run; every rank holds one and calls each method together."""
+    """The commits of one run; every rank holds one and calls each method together.
 
-    def __init__(self, folder: Path, config: CheckpointConfig) -> None:
+    Args:
+        folder: `checkpoints/` of the run folder.
+        config: What stays.
+        tell: Hears on rank 0 what could not be removed.
+    """
+
+    def __init__(self, folder: Path, config: CheckpointConfig, tell: Callable[[str], None] = lambda text: None) -> None:
         self.folder = folder
         self.config = config
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._tell = tell
+        self._told: set[Path] = set()
 
     def steps(self) -> list[int]:
         """Steps with a whole commit, ascending."""
@@ -42,7 +85,7 @@ class Checkpoints:
 
     def path(self, step: int) -> Path:
         """Folder of a step's commit."""
-        return self.folder / f"step-{step:08d}"
+        return self.folder / folder_name(step)
 
     def save(
         self, step: int, write: Callable[[Path], None], state: dict[str, Any], metric: float | None = None
@@ -58,77 +101,177 @@ class Checkpoints:
         Raises:
             UserError: The disk is full or not writable; the commits that were there stay.
         """
-        temporary, final = self.folder / f".writing-{step:08d}", self.path(step)
-        self._on_first_rank(lambda: _fresh(temporary))
-        self._together(lambda: write(temporary))
-        self._on_first_rank(lambda: _write_json(temporary / "state.json", state))
-        files: dict[str, Any] = {}
-        for part in self._each_hashes(temporary, _files(temporary)):
-            files |= part
-        commit = {"format": FORMAT, "step": step, "metric": metric, "files": dict(sorted(files.items()))}
-
-        def finish() -> None:
-            _write_json(temporary / "commit.json", commit)
-            sync_folder(temporary)
-            if final.exists():
-                final.rename(_fresh(self.folder / f".replaced-{step:08d}") / "old")
-            temporary.rename(final)
-            sync_folder(self.folder)
-            self._prune()
-
-        self._on_first_rank(finish)
+        temporary, final = self.folder / self._from_first_rank(_aside("writing", step)), self.path(step)
+        try:
+            with self._saving():
+                if self.rank == 0:
+                    temporary.mkdir()
+            with self._saving():
+                write(temporary)
+            with self._saving():
+                if self.rank == 0:
+                    write_file(temporary / STATE, json.dumps(state, indent=1).encode())
+            with self._saving():
+                mine = self._hashed(temporary, _names(temporary))
+            files = self._joined(mine)
+            with self._saving():
+                if self.rank == 0:
+                    self._finish(temporary, final, Commit(step, metric, files))
+        except UserError:
+            if self.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)  # it may be what has filled the disk
+            raise
+        with self._saving():
+            if self.rank == 0:
+                self._prune()
         return final
+
+    def newest(self, *, mends: bool) -> Found | None:
+        """Collective over the job: the newest whole commit; newer ones that are damaged are named in its notes.
+
+        Args:
+            mends: What a kill left is put right first: only for who owns the run folder.
+
+        Raises:
+            UserError: There are commits, and not one is whole; or one cannot be read, or is of another version.
+        """
+        candidates: list[Path] = []
+        with together():
+            if self.rank == 0:
+                if mends:
+                    self._mend()
+                found = [(step, path) for path in self.folder.glob("step-*") if (step := step_of(path)) is not None]
+                candidates = [path for _, path in sorted(found, reverse=True) if has_record(path)]
+        candidates = self._from_first_rank(candidates)
+        damaged: list[DamagedError] = []
+        for path in candidates:
+            began = time.monotonic()
+            try:
+                state = self.read(path)
+            except DamagedError as error:
+                damaged.append(error)
+                continue
+            notes = [f"{error.path} is damaged: {error.what}; the run goes on from {path.name}" for error in damaged]
+            return Found(step_of(path) or 0, state, notes, time.monotonic() - began)
+        if damaged:
+            raise UserError(
+                f"'{self.folder}' has no whole checkpoint: {'; '.join(f'{e.path.name}: {e.what}' for e in damaged)}. "
+                f"Bring back what is missing, or remove {'it' if len(damaged) == 1 else 'them'} to start from nothing."
+            )
+        return None
 
     def read(self, path: Path) -> dict[str, Any]:
         """Collective over the job: the state of a commit, after every file of it was compared with its hash.
 
         Raises:
-            UserError: The folder is no commit, or a file is missing or differs.
+            DamagedError: The record is none, or a file is missing or differs.
+            UserError: The folder is no commit, one of another version, or cannot be read.
         """
-        commit = read_commit(path)
-        names = sorted(commit["files"])
-        missing = [name for name in names if not (path / name).is_file()]
-        if missing:
-            raise _damaged(path, f"'{missing[0]}' is missing")
-        for part in self._each_hashes(path, names):
-            for name, facts in part.items():
-                if facts != commit["files"][name]:
-                    raise _damaged(path, f"'{name}' has changed since it was written")
-        state: dict[str, Any] = json.loads((path / "state.json").read_text())
-        return state
+        record: Commit | None = None
+        with self._damage():
+            if self.rank == 0:
+                record = read_commit(path)
+                check_files(path, record)
+        commit: Commit = self._from_first_rank(record)
+        with self._damage():
+            for name, facts in self._hashed(path, sorted(commit.files)).items():
+                if facts != commit.files[name]:
+                    raise DamagedError(path, f"'{name}' has changed since it was written")
+        with self._damage():
+            return read_object(path, STATE)
 
-    def _each_hashes(self, folder: Path, names: list[str]) -> list[dict[str, Any]]:
-        """Collective over the job: the facts of the files, hashed by the ranks in turn."""
-        found: dict[str, Any] = {}
-        self._together(
-            lambda: found.update({name: _facts(folder / name) for name in names[self.rank :: self.world_size]})
-        )
-        parts: list[dict[str, Any]] = [{} for _ in range(self.world_size)]
-        dist.all_gather_object(parts, found)
-        return parts
+    @contextmanager
+    def _damage(self) -> Iterator[None]:
+        """Collective over the job: as `together`, and a DamagedError of one rank is one on all."""
+        damage: DamagedError | None = None
+        with together():
+            try:
+                yield
+            except DamagedError as error:
+                damage = error
+            except OSError as error:
+                raise UserError(f"a checkpoint cannot be read: {error}. Mend that, and start again.") from error
+        found: list[DamagedError | None] = [None] * self.world_size
+        dist.all_gather_object(found, damage)
+        for each in found:
+            if each is not None:
+                raise each
+
+    def _hashed(self, folder: Path, names: list[str]) -> dict[str, File]:
+        """This rank's share of the files, as they are."""
+        return {name: _hash(folder / name) for name in names[self.rank :: self.world_size]}
+
+    def _joined(self, mine: dict[str, File]) -> dict[str, File]:
+        """Collective over the job: the shares of all ranks."""
+        parts: list[dict[str, File]] = [{} for _ in range(self.world_size)]
+        dist.all_gather_object(parts, mine)
+        return {name: facts for part in parts for name, facts in part.items()}
+
+    def _finish(self, temporary: Path, final: Path, commit: Commit) -> None:
+        """Makes the commit whole, and puts it in its place; what was there goes aside first, and back after a kill."""
+        write_file(temporary / RECORD, commit.encode())
+        for folder in {temporary, *(path for path in temporary.rglob("*") if path.is_dir())}:
+            sync_folder(folder)
+        if final.exists():
+            final.rename(self.folder / _aside("replaced", commit.step))
+        temporary.rename(final)
+        sync_folder(self.folder)
+
+    def _mend(self) -> None:
+        """Puts back what a kill left aside, and removes what it left half written or half removed."""
+        aside = [path for path in self.folder.glob(".replaced-*") if (path / RECORD).is_file()]
+        for path in sorted(aside, key=lambda path: (path / RECORD).stat().st_mtime_ns):
+            final = self.folder / f"step-{path.name.split('-')[1]}"
+            if step_of(final) is not None and not final.exists():
+                path.rename(final)
+        self._remove_leftovers()
 
     def _prune(self) -> None:
-        """Deletes what neither `keep_last` nor `keep_best` keeps, and what a killed save left."""
+        """Takes away what neither `keep_last` nor `keep_best` keeps, and what a killed save left.
+
+        What cannot be removed is told, and tried again at the next commit.
+        """
         steps = self.steps()
         keep = set(steps[-self.config.keep_last :])
         if self.config.keep_best:
-            ranked = [
-                (metric, step) for step in steps if (metric := read_commit(self.path(step))["metric"]) is not None
-            ]
+            metrics = {step: read_commit(self.path(step)).metric for step in steps}
+            ranked = [(metric, step) for step, metric in metrics.items() if metric is not None]
             keep |= {step for _, step in sorted(ranked, reverse=True)[: self.config.keep_best]}
-        for step in set(steps) - keep:
-            shutil.rmtree(self.path(step))
-        for leftover in (*self.folder.glob(".writing-*"), *self.folder.glob(".replaced-*")):
-            shutil.rmtree(leftover)
+        for step in sorted(set(steps) - keep):
+            with self._told_if_kept(self.path(step)):
+                self.path(step).rename(self.folder / _aside("removed", step))  # half removed it must not look whole
+        sync_folder(self.folder)
+        self._remove_leftovers()
 
-    def _on_first_rank(self, action: Callable[[], object]) -> None:
-        self._together(action if self.rank == 0 else lambda: None)
+    def discard(self, path: Path) -> None:
+        """Removes a folder that is no commit; what cannot be removed is told."""
+        with self._told_if_kept(path):
+            remove_folder(path)
 
-    def _together(self, action: Callable[[], object]) -> None:
-        """Runs the action; if it fails on any rank, all ranks raise that rank's error."""
+    def _remove_leftovers(self) -> None:
+        for leftover in (path for pattern in LEFTOVERS for path in self.folder.glob(pattern)):
+            self.discard(leftover)
+
+    @contextmanager
+    def _told_if_kept(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if path not in self._told:
+                self._tell(f"'{path}' cannot be removed ({error.strerror}): it stays, and takes space")
+            self._told.add(path)
+
+    def _from_first_rank(self, value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Collective over the job: what fails inside on any rank is raised on all."""
         with together():
             try:
-                action()
+                yield
             except OSError as error:
                 raise UserError(
                     f"checkpoint in '{self.folder}' failed: {error}. Free space or make the folder writable, then "
@@ -136,45 +279,34 @@ class Checkpoints:
                 ) from error
 
 
-def read_commit(path: Path) -> dict[str, Any]:
-    """The commit record of a checkpoint folder.
+def remove_folder(folder: Path) -> None:
+    """Removes as much of a folder as can be removed.
 
     Raises:
-        UserError: The folder is not a commit of this version.
+        OSError: Something of it is still there; why that was so first.
     """
-    file = path / "commit.json"
-    if not file.is_file():
-        raise UserError(
-            f"'{path}' is not a checkpoint: it has no commit.json. Give a folder such as RUN/checkpoints/step-00000010."
-        )
     try:
-        commit: dict[str, Any] = json.loads(file.read_text())
-    except ValueError as error:
-        raise _damaged(path, f"'commit.json' is not JSON ({error})") from error
-    if commit.get("format") != FORMAT:
-        raise UserError(f"checkpoint '{path}' has format {commit.get('format')!r}, this version of mrl reads {FORMAT}.")
-    return commit
+        shutil.rmtree(folder)
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            raise
 
 
-def _damaged(path: Path, what: str) -> UserError:
-    return UserError(f"checkpoint '{path}' is damaged: {what}. Remove that folder to continue from the one before it.")
+def _aside(why: str, step: int) -> str:
+    """A name that no other commit, and no earlier life of the run, has used."""
+    return f".{why}-{step:08d}-{secrets.token_hex(4)}"
 
 
-def _fresh(folder: Path) -> Path:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder
+def _names(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def _files(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-def _facts(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:
+def _hash(path: Path) -> File:
+    with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256") if hasattr(hashlib, "file_digest") else _digest(stream)
         os.fsync(stream.fileno())
-    return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
+        return File(os.fstat(stream.fileno()).st_size, digest.hexdigest())
 
 
 def _digest(stream: Iterable[bytes]) -> Any:
@@ -182,7 +314,3 @@ def _digest(stream: Iterable[bytes]) -> Any:
     for block in stream:
         digest.update(block)
     return digest
-
-
-def _write_json(file: Path, value: dict[str, Any]) -> None:
-    write_file(file, json.dumps(value, indent=1).encode())

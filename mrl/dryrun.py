@@ -15,7 +15,7 @@ from mrl.engine_memory import engine_layouts
 from mrl.grid import Grid
 from mrl.memory import num_parameters, stage_memory
 from mrl.models.base import ArchSpec
-from mrl.prepare import Resolved, check_run, resume_step
+from mrl.prepare import Resolved, check_run, check_run_folder
 from mrl.weights.megatron import megatron_layouts
 from mrl.weights.plan import Plan, make_plan
 from mrl.world_size import WorldSize
@@ -36,7 +36,7 @@ def describe(config: Config, size: WorldSize) -> str:
         UserError: The run would be refused.
     """
     found = check_run(config, size.ranks)
-    resume_step(config)
+    check_run_folder(config)
     config, grid = found.config, found.grid
     cost = refit_plan(config, found.arch, grid)
     bucket_bytes = config.rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB

@@ -20,8 +20,12 @@ def write_file(path: Path, content: bytes) -> None:
 def replace_file(path: Path, content: bytes) -> None:
     """Writes a whole file; a reader, or a run after kill -9, finds the old content or the new."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.writing")
-    write_file(fresh, content)
-    fresh.replace(path)
+    try:
+        write_file(fresh, content)
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)  # a part of it would take the room that is missing
+        raise
 
 
 def sync_folder(path: Path) -> None:

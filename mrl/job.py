@@ -1,12 +1,11 @@
 """A run put together: config in, everything that the loop needs out.
 
-Owns the order in which a job comes up, and what a commit point holds. What can be refused without a process group was
-refused before (`prepare.py`); the loop itself is in `train.py`.
+Owns what the phases of the loop act on, and what a commit point holds. `opening.py` makes it; the loop itself is in
+`train.py`.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,27 +19,25 @@ from torch import Tensor
 from mrl import canary
 from mrl.algorithms import base as algorithms
 from mrl.algorithms.base import Algorithm
-from mrl.checkpoint import Checkpoints
+from mrl.checkpoint import Checkpoints, Found
+from mrl.commit import STATE, read_object
 from mrl.config import AlgorithmConfig
 from mrl.data.prompts import PromptSource, load_training
 from mrl.distributed import launch
 from mrl.distributed.collectives import sum_over, together
 from mrl.distributed.groups import ProcessGroups
-from mrl.distributed.watchdog import MARGIN_S, Watchdog
 from mrl.engines.base import RolloutEngine, SamplingConfig, Surroundings
 from mrl.errors import UserError
 from mrl.export import export_to_hf, write_model_folder
 from mrl.formats.hf import load_from_hf
 from mrl.megatron import checkpoint as megatron_checkpoint
-from mrl.megatron import parallel
 from mrl.megatron.optimizer import LearningRate
 from mrl.megatron.policy import Policy
 from mrl.observe import metrics as measure
-from mrl.observe.run_dir import RunDir
 from mrl.observe.run_log import RunLog
 from mrl.observe.timers import Timers
 from mrl.prepare import Plan
-from mrl.progress import Progress, Standing
+from mrl.progress import Progress, Standing, resumed
 from mrl.refit import Refit, gather_layouts
 from mrl.registry import find
 from mrl.rewards.scorer import Scorer, part_names
@@ -55,15 +52,18 @@ class Job:
     """A job that has come up: ranks, actor, engine, and everything around them. `open_job` makes it.
 
     Attributes:
+        found: The commit that the run goes on from; None: from nothing.
         policy_version: Optimizer steps taken in this run.
     """
 
-    def __init__(self, plan: Plan, groups: ProcessGroups, device: torch.device, log: RunLog) -> None:
+    def __init__(
+        self, plan: Plan, groups: ProcessGroups, device: torch.device, log: RunLog, found: Found | None = None
+    ) -> None:
         config, rollout = plan.config, plan.config.rollout
         self.config, self.arch, self.tokenizer, self.algorithm = config, plan.arch, plan.tokenizer, plan.algorithm
         self.source, self.validation, self.run = plan.source, plan.validation, plan.run
         self.groups, self.device, self.log = groups, device, log
-        self.resume_step = plan.resume_step
+        self.found = found
         self.policy = Policy(config, plan.arch, groups, device)
         self.policy.offload()  # before the engine reads how much memory is free
         self.engine: RolloutEngine = find("engines", rollout.name, "ENGINE").build(
@@ -89,7 +89,7 @@ class Job:
             self.routing = (plan.arch.num_layers, plan.arch.moe.top_k)
         self.reward_names = part_names(config.reward)
         self.history = LengthHistory(rollout.response_length)
-        self.checkpoints = Checkpoints(plan.run.checkpoints, config.checkpoint)
+        self.checkpoints = Checkpoints(plan.run.checkpoints, config.checkpoint, log.note)
         self.timers = Timers(device, log.phase)
         self.progress = Progress(self.timers, self._loop_state, self._commit)
         self.engine.told_to_stop = self.progress.told_to_stop
@@ -311,11 +311,13 @@ class Job:
 
     def _drop_unused_references(self) -> None:
         """Deletes the references that no commit needs any more."""
-        kept = [self.checkpoints.path(step) / "state.json" for step in self.checkpoints.steps()]
-        used = {json.loads(file.read_text())["reference"] for file in kept}
+        try:
+            used = {read_object(self.checkpoints.path(step), STATE)["reference"] for step in self.checkpoints.steps()}
+        except (UserError, KeyError):
+            return  # a commit that was changed since: what it needs is not known
         for folder in self.run.checkpoints.glob("reference-*"):
             if str(folder) not in used:
-                shutil.rmtree(folder)
+                self.checkpoints.discard(folder)
 
     def resume(self) -> int | None:
         """Collective over the job: takes up the run's last commit, else the initial weights.
@@ -324,14 +326,16 @@ class Job:
             Steps done, with their lines in the log; None: step 0 is still to be committed.
         """
         self.policy.start_optimizer(self.learning_rate())
-        if self.resume_step is None:
+        if self.found is None:
             self.load_initial_weights()
             return None
-        path = self.checkpoints.path(self.resume_step)
+        path = self.checkpoints.path(self.found.step)
         began = time.monotonic()
-        state = {"unlogged": None, "warm_start": None, **self.load(path)}
-        self.progress.took(commit_s=time.monotonic() - began)  # the best guess before the first commit
-        self.progress.standing = Standing(state, committed=True)
+        self.progress.standing = resumed(self.found.state, path)
+        state = self.progress.standing.state
+        self.load(path, state)
+        loaded_s = self.found.compared_s + time.monotonic() - began
+        self.progress.took(commit_s=loaded_s)  # the best guess before the first commit
         if state["warm_start"] is not None:
             self.log.note(f"resumed from {path}, in the warm start")
             return None
@@ -353,26 +357,29 @@ class Job:
         Raises:
             UserError: There is no such checkpoint.
         """
-        if which is None and self.resume_step is None:
-            self.load_initial_weights()
-            return "the initial model"
-        name = str(self.resume_step) if which is None else which
-        path = self.checkpoints.path(int(name)) if name.isdigit() else Path(name)
-        if name.isdigit() and not path.is_dir():
-            raise UserError(
-                f"there is no checkpoint of step {name} in '{self.checkpoints.folder}'; it has "
-                f"{', '.join(map(str, self.checkpoints.steps())) or 'none'}."
-            )
-        self.load(path)
+        if which is None:
+            found = self.checkpoints.newest(mends=False)
+            if found is None:
+                self.load_initial_weights()
+                return "the initial model"
+            path, state = self.checkpoints.path(found.step), found.state
+        else:
+            is_step = which.isascii() and which.isdigit()
+            path = self.checkpoints.path(int(which)) if is_step else Path(which)
+            if is_step and not path.is_dir():
+                raise UserError(
+                    f"there is no checkpoint of step {which} in '{self.checkpoints.folder}'; it has "
+                    f"{', '.join(map(str, self.checkpoints.steps())) or 'none'}."
+                )
+            state = self.checkpoints.read(path)
+        self.load(path, resumed(state, path).state)
         return str(path)
 
-    def load(self, path: Path) -> dict[str, Any]:
-        """Collective over the job: actor and optimizer of a commit; returns the loop's state in it."""
-        state = self.checkpoints.read(path)
+    def load(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Collective over the job: actor and optimizer of a commit, whose state and hashes were read."""
         with together():
             megatron_checkpoint.load(path / "actor", self.policy)
         self.policy_version = int(state["policy_version"])
-        return state
 
     def export(self, folder: Path) -> None:
         """Collective over the job: the actor as a Hugging Face folder."""
@@ -382,68 +389,3 @@ class Job:
         with together():
             if self.groups.rank == 0:
                 self.tokenizer.save(folder)
-
-
-@contextmanager
-def open_job(plan: Plan, *, log: bool = True) -> Iterator[Job]:
-    """Collective over the job: ranks up, job built; ended in order, also after an error.
-
-    Args:
-        plan: From `prepare`.
-        log: False: the run folder is only read.
-    """
-    run, timeout_s = plan.config.run, plan.config.run.collective_timeout_s + MARGIN_S
-    watchdog = Watchdog(
-        launch.environment(),
-        collective_timeout_s=run.collective_timeout_s,
-        heartbeat_timeout_s=run.heartbeat_timeout_s,
-        on_gpu=launch.choose_device(run.device) == "cuda",
-        advice=lambda: _kept(plan.run),
-    )
-    with watchdog:
-        store = launch.meet(timeout_s) if plan.grid.world_size > 1 else None
-        if store is not None:
-            watchdog.start(store)
-        device = launch.start(run.device, num_threads=run.num_threads, timeout_s=timeout_s, store=store)
-        failed = True
-        try:
-            groups = parallel.initialize(plan.grid, seed=run.seed, timeout_s=timeout_s)
-            notes: list[str] = []
-            with together():
-                if log and groups.rank == 0:
-                    notes = plan.run.start(
-                        plan.config,
-                        resume_step=plan.resume_step,
-                        world_size=plan.grid.world_size,
-                        device_name=launch.device_name(device),
-                    )
-            with RunLog(plan.config, plan.run, plan.resume_step, rank=groups.rank if log else -1) as run_log:
-                job = Job(plan, groups, device, run_log)
-                watchdog.where = lambda: job.timers.where
-                if notes:
-                    run_log.note("settings changed since the last start:")
-                for note in notes:
-                    run_log.note(f"  {note}")
-                try:
-                    yield job
-                except BaseException as error:
-                    if isinstance(error, UserError):
-                        error.at = job.timers.where if job.timers.has_begun else ""
-                    watchdog.tell(error)
-                    raise
-                finally:
-                    job.close()
-            failed = False
-        except BaseException as error:
-            watchdog.tell(error)  # before anything is taken down that the others may wait in
-            raise
-        finally:
-            parallel.destroy()
-            launch.stop(in_order=not failed)
-
-
-def _kept(run: RunDir) -> str:
-    steps = run.committed_steps()
-    if not steps:
-        return f"There is no checkpoint yet in {run.root}: the same command starts again."
-    return f"The last checkpoint is of step {steps[-1]}, in {run.root}: the same command goes on from there."

@@ -14,6 +14,7 @@ from pathlib import Path
 from mrl import preflight
 from mrl.algorithms import base as algorithms
 from mrl.algorithms.base import Algorithm
+from mrl.commit import has_record
 from mrl.config import Config
 from mrl.data.prompts import PromptSource, load_training, load_validation
 from mrl.data.tokenizer import Tokenizer, load_tokenizer
@@ -73,14 +74,9 @@ class Checked(Resolved):
 
 @dataclass
 class Plan(Checked):
-    """What a job will be, known before any process group exists.
-
-    Attributes:
-        resume_step: Step of the commit to continue from; None: from nothing.
-    """
+    """What a job will be, known before any process group exists."""
 
     run: RunDir
-    resume_step: int | None
 
 
 def prepare(config: Config) -> Plan:
@@ -94,7 +90,8 @@ def prepare(config: Config) -> Plan:
         launch.see_own_device_only()  # before torch looks for devices
     launch.choose_device(config.run.device)
     found = check_run(config, here.world_size, launcher=here.launcher)
-    return Plan(**vars(found), run=RunDir(Path(config.run.output_dir)), resume_step=resume_step(config))
+    check_run_folder(config)
+    return Plan(**vars(found), run=RunDir(Path(config.run.output_dir)))
 
 
 def check_run(config: Config, world_size: int, *, launcher: str | None = None, tell: Tell | None = None) -> Checked:
@@ -155,24 +152,33 @@ def load_model_facts(config: Config) -> tuple[ArchSpec, Tokenizer]:
     return arch_from_preset(model.preset, model.overrides, tokenizer.vocab_size), tokenizer
 
 
-def resume_step(config: Config) -> int | None:
-    """The step that a run in its folder as it is now goes on from; None: it begins.
+def check_run_folder(config: Config) -> None:
+    """Looks whether `run.resume` allows to go on in the run folder as it is now, as far as the records tell.
 
     Raises:
         UserError: `run.resume` wants it otherwise.
     """
     run = RunDir(Path(config.run.output_dir))
     steps = run.committed_steps()
-    if config.run.resume == "must" and not steps:
+    if steps or not any(has_record(path) for path in run.checkpoints.glob("step-*")):  # else its damage is told later
+        check_resume(config, run, steps[-1] if steps else None)
+
+
+def check_resume(config: Config, run: RunDir, step: int | None) -> None:
+    """Holds `run.resume` against the step of the run's last whole commit; None: there is none.
+
+    Raises:
+        UserError: run.resume=must and there is none, run.resume=never and there is one.
+    """
+    if config.run.resume == "must" and step is None:
         raise UserError(
             f"run.resume=must, but '{run.checkpoints}' has no checkpoint. Use run.resume=auto to start from nothing."
         )
-    if config.run.resume == "never" and steps and not launch.is_restart():
+    if config.run.resume == "never" and step is not None and not launch.is_restart():
         raise UserError(
-            f"run.resume=never, but '{run.checkpoints}' has a checkpoint of step {steps[-1]}. Use another "
+            f"run.resume=never, but '{run.checkpoints}' has a checkpoint of step {step}. Use another "
             "run.output_dir, or run.resume=auto to continue."
         )
-    return steps[-1] if steps else None
 
 
 def _check_engine(name: str) -> None:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mrl.distributed.stop import LIMITS, Stop, Stopped
@@ -41,6 +42,37 @@ class Standing:
     state: dict[str, Any]
     metrics: Mapping[str, float] = field(default_factory=dict)
     committed: bool = False
+
+
+STATE_KINDS: dict[str, tuple[type, ...]] = {
+    "step": (int,),
+    "policy_version": (int,),
+    "source": (dict,),
+    "history": (dict,),
+    "reference": (str, type(None)),
+    "unlogged": (dict, type(None)),
+    "warm_start": (dict, type(None)),
+}
+"""What a commit's state must have."""
+
+
+def resumed(state: Mapping[str, Any], path: Path) -> Standing:
+    """What a commit in folder `path` holds.
+
+    Raises:
+        UserError: Its state was not written by a run.
+    """
+    state = {"unlogged": None, "warm_start": None, **state}
+    wrong = [name for name, kinds in STATE_KINDS.items() if type(state.get(name)) not in kinds]
+    warm = state["warm_start"]
+    if not wrong and warm is not None and not (type(warm.get("step")) is int and isinstance(warm.get("source"), dict)):
+        wrong = ["warm_start"]
+    if wrong:
+        raise UserError(
+            f"checkpoint '{path}' is of no run of mrl: its state.json lacks {', '.join(wrong)}, or has something else "
+            "there. Give another checkpoint."
+        )
+    return Standing(dict(state), committed=True)
 
 
 class Progress:

@@ -19,11 +19,12 @@ from mrl.distributed.collectives import together
 from mrl.distributed.stop import Stop
 from mrl.engines.base import SamplingConfig
 from mrl.errors import UserError
-from mrl.job import Job, open_job
+from mrl.job import Job
 from mrl.observe import data_sources
 from mrl.observe import metrics as measure
 from mrl.observe.report import write_report
 from mrl.observe.run_log import sample_rows
+from mrl.opening import open_job
 from mrl.prepare import prepare
 from mrl.rollout import StepBatch, gather_facts, gather_table, generate, outcomes, pack
 from mrl.supervised import supervised_batch

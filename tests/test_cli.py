@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from mrl import __version__, cli
+from mrl.commit import Commit, File
 from mrl.config import Config
 from mrl.errors import UserError
 from tests.source import ROOT
@@ -174,7 +175,7 @@ def test_the_command_that_goes_on_may_resume_and_names_the_launcher(tmp_path, mo
     assert cli._to_go_on(config, ["train", "a b.yaml"], "").endswith("Start again with: mrl train 'a b.yaml'")
     commit = tmp_path / "checkpoints" / "step-00000007" / "commit.json"
     commit.parent.mkdir(parents=True)
-    commit.write_text("{}")
+    commit.write_bytes(Commit(7, None, {"state.json": File(0, "0" * 64)}).encode())
     launcher = {
         "RANK": 0,
         "WORLD_SIZE": 2,

@@ -17,6 +17,7 @@ LAYERS = (
     ("fit", "durations", "doctor_checks"),
     ("memory",),
     ("engine_memory",),
+    ("opening",),
     ("job",),
     ("prepare", "world_size"),
     ("preflight",),
@@ -28,7 +29,7 @@ LAYERS = (
     ("transfer",),
     ("weights", "distributed", "rewards", "algorithms", "data"),
     ("config", "functional", "models"),
-    ("values",),
+    ("values", "commit"),
     ("types", "registry", "grid", "keys", "hardware", "durable", "benchmark"),
     ("errors",),
 )

@@ -34,8 +34,8 @@ from mrl.benchmark import device_name
 from mrl.config import load
 from mrl.engine_memory import Device
 from mrl.engines.native.linear import compute_dtype
-from mrl.job import open_job
 from mrl.memory import memory_by_stage
+from mrl.opening import open_job
 from mrl.prepare import prepare
 from mrl.train import reinforcement_step
 from mrl.weights.copies import Copy

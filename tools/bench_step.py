@@ -31,7 +31,8 @@ import transformers
 
 from mrl import config as mrl_config
 from mrl.benchmark import commit, device_name, spread
-from mrl.job import Job, open_job
+from mrl.job import Job
+from mrl.opening import open_job
 from mrl.prepare import prepare
 from mrl.rewards.regex import regex
 from mrl.train import reinforcement_step

@@ -20,7 +20,7 @@ from mrl.acceptance.table import Spec
 from mrl.config import load
 from mrl.distributed import launch
 from mrl.errors import UserError
-from mrl.job import open_job
+from mrl.opening import open_job
 from mrl.prepare import prepare
 
 log = logging.getLogger(__name__)

@@ -19,6 +19,7 @@ from typing import Any
 
 from mrl import __version__
 from mrl import config as config_module
+from mrl.commit import committed_steps
 from mrl.config import Config
 from mrl.durable import replace_file
 from mrl.errors import UserError
@@ -165,12 +166,6 @@ class RunDir:
                 "Put these keys back to resume it, or choose another run.output_dir."
             )
         return [line for key, line in lines.items() if not key.startswith(FREE_KEYS)]
-
-
-def committed_steps(folder: Path) -> list[int]:
-    """Steps with a whole commit under a `checkpoints/` folder, ascending; needs no process group."""
-    found = (path.name.removeprefix("step-") for path in folder.glob("step-*") if (path / "commit.json").is_file())
-    return sorted(int(name) for name in found if name.isdigit())
 
 
 def read_facts(run: RunDir) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from mrl.commit import Commit, File
 from mrl.errors import UserError
 from mrl.observe.report import write_report
 from tests.observe.folders import logging, metrics_of, row, run_steps
@@ -94,7 +95,7 @@ def test_the_best_step_without_a_checkpoint_is_told(whole):
     assert "of which no checkpoint is kept" in Page(write_report(whole.root)).words
     commit = whole.checkpoints / "step-00000006" / "commit.json"
     commit.parent.mkdir(parents=True)
-    commit.write_text("{}")
+    commit.write_bytes(Commit(6, None, {"state.json": File(0, "0" * 64)}).encode())
     assert "no checkpoint is kept" not in Page(write_report(whole.root)).words
 
 

@@ -16,8 +16,8 @@ from mrl.acceptance.page import verdict, write_page
 from mrl.acceptance.table import CHECKS
 from mrl.config import load
 from mrl.errors import UserError
-from mrl.job import open_job
 from mrl.models.hf_config import arch_from_folder
+from mrl.opening import open_job
 from mrl.prepare import prepare
 from mrl.weights.trtllm import TrtllmMapping
 from tests.ranks import run_ranks

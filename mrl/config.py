@@ -218,7 +218,7 @@ class RolloutConfig:
     """The engine and the sampling distribution (verl's names)."""
 
     name: str = "native"
-    """Folder in `mrl/engines`, or 'package.module:Class'."""
+    """Folder in `mrl/engines`, or 'package.module:Class', or 'path/to/file.py:Class'."""
     engine_dir: Optional[str] = None
     """Folder of the engines that `trtllm_engine` runs, from tools/build_trtllm_engine.py."""
     n: int = 8
@@ -294,7 +294,7 @@ class AlgorithmConfig:
     """Advantages and loss. null means "what the named algorithm defines" (`mrl/algorithms/<name>.py`)."""
 
     name: str = "grpo"
-    """File in `mrl/algorithms`, or 'package.module:Class'."""
+    """File in `mrl/algorithms`, or 'package.module:Class', or 'path/to/file.py:Class'."""
     advantage_std: Optional[Literal["unbiased", "population", "none"]] = None
     """Divisor of group-relative advantages: sample (n-1) or population (n) deviation, or none."""
     advantage_eps: Optional[float] = None
@@ -338,7 +338,7 @@ class RewardFunctionConfig:
     """One term of the reward."""
 
     name: str = "exact_match"
-    """File in `mrl/rewards`, or 'package.module:function'."""
+    """File in `mrl/rewards`, or 'package.module:function', or 'path/to/file.py:function'."""
     weight: float = 1.0
     """Factor in the sum."""
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -366,7 +366,7 @@ class DataConfig:
     """Prompts."""
 
     task: Optional[str] = None
-    """Generator in `mrl/data/tasks.py` ("addition"); null: files."""
+    """Generator in `mrl/data/tasks.py` ("addition"), or a path as for rewards; null: files."""
     task_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the generator."""
     train_files: list[str] = field(default_factory=list)
@@ -443,6 +443,10 @@ class Config:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
 
 
+OWN_CODE = ("rollout.name", "algorithm.name", "reward.functions[*].name", "data.task")
+"""Fields that may name code of a user's own."""
+
+
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The config of a YAML file and overrides in their order, every field typed and known.
 
@@ -450,14 +454,17 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     - A list is replaced whole (`data.val_files=[a.jsonl,b.jsonl]`); `data.val_files=a.jsonl` is a list of one.
     - A mapping is merged (`data.task_kwargs={max_value: 9}`); `data.task_kwargs={}` empties it.
     - `~section.key` takes back what was set, a whole section too; `~data.task_kwargs.max_value` removes an item.
+    - A path to code of one's own is looked for in the file's folder, then in the working folder, and becomes absolute.
 
     Raises:
-        UserError: The file is missing or not YAML, a key is unknown (the nearest is named), or a type is wrong.
+        UserError: The file is missing or not YAML, a key is unknown (the nearest is named), or a type is wrong; a file
+            of code does not exist.
     """
     values = Values(Config)
     values.update(_read(Path(path)), f"in '{path}'")
     for item in overrides:
         values.override(item)
+    values.locate(OWN_CODE, (Path(path).parent, Path()))
     config: Config = values.made(f"in '{path}' or an override")
     return config
 

@@ -16,7 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from mrl import registry
+from mrl import own_code, registry
 from mrl.config import Config
 from mrl.engines.trtllm import fields as trtllm
 from mrl.errors import UserError
@@ -322,10 +322,10 @@ def _lengths(config: Config, grid: Grid) -> Iterator[str]:
 def _sampling(config: Config, grid: Grid) -> Iterator[str]:
     rollout, val = config.rollout, config.rollout.val_kwargs
     engines = registry.names("engines")
-    if rollout.name not in engines and not {".", ":"} & set(rollout.name):
+    if rollout.name not in engines and not own_code.is_own(rollout.name):
         yield (
             f"rollout.name={rollout.name} is no engine of this version; it has {', '.join(engines)}. Or give a path "
-            "'package.module:Class'."
+            f"{own_code.FORMS}."
         )
     if not rollout.do_sample and rollout.n > 1:
         yield f"rollout.do_sample=false makes rollout.n={rollout.n} equal samples of a prompt. Set rollout.n=1."

@@ -1,4 +1,4 @@
-"""Finds a plugin by name: the folder is the registry, and a dotted path outside mrl works too.
+"""Finds a plugin by name: the folder is the registry, and a path to code outside mrl works too (`own_code.py`).
 
 Owns the lookup only. A family, algorithm, reward, engine or logger is added by adding one file to its folder; the file
 defines the attribute that the folder's `base` names (for example `ALGORITHM`, `REWARD`).
@@ -11,6 +11,7 @@ import importlib
 import pkgutil
 from typing import Any
 
+from mrl import own_code
 from mrl.errors import UserError
 
 
@@ -22,35 +23,22 @@ def names(folder: str) -> list[str]:
 
 
 def find(folder: str, name: str, attribute: str) -> Any:
-    """The attribute of plugin `name` in `mrl/<folder>`, or of a dotted path `package.module:object`.
+    """The attribute of plugin `name` in `mrl/<folder>`, or what a path to code of a user's own names.
 
     Raises:
-        UserError: There is no such plugin, or the dotted path does not import; the nearest name is offered.
+        UserError: There is no such plugin, or the path does not import; the nearest name is offered.
     """
-    if "." in name or ":" in name:
-        return _dotted(folder, name)
+    if own_code.is_own(name):
+        try:
+            return own_code.load(name)
+        except UserError as error:
+            raise UserError(f"{folder}: {error}") from error
     known = names(folder)
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
-        raise UserError(
-            f"{folder}: there is no '{name}'.{hint} Known: {', '.join(known)}, or a path 'package.module:object'."
-        )
+        raise UserError(f"{folder}: there is no '{name}'.{hint} Known: {', '.join(known)}, or a path {own_code.FORMS}.")
     module = importlib.import_module(f"mrl.{folder}.{name}")
     if not hasattr(module, attribute):
         raise UserError(f"{folder}: '{name}' is no plugin: mrl/{folder}/{name}.py defines no {attribute}.")
-    return getattr(module, attribute)
-
-
-def _dotted(folder: str, path: str) -> Any:
-    module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UserError(
-            f"{folder}: '{path}' does not import: {error}. Write it as 'package.module:object', with the package "
-            "on PYTHONPATH."
-        ) from error
-    if not hasattr(module, attribute):
-        raise UserError(f"{folder}: '{path}': module '{module_name}' has no '{attribute}'.")
     return getattr(module, attribute)

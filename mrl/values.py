@@ -7,9 +7,10 @@ are in `config.py`; ranges and rules between fields in `preflight.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from omegaconf import OmegaConf
@@ -18,6 +19,7 @@ from yaml import YAMLError
 
 from mrl.errors import UserError
 from mrl.keys import is_key, leaves, nested
+from mrl.own_code import located
 
 REFERENCE = re.compile(r"\$\{.*\}")
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -61,6 +63,17 @@ class Values:
                 self._set(key, value, kind, where, merge=False)
             else:
                 self._set(leaf, inner, kind, where)
+
+    def locate(self, keys: Sequence[str], folders: Sequence[Path]) -> None:
+        """Writes paths to code of a user's own out in full (`own_code.located`); `[*]` stands for each of a list."""
+        for key in keys:
+            above, _, rest = key.partition("[*]")
+            entries = range(len(OmegaConf.select(self._node, above))) if rest else ()
+            for each in [f"{above}[{index}]{rest}" for index in entries] if rest else [key]:
+                with explained(f"of '{each}'"):
+                    name = OmegaConf.select(self._node, each)
+                if isinstance(name, str):
+                    OmegaConf.update(self._node, each, located(name, folders))
 
     def made(self, where: str) -> Any:
         """The schema's dataclass, references between keys (`${run.seed}`) resolved."""

@@ -135,7 +135,7 @@ def test_null_is_a_value_where_the_field_is_optional(tmp_path):
         ("{}", ["reward.functions[0].wieght=1"], "Did you mean 'reward.functions[0].weight'?"),
         ("reward:\n  functions: [{weight: q}]\n", [], "'reward.functions[0].weight' in '"),
         ("train:\n  num_steps: many\n", [], "'train.num_steps' in '"),
-        ("{}", ["train.num_steps=1.5"], "override 'train.num_steps=1.5': 1.5 came, expected a whole number."),
+        ("{}", ["train.batch_size=1.5"], "override 'train.batch_size=1.5': 1.5 came, expected a whole number."),
         ("{}", ["run.resume=maybe"], "'maybe' came, expected one of auto, never, must."),
         ("{}", ["train.num_steps="], "'train.num_steps' in override 'train.num_steps=': null came"),
         ("{}", ["train.num_steps"], "is not section.key=value"),

@@ -31,6 +31,7 @@ LAYERS = (
     ("config", "functional", "models"),
     ("values", "commit"),
     ("types", "registry", "grid", "keys", "hardware", "durable", "benchmark"),
+    ("own_code",),
     ("errors",),
 )
 """Top to bottom. A part may import itself and what stands in a lower row."""

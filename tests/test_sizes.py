@@ -5,7 +5,7 @@ import pytest
 from tests.source import ROOT
 
 LIMIT = 450
-SCHEMA_LIMIT = 480
+SCHEMA_LIMIT = 520
 """config.py is a list of fields with a line of documentation each."""
 
 FILES = sorted(path for top in ("mrl", "tools", "tests") for path in (ROOT / top).rglob("*.py"))

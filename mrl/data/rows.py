@@ -19,6 +19,7 @@ from typing import Any
 
 from mrl.data.tasks import Task
 from mrl.errors import UserError, first_line
+from mrl.own_code import label
 
 PARQUET_CACHE_BYTES = 1 << 30
 """Decoded parquet row groups that one file keeps, at least one; a file below this size is decoded once."""
@@ -161,8 +162,8 @@ class TaskRows(Rows):
         """Args: side: "train" or "val"; name and kwargs: What made the task, for the fingerprint."""
         self._size = task.num_train if side == "train" else task.num_val
         self._make = task.train_row if side == "train" else task.val_row
-        self._name, self._side = name, side
-        described = json.dumps([name, side, dict(kwargs)], sort_keys=True, default=str)
+        self._name, self._side = label(name), side
+        described = json.dumps([self._name, side, dict(kwargs)], sort_keys=True, default=str)
         self.fingerprint = blake2b(described.encode(), digest_size=16).hexdigest()
 
     def __len__(self) -> int:

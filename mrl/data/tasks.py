@@ -1,7 +1,7 @@
 """Prompts that are made, not read: generators with a held-out split.
 
 Owns `Task` and the tasks by name. A task makes each row from its index alone, so nothing is stored and a resume needs
-no more than the index. Another task is a class of the same shape, named by `data.task=package.module:Class`.
+no more than the index. Another task is a class of the same shape, named by `data.task=tasks.py:Class`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
-from mrl import registry
+from mrl import own_code, registry
 from mrl.errors import UserError
 
 
@@ -160,14 +160,12 @@ def make_task(name: str, kwargs: Mapping[str, Any]) -> Task:
     """
     if name in TASKS:
         factory = TASKS[name]
-    elif "." in name or ":" in name:
+    elif own_code.is_own(name):
         factory = registry.find("data", name, "")
         if not (isinstance(factory, type) and issubclass(factory, Task)):
             raise UserError(f"data.task: '{name}' is {factory!r}, expected a subclass of mrl.data.tasks.Task.")
     else:
-        raise UserError(
-            f"data.task: there is no '{name}'. Known: {', '.join(TASKS)}, or a path 'package.module:Class'."
-        )
+        raise UserError(f"data.task: there is no '{name}'. Known: {', '.join(TASKS)}, or a path {own_code.FORMS}.")
     parameters = inspect.signature(factory)
     try:
         parameters.bind(**kwargs)

@@ -13,6 +13,7 @@ from types import TracebackType
 from mrl import registry
 from mrl.config import RewardConfig
 from mrl.errors import UserError
+from mrl.own_code import is_own
 from mrl.rewards._call import Outcome, RewardCall, Sample
 from mrl.rewards._pool import WorkerPool
 from mrl.types import Rollout
@@ -142,7 +143,7 @@ class Scorer:
 
 def _runs_in_process(name: str) -> bool:
     """Whether a built-in says so of itself; a dotted path is foreign code and never does."""
-    return "." not in name and ":" not in name and bool(registry.find("rewards", name, "IN_PROCESS"))
+    return not is_own(name) and bool(registry.find("rewards", name, "IN_PROCESS"))
 
 
 def part_names(config: RewardConfig) -> list[str]:

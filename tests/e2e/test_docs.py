@@ -31,8 +31,6 @@ def model_folder(folder):
 
 def test_the_example_of_a_model_and_data_of_ones_own_trains(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     model_folder(tmp_path / "models" / "my-model")
     (tmp_path / "my_rewards.py").write_text(shown("reward"))
     (tmp_path / "my_run.yaml").write_text(shown("config"))

@@ -189,18 +189,25 @@ class ReferenceConfig:
 
 @dataclass(frozen=True)
 class ValConfig:
-    """Sampling for evaluation (verl's `val_kwargs`)."""
+    """Sampling for evaluation (verl's `val_kwargs`); what it does not name is as in training: length, ends."""
 
     n: int = 1
     """Samples per held-out prompt."""
     do_sample: bool = False
     """False: greedy."""
     temperature: float = 1.0
-    """Used when `do_sample`."""
+    """Used when `do_sample`; 0: greedy too."""
     top_k: int = -1
     """-1: all."""
     top_p: float = 1.0
     """Nucleus mass, (0, 1]."""
+    min_p: float = 0.0
+    """As `rollout.min_p`, [0, 1)."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each answer is the most likely one."""
+        return not self.do_sample or self.temperature == 0
 
 
 @dataclass(frozen=True)
@@ -224,7 +231,7 @@ class RolloutConfig:
     n: int = 8
     """Samples per prompt (the group)."""
     temperature: float = 1.0
-    """Above 0; applied once, by sampler and scorer alike."""
+    """Above 0; applied once, by sampler and scorer alike. Evaluations have `val_kwargs`, also for the next three."""
     top_k: int = -1
     """-1: all."""
     top_p: float = 1.0
@@ -234,9 +241,9 @@ class RolloutConfig:
     do_sample: bool = True
     """False: greedy."""
     ignore_eos: bool = False
-    """Sample up to `response_length` whatever comes (benchmarks)."""
+    """Sample up to `response_length` whatever comes (benchmarks), in evaluations too."""
     stop: list[str] = field(default_factory=list)
-    """Strings that end a response when they appear in it; they stay part of it."""
+    """Strings that end a response when they appear in it, in evaluations too; they stay part of it."""
     repetition_penalty: float = 1.0
     """Must be 1: a penalty would not be modelled in the training log-probabilities."""
     prompt_length: int = 512
@@ -260,7 +267,7 @@ class RolloutConfig:
     max_num_batched_tokens: int = 8192
     """Tokens in one forward of the engine."""
     enable_chunked_prefill: bool = True
-    """Split prompts longer than `max_num_batched_tokens`; without it such a prompt is refused."""
+    """Split a prompt where a forward is full; false: none, and those above `max_num_batched_tokens` are refused."""
     enable_prefix_caching: bool = True
     """Prefill a prompt once for its n samples; False: once per sample."""
     gpu_memory_utilization: float = 0.5
@@ -340,7 +347,7 @@ class RewardFunctionConfig:
     name: str = "exact_match"
     """File in `mrl/rewards`, or 'package.module:function', or 'path/to/file.py:function'."""
     weight: float = 1.0
-    """Factor in the sum."""
+    """Factor in the sum; 0: measured as `reward/<name>/mean`, and not part of it."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the function."""
 

@@ -24,6 +24,7 @@ from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.preflight_engine import engine_rules
 from mrl.preflight_experts import expert_rules
+from mrl.preflight_idle import idle_rules
 from mrl.steps import optimizer_steps
 from mrl.weights.megatron import chunk_layers
 from mrl.weights.shards import TensorShard, check_divides
@@ -87,9 +88,10 @@ RANGES = {
     "rollout.max_num_batched_tokens": "[1, inf)",
     "rollout.gpu_memory_utilization": "(0, 1)",
     "rollout.val_kwargs.n": "[1, inf)",
-    "rollout.val_kwargs.temperature": "(0, inf)",
+    "rollout.val_kwargs.temperature": "[0, inf)",
     "rollout.val_kwargs.top_k": "-1 or [1, inf)",
     "rollout.val_kwargs.top_p": "(0, 1]",
+    "rollout.val_kwargs.min_p": "[0, 1)",
     "rollout.checkpoint_engine.update_weights_bucket_megabytes": "[1, inf)",
     "reward.time_limit_s": "(0, inf)",
     "reward.num_workers": "[1, inf)",
@@ -111,8 +113,13 @@ FIXED = {
 Rule = Callable[[Config, Grid], Iterator[str]]
 
 
-def check_config(config: Config, world_size: int) -> None:
+def check_config(config: Config, world_size: int, *, supervised: bool = False) -> None:
     """All rules that need no model.
+
+    Args:
+        config: What was asked for.
+        world_size: Ranks of the job.
+        supervised: The algorithm samples nothing.
 
     Raises:
         UserError: Each broken rule, with the keys and what to do.
@@ -130,8 +137,9 @@ def check_config(config: Config, world_size: int) -> None:
             f"{product}{equals} does not divide the {world_size} rank(s) of this job. {_how_many_ranks(config)}"
         )
     grid = grid_of(config, world_size)
-    rules: tuple[Rule, ...] = (_parallel, _steps, _lengths, _sampling, _model, _data, _evaluation, _idle)
-    _raise([message for rule in rules for message in rule(config, grid)])
+    rules: tuple[Rule, ...] = (_parallel, _steps, _lengths, _sampling, _model, _data, _evaluation)
+    broken = [message for rule in rules for message in rule(config, grid)]
+    _raise([*broken, *_few_sequences(config, grid, supervised), *idle_rules(config, grid, supervised=supervised)])
 
 
 def check(
@@ -149,7 +157,7 @@ def check(
     Raises:
         UserError: Each broken rule, with the keys and what to do.
     """
-    check_config(config, world_size)
+    check_config(config, world_size, supervised=supervised)
     grid = grid_of(config, world_size)
     broken = [
         *_fit(config, arch, grid),
@@ -276,11 +284,6 @@ def _steps(config: Config, grid: Grid) -> Iterator[str]:
     minibatch = train.minibatch_size or train.batch_size
     if train.batch_size % minibatch:
         yield f"train.minibatch_size={minibatch} does not divide train.batch_size={train.batch_size}."
-    if minibatch * config.rollout.n < grid.dp:
-        yield (
-            f"a minibatch of {minibatch} prompts x rollout.n={config.rollout.n} samples is smaller than the "
-            f"data-parallel size {grid.dp}: some ranks would never train. Raise train.minibatch_size or rollout.n."
-        )
     if train.warm_start.num_steps and train.warm_start.batch_size < grid.dp:
         yield f"train.warm_start.batch_size={train.warm_start.batch_size} is below the data-parallel size {grid.dp}."
     if train.num_steps is None and train.num_epochs is None:
@@ -295,6 +298,20 @@ def _steps(config: Config, grid: Grid) -> Iterator[str]:
         yield (
             f"actor.lr_warmup_steps={actor.lr_warmup_steps} leaves nothing of the run's {total} optimizer steps for "
             f"actor.lr_schedule={actor.lr_schedule}."
+        )
+
+
+def _few_sequences(config: Config, grid: Grid, supervised: bool) -> Iterator[str]:
+    prompts = config.train.minibatch_size or config.train.batch_size
+    if prompts * (1 if supervised else config.rollout.n) < grid.dp:
+        what = (
+            f"a batch of {prompts} examples"
+            if supervised
+            else (f"a minibatch of {prompts} prompts x rollout.n={config.rollout.n} samples")
+        )
+        raised = "train.batch_size" if supervised else "train.minibatch_size or rollout.n"
+        yield (
+            f"{what} is smaller than the data-parallel size {grid.dp}: some ranks would never train. Raise {raised}."
         )
 
 
@@ -329,8 +346,9 @@ def _sampling(config: Config, grid: Grid) -> Iterator[str]:
         )
     if not rollout.do_sample and rollout.n > 1:
         yield f"rollout.do_sample=false makes rollout.n={rollout.n} equal samples of a prompt. Set rollout.n=1."
-    if not val.do_sample and val.n > 1:
-        yield f"rollout.val_kwargs.n={val.n} with do_sample=false scores the same answer {val.n} times."
+    if val.greedy and val.n > 1:
+        why = "temperature=0" if val.do_sample else "do_sample=false"
+        yield f"rollout.val_kwargs.n={val.n} with {why} scores the same answer {val.n} times."
     yield from trtllm.refusals(rollout)
     if any(not text for text in rollout.stop):
         yield "rollout.stop holds an empty string, which would end every response at once."
@@ -374,46 +392,8 @@ def _evaluation(config: Config, grid: Grid) -> Iterator[str]:
             f"checkpoint.keep_best={config.checkpoint.keep_best} ranks checkpoints by evaluations: set "
             "train.eval_interval, and data.val_files where there is no data.task."
         )
-    if not config.checkpoint.best_metric.startswith("val/"):
+    if not config.checkpoint.best_metric.startswith(("val/", "val-")):
         yield f"checkpoint.best_metric={config.checkpoint.best_metric} is no evaluation metric, such as val/accuracy."
-
-
-def _idle(config: Config, grid: Grid) -> Iterator[str]:
-    """Fields that are set and would be ignored."""
-    val, no_kl = config.rollout.val_kwargs, config.algorithm.kl_in == "none"
-    cases = (
-        ("model.overrides", bool(config.model.overrides) and config.model.path is not None, "model.path is set"),
-        ("data.task_kwargs", bool(config.data.task_kwargs) and config.data.task is None, "data.task is null"),
-        ("reference.path", config.reference.path is not None and no_kl, "algorithm.kl_in is none"),
-        ("reference.update_interval", config.reference.update_interval > 0 and no_kl, "algorithm.kl_in is none"),
-        (
-            "actor.min_lr",
-            config.actor.min_lr > 0 and config.actor.lr_schedule == "constant",
-            "actor.lr_schedule is constant",
-        ),
-        (
-            "rollout.engine_dir",
-            config.rollout.engine_dir is not None and config.rollout.name not in trtllm.ENGINES,
-            "rollout.name is not trtllm_engine",
-        ),
-        *(
-            (key, grid.pp == 1 and _value(config, key) is not None, "parallel.pipeline_model_parallel_size is 1")
-            for key in ("parallel.num_layers_in_first_pipeline_stage", "parallel.num_layers_in_last_pipeline_stage")
-        ),
-        (
-            "data.chat_template",
-            config.data.chat_template is not None and config.data.apply_chat_template == "never",
-            "data.apply_chat_template is never",
-        ),
-        (
-            "rollout.val_kwargs.temperature, top_k or top_p",
-            not val.do_sample and (val.temperature, val.top_k, val.top_p) != (1.0, -1, 1.0),
-            "rollout.val_kwargs.do_sample is false",
-        ),
-    )
-    for key, ignored, reason in cases:
-        if ignored:
-            yield f"{key} is set, but would have no effect because {reason}. Remove it, or change that."
 
 
 def _fit(config: Config, arch: ArchSpec, grid: Grid) -> Iterator[str]:

@@ -27,6 +27,7 @@ from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_folder
 from mrl.models.presets import arch_from_preset
+from mrl.observe.metrics import check_is_given, evaluation_names
 from mrl.observe.run_dir import RunDir
 from mrl.registry import find, names
 from mrl.rewards.scorer import Scorer
@@ -120,6 +121,9 @@ def check_run(config: Config, world_size: int, *, launcher: str | None = None, t
     found.config = with_num_steps(found.config, source.num_rows)
     preflight.check_config(found.config, world_size)  # again, with the steps that the epochs give
     validation = load_validation(config.data, tokenizer, prompt_length=prompt_length)
+    best = config.checkpoint.best_metric
+    if config.checkpoint.keep_best and best.startswith("val/"):
+        check_is_given(best, evaluation_names(config.rollout.val_kwargs.n))
     peeked = source.peek(PEEKED_PROMPTS)
     if found.algorithm.supervised or config.train.warm_start.num_steps:
         examples(peeked, tokenizer, config)

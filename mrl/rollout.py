@@ -57,12 +57,11 @@ def held_out_sampling(config: Config, eos_ids: tuple[int, ...]) -> SamplingConfi
     return replace(
         training_sampling(config, eos_ids),
         n=val.n,
-        temperature=val.temperature,
+        temperature=val.temperature or 1.0,
         top_k=val.top_k,
         top_p=val.top_p,
-        min_p=0.0,
-        greedy=not val.do_sample,
-        ignore_eos=False,
+        min_p=val.min_p,
+        greedy=val.greedy,
     )
 
 

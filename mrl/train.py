@@ -200,6 +200,8 @@ def evaluate_if_due(job: Job, step: int) -> Metrics:
         return {}
     with job.timers.phase("testing"):
         metrics, rollouts = held_out(job)
+    if job.config.checkpoint.keep_best:
+        measure.check_is_given(job.config.checkpoint.best_metric, metrics)
     job.log.evaluation(step, metrics)
     job.log.samples(step, sample_rows(rollouts, phase="val", num_samples=job.config.observe.num_samples))
     return metrics

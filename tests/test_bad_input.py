@@ -133,6 +133,7 @@ def case(tmp_path, capfd, monkeypatch):
 
 TP = "parallel.tensor_model_parallel_size"
 WARM = ("train.warm_start.num_steps=1", "train.warm_start.batch_size=2")
+BEST = ("data.val_files=train.jsonl", "train.eval_interval=1", "checkpoint.keep_best=1")
 
 OVERRIDES = [
     # what is given instead, what the message says
@@ -178,6 +179,8 @@ OVERRIDES = [
     ("nothing to resume", ["run.resume=must"], "has no checkpoint"),
     ("run folder is a file", ["run.output_dir=config.yaml"], "which is a file"),
     ("run folder below a file", ["run.output_dir=config.yaml/run"], "'config.yaml' is a file"),
+    ("no such metric to rank by", [*BEST, "checkpoint.best_metric=val/acuracy"], "Did you mean val/accuracy?"),
+    ("a metric of several samples", [*BEST, "checkpoint.best_metric=val/accuracy/best@4"], "It gives: val/accuracy,"),
     ("evaluation without prompts", ["train.eval_interval=1"], "needs held-out prompts"),
     ("task that does not import", ["data.train_files=[]", "data.task=nowhere:Task"], "nowhere"),
     ("task that is none", ["data.train_files=[]", "data.task=os.path:join"], "expected a subclass of mrl.data.tasks"),

@@ -21,7 +21,7 @@ LAYERS = (
     ("job",),
     ("prepare", "world_size"),
     ("preflight",),
-    ("preflight_experts", "preflight_engine", "steps"),
+    ("preflight_experts", "preflight_engine", "preflight_idle", "steps"),
     ("refit", "canary", "export", "rollout", "checkpoint", "supervised", "progress", "convert", "verify"),
     ("activations",),
     ("megatron", "engines", "observe"),

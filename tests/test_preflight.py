@@ -115,6 +115,7 @@ def test_a_weight_that_is_not_finite_is_refused():
 
 TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 VPP, ROLLOUT_TP = "parallel.virtual_pipeline_model_parallel_size", "rollout.tensor_model_parallel_size"
+VAL = "rollout.val_kwargs"
 
 RULES = [
     # overrides, ranks, what the message says
@@ -149,7 +150,9 @@ RULES = [
     (["rollout.max_num_batched_tokens=8", "rollout.enable_chunked_prefill=false"], 1, "such a prompt could"),
     (["rollout.do_sample=false"], 1, "makes rollout.n=8 equal samples"),
     (["rollout.val_kwargs.n=4"], 1, "rollout.val_kwargs.n=4 with do_sample=false"),
+    ([f"{VAL}.n=4", f"{VAL}.do_sample=true", f"{VAL}.temperature=0"], 1, "with temperature=0 scores the same answer"),
     (["rollout.stop=['']"], 1, "rollout.stop holds an empty string"),
+    (["rollout.stop=['#']", "rollout.ignore_eos=true"], 1, "rollout.stop is set, but would have no effect"),
     (["model.path=nowhere"], 1, "both of model.path and model.preset"),
     (["model.path=nowhere", "model.preset=null"], 1, "model.path=nowhere is not a folder"),
     (["model.preset=null"], 1, "neither of model.path and model.preset"),
@@ -168,12 +171,49 @@ RULES = [
     (["parallel.num_layers_in_last_pipeline_stage=2"], 1, "because parallel.pipeline_model_parallel_size is 1"),
     (["actor.min_lr=0.0000001"], 1, "actor.min_lr is set, but would have no effect"),
     (["rollout.val_kwargs.temperature=0.5"], 1, "because rollout.val_kwargs.do_sample is false"),
+    ([f"{VAL}.min_p=0.5"], 1, f"top_p or min_p is set, but would have no effect because {VAL}.do_sample is false"),
+    ([f"{VAL}.do_sample=true", f"{VAL}.temperature=0", f"{VAL}.top_k=2"], 1, f"because {VAL}.temperature is 0"),
+    (["data.prompt_key=question"], 1, "data.prompt_key is set, but would have no effect because data.task"),
+    (["data.answer_key=solution"], 1, "data.answer_key is set, but would have no effect because data.task"),
+    (["checkpoint.best_metric=val/reward/mean"], 1, "because checkpoint.keep_best is 0"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("overrides", "world_size", "said"), RULES, ids=[rule[2] for rule in RULES])
 def test_a_broken_rule_is_named(overrides, world_size, said):
     assert said in refusal(make(*overrides), world_size)
+
+
+SUPERVISED = [
+    (["train.minibatch_size=8"], 1, "train.minibatch_size=8 is set, but would have no effect because algorithm"),
+    (["actor.ppo_epochs=2"], 1, "actor.ppo_epochs=2 is set, but would have no effect because algorithm"),
+    (["train.batch_size=2"], 4, "a batch of 2 examples is smaller than the data-parallel size 4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "world_size", "said"), SUPERVISED, ids=[rule[2][:30] for rule in SUPERVISED])
+def test_what_supervised_steps_would_ignore_is_named(overrides, world_size, said):
+    config = make("algorithm.name=sft", *overrides)
+    with pytest.raises(UserError) as caught:
+        check(config, ARCH, world_size=world_size, tokenizer_vocab_size=12, supervised=True)
+    assert said in str(caught.value)
+    check(config, ARCH, world_size=1, tokenizer_vocab_size=12)  # steps that sample have a use for them
+
+
+def test_a_batch_that_is_its_only_minibatch_is_no_mistake():
+    config = make("algorithm.name=sft", "train.batch_size=8", "train.minibatch_size=8")
+    check(config, ARCH, world_size=1, tokenizer_vocab_size=12, supervised=True)
+
+
+def test_rewards_that_all_weigh_nothing_are_refused_and_one_of_several_is_only_measured():
+    both = [RewardFunctionConfig(weight=0.0), RewardFunctionConfig(name="length", weight=0.5)]
+    check_config(changed(make(), "reward.functions", both), world_size=1)
+    assert "every weight is 0" in refusal(changed(make(), "reward.functions", both[:1]))
+
+
+def test_greedy_evaluations_are_verls_default():
+    check_config(make(f"{VAL}.temperature=0"), world_size=1)
+    check_config(make(f"{VAL}.temperature=0", f"{VAL}.do_sample=true"), world_size=1)
 
 
 def test_key_value_heads_split_or_are_copied():

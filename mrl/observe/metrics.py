@@ -9,11 +9,13 @@ A sample is correct (`val/accuracy`) when the first function of `reward.function
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from mrl.errors import UserError
 from mrl.hardware import peak_bf16_flops
 from mrl.models.base import ArchSpec
 from mrl.types import Rollout, SampleTable
@@ -110,6 +112,25 @@ def evaluation_metrics(table: SampleTable) -> dict[str, float]:
             metrics[f"{name}/mean@{n}"] = torch.stack([group.mean() for group in members]).mean().item()
             metrics[f"{name}/best@{n}"] = torch.stack([group.max() for group in members]).mean().item()
     return metrics
+
+
+def evaluation_names(num_samples: int) -> list[str]:
+    """Names that `evaluation_metrics` gives where each held-out prompt has so many samples."""
+    rows_NC = torch.zeros(num_samples, len(SampleTable.FACTS))
+    rows_NC[:, SampleTable.FACTS.index("sample_index")] = torch.arange(num_samples)
+    return sorted(evaluation_metrics(SampleTable(SampleTable.FACTS, rows_NC)))
+
+
+def check_is_given(best_metric: str, names: Iterable[str]) -> None:
+    """Raises UserError where `checkpoint.best_metric` is none of the names that an evaluation gives."""
+    given = sorted(names)
+    if best_metric not in given:
+        near = difflib.get_close_matches(best_metric, given, 1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise UserError(
+            f"checkpoint.best_metric={best_metric} is none that an evaluation of this run gives, so that "
+            f"checkpoint.keep_best could keep nothing.{hint} It gives: {', '.join(given)}."
+        )
 
 
 def combine(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:

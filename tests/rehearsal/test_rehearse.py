@@ -262,7 +262,7 @@ def test_the_shrunk_config_keeps_what_it_does_not_have_to_shrink(tmp_path):
 
 
 SETTINGS = {
-    "supervised": (SMALL, ["algorithm.name=sft"]),
+    "supervised": (SMALL, ["algorithm.name=sft", "train.minibatch_size=null"]),
     "no minibatches": (SMALL, ["actor.lr_schedule=linear", "train.minibatch_size=null", "actor.ppo_epochs=4"]),
     "chunks": (SMALL, ["rollout.max_num_batched_tokens=128", "rollout.max_model_len=2000"]),
     "warm start alone": (SMALL, ["train.num_steps=0", "train.warm_start={num_steps: 100, lr_warmup_steps: 5}"]),

@@ -186,6 +186,7 @@ class NativeEngine(RolloutEngine):
                 sampling=sampling,
                 stopping=Stopping(sampling, self._decode, self._device),
                 max_prefill_tokens=self._config.max_num_batched_tokens,
+                cut_prompts=self._config.enable_chunked_prefill,
                 abandoned=Poll(self.told_to_stop, self._tp_group),
             )
             rollouts = generation.run(self.policy_version)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -39,6 +40,7 @@ class Generation:
         sampling: The distribution and the keys of its random numbers.
         stopping: When a response ends.
         max_prefill_tokens: Prompt tokens in one forward.
+        cut_prompts: Whether a prompt may be read in several forwards.
         abandoned: Whether the call is to end now; asked between forwards.
     """
 
@@ -53,6 +55,7 @@ class Generation:
         sampling: SamplingConfig,
         stopping: Stopping,
         max_prefill_tokens: int,
+        cut_prompts: bool,
         abandoned: Callable[[], bool],
     ) -> None:
         self._model = model
@@ -63,7 +66,7 @@ class Generation:
         self._sampling = sampling
         self._sampler = Sampler(sampling)
         self._stopping = stopping
-        self._max_prefill_tokens = max_prefill_tokens
+        self._chunks = partial(prefill_chunks, max_tokens=max_prefill_tokens, cut=cut_prompts)
         self._abandoned = abandoned
         self._num_steps = 0
         self._finished: dict[tuple[int, int], Rollout] = {}
@@ -97,7 +100,7 @@ class Generation:
     def _prefill(self, groups: Sequence[Group]) -> None:
         """Fills the cache with the prompts and keeps the state after the last token of each."""
         first_row = len(self._scheduler.running)
-        for chunks in prefill_chunks([group.prompt_len for group in groups], first_row, self._max_prefill_tokens):
+        for chunks in self._chunks([group.prompt_len for group in groups], first_row):
             ids = [groups[chunk.row - first_row].prompt.prompt_ids[chunk.start : chunk.stop] for chunk in chunks]
             tokens_P = torch.tensor([token for part in ids for token in part], device=self._rows.tokens_S.device)
             attention = PrefillAttention(self._cache, chunks)

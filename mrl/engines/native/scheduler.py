@@ -152,16 +152,22 @@ class Scheduler:
         return max(sample.group.prompt_len + step - sample.started for sample in self.running) + 1
 
 
-def prefill_chunks(prompt_lens: Sequence[int], first_row: int, max_tokens: int) -> Iterable[list[Chunk]]:
-    """Cuts prompts into forwards of at most `max_tokens` tokens; prompt i goes to row `first_row + i`.
+def prefill_chunks(
+    prompt_lens: Sequence[int], first_row: int, max_tokens: int, *, cut: bool = True
+) -> Iterable[list[Chunk]]:
+    """Spreads prompts over forwards of at most `max_tokens` tokens; prompt i goes to row `first_row + i`.
 
-    Whole prompts of similar length share a forward; a prompt is cut only where the forward is full.
+    Whole prompts of similar length share a forward; a prompt is cut only where the forward is full, and without `cut`
+    it waits for the next one.
     """
     order = sorted(range(len(prompt_lens)), key=lambda i: prompt_lens[i])
     batch: list[Chunk] = []
     room = max_tokens
     for i in order:
         start = 0
+        if not cut and batch and prompt_lens[i] > room:
+            yield sorted(batch, key=lambda chunk: chunk.extent)
+            batch, room = [], max_tokens
         while start < prompt_lens[i]:
             stop = min(prompt_lens[i], start + room)
             batch.append(Chunk(first_row + i, start, stop))

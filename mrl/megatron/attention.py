@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -59,30 +60,36 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core h
     context: ContextShard | None = None
 
 
-def pack(lens: Sequence[int], device: torch.device, *, te: bool, prefixes: Prefixes | None = None) -> PackedSequences:
-    """Describes sequences that lie one after the other, or that share prefixes.
+def pack_for_te(lens: Sequence[int], device: torch.device) -> PackedSequences:
+    """Sequences that lie one after the other, for TransformerEngine's attention.
 
     Args:
         lens: Tokens of each sequence, each at least 1.
         device: Where the index tensors go.
-        te: For TransformerEngine's attention ("thd"). Otherwise for `CoreAttention`, and rotary angles come with one
-            row for each packed token ("sbhd" with a batch of one).
-        prefixes: Only its distinct tokens are packed; for `CoreAttention`. None: all tokens are.
     """
-    starts = [0]
-    for length in lens:
-        starts.append(starts[-1] + length)
-    cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
-    longest = max(lens)
-    packed = PackedSequences(
-        qkv_format="thd" if te else "sbhd",
+    cu_seqlens = torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)
+    return PackedSequences(
+        qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
+        max_seqlen_q=max(lens),
+        max_seqlen_kv=max(lens),
     )
-    if te:
-        return packed
+
+
+def pack(lens: Sequence[int], prefixes: Prefixes, device: torch.device) -> PackedSequences:
+    """Sequences of which the distinct tokens lie in the order of their numbers, for `CoreAttention`.
+
+    Megatron takes the rotary angles one row for each of these ("sbhd" with a batch of one).
+
+    Args:
+        lens: Tokens of each sequence, each at least 1.
+        prefixes: Which of them are distinct. Their numbers need not follow the order of the sequences, also where no
+            two sequences share a token.
+        device: Where the index tensors go.
+    """
+    starts = [0, *accumulate(lens)]
+    packed = PackedSequences(qkv_format="sbhd", max_seqlen_q=max(lens), max_seqlen_kv=max(lens))
     token_parts, slot_of = [], torch.empty(starts[-1], dtype=torch.int64)
     offset = 0
     for members in _similar(lens):
@@ -97,12 +104,9 @@ def pack(lens: Sequence[int], device: torch.device, *, te: bool, prefixes: Prefi
         token_parts.append(tokens.reshape(-1))
         packed.buckets.append(Bucket(len(members), width))
         offset += len(members) * width
-    slot_to_token = torch.cat(token_parts)
-    if prefixes is not None and prefixes.origin_D.numel() < starts[-1]:
-        packed.shared = True
-        slot_to_token, slot_of = prefixes.distinct_P[slot_to_token], slot_of[prefixes.origin_D]
-    packed.slot_to_token = slot_to_token.to(device)
-    packed.token_to_slot = slot_of.to(device)
+    packed.shared = prefixes.origin_D.numel() < starts[-1]
+    packed.slot_to_token = prefixes.distinct_P[torch.cat(token_parts)].to(device)
+    packed.token_to_slot = slot_of[prefixes.origin_D].to(device)
     return packed
 
 
@@ -198,7 +202,7 @@ class CoreAttention(torch.nn.Module):
             attention_mask: None; the sequences of `packed_seq_params` say what is seen.
             attn_mask_type: Unused, always causal.
             attention_bias: None.
-            packed_seq_params: From `pack(..., te=False)`.
+            packed_seq_params: From `pack`.
 
         Returns:
             [P, 1, N * D].

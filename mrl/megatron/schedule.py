@@ -26,7 +26,7 @@ from mrl.data.packing import pack_microbatches
 from mrl.data.prefixes import Prefixes, each_token, shared_prefixes
 from mrl.distributed.groups import ProcessGroups
 from mrl.functional.logprobs import Distribution
-from mrl.megatron.attention import PackedSequences, pack
+from mrl.megatron.attention import PackedSequences, pack, pack_for_te
 from mrl.megatron.context import context_shard, context_targets, own_rows, own_rows_by_sequence
 from mrl.megatron.model import Targets
 from mrl.megatron.router import routing_of
@@ -221,7 +221,7 @@ class Schedule:
             chosen = part.routed_experts_P if self.replay else None
             chosen = None if chosen is None else chosen[is_input_P]
             routing = routing_of(laid.row_I, laid.count, chosen, self._device, num_experts=self._num_experts)
-        packed = pack(laid.lens, self._device, te=self._te, prefixes=laid.prefixes)
+        packed = pack_for_te(laid.lens, self._device) if self._te else pack(laid.lens, laid.prefixes, self._device)
         scores = None
         if grid.cp > 1:
             owner = torch.empty(laid.count, dtype=torch.int64)

@@ -165,8 +165,17 @@ def scores(policy: Policy, batch: RolloutBatch) -> Tensor:
 
 def full_weights(policy: Policy) -> dict[str, Tensor]:
     """Collective over the job: the model in Hugging Face coordinates; replicas must agree bit for bit."""
+    return _whole(policy, policy.named_tensors())
+
+
+def full_gradients(policy: Policy) -> dict[str, Tensor]:
+    """Collective over the job: what the last backward left, as `full_weights`; not with the distributed optimizer."""
+    parameters = ((index, *item) for index, chunk in enumerate(policy.chunks) for item in chunk.named_parameters())
+    return _whole(policy, {f"chunk{index}.{name}": parameter.main_grad for index, name, parameter in parameters})
+
+
+def _whole(policy: Policy, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     pieces = []
-    tensors = policy.named_tensors()
     for name, stored in policy.layout().items():
         for piece in stored.pieces:
             place = tuple(slice(*bounds) for bounds in piece.dst)

@@ -2,15 +2,23 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from mrl.megatron.attention import MAX_PADDING, SMALL_BUCKET_TOKENS, CoreAttention, pack
+from mrl.data.prefixes import Prefixes, each_token
+from mrl.megatron.attention import MAX_PADDING, SMALL_BUCKET_TOKENS, CoreAttention, pack, pack_for_te
 
 VALUE = 2e-6  # fp32 softmax and sums of at most 2,000 terms of order 1
 GRADIENT = 2e-5  # sums of as many products; keys of long sequences collect the most
 
+CPU = torch.device("cpu")
 SHORT = [5, 9, 3, 7, 1, 9, 16, 2]
 MIXED = [2100, 20, 2000, 1, 900]
 """Several buckets, one of them with padding."""
+
+
+def packed(lens):
+    return pack(lens, each_token(sum(lens)), CPU)
 
 
 def dense(query, key, value, lens):
@@ -35,7 +43,7 @@ def test_values_and_gradients_are_those_of_each_sequence_alone(lens, heads, grou
     inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
     exact = [x.detach().double().requires_grad_() for x in inputs]
     attention = CoreAttention(None, 1, None, "self")
-    plan = pack(lens, torch.device("cpu"), te=False)
+    plan = packed(lens)
     found = attention(*inputs, None, packed_seq_params=plan)
     expected = dense(*exact, lens)
     torch.testing.assert_close(found, expected.float(), rtol=VALUE, atol=VALUE)
@@ -50,7 +58,7 @@ def test_values_and_gradients_are_those_of_each_sequence_alone(lens, heads, grou
     "lens", [SHORT, MIXED, [7] * 40, [4096, 1], list(range(1, 300))], ids=lambda lens: str(len(lens))
 )
 def test_every_token_has_one_slot_and_buckets_hold_little_padding(lens):
-    plan = pack(lens, torch.device("cpu"), te=False)
+    plan = packed(lens)
     assert sum(bucket.size for bucket in plan.buckets) == len(lens)
     assert plan.token_to_slot.unique().numel() == sum(lens)
     assert torch.equal(plan.slot_to_token[plan.token_to_slot], torch.arange(sum(lens)))
@@ -63,12 +71,27 @@ def test_every_token_has_one_slot_and_buckets_hold_little_padding(lens):
     assert start == plan.slot_to_token.numel()
 
 
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.randoms(use_true_random=False))
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_distinct_tokens_may_be_numbered_in_any_order(lens, random):
+    """Rows lie in the order of the numbers; what is attended to is the same."""
+    order = list(range(sum(lens)))
+    random.shuffle(order)
+    number_of, origin = torch.tensor(order), torch.tensor(order).argsort()
+    generator = torch.Generator().manual_seed(sum(lens))
+    inputs = [torch.randn(sum(lens), 1, count, 4, generator=generator) for count in (2, 1, 1)]
+    attention = CoreAttention(None, 1, None, "self")
+    laid = [rows[origin] for rows in inputs]
+    found = attention(*laid, None, packed_seq_params=pack(lens, Prefixes(number_of, origin), CPU))
+    torch.testing.assert_close(found[number_of], dense(*inputs, lens), rtol=VALUE, atol=VALUE)
+
+
 def test_short_sequences_make_one_call():
-    assert len(pack([15] * 100 + [9] * 100, torch.device("cpu"), te=False).buckets) == 1
+    assert len(packed([15] * 100 + [9] * 100).buckets) == 1
 
 
 def test_transformer_engine_gets_plain_packed_sequences():
-    plan = pack(SHORT, torch.device("cpu"), te=True)
+    plan = pack_for_te(SHORT, CPU)
     assert plan.qkv_format == "thd"
     assert plan.cu_seqlens_q.tolist() == [0, 5, 14, 17, 24, 25, 34, 50, 52]
     assert plan.max_seqlen_q == 16
@@ -78,6 +101,4 @@ def test_transformer_engine_gets_plain_packed_sequences():
 def test_a_mask_is_refused():
     x = torch.zeros(3, 1, 2, 4)
     with pytest.raises(ValueError, match="neither a mask nor a bias"):
-        CoreAttention(None, 1, None, "self")(
-            x, x, x, torch.zeros(3, 3), packed_seq_params=pack([3], torch.device("cpu"), te=False)
-        )
+        CoreAttention(None, 1, None, "self")(x, x, x, torch.zeros(3, 3), packed_seq_params=packed([3]))

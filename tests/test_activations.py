@@ -63,7 +63,7 @@ def saved_bytes(arch, grid, options) -> int:
         counted[0] = sum(storage.nbytes() for storage in kept.values())  # the backward recomputes behind this
         return value
 
-    microbatches = policy._schedule.microbatches(batch())
+    microbatches = policy._schedule.microbatches(batch(), policy._sampled)
     for micro in microbatches:
         for tensor in (micro.tokens, micro.positions, micro.packed.slot_to_token, micro.packed.token_to_slot):
             keep(tensor)

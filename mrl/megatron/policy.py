@@ -46,7 +46,7 @@ class Policy:
         """Collective over the job: builds the model; parameters are NaN until someone fills `named_tensors`.
 
         Args:
-            config: Sections model, parallel, actor and rollout (the sampling distribution is what is scored).
+            config: Sections model, parallel, actor and rollout (samples are scored under what they were drawn from).
             arch: The model.
             groups: From `parallel.initialize`.
             device: Of the model.
@@ -71,13 +71,14 @@ class Policy:
             self._wrapped,
             groups,
             device,
-            _distribution(config),
             max_tokens=config.actor.max_tokens_per_microbatch,
             te=self._te,
             num_experts=arch.moe.num_experts if arch.moe else 0,
             even=groups.grid.ep > 1 and config.actor.moe_token_dispatcher_type == "allgather",
             replay=config.actor.router_replay == "rollout",
         )
+        self._sampled = _sampled_distribution(config)
+        self._whole = Distribution(1.0, None, config.actor.logprob_chunk_tokens)
         actor = config.actor
         offloaded = zip(PARTS, (actor.param_offload, actor.grad_offload, actor.optimizer_offload), strict=True)
         self._offload = Offload([part for part, leaves in offloaded if leaves], device)
@@ -174,7 +175,7 @@ class Policy:
     # scoring and training
 
     def score(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-        """Collective over the job: log-probability and entropy at every response token, no gradient.
+        """Collective over the job: log-probability and entropy at every response token as sampled, no gradient.
 
         Args:
             batch: This data-parallel index's sequences, the same on its tp and pp ranks; maybe none.
@@ -183,7 +184,7 @@ class Policy:
             logprobs_R and entropy_R, fp32 on the CPU, in the batch's order, the same on all those ranks.
         """
         self.bring("weights")
-        microbatches = self._schedule.microbatches(batch)
+        microbatches = self._schedule.microbatches(batch, self._sampled)
         with torch.no_grad():
             reports = self._schedule.run(microbatches, _no_loss, backward=False)
         scored = torch.zeros(2, batch.response_mask_R.numel())
@@ -216,7 +217,8 @@ class Policy:
 
         Args:
             minibatch: This data-parallel index's part, `weights_R` set; maybe none.
-            algorithm: Its `loss` is minimised.
+            algorithm: Its `loss` is minimised. A supervised one sees the model's own distribution: temperature 1, the
+                whole vocabulary; any other that of `rollout`, from which was sampled.
             on_policy: The weights are still those that sampled: also report how engine and actor differ.
 
         Returns:
@@ -238,7 +240,8 @@ class Policy:
         for wrapped in self._wrapped:
             wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
-        microbatches = self._schedule.microbatches(minibatch)
+        distribution = self._whole if algorithm.supervised else self._sampled
+        microbatches = self._schedule.microbatches(minibatch, distribution)
         if self._balance is not None:
             self._balance.start([micro.packed.routing for micro in microbatches], self._groups.dp_cp)
         reports = self._schedule.run(microbatches, algorithm.loss, backward=True)
@@ -304,7 +307,7 @@ class Policy:
             dist.broadcast(tensor, src=self._last_stage_rank, group=self._groups.pp)
 
 
-def _distribution(config: Config) -> Distribution:
+def _sampled_distribution(config: Config) -> Distribution:
     """The sampling contract: the trainer scores what the engine sampled from."""
     rollout = config.rollout
 

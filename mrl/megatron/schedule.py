@@ -85,7 +85,6 @@ class Schedule:
         chunks: Sequence[torch.nn.Module],
         groups: ProcessGroups,
         device: torch.device,
-        distribution: Distribution,
         *,
         max_tokens: int,
         te: bool,
@@ -99,7 +98,6 @@ class Schedule:
             chunks: Of this rank, by virtual stage.
             groups: Who sits where.
             device: Of the chunks.
-            distribution: What is scored.
             max_tokens: Budget of a microbatch.
             te: Whether attention is TransformerEngine's.
             num_experts: Experts of a layer; 0: the model is dense.
@@ -107,11 +105,16 @@ class Schedule:
             replay: Route the tokens of batches that have `routed_experts_P` as it says; may be changed between batches.
         """
         self._chunks, self._groups, self._device = list(chunks), groups, device
-        self._distribution, self._max_tokens, self._te = distribution, max_tokens, te
+        self._max_tokens, self._te = max_tokens, te
         self._num_experts, self._even, self.replay = num_experts, even, replay
 
-    def microbatches(self, batch: RolloutBatch) -> list[Microbatch]:
-        """Collective over data-parallel: the batch, packed; every rank gets the same number of microbatches."""
+    def microbatches(self, batch: RolloutBatch, distribution: Distribution) -> list[Microbatch]:
+        """Collective over data-parallel: the batch, packed; every rank gets the same number of microbatches.
+
+        Args:
+            batch: This data-parallel index's sequences, maybe none.
+            distribution: What is scored.
+        """
         grid = self._groups.grid
         multiple = grid.pp if grid.vpp > 1 else 1  # what the interleaved schedule asks for
         families = self._families(batch)
@@ -124,12 +127,14 @@ class Schedule:
                 break
             packed = pack_microbatches(lens, self._max_tokens, at_least=int(extremes[0]), multiple_of=multiple)
         rows = [[row for item in items for row in families[item][0]] for items in packed]
-        made = [self._microbatch(batch, each) for each in rows]
+        made = [self._microbatch(batch, each, distribution) for each in rows]
         if not self._even:
             return made
         longest = torch.tensor([micro.tokens.size(1) for micro in made])
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self._groups.dp)
-        return [self._microbatch(batch, *each) for each in zip(rows, longest.tolist(), strict=True)]
+        return [
+            self._microbatch(batch, each, distribution, most) for each, most in zip(rows, longest.tolist(), strict=True)
+        ]
 
     def run(self, microbatches: list[Microbatch], loss: Loss, *, backward: bool) -> list[dict[str, Tensor]]:
         """Collective over the actor's replica: forward, and backward where asked for.
@@ -193,7 +198,9 @@ class Schedule:
                 families.append(([row], prompt_len + response_len - 1))
         return families
 
-    def _microbatch(self, batch: RolloutBatch, rows: list[int], at_least: int = 0) -> Microbatch:
+    def _microbatch(
+        self, batch: RolloutBatch, rows: list[int], distribution: Distribution, at_least: int = 0
+    ) -> Microbatch:
         part = batch.select(rows)
         is_input_P = torch.ones_like(part.tokens_P, dtype=torch.bool)
         is_input_P[part.seq_lens_B.cumsum(0) - 1] = False
@@ -244,7 +251,7 @@ class Schedule:
             tokens[None].to(self._device),
             positions[None].to(self._device),
             packed,
-            Targets(rows_R.to(self._device), targets_R.to(self._device), self._distribution, scores),
+            Targets(rows_R.to(self._device), targets_R.to(self._device), distribution, scores),
         )
 
     def _own_rows(self, laid: _Laid, rank: int) -> Tensor:

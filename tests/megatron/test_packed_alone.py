@@ -104,7 +104,7 @@ def measured(grid, arch, examples):
         else:
             policy._schedule._max_tokens = budget
             scored, parts = scores(policy, batch), [own_part(batch, policy)]
-        microbatches = [micro for part in parts for micro in policy._schedule.microbatches(part)]
+        microbatches = [micro for part in parts for micro in policy._schedule.microbatches(part, policy._sampled)]
         found.append((scored, gradients(policy, microbatches)))
     return found
 

@@ -89,9 +89,9 @@ def test_a_data_parallel_rank_without_sequences_takes_part():
             assert math.isclose(metrics[key], value, rel_tol=RELATIVE, abs_tol=ABSOLUTE), key
 
 
-def sft_step(grid):
+def sft_step(grid, rollout=None):
     """Gradient norm of a supervised step and the weights it started from."""
-    policy = make_policy(ARCHS["qwen2"], grid, actor={"clip_grad": 0.0})
+    policy = make_policy(ARCHS["qwen2"], grid, actor={"clip_grad": 0.0}, rollout=rollout)
     weights = full_weights(policy)
     policy.start_optimizer(CONSTANT)
     sft = build(AlgorithmConfig(name="sft"), RolloutConfig())
@@ -136,6 +136,14 @@ def test_loss_and_gradient_norm_are_those_of_transformers(layout, by_transformer
     """Each parameter counts once: neither replicas over ranks nor the tied output layer of the last stage."""
     loss, norm = by_transformers
     for metrics, _ in run_ranks(LAYOUTS[layout].world_size, sft_step, LAYOUTS[layout]):
+        assert math.isclose(metrics["actor/nll"], loss, rel_tol=RELATIVE)
+        assert math.isclose(metrics["actor/grad_norm"], norm, rel_tol=RELATIVE)
+
+
+@pytest.mark.parametrize("rollout", [{"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.3}], ids=str)
+def test_a_supervised_loss_is_that_of_the_whole_distribution_whatever_is_sampled_from(rollout, by_transformers):
+    loss, norm = by_transformers
+    for metrics, _ in run_ranks(2, sft_step, LAYOUTS["tp2"], rollout):
         assert math.isclose(metrics["actor/nll"], loss, rel_tol=RELATIVE)
         assert math.isclose(metrics["actor/grad_norm"], norm, rel_tol=RELATIVE)
 

@@ -18,7 +18,7 @@ def cut(grid, shares):
     part = batch.select(shares[policy._groups.coords.dp])
     return [
         (micro.rows, micro.tokens[0], micro.positions[0], micro.targets.rows_R, micro.targets.tokens_R)
-        for micro in policy._schedule.microbatches(part)
+        for micro in policy._schedule.microbatches(part, policy._whole)
     ]
 
 
@@ -82,7 +82,7 @@ def test_sequence_parallel_ranks_can_share_the_packed_length():
 
 def reported(grid):
     policy = make_policy(ARCHS["qwen2"], grid)
-    micros = policy._schedule.microbatches(make_batch(10))
+    micros = policy._schedule.microbatches(make_batch(10), policy._whole)
     with torch.no_grad():
         reports = policy._schedule.run(
             micros, lambda logprobs, entropy, micro: (logprobs.sum(), {"rows": micro.rewards_B}), backward=False

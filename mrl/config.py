@@ -182,7 +182,7 @@ class ReferenceConfig:
     """The frozen policy of the KL term; it costs nothing while `algorithm.kl_in` is "none"."""
 
     path: Optional[str] = None
-    """Hugging Face folder; null: the actor's weights when reinforcement learning starts."""
+    """Hugging Face folder; null: the actor's weights when the KL starts, at first or in a resume that turns it on."""
     update_interval: int = 0
     """Steps between copies of the actor into the reference; 0: never."""
 

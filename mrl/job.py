@@ -6,7 +6,6 @@ Owns what the phases of the loop act on, and what a commit point holds. `opening
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +37,7 @@ from mrl.observe.run_log import RunLog
 from mrl.observe.timers import Timers
 from mrl.prepare import Plan
 from mrl.progress import Progress, Standing, resumed
+from mrl.reference import Reference
 from mrl.refit import Refit, gather_layouts
 from mrl.registry import find
 from mrl.rewards.scorer import Scorer, part_names
@@ -94,8 +94,13 @@ class Job:
         self.progress = Progress(self.timers, self._loop_state, self._commit)
         self.engine.told_to_stop = self.progress.told_to_stop
         self.policy_version = 0
-        self.reference_path: str | None = None
-        """Hugging Face folder that holds the reference."""
+        self.reference = Reference(
+            config.reference,
+            plan.run.checkpoints,
+            needed=plan.algorithm.needs_reference,
+            load=self._load_reference,
+            export=self.export,
+        )
         self._seq_lens: list[int] = []
         self._num_response_tokens = 0
 
@@ -206,35 +211,9 @@ class Job:
                 random_init(self.arch, layout, tensors, self.config.run.seed)
         self.policy.weights_changed()
 
-    def freeze_reference(self, step: int) -> None:
-        """Collective over the job: the reference becomes the actor as it is now, or at the start `reference.path`.
-
-        The actor as it is now is also written beside the checkpoints, so that a resumed run has the same reference.
-        """
-        if not self.algorithm.needs_reference:
-            return
-        self.reference_path = self.config.reference.path if step == 0 else None
-        if self.reference_path is None:
-            folder = self.run.checkpoints / f"reference-{step:08d}"
-            with together():
-                if self.groups.rank == 0:
-                    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before its next commit
-            self.export(folder)
-            self.reference_path = str(folder)
-        self.load_reference()
-
-    def load_reference(self) -> None:
-        """Collective over the job: fills the reference from `reference_path`."""
-        if self.reference_path is None:
-            raise RuntimeError("there is no reference yet: freeze_reference comes first")
+    def _load_reference(self, path: str) -> None:
         with together():
-            load_from_hf(self.reference_path, self.arch, self.policy.layout(), self.policy.reference_tensors())
-
-    def update_reference(self, step: int) -> None:
-        """Copies the actor into the reference where `reference.update_interval` says so."""
-        interval = self.config.reference.update_interval
-        if interval and step % interval == 0:
-            self.freeze_reference(step)
+            load_from_hf(path, self.arch, self.policy.layout(), self.policy.reference_tensors())
 
     def trained_tokens(self, prompt_lens_N: Tensor, response_lens_N: Tensor) -> None:
         """Notes the sequences of a step, over all ranks, for `rates`."""
@@ -290,7 +269,7 @@ class Job:
             "policy_version": self.policy_version,
             "source": self.source.state_dict(),
             "history": self.history.state_dict(),
-            "reference": self.reference_path,
+            "reference": self.reference.path,
         }
 
     def _commit(self, standing: Standing) -> None:
@@ -315,9 +294,7 @@ class Job:
             used = {read_object(self.checkpoints.path(step), STATE)["reference"] for step in self.checkpoints.steps()}
         except (UserError, KeyError):
             return  # a commit that was changed since: what it needs is not known
-        for folder in self.run.checkpoints.glob("reference-*"):
-            if str(folder) not in used:
-                self.checkpoints.discard(folder)
+        self.reference.drop_unused(used, self.checkpoints.discard)
 
     def resume(self) -> int | None:
         """Collective over the job: takes up the run's last commit, else the initial weights.
@@ -342,10 +319,10 @@ class Job:
         with together():
             self.source.load_state_dict(state["source"])
         self.history.load_state_dict(state["history"])
-        self.reference_path = state["reference"]
-        if self.algorithm.needs_reference:
-            self.load_reference()
         self.log.note(f"resumed from {path}")
+        changed = self.reference.resume(state["step"], state["reference"])
+        if changed:
+            self.log.note(changed)
         return int(state["step"]) - (state["unlogged"] is not None)
 
     def load_for_evaluation(self, which: str | None) -> str:

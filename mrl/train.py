@@ -50,7 +50,7 @@ def train(config: Config, stop: Stop | None = None) -> None:
             done = 0
             warm_start(job)
             with job.progress.step(done):
-                job.freeze_reference(done)
+                job.reference.start(done)
                 held_out_metrics = evaluate_if_due(job, done)
             job.commit(done, held_out_metrics)
         if job.is_last(done):
@@ -102,7 +102,7 @@ def reinforcement_step(job: Job, step: int) -> Metrics:
     with job.timers.phase("update_actor"):
         metrics |= update(job, data)
 
-    job.update_reference(step)
+    job.reference.update(step)
     job.trained_tokens(table["prompt_len"], table["response_len"])
     metrics |= metrics_of_sampling | measure.outcome_metrics(
         table, rewards_N=facts.rewards_N, advantages_N=advantages_N

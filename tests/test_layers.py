@@ -22,7 +22,7 @@ LAYERS = (
     ("prepare", "world_size"),
     ("preflight",),
     ("preflight_experts", "preflight_engine", "preflight_idle", "steps"),
-    ("refit", "canary", "export", "rollout", "checkpoint", "supervised", "progress", "convert", "verify"),
+    ("reference", "refit", "canary", "export", "rollout", "checkpoint", "supervised", "progress", "convert", "verify"),
     ("activations",),
     ("megatron", "engines", "observe"),
     ("formats",),

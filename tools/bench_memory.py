@@ -117,7 +117,7 @@ def run_rank(layout: str, folder: Path) -> None:
     with open_job(plan, log=False) as job:
         job.resume()
         with job.timers.step(0):
-            job.freeze_reference(0)
+            job.reference.start(0)
         for step in (1, 2):
             with job.timers.step(step):
                 reinforcement_step(job, step)

@@ -27,7 +27,7 @@ STAGE_OF_PHASE = {
 STAGE_OF_FUNCTION = {
     ("job.py", "__init__"): "build",
     ("job.py", "load_initial_weights"): "build",
-    ("job.py", "freeze_reference"): "build",
+    ("reference.py", "start"): "build",
     ("job.py", "refit_if_stale"): "refit",
     ("rollout.py", "generate"): "rollout",
     ("scorer.py", "score"): "reward",

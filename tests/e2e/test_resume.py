@@ -1,5 +1,6 @@
 """kill -9 at any moment, the same command again: the numbers of a run that was never interrupted."""
 
+import json
 import os
 import random
 import signal
@@ -50,3 +51,30 @@ def test_a_run_resumes_at_another_layout_with_the_same_prompts(uninterrupted, tm
     last, expected = found[-1], uninterrupted[-1]
     assert last["step"] == expected["step"] == 8
     assert last["prompt_length/mean"] == expected["prompt_length/mean"]
+
+
+KL_IN_LOSS = ["algorithm.kl_in=loss", "algorithm.kl_coef=0.05"]
+CHANGES = [
+    ["algorithm.kl_in=none", "algorithm.kl_coef=0.001"],
+    KL_IN_LOSS,
+    [*KL_IN_LOSS, "reference.update_interval=1"],
+    [*KL_IN_LOSS, "algorithm.proximal=recompute", "reference.path={folder}/run/checkpoints/step-00000001/hf"],
+    ["algorithm.kl_in=none", "algorithm.kl_coef=0.001", "algorithm.dynamic_sampling=true"],
+    [*KL_IN_LOSS, "train.minibatch_size=8"],
+]
+"""Settings of each start of one run; each does one step more."""
+
+
+def test_a_resume_may_change_how_the_run_goes_on(tmp_path):
+    """The KL is measured from the step that turns it on, and from the named folder where one is named."""
+    for number, settings in enumerate(CHANGES, 1):
+        given = [text.format(folder=tmp_path) for text in settings]
+        fixed = [f"train.num_steps={number}", "checkpoint.export_hf=true", "checkpoint.keep_last=9"]
+        rows = runs.train_in_pool(tmp_path, ["train.minibatch_size=8", *fixed, *given], 1)
+    kl = [row.get("actor/kl_loss") for row in rows if "actor/pg_loss" in row]
+    assert [value is None for value in kl] == [True, False, False, False, True, False]
+    assert kl[1] == pytest.approx(0, abs=1e-9)  # one minibatch: the actor is still its reference
+    assert min(kl[2], kl[3], kl[5]) > 1e-6
+    named = str(tmp_path / "run/checkpoints/step-00000001/hf")
+    states = [json.loads((tmp_path / f"run/checkpoints/step-0000000{step}/state.json").read_text()) for step in (3, 4)]
+    assert [state["reference"] == named for state in states] == [False, True]

@@ -1,0 +1,96 @@
+"""The reference of the KL: which weights it has, from when on, and where they are kept so that a resume finds them.
+
+Owns the choice and the folders `checkpoints/reference-<step>`. The weights themselves are a second set in the actor's
+modules (`megatron/policy.py`).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import torch.distributed as dist
+
+from mrl.config import ReferenceConfig
+from mrl.distributed.collectives import together
+
+
+class Reference:
+    """Of one run; every rank holds one and calls each method together.
+
+    Attributes:
+        path: Hugging Face folder that holds it; None before there is one.
+    """
+
+    def __init__(
+        self,
+        config: ReferenceConfig,
+        folder: Path,
+        *,
+        needed: bool,
+        load: Callable[[str], None],
+        export: Callable[[Path], None],
+    ) -> None:
+        """No reference yet.
+
+        Args:
+            config: Where it comes from.
+            folder: The run's checkpoints.
+            needed: Whether the algorithm asks for one; otherwise nothing is loaded or written.
+            load: Collective over the job: fills the reference's tensors from a Hugging Face folder.
+            export: Collective over the job: writes the actor as such a folder.
+        """
+        self.path: str | None = None
+        self._config, self._folder, self._needed, self._load, self._export = config, folder, needed, load, export
+
+    def start(self, step: int) -> None:
+        """Collective over the job: the first one is `reference.path`, else the actor as it is after `step`."""
+        if not self._needed:
+            return
+        if self._config.path is None:
+            self._freeze(step)
+        else:
+            self.path = self._config.path
+            self._load(self.path)
+
+    def update(self, step: int) -> None:
+        """Collective over the job: becomes the actor of now where `reference.update_interval` says so."""
+        interval = self._config.update_interval
+        if self._needed and interval and step % interval == 0:
+            self._freeze(step)
+
+    def resume(self, step: int, path: str | None) -> str:
+        """Collective over the job: the one of a commit; a new one where that had none or the config names another.
+
+        Args:
+            step: Of the commit.
+            path: As the commit has it.
+
+        Returns:
+            What changed, in words; "" where nothing did.
+        """
+        self.path = path
+        named = self._config.path
+        if not self._needed:
+            return ""
+        if path is None or (named not in (None, path) and not self._config.update_interval):
+            self.start(step)
+            return f"the reference of the KL from here on is '{self.path}'"
+        self._load(path)
+        return ""
+
+    def drop_unused(self, used: Collection[str | None], discard: Callable[[Path], None]) -> None:
+        """Gives the folders that are not `used` by any commit to `discard`; for one rank."""
+        for folder in self._folder.glob("reference-*"):
+            if str(folder) not in used:
+                discard(folder)
+
+    def _freeze(self, step: int) -> None:
+        folder = self._folder / f"reference-{step:08d}"
+        with together():
+            if dist.get_rank() == 0:
+                shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before its next commit
+        self._export(folder)
+        self.path = str(folder)
+        self._load(self.path)

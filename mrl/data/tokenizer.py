@@ -128,6 +128,7 @@ class CharTokenizer(Tokenizer):
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": end,
             "pad_token": end,
+            "unk_token": end,  # the class that transformers prefers for qwen2 would add one beyond the model's ids
             "clean_up_tokenization_spaces": False,
         }
         (target / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

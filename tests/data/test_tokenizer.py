@@ -50,6 +50,16 @@ def test_an_exported_character_tokenizer_gives_the_same_ids(tmp_path, characters
         again.encode("Ω")
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mixtral", "phi3"])
+def test_an_exported_character_tokenizer_gives_the_same_ids_beside_any_model(tmp_path, family):
+    """transformers chooses the tokenizer's class by the model's type too."""
+    tokenizer = load("char:0123456789<>+-?_#")
+    tokenizer.save(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "vocab_size": tokenizer.vocab_size}))
+    again = load(tmp_path, vocab_size=tokenizer.vocab_size)
+    assert again.encode("<12+7>_#") == tokenizer.encode("<12+7>_#")
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_folder_agrees_with_transformers(folder, text):
     tokenizer = load(folder)

@@ -66,17 +66,29 @@ class Found:
 class Checkpoints:
     """The commits of one run; every rank holds one and calls each method together.
 
+    Attributes:
+        tell: Hears on rank 0 what could not be removed.
+
     Args:
         folder: `checkpoints/` of the run folder.
         config: What stays.
-        tell: Hears on rank 0 what could not be removed.
+        tell: See above.
+        check: Called on rank 0 before a commit is begun, and before it is put in its place: raises where another job
+            has taken the run folder.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig, tell: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        tell: Callable[[str], None] = lambda text: None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self.folder = folder
         self.config = config
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._tell = tell
+        self.tell = tell
+        self._check = check
         self._told: set[Path] = set()
 
     def steps(self) -> list[int]:
@@ -105,6 +117,7 @@ class Checkpoints:
         try:
             with self._saving():
                 if self.rank == 0:
+                    self._check()
                     temporary.mkdir()
             with self._saving():
                 write(temporary)
@@ -212,6 +225,7 @@ class Checkpoints:
         write_file(temporary / RECORD, commit.encode())
         for folder in {temporary, *(path for path in temporary.rglob("*") if path.is_dir())}:
             sync_folder(folder)
+        self._check()
         if final.exists():
             final.rename(self.folder / _aside("replaced", commit.step))
         temporary.rename(final)
@@ -258,7 +272,7 @@ class Checkpoints:
             yield
         except OSError as error:
             if path not in self._told:
-                self._tell(f"'{path}' cannot be removed ({error.strerror}): it stays, and takes space")
+                self.tell(f"'{path}' cannot be removed ({error.strerror}): it stays, and takes space")
             self._told.add(path)
 
     def _from_first_rank(self, value: Any) -> Any:

@@ -57,7 +57,13 @@ class Job:
     """
 
     def __init__(
-        self, plan: Plan, groups: ProcessGroups, device: torch.device, log: RunLog, found: Found | None = None
+        self,
+        plan: Plan,
+        groups: ProcessGroups,
+        device: torch.device,
+        log: RunLog,
+        checkpoints: Checkpoints,
+        found: Found | None,
     ) -> None:
         config, rollout = plan.config, plan.config.rollout
         self.config, self.arch, self.tokenizer, self.algorithm = config, plan.arch, plan.tokenizer, plan.algorithm
@@ -89,7 +95,7 @@ class Job:
             self.routing = (plan.arch.num_layers, plan.arch.moe.top_k)
         self.reward_names = part_names(config.reward)
         self.history = LengthHistory(rollout.response_length)
-        self.checkpoints = Checkpoints(plan.run.checkpoints, config.checkpoint, log.note)
+        self.checkpoints = checkpoints
         self.timers = Timers(device, log.phase)
         self.progress = Progress(self.timers, self._loop_state, self._commit)
         self.engine.told_to_stop = self.progress.told_to_stop

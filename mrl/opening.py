@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
+
+import torch
 
 from mrl.checkpoint import Checkpoints, Found
-from mrl.distributed import launch
+from mrl.distributed import last_words, launch
 from mrl.distributed.collectives import together
-from mrl.distributed.watchdog import MARGIN_S, Watchdog
+from mrl.distributed.watchdog import ENDED, MARGIN_S, Watchdog
 from mrl.errors import UserError
 from mrl.job import Job
 from mrl.megatron import parallel
+from mrl.observe.owner import LONGEST_SILENCE_S, take, this_process
 from mrl.observe.run_dir import RunDir
 from mrl.observe.run_log import RunLog
 from mrl.prepare import Plan, check_resume
@@ -45,14 +49,9 @@ def open_job(plan: Plan, *, log: bool = True) -> Iterator[Job]:
         failed = True
         try:
             groups = parallel.initialize(plan.grid, seed=run.seed, timeout_s=timeout_s)
-            found, notes = _take_up(plan, groups.rank, launch.device_name(device)) if log else (None, [])
-            with RunLog(
-                plan.config, plan.run, found.step if found else None, rank=groups.rank if log else -1
-            ) as run_log:
-                job = Job(plan, groups, device, run_log, found)
+            with _run_folder(plan, groups.rank, device, watchdog, log=log) as (checkpoints, found, run_log):
+                job = Job(plan, groups, device, run_log, checkpoints, found)
                 watchdog.where = lambda: job.timers.where
-                for note in notes:
-                    run_log.note(note)
                 try:
                     yield job
                 except BaseException as error:
@@ -71,19 +70,49 @@ def open_job(plan: Plan, *, log: bool = True) -> Iterator[Job]:
             launch.stop(in_order=not failed)
 
 
-def _take_up(plan: Plan, rank: int, device_name: str) -> tuple[Found | None, list[str]]:
-    """Collective over the job: the commit to go on from, and what is to be told; rank 0 records the start."""
-    found = Checkpoints(plan.run.checkpoints, plan.config.checkpoint).newest(mends=True)
-    step = found.step if found else None
-    notes = [*found.notes] if found else []
+@contextmanager
+def _run_folder(
+    plan: Plan, rank: int, device: torch.device, watchdog: Watchdog, *, log: bool
+) -> Iterator[tuple[Checkpoints, Found | None, RunLog]]:
+    """Collective over the job: inside, the run folder is this job's alone; what it goes on from was read.
+
+    Where it is only read (`log` is False) nobody has to own it.
+    """
+    config, run, size = plan.config, plan.run, plan.grid.world_size
+    if not log:
+        with RunLog(config, run, None, rank=-1) as silent:
+            yield Checkpoints(run.checkpoints, config.checkpoint), None, silent
+        return
     with together():
-        check_resume(plan.config, plan.run, step)
         if rank == 0:
-            size = plan.grid.world_size
-            changes = plan.run.start(plan.config, resume_step=step, world_size=size, device_name=device_name)
-            if changes:
-                notes += ["settings changed since the last start:", *(f"  {change}" for change in changes)]
-    return found, notes
+            run.make()
+    silent_s = min(config.run.heartbeat_timeout_s, LONGEST_SILENCE_S)
+    with take(run.root, this_process(size, silent_s), rank) as owner:
+        owner.keep(silent_s, lambda why: _lose(why, watchdog, run))
+        notes = [*owner.notes]
+        checkpoints = Checkpoints(run.checkpoints, config.checkpoint, notes.append, owner.check)
+        found = checkpoints.newest(mends=True)
+        step = found.step if found else None
+        notes += found.notes if found else []
+        with together():
+            check_resume(config, run, step)
+            if rank == 0:
+                name = launch.device_name(device)
+                changes = run.start(config, resume_step=step, world_size=size, device_name=name)
+                if changes:
+                    notes += ["settings changed since the last start:", *(f"  {change}" for change in changes)]
+        with RunLog(config, run, step, rank=rank) as run_log:
+            checkpoints.tell = run_log.note
+            for note in notes:
+                run_log.note(note)
+            yield checkpoints, found, run_log
+
+
+def _lose(why: str, watchdog: Watchdog, run: RunDir) -> NoReturn:
+    """Ends the job wherever its main thread is: another one writes into its folder."""
+    watchdog.tell(RuntimeError(why))
+    last_words.say(why, lambda: _kept(run))
+    last_words.leave(ENDED)
 
 
 def _kept(run: RunDir) -> str:

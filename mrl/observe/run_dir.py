@@ -92,7 +92,7 @@ class RunDir:
         return committed_steps(self.checkpoints)
 
     def start(self, config: Config, *, resume_step: int | None, world_size: int, device_name: str) -> list[str]:
-        """Makes the folder, or takes it up again, and records this start. Rank 0 calls it, before anything is written.
+        """Records this start in the folder, which is made or taken up again. Rank 0 of its owner calls it.
 
         Args:
             config: Resolved; becomes config.yaml.
@@ -106,7 +106,7 @@ class RunDir:
         Raises:
             UserError: The path is a file or not writable, or the folder that is resumed belongs to another run.
         """
-        self._make()
+        self.make()
         changes = self._changes(config) if resume_step is not None else []
         starts = read_facts(self).get("starts", []) if resume_step is not None else []
         now = {
@@ -139,7 +139,12 @@ class RunDir:
         if not os.access(there, os.W_OK | os.X_OK):
             raise UserError(f"{key}, but '{there}' may not be written. Choose another folder, or change its owner.")
 
-    def _make(self) -> None:
+    def make(self) -> None:
+        """Makes the folder where it is not there, and tries to write into it.
+
+        Raises:
+            UserError: It cannot be made or written.
+        """
         self.check_writable()
         key = f"run.output_dir is '{self.root}'"
         try:

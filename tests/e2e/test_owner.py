@@ -1,0 +1,44 @@
+"""Two starts on one folder: one runs, the other says who does; after kill -9 of the first the next one goes on."""
+
+import contextlib
+import io
+import os
+import signal
+
+from tests.e2e import runs
+from tests.e2e.told import OWN, TELL, reset
+from tests.ranks import run_ranks
+
+STEPS = [*OWN, "train.num_steps=4", "checkpoint.interval=1"]
+
+
+def start(folder, ports):
+    """On a rank: the status of a start, and what it said."""
+    said = io.StringIO()
+    reset("")
+    with contextlib.redirect_stderr(said):
+        status = runs._main(runs.arguments(folder, STEPS), ports)
+    return status, "".join(said.getvalue().partition("mrl: ")[1:])  # without warnings of the first import
+
+
+def two_ranks(folder):
+    return run_ranks(2, start, str(folder), [runs.free_port(), runs.free_port()])
+
+
+def test_a_second_start_says_who_has_the_folder_and_follows_when_that_one_is_killed(tmp_path, monkeypatch):
+    folder = tmp_path
+    monkeypatch.setenv(TELL, "0 loss 5 SIGSTOP")  # in its third step, of which nothing is kept
+    first = runs.start(folder, STEPS)
+    os.waitpid(first.pid, os.WUNTRACED)
+    before = {path.name: path.stat().st_mtime_ns for path in (folder / "run").iterdir() if path.is_file()}
+    (status, said), (other, silent) = two_ranks(folder)
+    assert (status, other, silent) == (2, 2, "")
+    assert f"'{folder}/run' is in use: process {first.pid} on host" in said and said.count("mrl: error") == 1
+    assert before == {path.name: path.stat().st_mtime_ns for path in (folder / "run").iterdir() if path.is_file()}
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    assert two_ranks(folder)[0] == (0, "")
+    rows = [(row["phase"], row["step"]) for row in runs.metrics(folder)]
+    assert rows == [("warm_start", step) for step in range(1, 5)] + [("train", step) for step in range(5)]
+    notes = (folder / "run" / "notes.jsonl").read_text()
+    assert f"took the run folder over from process {first.pid} on host" in notes and "which has ended" in notes

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mrl.distributed.checkpoint_metadata import METADATA, read_metadata
 from mrl.errors import UserError
-from mrl.megatron.optimizer_state import adapt, repair
+from mrl.megatron.optimizer_state import take_up, to_load, to_save
 from mrl.megatron.policy import Policy
 from mrl.models.hf_config import family_of
 from mrl.weights.dist_checkpoint import EXTRA_STATE
@@ -59,7 +59,11 @@ def save(folder: Path, policy: Policy) -> None:
     metadata = _metadata()
     group = metadata.pop("dp_cp_group")
     strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group)
-    dist_checkpointing.save(_state(policy, is_loading=False), str(folder), strategy, content_metadata=metadata)
+    state = _model_state(policy)
+    if policy.optimizer is not None:
+        state["optimizer"] = to_save(policy.optimizer, state, _metadata())
+        state["num_updates"] = policy.num_updates
+    dist_checkpointing.save(state, str(folder), strategy, content_metadata=metadata)
     if dist.get_rank() == 0:
         arch = policy.chunks[0].arch
         config = family_of(arch).arch_to_hf(arch)
@@ -72,9 +76,11 @@ def load(folder: Path, policy: Policy) -> None:
     Raises:
         UserError: The folder is no such checkpoint, or holds another model, or something that is not data.
     """
-    refuse_code(folder / METADATA)
+    saved = refuse_code(folder / METADATA)
     policy.bring("weights", "optimizer")
-    state = _state(policy, is_loading=True)
+    state = _model_state(policy)
+    if policy.optimizer is not None:
+        state["moments"] = to_load(policy.optimizer, state, _metadata(), saved)
     group = _metadata()["dp_cp_group"]
     try:
         strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), group)
@@ -90,8 +96,8 @@ def load(folder: Path, policy: Policy) -> None:
         if wrong:
             raise RuntimeError(f"checkpoint '{folder}': Megatron loaded all but {', '.join(wrong)}")
     if policy.optimizer is not None:
-        policy.optimizer.load_state_dict(adapt(loaded["optimizer"], policy.optimizer))
         policy.num_updates = int(loaded["num_updates"])
+        take_up(policy.optimizer, loaded["moments"], policy.num_updates)
 
 
 def _reason(error: BaseException) -> str:
@@ -101,18 +107,20 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def refuse_code(file: Path) -> None:
-    """Reads the metadata, and refuses what torch would unpickle as any object while it loads.
+def refuse_code(file: Path) -> list[str]:
+    """Names of the checkpoint's tensors, from its metadata; refuses what torch would unpickle as any object.
 
     Raises:
         UserError: The file is missing or unreadable, asks for code, or has a pickled object in place of a tensor.
     """
-    for key, stored in read_metadata(file).state_dict_metadata.items():
+    found = read_metadata(file).state_dict_metadata
+    for key, stored in found.items():
         if not isinstance(stored, TensorStorageMetadata) and EXTRA_STATE not in key:
             raise UserError(
                 f"'{file}': '{key}' is a pickled object ({type(stored).__name__}), which is not data. It was not "
                 "written by mrl, and is not loaded."
             )
+    return list(found)
 
 
 def _metadata() -> dict[str, Any]:
@@ -124,9 +132,9 @@ def _metadata() -> dict[str, Any]:
     }
 
 
-def _state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
+def _model_state(policy: Policy) -> dict[str, Any]:
     metadata = _metadata()
-    state: dict[str, Any] = {
+    return {
         _chunk_key(policy, index): {
             name: value
             for name, value in chunk.sharded_state_dict(metadata=metadata).items()
@@ -134,12 +142,6 @@ def _state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
         }
         for index, chunk in enumerate(policy.chunks)
     }
-    if policy.optimizer is not None:
-        repair()
-        # the optimizer finds its parameters in the same dict
-        state["optimizer"] = policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
-        state["num_updates"] = policy.num_updates
-    return state
 
 
 def _chunk_key(policy: Policy, index: int) -> str:

@@ -21,9 +21,9 @@ RATE = LearningRate(1e-3, 0.0, "linear", 0, BEFORE + AFTER)
 """Differs at each step: a resumed schedule that starts anew is seen."""
 
 
-def saved(folder, grid, name, steps):
+def saved(folder, grid, name, steps, **options):
     """Trains, saves, trains on: weights at the save and metrics behind it."""
-    policy = make_policy(ARCHS[name], grid)
+    policy = make_policy(ARCHS[name], grid, **options)
     policy.start_optimizer(RATE)
     train(policy, steps)
     checkpoint.save(folder, policy)
@@ -31,8 +31,8 @@ def saved(folder, grid, name, steps):
     return weights, train(policy, AFTER, first=steps)
 
 
-def resumed(folder, grid, name, steps):
-    policy = make_policy(ARCHS[name], grid, seed=None)
+def resumed(folder, grid, name, steps, **options):
+    policy = make_policy(ARCHS[name], grid, seed=None, **options)
     policy.start_optimizer(RATE)
     checkpoint.load(folder, policy)
     weights = full_weights(policy)
@@ -101,6 +101,51 @@ def test_an_optimizer_that_never_stepped_is_saved_and_loaded(written):
     assert num_updates == AFTER
     for ours, theirs in zip(stepped, metrics, strict=True):
         assert math.isclose(ours["actor/grad_norm"], theirs["actor/grad_norm"], rel_tol=RELATIVE)
+
+
+SWITCHES = [
+    # dtype, layout and use_distributed_optimizer of the save, then of the load
+    ("float32", "dp2", True, "dp2", False),
+    ("float32", "dp2", False, "tp2_pp2", True),
+    ("float32", "single", False, "pp2_vpp2", False),
+    ("bfloat16", "dp2", True, "dp2", False),
+    ("bfloat16", "dp2", False, "dp2", True),
+]
+
+
+@pytest.mark.parametrize(("dtype", "source", "was", "target", "becomes"), SWITCHES)
+@pytest.mark.parametrize("steps", [0, BEFORE])
+def test_an_optimizer_of_the_other_kind_goes_on_with_the_same_numbers(
+    dtype, source, was, target, becomes, steps, tmp_path
+):
+    before, after = ({"actor": {"use_distributed_optimizer": kind}, "dtype": dtype} for kind in (was, becomes))
+    folder, grid = tmp_path / "actor", LAYOUTS[source]
+    weights, metrics = run_ranks(grid.world_size, saved, folder, grid, "qwen2", steps, **before)[0]
+    grid = LAYOUTS[target]
+    for found, stepped, num_updates, (params, tensors, values) in run_ranks(
+        grid.world_size, resumed, folder, grid, "qwen2", steps, **after
+    ):
+        assert all(torch.equal(found[key], weights[key]) for key in weights)
+        assert (num_updates, tensors, values) == (steps + AFTER, params, {float(steps + AFTER)})
+        for ours, theirs in zip(stepped, metrics, strict=True):
+            for key in theirs:
+                assert math.isclose(ours[key], theirs[key], rel_tol=RELATIVE, abs_tol=ABSOLUTE), key
+
+
+HYPER = {"adam_beta1": 0.5, "adam_beta2": 0.6, "adam_eps": 1e-3, "weight_decay": 0.3}
+
+
+def hyperparameters(folder):
+    policy = make_policy(ARCHS["qwen2"], LAYOUTS["single"], seed=None, actor=HYPER)
+    policy.start_optimizer(CONSTANT)
+    checkpoint.load(folder, policy)
+    train(policy, 1)
+    return [(group["betas"], group["eps"], group["weight_decay"]) for group in policy.optimizer.param_groups]
+
+
+def test_a_resume_takes_the_hyperparameters_of_the_config(written):
+    folder, _, _ = written("tp2_pp2", "qwen2")
+    assert set(run_ranks(1, hyperparameters, folder)[0]) == {((0.5, 0.6), 1e-3, 0.3), ((0.5, 0.6), 1e-3, 0.0)}
 
 
 def weights_only(folder):

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.megatron import checkpoint
 from mrl.megatron.optimizer import LearningRate
@@ -75,15 +74,18 @@ def saved_plain(folder):
     return expected, train(again, 1, first=1)
 
 
-def refusal(folder):
-    policy = make_policy(SHALLOW_MIXTURE, Grid(1), seed=None, actor=PLAIN)
+def elsewhere(folder, grid, actor):
+    policy = make_policy(SHALLOW_MIXTURE, grid, seed=None, actor=actor)
     policy.start_optimizer(RATE)
-    with pytest.raises(UserError) as caught:
-        checkpoint.load(folder, policy)
-    return str(caught.value)
+    checkpoint.load(folder, policy)
+    return train(policy, 1, first=1)
 
 
-def test_an_optimizer_that_is_not_distributed_loads_at_its_own_layout_only(tmp_path):
-    for expected, found in run_ranks(2, saved_plain, tmp_path / "actor"):
-        assert found == expected
-    assert "actor.use_distributed_optimizer=false" in run_ranks(1, refusal, tmp_path / "actor")[0]
+def test_an_optimizer_that_is_not_distributed_loads_where_the_experts_lie_otherwise(tmp_path):
+    results = run_ranks(2, saved_plain, tmp_path / "actor")
+    assert all(found == expected for expected, found in results)
+    wanted = results[0][0][0]
+    for layout, actor in (("single", PLAIN), ("single", {}), ("tp2", {})):
+        for found in run_ranks(LAYOUTS[layout].world_size, elsewhere, tmp_path / "actor", LAYOUTS[layout], actor):
+            for key, value in wanted.items():
+                assert math.isclose(found[0][key], value, rel_tol=RELATIVE, abs_tol=ABSOLUTE), (layout, actor, key)

@@ -362,6 +362,8 @@ class RewardConfig:
     """A sample that takes longer counts as failed, s."""
     num_workers: int = 1
     """Worker processes per replica for functions that need one."""
+    memory_limit_mb: int = 8192
+    """A worker, with all that its functions start, may take this much, MiB; 0: as much as there is."""
     error_value: float = 0.0
     """Reward of a sample whose function failed."""
     max_failed_frac: float = 0.5

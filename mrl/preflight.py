@@ -95,6 +95,7 @@ RANGES = {
     "rollout.checkpoint_engine.update_weights_bucket_megabytes": "[1, inf)",
     "reward.time_limit_s": "(0, inf)",
     "reward.num_workers": "[1, inf)",
+    "reward.memory_limit_mb": "0 or [256, inf)",
     "reward.error_value": "(-inf, inf)",
     "reward.max_failed_frac": "[0, 1]",
     "checkpoint.interval": "[0, inf)",

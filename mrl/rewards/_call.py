@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import inspect
 import math
-import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from mrl import registry
 from mrl.errors import UserError
-
-IGNORED = {signal.SIGINT, signal.SIGUSR1, signal.SIGTERM}
-"""Signals that a terminal or a scheduler sends to every process of a job: a worker leaves them to its parent."""
 
 
 Facts = dict[str, float | str]
@@ -81,7 +77,11 @@ class RewardCall:
             ) from error
 
     def __call__(self, sample: Sample) -> Outcome:
-        """The value of a sample; whatever the function does wrong becomes `Outcome.error`."""
+        """The value of a sample; whatever the function does wrong becomes `Outcome.error`.
+
+        Raises:
+            MemoryError: Nobody knows then what the process still holds.
+        """
         try:
             value = self._function(
                 prompt=sample.prompt,
@@ -90,6 +90,8 @@ class RewardCall:
                 extra=dict(sample.extra),
                 **self._kwargs,
             )
+        except MemoryError:
+            raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything
             return Outcome(math.nan, f"{type(error).__name__}: {error}")
         try:

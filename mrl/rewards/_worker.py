@@ -1,47 +1,64 @@
 """The worker process: scores samples that its parent sends, one after the other.
 
-Started by `_pool.py` as a fresh interpreter. It imports no torch and nothing of the parent's main module. It ends when
-its parent does: at the end of the pipe, or, where a reward function hangs, by the kernel's signal.
+Started by `_remote.py` as a fresh interpreter, which keeps (`_keeper.py`) the process that works. It imports no torch
+and nothing of the parent's main module.
 """
 
 from __future__ import annotations
 
-import ctypes
+import math
 import os
-import signal
 import sys
-from multiprocessing.connection import Connection
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, BinaryIO
 
 from mrl.errors import UserError
-from mrl.rewards._call import IGNORED, RewardCall
+from mrl.rewards import _wire
+from mrl.rewards._call import Outcome, RewardCall, Sample
+from mrl.rewards._keeper import Bounds, keep
 
-_PR_SET_PDEATHSIG = 1
+
+def run() -> None:
+    """Takes the bounds from the command line and works until the parent closes the pipe."""
+    keep(Bounds(*map(int, sys.argv[1:])), _work)
 
 
-def main() -> None:
-    """Speaks on the inherited file descriptor argv[1]; argv[2] is the parent's process id.
-
-    In: a list of (name, kwargs), then lists of `Sample`. Out: "" when ready, or why not; then for each sample its list
-    of `Outcome`, as soon as it is known.
-    """
-    for number in IGNORED:  # the parent's; it ends this process by closing the pipe
-        signal.signal(number, lambda number, frame: None)  # unlike SIG_IGN not handed down to a function's own programs
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(sys.argv[2]):
-        return
-    pipe = Connection(int(sys.argv[1]))
+def _work(bounds: Bounds) -> None:
+    """In: a list of (name, kwargs), then lists of samples. Out: see `_wire.ready` and `_wire.answer`."""
+    own = os.getpid()
+    stream = open(bounds.commands, "rb", closefd=False)  # noqa: SIM115 -- to the end of the process
     try:
-        calls = [_load(name, kwargs) for name, kwargs in pipe.recv()]
+        calls = [_load(name, kwargs) for name, kwargs in _wire.read_command(stream)]
+        _write(bounds, _wire.ready(bounds.key, ""))
+        for serial, sample in enumerate(_samples(stream)):
+            outcomes = [_call(call, sample, bounds) for call in calls]
+            if os.getpid() != own:
+                return  # a process that a function forked, and that came back with it
+            _write(bounds, _wire.answer(bounds.key, serial, outcomes))
     except UserError as error:
-        pipe.send(str(error))
-        return
-    pipe.send("")
+        _write(bounds, _wire.ready(bounds.key, str(error)))
+    except (EOFError, ConnectionError):
+        pass
+
+
+def _samples(stream: BinaryIO) -> Iterator[Sample]:
     while True:
-        for sample in pipe.recv():
-            pipe.send([call(sample) for call in calls])
+        yield from _wire.read_command(stream)
+
+
+def _call(call: RewardCall, sample: Sample, bounds: Bounds) -> Outcome:
+    """Its outcome; a process that ran out of memory may hold what it had, so it is not used again."""
+    try:
+        return call(sample)
+    except MemoryError:
+        limit = f": it may take reward.memory_limit_mb={bounds.memory_limit_mb}" if bounds.memory_limit_mb else ""
+        return Outcome(math.nan, f"MemoryError{limit}", lost=True)
+
+
+def _write(bounds: Bounds, line: bytes) -> None:
+    view = memoryview(line)
+    while view:
+        view = view[os.write(bounds.answers, view) :]
 
 
 def _load(name: str, kwargs: dict[str, Any]) -> RewardCall:
@@ -51,11 +68,3 @@ def _load(name: str, kwargs: dict[str, Any]) -> RewardCall:
         raise
     except Exception as error:
         raise UserError(f"reward.functions: '{name}' does not import: {type(error).__name__}: {error}.") from error
-
-
-def run() -> None:
-    """`main` until the parent closes the pipe."""
-    try:
-        main()
-    except (EOFError, ConnectionError):
-        sys.exit(0)

@@ -56,6 +56,7 @@ class Scorer:
                 [(config.functions[index].name, config.functions[index].kwargs) for index in self._remote],
                 num_workers=max(1, config.num_workers),
                 time_limit_s=config.time_limit_s,
+                memory_limit_mb=config.memory_limit_mb,
             )
 
     def score(self, rollouts: Sequence[Rollout], told_to_stop: Callable[[], bool] = lambda: False) -> None:

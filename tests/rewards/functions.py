@@ -1,9 +1,11 @@
 """Reward functions of a user's own, well and ill behaved; they run in worker processes."""
 
+import contextlib
 import math
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 
@@ -52,6 +54,95 @@ def does_what_it_reads(*, prompt, response, answer, extra):
         "true": lambda: True,
     }
     return ways[response]() if response in ways else 1.0
+
+
+def starts_processes(*, prompt, response, answer, extra):
+    """Leaves processes behind, as the response says, and writes their ids into the file `answer`."""
+    kinds, _, then = response.partition(" then ")
+    sleep = [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
+    for kind in kinds.split():
+        if kind == "program":
+            _note(answer, subprocess.Popen(sleep).pid)
+        elif kind == "session":
+            _note(answer, subprocess.Popen(sleep, start_new_session=True).pid)
+        elif kind == "daemon":  # forks twice, so that its parent is gone
+            child = os.fork()
+            if child == 0:
+                os.setsid()
+                if os.fork() == 0:
+                    _note(answer, os.getpid())
+                    time.sleep(600)
+                os._exit(0)
+            os.waitpid(child, 0)
+    while len(_noted(answer)) < len(kinds.split()):
+        time.sleep(0.01)
+    if then == "hang":
+        time.sleep(600)
+    elif then == "die":
+        os._exit(3)
+    return 1
+
+
+def _note(path, process_id):
+    with open(path, "a", encoding="ascii") as file:
+        file.write(f"{process_id}\n")
+
+
+def _noted(path):
+    try:
+        with open(path, encoding="ascii") as file:
+            return file.read().split()
+    except FileNotFoundError:
+        return []
+
+
+def comes_back_twice(*, prompt, response, answer, extra):
+    """A fork whose child returns, raises or exits like the parent, with another value."""
+    child = os.fork()
+    if child == 0:
+        if response == "raise":
+            raise ValueError("in the child")
+        if response == "exit":
+            sys.exit(0)
+        return 1000
+    os.waitpid(child, 0)
+    return len(response)
+
+
+def writes_everywhere(*, prompt, response, answer, extra):
+    """Stray bytes into every file descriptor of the process, as the response asks."""
+    strays = {
+        "byte": b"x",
+        "lines": b"\n\n",
+        "zeros": bytes(64),
+        "json": b'{"index": 0, "outcomes": [{"value": 7.0, "error": "", "lost": false}]}\n',
+        "list": b"[1]\n",
+        "refusal": b'{"refusal": ""}\n',
+        "deep": b"[" * 100_000 + b"\n",
+        "long": b"y" * (1 << 21),
+    }
+    if response in strays:
+        for number in range(3, 40):
+            with contextlib.suppress(OSError):
+                os.write(number, strays[response])
+    return len(response)
+
+
+def allocates(*, prompt, response, answer, extra):
+    """Takes memory in the way that the response names."""
+    if response == "here":
+        return len(bytearray(1 << 40))
+    if response == "program":
+        return subprocess.run([sys.executable, "-c", "x = bytearray(1 << 40)"], check=True).returncode
+    if response == "many":  # each below the limit, together above it
+        program = "import time; x = bytearray(150 << 20); x[:] = b'1' * len(x); time.sleep(600)"
+        children = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(4)]
+        return children[0].wait()
+    return 1
+
+
+def steers_the_terminal(*, prompt, response, answer, extra):
+    raise ValueError(f"\x1b]0;title\x07 \x1b[2J {response}")
 
 
 NOT_A_FUNCTION = 3

@@ -5,6 +5,8 @@ import sys
 import time
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mrl.errors import UserError
 from tests.rewards.rollouts import END, rollout, scorer
@@ -170,7 +172,7 @@ def test_math_runs_in_a_worker_under_the_time_limit():
     samples = [rollout(text, answer="1/2") for text in (r"\boxed{2/4}", r"\boxed{0.5}", r"\boxed{9^{9^{9^9}}}")]
     with scorer("math", max_failed_frac=1.0, time_limit_s=60.0) as judge:
         judge.score(samples[:2])  # the first parse of a worker builds the grammar
-        judge._pool._time_limit_s = TIME_LIMIT_S
+        judge._pool._workers[0]._time_limit_s = TIME_LIMIT_S
         judge.score(samples[2:])
     assert [item.reward for item in samples] == [1.0, 1.0, 0.0]
     assert [item.reward_error is None for item in samples] == [True, True, False]
@@ -192,7 +194,8 @@ def test_workers_do_not_outlive_a_killed_parent(response):
         "import sys, threading; sys.path.insert(0, '.')\n"
         "from mrl.rewards._call import Sample\n"
         "from mrl.rewards._pool import WorkerPool\n"
-        f"pool = WorkerPool([('{HERE}:does_what_it_reads', {{}})], num_workers=1, time_limit_s=600)\n"
+        f"calls = [('{HERE}:does_what_it_reads', {{}})]\n"
+        "pool = WorkerPool(calls, num_workers=1, time_limit_s=600, memory_limit_mb=0)\n"
         "print(pool._workers[0].process.pid, flush=True)\n"
         f"pool.run([Sample('', {response!r}, None, {{}})], 0)\n"
         "threading.Event().wait()\n"
@@ -203,6 +206,83 @@ def test_workers_do_not_outlive_a_killed_parent(response):
         assert alive(worker)
         parent.kill()
     assert gone(worker)
+
+
+def noted(path, count):
+    """The ids of that many processes, once they are noted."""
+    end = time.monotonic() + EXIT_LIMIT_S
+    while time.monotonic() < end:
+        if path.exists() and len(found := path.read_text().split()) >= count:
+            return [int(item) for item in found]
+        time.sleep(0.02)
+    raise AssertionError(f"{count} processes did not start")
+
+
+@pytest.mark.parametrize("then", ["go on", "hang", "die"])
+def test_what_a_function_started_ends_with_its_worker(tmp_path, then):
+    sample = rollout(f"program session daemon then {then}", answer=str(tmp_path / "ids"))
+    with scorer(f"{HERE}:starts_processes", time_limit_s=5.0, max_failed_frac=1.0) as judge:
+        judge.score([sample])
+        processes = noted(tmp_path / "ids", 3)
+        assert all(map(alive, processes)) == (then == "go on")  # it may use them for the next sample
+    assert (sample.reward_error is None) == (then == "go on")
+    assert all(map(gone, processes))
+
+
+def test_what_a_function_started_ends_with_a_killed_trainer(tmp_path):
+    program = (
+        "import sys; sys.path.insert(0, '.')\n"
+        "from tests.rewards.rollouts import rollout, scorer\n"
+        f"judge = scorer('{HERE}:starts_processes', time_limit_s=600)\n"
+        f"judge.score([rollout('program session daemon then hang', answer={str(tmp_path / 'ids')!r})])\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program]) as parent:
+        processes = noted(tmp_path / "ids", 3)
+        parent.kill()
+    assert all(map(gone, processes))
+
+
+def test_a_forked_child_that_comes_back_answers_for_nobody():
+    texts = ["x" * (index % 7) for index in range(40)] + ["raise", "exit"]
+    samples = [rollout(text, uid=index) for index, text in enumerate(texts)]
+    with scorer(f"{HERE}:comes_back_twice", num_workers=2) as judge:
+        judge.score(samples)
+        judge.score(samples)
+    assert [(item.reward, item.reward_error) for item in samples] == [(len(text), None) for text in texts]
+
+
+STRAYS = ("byte", "lines", "zeros", "json", "list", "refusal", "deep", "long")
+
+
+@given(st.lists(st.sampled_from([*STRAYS, "", "xx"]), min_size=1, max_size=6))
+@settings(max_examples=10, deadline=None)
+def test_stray_bytes_fail_their_sample_and_shift_nothing(texts):
+    samples = [rollout(text, uid=index) for index, text in enumerate(texts)]
+    with scorer(f"{HERE}:writes_everywhere", max_failed_frac=1.0, time_limit_s=10.0) as judge:
+        judge.score(samples)
+        after = rollout("after")
+        judge.score([after])
+    assert (after.reward, after.reward_error) == (5.0, None)
+    for text, sample in zip(texts, samples, strict=True):
+        assert sample.reward_error is not None or sample.reward == len(text)
+        assert sample.reward_error is None or text in STRAYS
+
+
+@pytest.mark.parametrize("way", ["here", "program", "many"])
+def test_memory_is_limited(way):
+    samples = [rollout("little"), rollout(way, uid=1), rollout("little", uid=2)]
+    with scorer(f"{HERE}:allocates", memory_limit_mb=400, time_limit_s=60.0, max_failed_frac=1.0) as judge:
+        judge.score(samples)
+    assert [item.reward for item in samples] == [1.0, 0.0, 1.0]
+    assert ("CalledProcessError" if way == "program" else "reward.memory_limit_mb=400") in samples[1].reward_error
+
+
+def test_exceptions_cannot_steer_the_terminal():
+    samples = [rollout("x", uid=index) for index in range(3)]
+    with scorer(f"{HERE}:steers_the_terminal") as judge, pytest.raises(UserError) as told:
+        judge.score(samples)
+    assert str(told.value).isprintable()
+    assert r"\x1b]0;title\x07" in str(told.value)
 
 
 @pytest.mark.parametrize(

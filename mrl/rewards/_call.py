@@ -14,7 +14,6 @@ from typing import Any
 from mrl import registry
 from mrl.errors import UserError
 
-
 Facts = dict[str, float | str]
 """What a reward function may say of a sample besides its value; numbers are finite."""
 
@@ -23,6 +22,9 @@ SCORE = "score"
 
 MAX_FACTS = 32
 """More keys of one function are an error: they become names of metrics."""
+
+MAX_FACT_CHARS = 2000
+"""Of a longer text the rest is cut off."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ class RewardCall:
             return Outcome(_score(said, value), facts=_facts(said) if isinstance(value, Mapping) else {})
         except ValueError as error:
             return Outcome(math.nan, f"it returned {error}")
+        except Exception as error:  # noqa: BLE001 - and so may what it returned, such as a tensor of two elements
+            return Outcome(math.nan, f"it returned {_shown(value)}: {type(error).__name__}: {error}")
 
 
 def _score(said: Mapping[Any, Any], value: object) -> float:
@@ -122,7 +126,7 @@ def _facts(said: Mapping[Any, Any]) -> Facts:
         if not (isinstance(key, str) and key.strip() and key.isprintable()):
             raise ValueError(f"a mapping with the key {_shown(key)}, expected a name")
     return {
-        key: value if isinstance(value, str) else float(value)
+        key: value[:MAX_FACT_CHARS] if isinstance(value, str) else float(value)
         for key, value in kept.items()
         if isinstance(value, str) or math.isfinite(value)
     }

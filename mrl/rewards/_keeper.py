@@ -98,6 +98,7 @@ def _watch(worker: int, bounds: Bounds) -> str:
             os.read(woken, 4096)
         start = time.monotonic()
         if bounds.memory_limit_mb and _memory_mb(bounds.memory_limit_mb) > bounds.memory_limit_mb:
+            os.kill(worker, signal.SIGKILL)  # before what it waits for: it must not go on without that
             return f"with what it started it took more than reward.memory_limit_mb={bounds.memory_limit_mb}"
         pause_s = max(_LOOK_S, (time.monotonic() - start) / _LOOK_FRAC)
     return f"signal {-status}" if status < 0 else f"exit status {status}"

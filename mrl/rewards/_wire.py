@@ -98,6 +98,8 @@ def _outcome(fields: dict[str, Any]) -> Outcome:
         raise TypeError(f"an outcome with {fields}")
     if not (math.isfinite(fields["value"]) or fields["error"]):
         raise ValueError(f"an outcome with {fields}")
+    if not all(isinstance(said, str) or math.isfinite(said) for said in dict(fields["facts"]).values()):
+        raise ValueError(f"an outcome with {fields}")
     return Outcome(**fields)
 
 

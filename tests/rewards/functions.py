@@ -37,6 +37,13 @@ def own_process_id(*, prompt, response, answer, extra):
     return os.getpid()
 
 
+class _Two:
+    """Like a tensor of two elements."""
+
+    def __float__(self):
+        raise RuntimeError("a Tensor with 2 elements cannot be converted to Scalar")
+
+
 def does_what_it_reads(*, prompt, response, answer, extra):
     """Fails in the way that the response names."""
     ways = {
@@ -51,6 +58,7 @@ def does_what_it_reads(*, prompt, response, answer, extra):
         "inf": lambda: math.inf,
         "text": lambda: "1",
         "nothing": lambda: None,
+        "two": lambda: _Two(),
         "true": lambda: True,
     }
     return ways[response]() if response in ways else 1.0
@@ -135,7 +143,7 @@ def allocates(*, prompt, response, answer, extra):
     if response == "program":
         return subprocess.run([sys.executable, "-c", "x = bytearray(1 << 40)"], check=True).returncode
     if response == "many":  # each below the limit, together above it
-        program = "import time; x = bytearray(150 << 20); x[:] = b'1' * len(x); time.sleep(600)"
+        program = "import time; x = bytearray(150 << 20); x[::4096] = b'1' * 38400; time.sleep(600)"
         children = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(4)]
         return children[0].wait()
     return 1

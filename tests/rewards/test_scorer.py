@@ -86,6 +86,7 @@ def test_each_failure_names_its_sample_and_fails_nothing_else():
         "inf": "it returned inf",
         "text": "it returned str '1', expected a number",
         "nothing": "it returned NoneType None, expected a number",
+        "two": "RuntimeError: a Tensor with 2 elements",
     }
     texts = [text for way in ways for text in ("well", way)] + ["true"]
     samples = [rollout(text, uid=index, sample_index=index % 3) for index, text in enumerate(texts)]

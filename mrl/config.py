@@ -9,24 +9,24 @@ algorithm defines"; the resolved value is written into the run folder.
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Optional
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from mrl.errors import UserError
-from mrl.values import Values, one_line
+from mrl.paths import FilePath, TokenizerPath
+from mrl.values import Values, read_yaml
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """The run folder and the process."""
 
-    output_dir: str = "runs/default"
+    output_dir: FilePath = "runs/default"
     """Run folder; everything that a run writes is in it."""
     seed: int = 0
     """Seeds initial weights, data order and sampling."""
@@ -87,13 +87,13 @@ class TrainConfig:
 class ModelConfig:
     """What is trained."""
 
-    path: Optional[str] = None
+    path: Optional[FilePath] = None
     """Hugging Face folder: config.json, safetensors, tokenizer. null: a preset with random weights."""
     preset: Optional[str] = None
     """Name in `mrl/models/presets.py`; random initial weights."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """config.json keys that replace the preset's (hidden_size, num_hidden_layers, ...); presets only."""
-    tokenizer: Optional[str] = None
+    tokenizer: Optional[TokenizerPath] = None
     """Folder with a Hugging Face tokenizer, or "char:<characters>"; null: the model folder's."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameters and activations of actor and reference; the optimizer keeps fp32 master weights."""
@@ -181,7 +181,7 @@ class ActorConfig:
 class ReferenceConfig:
     """The frozen policy of the KL term; it costs nothing while `algorithm.kl_in` is "none"."""
 
-    path: Optional[str] = None
+    path: Optional[FilePath] = None
     """Hugging Face folder; null: the actor's weights when the KL starts, at first or in a resume that turns it on."""
     update_interval: int = 0
     """Steps between copies of the actor into the reference; 0: never."""
@@ -224,9 +224,9 @@ class CheckpointEngineConfig:
 class RolloutConfig:
     """The engine and the sampling distribution (verl's names)."""
 
-    name: str = "native"
+    name: FilePath = "native"
     """Folder in `mrl/engines`, or 'package.module:Class', or 'path/to/file.py:Class'."""
-    engine_dir: Optional[str] = None
+    engine_dir: Optional[FilePath] = None
     """Folder of the engines that `trtllm_engine` runs, from tools/build_trtllm_engine.py."""
     n: int = 8
     """Samples per prompt (the group)."""
@@ -300,7 +300,7 @@ class OverlongConfig:
 class AlgorithmConfig:
     """Advantages and loss. null means "what the named algorithm defines" (`mrl/algorithms/<name>.py`)."""
 
-    name: str = "grpo"
+    name: FilePath = "grpo"
     """File in `mrl/algorithms`, or 'package.module:Class', or 'path/to/file.py:Class'."""
     advantage_std: Optional[Literal["unbiased", "population", "none"]] = None
     """Divisor of group-relative advantages: sample (n-1) or population (n) deviation, or none."""
@@ -344,7 +344,7 @@ class AlgorithmConfig:
 class RewardFunctionConfig:
     """One term of the reward."""
 
-    name: str = "exact_match"
+    name: FilePath = "exact_match"
     """File in `mrl/rewards`, or 'package.module:function', or 'path/to/file.py:function'."""
     weight: float = 1.0
     """Factor in the sum; 0: measured as `reward/<name>/mean`, and not part of it."""
@@ -374,13 +374,13 @@ class RewardConfig:
 class DataConfig:
     """Prompts."""
 
-    task: Optional[str] = None
+    task: Optional[FilePath] = None
     """Generator in `mrl/data/tasks.py` ("addition"), or a path as for rewards; null: files."""
     task_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the generator."""
-    train_files: list[str] = field(default_factory=list)
+    train_files: list[FilePath] = field(default_factory=list)
     """JSONL or parquet."""
-    val_files: list[str] = field(default_factory=list)
+    val_files: list[FilePath] = field(default_factory=list)
     """Held-out prompts; empty: no evaluation."""
     prompt_key: str = "prompt"
     """Column: a string, or a list of chat messages."""
@@ -392,7 +392,7 @@ class DataConfig:
     """Column that names a row's data set; null: "data_source" where a row has it, else the task, or the file's stem."""
     system_prompt: Optional[str] = None
     """Put before chat messages that have none."""
-    chat_template: Optional[str] = None
+    chat_template: Optional[FilePath] = None
     """File with a Jinja chat template; null: the tokenizer's."""
     apply_chat_template: Literal["auto", "always", "never"] = "auto"
     """auto: to chat messages, not to strings."""
@@ -470,7 +470,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             of code does not exist.
     """
     values = Values(Config)
-    values.update(_read(Path(path)), f"in '{path}'")
+    values.update(_read(path), f"in '{path}'")
     for item in overrides:
         values.override(item)
     values.locate(OWN_CODE, (Path(path).parent, Path()))
@@ -483,12 +483,9 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def _read(file: Path) -> Any:
-    if not file.is_file():
+def _read(path: str | Path) -> Any:
+    if not os.path.isfile(path):
         raise UserError(
-            f"config file '{file}' does not exist. Give the path of a YAML file such as configs/quickstart.yaml."
+            f"config file '{path}' does not exist. Give the path of a YAML file such as configs/quickstart.yaml."
         )
-    try:
-        return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"config file '{file}' is not readable YAML: {one_line(error)}.") from error
+    return read_yaml(Path(path), "config file")

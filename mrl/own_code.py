@@ -44,7 +44,7 @@ def located(name: str, folders: Sequence[Path]) -> str:
         return name
     place, target = _parts(name)
     if place.endswith(".py"):
-        wanted = Path(place).expanduser()
+        wanted = Path(place)
         candidates = [folder / wanted for folder in folders]  # an absolute one stays what it is
         missing = f"'{name}': there is no file '{wanted}' in {' or '.join(str(one.absolute()) for one in folders)}."
     else:

@@ -11,9 +11,9 @@ are told at once. It imports no torch.
 from __future__ import annotations
 
 import math
+import os.path
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from mrl import own_code, registry
@@ -360,11 +360,11 @@ def _model(config: Config, grid: Grid) -> Iterator[str]:
     if (model.path is None) == (model.preset is None):
         came = "neither" if model.path is None else "both"
         yield f"{came} of model.path and model.preset set: give one, a Hugging Face folder or the name of a preset."
-    if model.path is not None and not Path(model.path).is_dir():
+    if model.path is not None and not os.path.isdir(model.path):
         yield f"model.path={model.path} is not a folder. Give a local Hugging Face folder; nothing is downloaded."
     if model.path is None and model.tokenizer is None:
         yield 'a preset has no tokenizer: set model.tokenizer to a folder, or to "char:<characters>".'
-    if config.reference.path is not None and not Path(config.reference.path).is_dir():
+    if config.reference.path is not None and not os.path.isdir(config.reference.path):
         yield f"reference.path={config.reference.path} is not a folder. Give a local Hugging Face folder."
 
 
@@ -376,9 +376,9 @@ def _data(config: Config, grid: Grid) -> Iterator[str]:
         yield f"data.task={data.task} makes its own rows; data.train_files and data.val_files must be empty."
     for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
         for file in files:
-            if not Path(file).is_file():
+            if not os.path.isfile(file):
                 yield f"{key}: '{file}' does not exist."
-    if data.chat_template is not None and not Path(data.chat_template).is_file():
+    if data.chat_template is not None and not os.path.isfile(data.chat_template):
         yield f"data.chat_template='{data.chat_template}' does not exist."
     if not config.reward.functions:
         yield "reward.functions is empty: no response would have a reward."

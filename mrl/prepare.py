@@ -7,6 +7,7 @@ mistake found here costs no GPU minute. `check_run` is the one refusal: `mrl tra
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -197,7 +198,7 @@ def _check_engine(name: str) -> None:
 def _check_output_dir(folder: str, tell: Tell | None) -> None:
     """The run's folder, without making it; `tell` is given one that is on no disk of this machine."""
     path = Path(folder).absolute()
-    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    there = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
     if tell is not None and there == Path(path.anchor) != path:
         tell(f"run.output_dir={folder} is on no disk of this machine: not checked")
     else:

@@ -6,6 +6,7 @@ are in `config.py`; ranges and rules between fields in `preflight.py`.
 
 from __future__ import annotations
 
+import os.path
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,9 +21,40 @@ from yaml import YAMLError
 from mrl.errors import UserError
 from mrl.keys import is_key, leaves, nested
 from mrl.own_code import located
+from mrl.paths import IsPath, expanded, path_keys
 
 REFERENCE = re.compile(r"\$\{.*\}")
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+UNREADABLE = (YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, OSError, RecursionError)
+"""What PyYAML and OmegaConf raise at a text or a value: some of it by accident, deep inside them."""
+
+MAX_FILE_BYTES = 10 << 20
+MAX_DEPTH = 40
+"""Mappings and lists inside each other; a config needs six."""
+MAX_SHOWN = 200
+"""Characters of a value that a message quotes."""
+
+
+def read_yaml(file: Path, what: str) -> Any:
+    """The content of a YAML file as nested dicts and lists, references between keys not resolved.
+
+    Args:
+        file: To be read.
+        what: It is, for messages: "config file".
+
+    Raises:
+        UserError: It is missing, or not readable YAML.
+    """
+    try:
+        if os.path.getsize(file) > MAX_FILE_BYTES:
+            raise UserError(f"{what} '{file}' has more than {MAX_FILE_BYTES} bytes: it is another file.")
+        return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    except UserError:
+        raise
+    except UNREADABLE as error:
+        raise UserError(f"{what} '{file}' is not readable YAML: {reason(error)}.") from error
 
 
 class Values:
@@ -34,6 +66,7 @@ class Values:
     def __init__(self, schema: type) -> None:
         self._schema = schema
         self._node: Any = OmegaConf.structured(schema)
+        self._paths = path_keys(schema)
         _make_writable(self._node)
 
     def update(self, raw: Any, where: str) -> None:
@@ -102,9 +135,13 @@ class Values:
         if entry and int(entry[2]) >= (count := len(OmegaConf.select(self._node, entry[1]))):
             raise UserError(f"config key '{key}' {where}: '{entry[1]}' has {count} entries, counted from 0.")
         try:
-            OmegaConf.update(self._node, key, _meant(value, kind), merge=merge)
-        except OmegaConfBaseException as error:
-            came = "null" if value is None else repr(value)
+            _check_texts(value)
+            value = _with_paths(_meant(value, kind), self._paths.get(re.sub(r"\[\d+\]", "", key)))
+            OmegaConf.update(self._node, key, value, merge=merge)
+        except UserError as error:
+            raise UserError(f"config key '{key}' {where}: {error}.") from error
+        except UNREADABLE as error:
+            came = "null" if value is None else _shown(value)
             raise UserError(f"config key '{key}' {where}: {came} came, expected {expected(kind)}.") from error
         _make_writable(self._node)
 
@@ -130,15 +167,49 @@ def explained(where: str) -> Iterator[None]:
     """Turns what YAML and OmegaConf raise into one line that names the key."""
     try:
         yield
-    except (YAMLError, OmegaConfBaseException) as error:
+    except UserError:
+        raise
+    except UNREADABLE as error:
         key = getattr(error, "full_key", None)
-        reason = one_line(error).partition(" full_key:")[0].rstrip(".")
-        raise UserError(f"config key '{key}' {where}: {reason}." if key else f"{reason}, {where}.") from error
+        raise UserError(
+            f"config key '{key}' {where}: {reason(error)}." if key else f"{reason(error)}, {where}."
+        ) from error
 
 
-def one_line(error: Exception) -> str:
-    """An error's message without its line ends."""
-    return " ".join(str(error).split())
+def reason(error: Exception) -> str:
+    """What one of UNREADABLE says, in a line."""
+    if isinstance(error, RecursionError):
+        return "its lists and mappings are too deep in each other"
+    said = " ".join(str(error).split()).partition(" full_key:")[0].rstrip(".")
+    return f"{said[:MAX_SHOWN]}..." if len(said) > MAX_SHOWN else said
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text[:MAX_SHOWN]}... ({len(text)} characters)" if len(text) > MAX_SHOWN else text
+
+
+def _with_paths(value: Any, mark: IsPath | None) -> Any:
+    """The value of a field that is a path, or a list of them, written out."""
+    if mark is None:
+        return value
+    if isinstance(value, list):
+        return [_with_paths(item, mark) for item in value]
+    return expanded(value, mark) if isinstance(value, str) else value
+
+
+def _check_texts(value: Any, depth: int = 0) -> None:
+    """Refuses what a run could not write down again: texts that no file can hold, and what is too deep."""
+    if depth > MAX_DEPTH:
+        raise UserError(f"lists and mappings are more than {MAX_DEPTH} deep in each other")
+    if isinstance(value, str):
+        bad = next((character for character in value if character == "\0" or "\ud800" <= character <= "\udfff"), None)
+        if bad is not None:
+            raise UserError(f"{_shown(value)} came, with the character {bad!r}, which no file or path can hold")
+    for inner in (
+        [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    ):
+        _check_texts(inner, depth + 1)
 
 
 def _is_mapping(kind: Any) -> bool:

@@ -30,7 +30,7 @@ LAYERS = (
     ("weights", "distributed", "rewards", "algorithms", "data"),
     ("config", "functional", "models"),
     ("values", "commit"),
-    ("types", "registry", "grid", "keys", "hardware", "durable", "benchmark"),
+    ("types", "registry", "grid", "keys", "paths", "hardware", "durable", "benchmark"),
     ("own_code",),
     ("errors",),
 )

@@ -16,8 +16,7 @@ from typing import Any
 from mrl.config import DataConfig, ModelConfig
 from mrl.errors import UserError, first_line
 from mrl.models.hf_config import TOKENIZER_FILES, read_json
-
-CHAR_PREFIX = "char:"
+from mrl.paths import CHAR_PREFIX
 
 
 class Tokenizer(ABC):

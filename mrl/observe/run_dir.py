@@ -131,13 +131,30 @@ class RunDir:
         Raises:
             UserError: It is a file or below one, or may not be written.
         """
-        there = next((path for path in (self.root, *self.root.parents) if path.exists()), Path())
         key = f"run.output_dir is '{self.root}'"
-        if not there.is_dir():
+        self._check_own(key)
+        there = next((path for path in (self.root, *self.root.parents) if os.path.lexists(path)), Path())
+        if not os.path.isdir(there):
             what = "which is a file" if there == self.root else f"but '{there}' is a file"
             raise UserError(f"{key}, {what}; expected a folder, or a path where one can be made.")
         if not os.access(there, os.W_OK | os.X_OK):
             raise UserError(f"{key}, but '{there}' may not be written. Choose another folder, or change its owner.")
+
+    def _check_own(self, key: str) -> None:
+        """Refuses a folder that is not for a run, or that holds other files of the names that a run writes."""
+        place, home = Path(os.path.realpath(self.root)), Path(os.path.realpath(os.path.expanduser("~")))
+        advice = "Give a folder for this run alone, such as runs/NAME."
+        if place == Path(place.anchor):
+            raise UserError(f"{key}, the root of all files. {advice}")
+        if place == home or place in home.parents:
+            raise UserError(f"{key}, a home folder or one above it. {advice}")
+        if os.path.isdir(self.checkpoints):
+            return
+        logs = (self.metrics, self.timings, self.samples, self.notes)
+        own = (self.config, self.facts, *logs, self.tensorboard, self.report)
+        foreign = next((path.name for path in own if os.path.lexists(path)), None)
+        if foreign is not None:
+            raise UserError(f"{key}, which holds '{foreign}', which is no run's and would be written over. {advice}")
 
     def make(self) -> None:
         """Makes the folder where it is not there, and tries to write into it.

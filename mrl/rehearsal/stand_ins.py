@@ -6,15 +6,16 @@ a character tokenizer, generated prompts.
 
 from __future__ import annotations
 
+import os.path
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from mrl.config import Config
-from mrl.data.tokenizer import CHAR_PREFIX
 from mrl.errors import UserError
 from mrl.models.presets import PRESETS
+from mrl.paths import CHAR_PREFIX
 from mrl.rehearsal.settings import ENGINE
 
 TASK = "addition"
@@ -38,10 +39,10 @@ def _missing(config: Config) -> Iterator[tuple[str, str]]:
         "rollout.engine_dir": config.rollout.engine_dir,
     }
     for key, folder in folders.items():
-        if folder is not None and not folder.startswith(CHAR_PREFIX) and not Path(folder).is_dir():
+        if folder is not None and not folder.startswith(CHAR_PREFIX) and not os.path.isdir(folder):
             yield key, folder
     for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
-        yield from ((key, file) for file in files if not Path(file).is_file())
+        yield from ((key, file) for file in files if not os.path.isfile(file))
 
 
 def with_stand_ins(config: Config) -> tuple[Config, list[str]]:

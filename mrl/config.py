@@ -19,7 +19,8 @@ from omegaconf import OmegaConf
 
 from mrl.errors import UserError
 from mrl.paths import FilePath, TokenizerPath
-from mrl.values import Values, read_yaml
+from mrl.values import Values
+from mrl.yaml_file import read_yaml
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,8 @@ import difflib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-import yaml
-from omegaconf import OmegaConf
-
 from mrl.errors import UserError
+from mrl.yaml_file import read_yaml
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,9 @@ class Hardware:
     decode_frac: float = 0.5
 
 
+MAX_FIGURE = 1e24
+"""Above any rate or size of a machine."""
+
 HARDWARE = {
     "a100": Hardware(8, 80 * 10**9, 312e12, 2.039e12, 300e9, 25e9, ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB")),
     "a100_pcie": Hardware(
@@ -89,19 +90,16 @@ def load_hardware(name: str) -> Hardware:
         raise UserError(
             f"--hardware {name} is not in the table.{hint} Known: {', '.join(HARDWARE)}; or give a YAML file."
         )
-    try:
-        given = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"--hardware {name} cannot be read: {error}") from error
+    given = read_yaml(path, "--hardware")
     figures = {field.name for field in fields(Hardware)} - {"device_names"}
-    if not isinstance(given, dict) or given.get("base", "h100") not in HARDWARE:
+    if not isinstance(given, dict) or str(given.get("base", "h100")) not in HARDWARE:
         raise UserError(f"--hardware {name}: expected a mapping with base: one of {', '.join(HARDWARE)}, and figures.")
     base = HARDWARE[str(given.pop("base", "h100"))]
     figures_given = {str(key): value for key, value in given.items()}
     for key, value in figures_given.items():
         if key not in figures:
             raise UserError(f"--hardware {name}: unknown figure '{key}'. Known: {', '.join(sorted(figures))}.")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < MAX_FIGURE:
             raise UserError(f"--hardware {name}: {key} is {value!r}; expected a number above 0.")
         if key.endswith("_frac") and value > 1:
             raise UserError(f"--hardware {name}: {key} is {value!r}; expected a part, (0, 1].")

@@ -6,7 +6,6 @@ are in `config.py`; ranges and rules between fields in `preflight.py`.
 
 from __future__ import annotations
 
-import os.path
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,46 +14,19 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException, ValidationError
-from yaml import YAMLError
+from omegaconf.errors import ValidationError
 
 from mrl.errors import UserError
 from mrl.keys import is_key, leaves, nested
 from mrl.own_code import located
 from mrl.paths import IsPath, expanded, path_keys
+from mrl.yaml_file import MAX_DEPTH, UNREADABLE, check_depth, reason
 
 REFERENCE = re.compile(r"\$\{.*\}")
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
-
-UNREADABLE = (YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, OSError, RecursionError)
-"""What PyYAML and OmegaConf raise at a text or a value: some of it by accident, deep inside them."""
-
-MAX_FILE_BYTES = 10 << 20
-MAX_DEPTH = 40
-"""Mappings and lists inside each other; a config needs six."""
 MAX_SHOWN = 200
 """Characters of a value that a message quotes."""
-
-
-def read_yaml(file: Path, what: str) -> Any:
-    """The content of a YAML file as nested dicts and lists, references between keys not resolved.
-
-    Args:
-        file: To be read.
-        what: It is, for messages: "config file".
-
-    Raises:
-        UserError: It is missing, or not readable YAML.
-    """
-    try:
-        if os.path.getsize(file) > MAX_FILE_BYTES:
-            raise UserError(f"{what} '{file}' has more than {MAX_FILE_BYTES} bytes: it is another file.")
-        return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    except UserError:
-        raise
-    except UNREADABLE as error:
-        raise UserError(f"{what} '{file}' is not readable YAML: {reason(error)}.") from error
 
 
 class Values:
@@ -77,20 +49,21 @@ class Values:
     def override(self, item: str) -> None:
         """`key=value` sets; `~key` takes back. See `config.load`."""
         key, equals, text = item.partition("=")
-        where = f"in override '{item}'"
+        where = f"in override '{_cut(item)}'"
         if item[:1] == "~" and len(item) > 1:
             if equals:
-                raise UserError(f"override '{item}' takes back and sets at once; write '{key}' or '{item[1:]}'.")
+                raise UserError(f"override '{_cut(item)}' takes back and sets at once; write '{key}' or '{item[1:]}'.")
             self._take_back(key[1:], where)
             return
         if not (key and equals):
-            raise UserError(f"override '{item}' is not section.key=value, for example train.num_steps=10.")
+            raise UserError(f"override '{_cut(item)}' is not section.key=value, for example train.num_steps=10.")
         with explained(where):
+            check_depth(text)
             parsed: Any = OmegaConf.from_dotlist([f"value={text}"])
             value = OmegaConf.to_container(parsed, resolve=False)["value"]  # type: ignore[index, call-overload]
         found = leaves(nested(key, value), self._schema)
         if not found:
-            raise UserError(f"override '{item}' sets nothing. Set its keys, or take the section back with '~{key}'.")
+            raise UserError(f"override '{_cut(item)}' sets nothing. Set its keys, or take it back with '~{key}'.")
         for leaf, inner, kind in found:
             if value == {} and _is_mapping(kind):
                 self._set(key, value, kind, where, merge=False)
@@ -141,7 +114,7 @@ class Values:
         except UserError as error:
             raise UserError(f"config key '{key}' {where}: {error}.") from error
         except UNREADABLE as error:
-            came = "null" if value is None else _shown(value)
+            came = "null" if value is None else _cut(repr(value))
             raise UserError(f"config key '{key}' {where}: {came} came, expected {expected(kind)}.") from error
         _make_writable(self._node)
 
@@ -176,16 +149,7 @@ def explained(where: str) -> Iterator[None]:
         ) from error
 
 
-def reason(error: Exception) -> str:
-    """What one of UNREADABLE says, in a line."""
-    if isinstance(error, RecursionError):
-        return "its lists and mappings are too deep in each other"
-    said = " ".join(str(error).split()).partition(" full_key:")[0].rstrip(".")
-    return f"{said[:MAX_SHOWN]}..." if len(said) > MAX_SHOWN else said
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
+def _cut(text: str) -> str:
     return f"{text[:MAX_SHOWN]}... ({len(text)} characters)" if len(text) > MAX_SHOWN else text
 
 
@@ -205,7 +169,7 @@ def _check_texts(value: Any, depth: int = 0) -> None:
     if isinstance(value, str):
         bad = next((character for character in value if character == "\0" or "\ud800" <= character <= "\udfff"), None)
         if bad is not None:
-            raise UserError(f"{_shown(value)} came, with the character {bad!r}, which no file or path can hold")
+            raise UserError(f"{_cut(repr(value))} came, with the character {bad!r}, which no file or path can hold")
     for inner in (
         [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
     ):

@@ -31,7 +31,7 @@ LAYERS = (
     ("config", "functional", "models"),
     ("values", "commit"),
     ("types", "registry", "grid", "keys", "paths", "hardware", "durable", "benchmark"),
-    ("own_code",),
+    ("own_code", "yaml_file"),
     ("errors",),
 )
 """Top to bottom. A part may import itself and what stands in a lower row."""

@@ -12,6 +12,7 @@ from mrl.cli import main
 from mrl.config import load, to_yaml
 from mrl.errors import UserError
 from mrl.own_code import label, located
+from mrl.paths import expanded
 from tests.e2e import runs
 from tests.source import ROOT
 
@@ -78,7 +79,7 @@ def test_a_file_beside_the_config_comes_before_one_of_the_working_folder_and_hom
     folders = [project / "configs", Path()]
     assert located("same.py:f", folders) == f"{project}/configs/same.py:f"
     monkeypatch.setenv("HOME", str(project / "working"))
-    assert located("~/same.py:f", folders) == f"{project}/working/same.py:f"
+    assert located(expanded("~/same.py:f"), folders) == f"{project}/working/same.py:f"
     assert located("json.decoder:JSONDecoder", folders) == "json.decoder:JSONDecoder"
 
 

@@ -119,7 +119,7 @@ def test_figures_of_ones_own_replace_the_tables(tmp_path):
         ("decode_frac: 1.5", r"decode_frac is 1.5; expected a part, \(0, 1\]"),
         ("memory_bytes: lots", "memory_bytes is 'lots'; expected a number above 0"),
         ("- 1", "expected a mapping with base"),
-        ("{", "cannot be read"),
+        ("{", "is not readable YAML"),
     ],
 )
 def test_wrong_figures_are_named(tmp_path, text, message):

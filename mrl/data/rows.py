@@ -117,9 +117,10 @@ class ParquetRows(Rows):
                 content.update(block)
         self.fingerprint = content.hexdigest()
         self._path = path
+        self._refusals = (pyarrow.ArrowException, OSError, ValueError, TypeError, ArithmeticError, LookupError)
         try:
             self._file = pyarrow.parquet.ParquetFile(path, memory_map=True)
-        except (pyarrow.ArrowException, OSError) as error:
+        except self._refusals as error:
             raise UserError(f"data: '{path}' is not a readable parquet file: {first_line(error)}.") from error
         metadata = self._file.metadata
         self._starts = [0]
@@ -137,13 +138,16 @@ class ParquetRows(Rows):
     def row(self, index: int) -> Row:
         """See `Rows.row`."""
         group = bisect_right(self._starts, index) - 1
-        table = self._cache.pop(group, None)
-        if table is None:
-            table = self._file.read_row_group(group)
-        self._cache[group] = table
-        while len(self._cache) > 1 and sum(kept.nbytes for kept in self._cache.values()) > self._cache_bytes:
-            self._cache.popitem(last=False)
-        rows: list[Row] = table.slice(index - self._starts[group], 1).to_pylist()
+        try:
+            table = self._cache.pop(group, None)
+            if table is None:
+                table = self._file.read_row_group(group)
+            self._cache[group] = table
+            while len(self._cache) > 1 and sum(kept.nbytes for kept in self._cache.values()) > self._cache_bytes:
+                self._cache.popitem(last=False)
+            rows: list[Row] = table.slice(index - self._starts[group], 1).to_pylist()
+        except self._refusals as error:
+            raise UserError(f"{self.source(index)}: the row cannot be read: {first_line(error)}.") from error
         return rows[0]
 
     def source(self, index: int) -> str:
@@ -253,6 +257,8 @@ def _parse(line: bytes, source: str) -> Row:
         row = json.loads(line)
     except ValueError as error:
         raise UserError(f"{source}: not JSON: {error}. Expected one JSON object per line.") from error
+    except RecursionError as error:
+        raise UserError(f"{source}: its lists and objects are too deep in each other.") from error
     if not isinstance(row, dict):
         raise UserError(f"{source}: holds {type(row).__name__}, expected one JSON object per line.")
     return row

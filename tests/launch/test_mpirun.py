@@ -1,8 +1,10 @@
 """launch/mpirun.sh with a real MPI: the numbers of torchrun, one message for a mistake, and singletons refused."""
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +16,24 @@ pytestmark = pytest.mark.mpi
 TIMEOUT_S = 240
 
 
+@pytest.fixture(params=["mpirun", "mpirun.mpich"])
+def library(request, tmp_path_factory):
+    """What starts the ranks by an mpirun and lets mpi4py load its library: the system's own, and MPICH beside it."""
+    if request.param == "mpirun":
+        return {}
+    found = sorted(Path("/usr/lib").glob("*/libmpich.so.12"))
+    if not (shutil.which(request.param) and found):
+        pytest.skip("no mpirun.mpich with its libmpich.so.12 here")
+    folder = tmp_path_factory.mktemp("mpich")
+    (folder / "libmpi.so.12").symlink_to(found[0])  # the name of the MPI ABI, which Debian does not give it
+    return {
+        "MPIRUN": request.param, "LD_LIBRARY_PATH": str(folder), "MPI4PY_LIBMPI": str(folder / "libmpi.so.12"),
+    }  # fmt: skip
+
+
 def mpirun(folder, *words, ranks=2, **variables):
-    version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
+    program = variables.get("MPIRUN", "mpirun")
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "NPROC": str(ranks),
         "MPIRUN_ARGS": "--oversubscribe" if "Open MPI" in version else "", "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -27,14 +45,14 @@ def mpirun(folder, *words, ranks=2, **variables):
     )  # fmt: skip
 
 
-def test_mpirun_trains_to_the_same_numbers(expected, tmp_path):
-    done = mpirun(tmp_path, *runs.arguments(tmp_path, SHORT))
+def test_mpirun_trains_to_the_same_numbers(expected, tmp_path, library):
+    done = mpirun(tmp_path, *runs.arguments(tmp_path, SHORT), **library)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == expected
 
 
-def test_a_mistake_is_told_once(tmp_path):
-    done = mpirun(tmp_path, *runs.arguments(tmp_path, ["train.num_step=3"]))
+def test_a_mistake_is_told_once(tmp_path, library):
+    done = mpirun(tmp_path, *runs.arguments(tmp_path, ["train.num_step=3"]), **library)
     assert done.returncode == 2
     assert done.stderr.count("mrl: error: config key 'train.num_step' is unknown") == 1
 

@@ -386,7 +386,7 @@ class DataConfig:
     prompt_key: str = "prompt"
     """Column: a string, or a list of chat messages."""
     answer_key: str = "answer"
-    """Column with the ground truth."""
+    """Column with the ground truth; rows without "answer" that have verl's "reward_model.ground_truth" give that."""
     response_key: Optional[str] = None
     """Column with the response that supervised steps imitate; null: the answer."""
     source_key: Optional[str] = None

@@ -89,7 +89,8 @@ class Job:
         self.refit = Refit(self.policy.layout(), self.policy.named_tensors(), self.engine, rollout.checkpoint_engine)
         self.scorer: Scorer | None = None
         if groups.leads_replica:
-            self.scorer = Scorer(config.reward, plan.tokenizer.decode, plan.tokenizer.eos_ids)
+            tokenizer = plan.tokenizer
+            self.scorer = Scorer(config.reward, tokenizer.decode, tokenizer.eos_ids, tokenizer.special_ids)
         self.routing: tuple[int, int] | None = None  # (layers, experts of a token) where the engine keeps its choices
         if rollout.enable_rollout_routing_replay and plan.arch.moe is not None:
             self.routing = (plan.arch.num_layers, plan.arch.moe.top_k)

@@ -35,6 +35,8 @@ class Prompt:
         source: File or task that the row came from, and the row in it ("train.jsonl:17").
         data_source: Name of the data set that the row belongs to ("openai/gsm8k"), as in verl; metrics are also told
             by it, and reward functions may choose by it how to score.
+        question: The prompt as the data have it: a text, or chat messages.
+        row: All columns of the data row.
     """
 
     uid: int
@@ -44,6 +46,8 @@ class Prompt:
     extra: dict[str, Any] = field(default_factory=dict)
     source: str = ""
     data_source: str = ""
+    question: str | list[dict[str, Any]] = ""
+    row: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclass

@@ -7,6 +7,7 @@ number, and nothing is tokenised before its turn. Every rank runs the same sourc
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +22,9 @@ from mrl.types import Prompt
 
 DATA_SOURCE = "data_source"
 """Column of verl's data with the name of the data set that a row belongs to."""
+
+VERL_ANSWER = "reward_model.ground_truth"
+"""Where verl's data have the answer; one that is no text or number is read as JSON."""
 
 VALIDATION_UID = 1 << 48
 """uid of the first held-out prompt; the training stream stays below."""
@@ -79,9 +83,9 @@ class PromptEncoder:
                 )
             ids = ids[-self._prompt_length :]
             text = self._tokenizer.decode(ids)
-        used = {self._prompt_key.partition(".")[0], self._answer_key.partition(".")[0]}
+        used = {self._prompt_key.partition(".")[0], self._answer_column(row).partition(".")[0]}
         extra = {name: value for name, value in row.items() if name not in used}
-        return Prompt(uid, tuple(ids), text, answer, extra, source, named or data_source)
+        return Prompt(uid, tuple(ids), text, answer, extra, source, named or data_source, question, row)
 
     def _question(self, row: Row, source: str) -> str | list[dict[str, Any]]:
         """The prompt as a string to encode as it stands, or as messages for the chat template."""
@@ -113,17 +117,25 @@ class PromptEncoder:
         """The answer as a string. Numbers are accepted; a whole number in a float column (49.0) reads "49"."""
         if not self._answer_key:
             return None
-        value = _column(row, self._answer_key, source, "data.answer_key")
+        key = self._answer_column(row)
+        value = _column(row, key, source, "data.answer_key")
         if value is None or isinstance(value, str):
             return value
         if isinstance(value, float) and value.is_integer():
             return str(int(value))
         if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
             return str(value)
+        if key == VERL_ANSWER:
+            return json.dumps(value, ensure_ascii=False, default=str)
         raise UserError(
-            f"{source}: column '{self._answer_key}' holds {_shown(value)}, expected a string or a number "
-            "(data.answer_key)."
+            f"{source}: column '{key}' holds {_shown(value)}, expected a string or a number (data.answer_key)."
         )
+
+    def _answer_column(self, row: Row) -> str:
+        """`data.answer_key`; where it is "answer" and the row has no such column, verl's, if it has that."""
+        model = row.get("reward_model")
+        is_verl = self._answer_key == "answer" not in row and isinstance(model, dict) and "ground_truth" in model
+        return VERL_ANSWER if is_verl else self._answer_key
 
     def _data_source(self, row: Row, source: str) -> str | None:
         """The data set that the row itself names."""

@@ -25,6 +25,7 @@ class Tokenizer(ABC):
     Attributes:
         name: Folder or spec it came from, for messages.
         eos_ids: Tokens that end a response; the first one ends a supervised response.
+        special_ids: Tokens that are no text, the end tokens among them.
         pad_id: A token that may stand where nothing is read.
         vocab_size: One more than the largest id that `encode` can give.
         has_chat_template: Whether `apply_chat_template` works.
@@ -32,6 +33,7 @@ class Tokenizer(ABC):
 
     name: str
     eos_ids: tuple[int, ...]
+    special_ids: frozenset[int]
     pad_id: int
     vocab_size: int
     has_chat_template: bool
@@ -83,6 +85,7 @@ class CharTokenizer(Tokenizer):
         self.name = f"{CHAR_PREFIX}{characters}"
         self.vocab_size = len(characters)
         self.eos_ids = (len(characters) - 1,)
+        self.special_ids = frozenset(self.eos_ids)
         self.pad_id = len(characters) - 1
         self.has_chat_template = False
         self._characters = characters
@@ -166,6 +169,9 @@ class HFTokenizer(Tokenizer):
         self.has_chat_template = self._tokenizer.chat_template is not None
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
         self.eos_ids = self._end_ids(folder if model_folder is None else model_folder)
+        added = self._tokenizer.added_tokens_decoder
+        named = {int(index) for index, token in added.items() if token.special}
+        self.special_ids = frozenset({*named, *self._tokenizer.all_special_ids, *self.eos_ids})
         pad_id = self._tokenizer.pad_token_id
         self.pad_id = self.eos_ids[0] if pad_id is None else int(pad_id)
         bos_id = self._tokenizer.bos_token_id

@@ -13,12 +13,18 @@ from typing import Any
 
 from mrl import registry
 from mrl.errors import UserError
+from mrl.rewards._signatures import Signature
 
 Facts = dict[str, float | str]
 """What a reward function may say of a sample besides its value; numbers are finite."""
 
 SCORE = "score"
 """Key of the value where a function returns a mapping, as verl's do."""
+
+GIVEN = (
+    "prompt, response, answer and extra are given by keyword, or what verl (solution_str, ground_truth ...) or TRL "
+    "(completions ...) gives"
+)
 
 MAX_FACTS = 32
 """More keys of one function are an error: they become names of metrics."""
@@ -35,6 +41,14 @@ class Sample:
     response: str
     answer: str | None
     extra: dict[str, Any]
+    text: str = ""
+    """The response without special tokens, as verl and TRL give it."""
+    response_ids: tuple[int, ...] = ()
+    question: str | list[dict[str, Any]] = ""
+    """The prompt as the data have it: a text, or chat messages."""
+    data_source: str = ""
+    row: dict[str, Any] = field(default_factory=dict)
+    """All columns of the data row."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +59,14 @@ class Outcome:
         value: Finite, or NaN where the call failed.
         error: Why it failed; "" where it did not.
         lost: It took its worker process with it.
+        given: False where the function has no opinion on this sample (TRL's None); the value is 0 then.
         facts: What a function that returns a mapping says besides, such as verl's "acc" and "pred".
     """
 
     value: float
     error: str = ""
     lost: bool = False
+    given: bool = True
     facts: Facts = field(default_factory=dict)
 
 
@@ -68,14 +84,12 @@ class RewardCall:
         self._kwargs = dict(kwargs)
         if not callable(self._function):
             raise UserError(f"reward.functions: '{name}' is a {type(self._function).__name__}, expected a function.")
-        signature: inspect.Signature | str = "..."
         try:
-            signature = inspect.signature(self._function)
-            signature.bind(prompt="", response="", answer=None, extra={}, **self._kwargs)
+            self._signature = Signature.of(self._function, self._kwargs)
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"reward.functions: '{name}' cannot be called: {error}. It takes {signature}; the config's kwargs are "
-                f"{self._kwargs}, and prompt, response, answer and extra are given by keyword."
+                f"reward.functions: '{name}' cannot be called: {error}. It takes {_parameters(self._function)}; the "
+                f"config's kwargs are {self._kwargs}, and {GIVEN}."
             ) from error
 
     def __call__(self, sample: Sample) -> Outcome:
@@ -85,17 +99,13 @@ class RewardCall:
             MemoryError: Nobody knows then what the process still holds.
         """
         try:
-            value = self._function(
-                prompt=sample.prompt,
-                response=sample.response,
-                answer=sample.answer,
-                extra=dict(sample.extra),
-                **self._kwargs,
-            )
+            value = self._signature(sample)
         except MemoryError:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything
             return Outcome(math.nan, f"{type(error).__name__}: {error}")
+        if value is None and self._signature.style == "TRL":
+            return Outcome(0.0, given=False)
         try:
             said = dict(value) if isinstance(value, Mapping) else {SCORE: value}
             return Outcome(_score(said, value), facts=_facts(said) if isinstance(value, Mapping) else {})
@@ -103,6 +113,13 @@ class RewardCall:
             return Outcome(math.nan, f"it returned {error}")
         except Exception as error:  # noqa: BLE001 - and so may what it returned, such as a tensor of two elements
             return Outcome(math.nan, f"it returned {_shown(value)}: {type(error).__name__}: {error}")
+
+
+def _parameters(function: Callable[..., Any]) -> str:
+    try:
+        return str(inspect.signature(function))
+    except (TypeError, ValueError):
+        return "..."
 
 
 def _score(said: Mapping[Any, Any], value: object) -> float:

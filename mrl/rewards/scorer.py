@@ -7,7 +7,7 @@ raises, returns no finite number, hangs or kills its process fails its sample on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 
 from mrl import registry
@@ -25,7 +25,11 @@ class Scorer:
     """Built once per scoring rank; holds the worker processes until `close`."""
 
     def __init__(
-        self, config: RewardConfig, decode: Callable[[Sequence[int]], str], eos_ids: Sequence[int] = ()
+        self,
+        config: RewardConfig,
+        decode: Callable[[Sequence[int]], str],
+        eos_ids: Sequence[int] = (),
+        special_ids: Collection[int] = (),
     ) -> None:
         """Imports the functions and starts the workers, where any function needs one.
 
@@ -33,6 +37,7 @@ class Scorer:
             config: Functions, weights, limits.
             decode: Token ids to text, end tokens written out (`Tokenizer.decode`).
             eos_ids: An end token at the end of a response is cut off before the functions see it.
+            special_ids: Functions with verl's or TRL's signature see texts without these tokens.
 
         Raises:
             UserError: No function is named, or one cannot be imported or called with its kwargs.
@@ -42,6 +47,7 @@ class Scorer:
         self._config = config
         self._decode = decode
         self._eos_ids = frozenset(eos_ids)
+        self._special_ids = frozenset(special_ids)
         self._labels = part_names(config)
         self._local: dict[int, RewardCall] = {}
         self._remote: list[int] = []
@@ -113,13 +119,26 @@ class Scorer:
             rollout.response_text = response + self._decode(ids[len(kept) :])
         prompt = rollout.prompt
         extra = {**prompt.extra, "response_length": len(ids), "finish_reason": rollout.finish_reason}
-        return Sample(prompt.text, response, prompt.answer, extra)
+        plain = [token for token in kept if token not in self._special_ids]
+        text = response if len(plain) == len(kept) else self._decode(plain)
+        return Sample(
+            prompt.text,
+            response,
+            prompt.answer,
+            extra,
+            text,
+            tuple(ids),
+            prompt.question,
+            prompt.data_source,
+            prompt.row,
+        )
 
     def _set(self, rollout: Rollout, outcomes: dict[int, Outcome]) -> None:
         failed = {index: outcome for index, outcome in sorted(outcomes.items()) if outcome.error}
         parts = {
             label: self._config.error_value if index in failed else outcomes[index].value
             for index, label in enumerate(self._labels)
+            if index in failed or outcomes[index].given
         }
         rollout.reward_parts = parts
         rollout.reward_facts = {}
@@ -129,8 +148,8 @@ class Scorer:
         if failed:
             rollout.reward = self._config.error_value
         else:
-            weights = [function.weight for function in self._config.functions]
-            rollout.reward = math.fsum(weight * value for weight, value in zip(weights, parts.values(), strict=True))
+            functions = enumerate(self._config.functions)
+            rollout.reward = math.fsum(function.weight * outcomes[index].value for index, function in functions)
 
     def _describe(self, rollout: Rollout, failed: dict[int, Outcome]) -> str:
         names = " or ".join(f"'{self._config.functions[index].name}'" for index in failed)

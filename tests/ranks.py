@@ -16,12 +16,13 @@ import atexit
 import contextlib
 import multiprocessing
 import os
-import socket
 import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from mrl.distributed.local_ranks import free_port
 
 START_TIMEOUT_S = 120
 CALL_TIMEOUT_S = 120
@@ -62,9 +63,7 @@ def _worker(rank: int, size: int, port: int, pipe: Connection) -> None:
 class _Pool:
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("spawn")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):

@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import multiprocessing
 import os
+import random
 import re
 import signal
 import socket
@@ -39,6 +40,8 @@ SAMPLE_S = 0.5
 """Between two looks at the ranks' memory."""
 LAST_LINES = 3
 """Of a rank that died without telling why."""
+PORTS = range(20_000, 32_000)
+"""Below those that Linux gives to whoever asks for any: one of these is still free when the first rank is up."""
 _STACK_SIGNAL = signal.SIGUSR2
 
 
@@ -105,9 +108,7 @@ def run_ranks(
         OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=found_in, PYTHONWARNINGS="ignore"
     ):
         forkserver.ensure_running()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks: list[ForkServerProcess] = []
     pipes: dict[Connection, int] = {}
     with _Memory() as memory:
@@ -129,6 +130,15 @@ def run_ranks(
             for process in ranks:
                 process.join()
     return Ran(time.monotonic() - started, cpu_s, memory.peak)
+
+
+def free_port() -> int:
+    """A port of this host that nothing listens on, and that the system gives to no connection until it is used."""
+    while True:
+        port = random.SystemRandom().choice(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _collect(pipes: dict[Connection, int], ranks: list[ForkServerProcess], logs: Path, deadline: float) -> float:

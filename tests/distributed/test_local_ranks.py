@@ -1,15 +1,18 @@
 """Ranks of a call: they start, they end, and none is left behind."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
+from mrl.distributed import local_ranks
 from mrl.distributed.launch import environment
-from mrl.distributed.local_ranks import RankError, run_ranks
+from mrl.distributed.local_ranks import PORTS, RankError, free_port, run_ranks
 from mrl.errors import UserError
 from mrl.rehearsal.rehearse import PRELOAD
 from tests.source import ROOT
@@ -103,3 +106,15 @@ def wait_until(holds, limit_s):
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_a_port_is_free_and_stays_so_until_the_ranks_listen(monkeypatch):
+    """The system gives ports of its own range to any connection, also to one of the next second."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert max(PORTS) < lowest
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port()))
+        number = taken.getsockname()[1]
+        other = free_port()
+        monkeypatch.setattr(local_ranks, "PORTS", [number] * 9 + [other])
+        assert {free_port() for _ in range(5)} == {other}

@@ -2,11 +2,11 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
+from mrl.distributed.local_ranks import free_port
 from tests.ranks import run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
@@ -88,12 +88,6 @@ def _main(words, ports):
     finally:
         os.environ["MASTER_PORT"] = str(ports[1])
         launch.start("cpu", num_threads=1)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def metrics(folder):

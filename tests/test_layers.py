@@ -12,7 +12,7 @@ from tests.source import PACKAGE, ROOT, imports, modules, name_of, tree_of
 LAYERS = (
     ("__main__",),
     ("cli", "convert_cli"),
-    ("rehearsal", "acceptance"),
+    ("rehearsal", "acceptance", "campaign"),
     ("train", "dryrun", "plan", "doctor"),
     ("fit", "durations", "doctor_checks"),
     ("memory",),

@@ -1,0 +1,1 @@
+"""Random runs, each as one process and as a random layout: do they agree? `tools/campaign.py` is the command."""

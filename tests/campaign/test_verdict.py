@@ -1,0 +1,45 @@
+"""What a campaign calls good: equal numbers, or a refusal for a reason; nothing else."""
+
+import pytest
+
+from mrl.campaign.cases import Case, Start
+from mrl.campaign.sides import Ended
+from mrl.campaign.verdict import ABSOLUTE, RELATIVE, TOKENS, judge
+
+CASE = Case(1, {}, [Start(2, {"parallel.tensor_model_parallel_size": 2})], [{}], {})
+ROW = {"phase": "train", "step": 1, "actor/grad_norm": 2.0, TOKENS: 12.0, "refit/bytes_moved": 7.0}
+
+
+def done(**changed):
+    return Ended("done", 0, "", [{key: value for key, value in {**ROW, **changed}.items() if value is not None}])
+
+
+def refused(message, start=0):
+    return Ended("refused", start, message, [])
+
+
+FAILED = Ended("failed", 0, "rank 1: KeyError: 'x'", [])
+
+
+@pytest.mark.parametrize(
+    ("alone", "spread", "name"),
+    [
+        (done(), done(), "same"),
+        (done(), done(**{"actor/grad_norm": 2.0 * (1 + 0.9 * RELATIVE)}), "same"),
+        (done(), done(**{"actor/grad_norm": 2.0 * (1 + 2 * RELATIVE)}), "differs"),
+        (done(**{"actor/grad_norm": 0.0}), done(**{"actor/grad_norm": 0.9 * ABSOLUTE}), "same"),
+        (done(), done(**{"actor/grad_norm": float("nan")}), "differs"),
+        (done(), done(**{TOKENS: 12.0001}), "differs"),
+        (done(), done(**{"refit/bytes_moved": 9.0}), "same"),
+        (done(), done(**{"actor/grad_norm": None}), "differs"),
+        (done(), done(step=2), "differs"),
+        (refused("no"), refused("no"), "refused"),
+        (done(), refused("parallel.tensor_model_parallel_size=2 does not divide"), "refused"),
+        (done(), refused("train.batch_size=3 is odd"), "refused by one"),
+        (refused("no"), done(), "refused by one"),
+        (FAILED, FAILED, "failed"),
+        (refused("no"), FAILED, "failed"),
+    ],
+)
+def test_verdict(alone, spread, name):
+    assert judge(CASE, alone, spread).name == name

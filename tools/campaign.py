@@ -1,0 +1,98 @@
+r"""Do random runs give the same numbers at random layouts? For an hour, or as long as you like.
+
+    python tools/campaign.py --minutes 60
+    python tools/campaign.py --first-seed 1017 --cases 1 --keep    # one case again, its folder kept
+
+Each case draws a config, data and a layout (TP, PP, virtual stages, CP, EP, ETP, DP, replicas, microbatches, offload,
+recompute, the distributed optimizer, often a resume at another layout), and runs `mrl train` on tiny models for two or
+three steps, as one process and at the layout, on this machine's CPU. A case is good where both give the same metrics,
+within 1e-4, and the same sampled tokens, or where both are refused with a message, or the layout for a reason of its
+own. A traceback, a run without an end and a difference are bad; the folder of a bad case is kept, with its configs, its
+data and the ranks' output.
+
+Prints one JSON line for each case, and a summary. Exit status: 0 all good, 1 a bad case, 2 a mistake in what was given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from mrl.campaign.cases import draw
+from mrl.campaign.sides import ALONE, SPREAD, run_side, write_files
+from mrl.campaign.verdict import GOOD, judge
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, help="default: as many as the minutes hold")
+    parser.add_argument("--minutes", type=float, help="begin no case after so long; default: no limit with --cases")
+    parser.add_argument("--first-seed", type=int, default=1, help="of the first case; default: %(default)s")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/campaign"), help="default: %(default)s")
+    parser.add_argument("--time-limit-s", type=float, default=180.0, help="of each start; default: %(default)s")
+    parser.add_argument("--keep", action="store_true", help="keep the folders of good cases too")
+    given = parser.parse_args(arguments)
+    if given.cases is None and given.minutes is None:
+        parser.error("say how long: --minutes or --cases")
+    return given
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs cases and prints a line for each; returns the exit status."""
+    given = parse(arguments)
+    began = time.monotonic()
+    end = began + 60 * given.minutes if given.minutes is not None else float("inf")
+    verdicts: Counter[str] = Counter()
+    bad: list[int] = []
+    worst, seed = 0.0, given.first_seed
+    while time.monotonic() < end and (given.cases is None or seed < given.first_seed + given.cases):
+        line = run_case(seed, given.output_dir.resolve(), time_limit_s=given.time_limit_s, keep=given.keep)
+        print(json.dumps(line), flush=True)
+        verdicts[line["verdict"]] += 1
+        worst = max(worst, line["worst"]) if line["verdict"] in GOOD else worst
+        if line["verdict"] not in GOOD:
+            bad.append(seed)
+        seed += 1
+    took = {"seconds": round(time.monotonic() - began, 1), "worst_of_good": worst}
+    print(json.dumps({"cases": dict(verdicts), "bad_seeds": bad, **took}))
+    return 1 if bad else 0
+
+
+def run_case(seed: int, output_dir: Path, *, time_limit_s: float, keep: bool = False) -> dict[str, Any]:
+    """One case, as its line says it.
+
+    Args:
+        seed: Of the case.
+        output_dir: Its folder is made in here.
+        time_limit_s: Of each start.
+        keep: Keep the folder of a good case too.
+    """
+    began = time.monotonic()
+    case, folder = draw(seed), output_dir / f"case-{seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    write_files(case, folder)
+    alone, spread = (run_side(case, folder, side, time_limit_s=time_limit_s) for side in (ALONE, SPREAD))
+    verdict = judge(case, alone, spread)
+    if verdict.name in GOOD and not keep:
+        shutil.rmtree(folder)
+    return {
+        "seed": seed,
+        "verdict": verdict.name,
+        "why": verdict.why,
+        "worst": round(verdict.worst, 4),
+        "seconds": round(time.monotonic() - began, 1),
+        "settings": case.settings,
+        "changes": case.changes,
+        "starts": [{"ranks": start.ranks, **start.settings} for start in case.starts],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -61,11 +61,6 @@ def _experts(config: Config, moe: MoeSpec, grid: Grid) -> Iterator[str]:
         check_experts_divide(moe, expert_shard(grid, 0))
     except UserError as error:
         yield str(error)
-    if moe.top_k == 1 and moe.norm_topk_prob:
-        yield (
-            "the model sends a token to one expert with weight 1 (num_experts_per_tok=1, norm_topk_prob=true): its "
-            "router has no gradient, and Megatron does not build it."
-        )
     if actor.moe_token_dispatcher_type == "allgather":
         if grid.pp > 1:
             yield (

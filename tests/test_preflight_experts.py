@@ -1,7 +1,5 @@
 """Layouts and settings that do not fit a mixture of experts, or a model without one, are refused with the reason."""
 
-from dataclasses import replace
-
 import pytest
 
 from mrl.errors import UserError
@@ -87,8 +85,3 @@ IDLE = [
 @pytest.mark.parametrize("override", IDLE)
 def test_a_dense_model_refuses_what_only_experts_use(override):
     assert f"{override} is set, but would have no effect" in refusal(make(override), 4, ARCH)
-
-
-def test_a_router_without_a_gradient_is_refused():
-    moe = replace(MIXTURE.moe, top_k=1, norm_topk_prob=True)
-    assert "its router has no gradient" in refusal(make(), 1, replace(MIXTURE, moe=moe))

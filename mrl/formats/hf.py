@@ -32,6 +32,9 @@ from mrl.weights.tensors import check_tensors
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TIED_HEAD = "lm_head.weight"
+EMBEDDINGS = "model.embed_tokens.weight"
+_ROWS_AT_ONCE = 4096
+"""Rows of the vocabulary that are compared at a time, so that no copy of a whole matrix is made."""
 
 MAX_FILE_BYTES = 5 << 30
 
@@ -68,7 +71,7 @@ class HfSource(Source):
         return self._file(hf_name).tensor(hf_name)[slices(region)]
 
     def check(self) -> None:
-        """See `Source`; a tied head and rotary frequencies may be there and are not read."""
+        """See `Source`; rotary frequencies may be there, and a tied head that equals the embeddings."""
         arch = self.arch
         expected = hf_layout(arch, "float32")
         missing = [name for name in expected if name not in self._file_of]
@@ -94,6 +97,8 @@ class HfSource(Source):
                     f"model folder '{self.folder}': '{name}' is stored as {header.dtype}; expected one of "
                     f"{', '.join(_DTYPES)}. Use a release of the model that is not quantized."
                 )
+        if arch.tie_word_embeddings and TIED_HEAD in self._file_of:
+            self._check_tied_head()
 
     def describe(self) -> dict[str, Any]:
         """See `Source`."""
@@ -127,6 +132,20 @@ class HfSource(Source):
                     tensors[name][slices(region)] = 0
                 for piece in stored.pieces:
                     tensors[name][slices(piece.dst)].copy_(self.read(piece.hf_name, piece.src))
+
+    def _check_tied_head(self) -> None:
+        """Versions of transformers differ on a head of its own in a tied model: some take it, some drop it."""
+        head, embeddings = (self._file(name).tensor(name) for name in (TIED_HEAD, EMBEDDINGS))
+        same = head.shape == embeddings.shape and all(
+            torch.equal(ours.float(), theirs.float())
+            for ours, theirs in zip(head.split(_ROWS_AT_ONCE), embeddings.split(_ROWS_AT_ONCE), strict=True)
+        )
+        if not same:
+            raise UserError(
+                f"model folder '{self.folder}': config.json says tie_word_embeddings=true, but '{TIED_HEAD}' differs "
+                f"from '{EMBEDDINGS}'. Set tie_word_embeddings to false where the head in the file is meant, or "
+                "remove the head from the file."
+            )
 
     def _is_optional(self, name: str) -> bool:
         return name.endswith("rotary_emb.inv_freq") or (name == TIED_HEAD and self.arch.tie_word_embeddings)

@@ -34,6 +34,7 @@ from mrl.weights.regions import intersect, slices, translate, volume, whole, wit
 from mrl.weights.tensors import DTYPES
 from mrl.weights.trtllm import HEAD, TrtllmMapping, linear_modules, trtllm_layout
 
+_EMBEDDINGS = "model.embed_tokens.weight"
 _FP8 = "float8_e4m3fn"
 _WEIGHT_SCALE = "weights_scaling_factor"
 _ACTIVATION_SCALE = "activation_scaling_factor"
@@ -280,8 +281,10 @@ class TrtllmSource(Source):
                         f"'{file.path}': '{name}' is {list(header.shape)} {header.dtype}; {CONFIG} asks for "
                         f"{list(expected[name][0])} {expected[name][1]}."
                     )
+        if self.arch.tie_word_embeddings:
+            self._check_copies((_EMBEDDINGS,))
         if deep:
-            self._check_copies()
+            self._check_copies(self._holders)
             self._check_padding()
 
     def describe(self) -> dict[str, Any]:
@@ -307,8 +310,9 @@ class TrtllmSource(Source):
         scales = file.tensor(_scale_name(name, _WEIGHT_SCALE)).view(-1)
         return dequantize(values, scales[region[0][0] * len(scales) // stored.shape[0]])
 
-    def _check_copies(self) -> None:
-        for hf_name, holders in self._holders.items():
+    def _check_copies(self, hf_names: Iterable[str]) -> None:
+        for hf_name in hf_names:
+            holders = self._holders.get(hf_name, ())
             distinct: dict[Region, tuple[int, str, Piece]] = {}
             for rank, name, piece in holders:
                 if name in self._linear[rank]:

@@ -38,7 +38,7 @@ from mrl.megatron.context import ContextTargets
 from mrl.megatron.moe import load_balance, moe_config, with_router
 from mrl.megatron.norm import RMSNorm
 from mrl.megatron.router import LoadBalance
-from mrl.models.base import ArchSpec
+from mrl.models.base import ArchSpec, MoeSpec
 from mrl.weights.megatron import padded_vocab
 
 
@@ -74,7 +74,7 @@ class ActorModel(GPTModel):  # type: ignore[misc]  # megatron.core has no types
         stage = {"ignore_virtual": False, "vp_stage": vp_stage}
         super().__init__(
             config,
-            _block_spec(config, te=te, vp_stage=vp_stage, balance=balance),
+            _block_spec(config, arch.moe, te=te, vp_stage=vp_stage, balance=balance),
             vocab_size=padded_vocab(arch, config.tensor_model_parallel_size),
             max_sequence_length=arch.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**stage),
@@ -245,15 +245,17 @@ def _leave(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _block_spec(config: TransformerConfig, *, te: bool, vp_stage: int | None, balance: LoadBalance | None) -> Any:
+def _block_spec(
+    config: TransformerConfig, moe: MoeSpec | None, *, te: bool, vp_stage: int | None, balance: LoadBalance | None
+) -> Any:
     """Layers of one chunk. The local spec gets our attention, and our norm everywhere, the final one included."""
     experts = {"num_experts": config.num_moe_experts, "moe_grouped_gemm": config.moe_grouped_gemm}
     if te:
         return with_router(
-            get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, **experts), balance
+            get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, **experts), moe, balance
         )
     layer: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm", **experts)
-    layer = with_router(layer, balance)
+    layer = with_router(layer, moe, balance)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules

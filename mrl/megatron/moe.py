@@ -12,7 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from mrl.config import ActorConfig, ParallelConfig
 from mrl.megatron.router import LoadBalance, RoutedLayer, Router
-from mrl.models.base import ArchSpec
+from mrl.models.base import ArchSpec, MoeSpec
 
 
 def moe_config(arch: ArchSpec, parallel: ParallelConfig, actor: ActorConfig, *, te: bool) -> dict[str, Any]:
@@ -31,8 +31,8 @@ def moe_config(arch: ArchSpec, parallel: ParallelConfig, actor: ActorConfig, *, 
         "num_moe_experts": arch.moe.num_experts,
         "moe_router_topk": arch.moe.top_k,
         "moe_ffn_hidden_size": arch.moe.intermediate_size,
-        # a softmax over the chosen logits is the same as one over all, scaled to a sum of 1
-        "moe_router_pre_softmax": not arch.moe.norm_topk_prob,
+        # a softmax over the chosen logits is the same as one over all, scaled to a sum of 1; over one: see `Router`
+        "moe_router_pre_softmax": not arch.moe.norm_topk_prob or arch.moe.top_k == 1,
         "moe_router_dtype": actor.moe_router_dtype,
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": actor.moe_token_dispatcher_type,
@@ -57,9 +57,11 @@ def load_balance(arch: ArchSpec, actor: ActorConfig) -> LoadBalance | None:
     )
 
 
-def with_router(layer: ModuleSpec, balance: LoadBalance | None) -> ModuleSpec:
+def with_router(layer: ModuleSpec, moe: MoeSpec | None, balance: LoadBalance | None) -> ModuleSpec:
     """The layer spec with mrl's router in it; a dense one as it is."""
-    if balance is not None:
+    if moe is not None and balance is not None:
         layer.module = RoutedLayer
-        layer.submodules.mlp.submodules.router = functools.partial(Router, balance=balance)
+        layer.submodules.mlp.submodules.router = functools.partial(
+            Router, balance=balance, scale_to_one=moe.norm_topk_prob and moe.top_k == 1
+        )
     return layer

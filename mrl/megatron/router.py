@@ -196,12 +196,15 @@ class _Choice:
 class Router(TopKRouter):  # type: ignore[misc]  # megatron.core has no types
     """Megatron's router, which replays the experts of `routing` and reports to a `LoadBalance`.
 
-    The weights of replayed experts are those that this router gives to them, so that it learns as ever.
+    The weights of replayed experts are those that this router gives to them, so that it learns as ever. Where a token
+    goes to one expert and its weight is scaled to 1, Megatron has no setting for it: that is done here, and the router
+    learns from the balancing losses alone, as in transformers.
     """
 
-    def __init__(self, config: Any, pg_collection: Any = None, *, balance: LoadBalance) -> None:
+    def __init__(self, config: Any, pg_collection: Any = None, *, balance: LoadBalance, scale_to_one: bool) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.balance = balance
+        self.scale_to_one = scale_to_one
         self.routing_plan: Routing | None = None
         self.router_replay = _Choice()
 
@@ -214,6 +217,8 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron.core has no types
         given = plan.experts_DLK
         self.router_replay.given_nK = None if given is None else self._own(given[:, layer])
         probs, chosen = super().routing(logits)
+        if self.scale_to_one:
+            probs = probs / probs.sum(-1, keepdim=True)
         if self.training and torch.is_grad_enabled():  # recomputation runs twice, once with gradients
             probs = self.balance.attach(
                 probs,

@@ -1,19 +1,19 @@
 """The pre-norm decoder that the families share: its rows, and config.json <-> ArchSpec.
 
 Owns what these families have in common; what differs (a default, a bias, a norm) stands in the family's own file. It
-reads no file: `hf_config.py` does.
-
-Spelling of rotary settings: transformers 5 keeps them in `rope_parameters`, older versions in `rope_theta` and
-`rope_scaling`. Both are read; both are written, so that either version loads the result.
+reads no file: `hf_config.py` does. Rotary settings are read in `_rope.py`; which keys there may be is in `_keys.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mrl.errors import UserError
-from mrl.models.base import ArchSpec, Kind, MoeSpec, ParamSpec, Place, RopeScaling
+from mrl.models._keys import refuse_windows
+from mrl.models._rope import read_rope, write_rope
+from mrl.models._values import flag, real, value_of, whole
+from mrl.models.base import ArchSpec, Kind, MoeSpec, ParamSpec, Place
 
 ATTENTION: tuple[ParamSpec, ...] = (
     ParamSpec(
@@ -152,22 +152,8 @@ HEAD: tuple[ParamSpec, ...] = (
 DECODER = ATTENTION + DENSE_MLP + HEAD
 """A whole dense model."""
 
-KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "rope_parameters",
-    "rope_theta",
-    "rope_scaling",
-)
-"""The keys of config.json that shape an `ArchSpec`."""
+MOST_LAYERS = 10_000
+"""Bound on the layers of a model; tables name every tensor of every layer."""
 
 
 def arch_from_config(
@@ -178,6 +164,8 @@ def arch_from_config(
     qkv_bias: bool = False,
     qk_norm: bool = False,
     moe: MoeSpec | None = None,
+    slides: Callable[[Mapping[str, Any], int], bool] = lambda config, layers: True,
+    rope_types: tuple[str, ...] = ("default", "llama3"),
 ) -> ArchSpec:
     """config.json of a llama-like decoder -> ArchSpec.
 
@@ -188,42 +176,35 @@ def arch_from_config(
         qkv_bias: As in `ArchSpec`.
         qk_norm: As in `ArchSpec`.
         moe: As in `ArchSpec`.
+        slides: (config.json, layers) -> whether some layer attends to the last `sliding_window` tokens only.
+        rope_types: Rotary types of the family, among those that mrl builds.
 
     Raises:
         UserError: A key is missing or has the wrong type, sizes do not fit together, or the structure is one that mrl
             does not build.
     """
-    refuse_foreign_structure(config, family)
+    layers = whole(config, "num_hidden_layers", defaults, most=MOST_LAYERS)
+    refuse_windows(config, {"sliding_window": None, **defaults}, layers, slides=slides(config, layers))
     heads = whole(config, "num_attention_heads", defaults)
     hidden = whole(config, "hidden_size", defaults)
     kv_heads = (
         heads
-        if _value(config, "num_key_value_heads", defaults) is None
+        if value_of(config, "num_key_value_heads", defaults) is None
         else whole(config, "num_key_value_heads", defaults)
     )
     if heads % kv_heads:
         raise UserError(
             f"config.json: num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv_heads})."
         )
-    if _value(config, "head_dim", defaults) is not None:
-        head_dim = whole(config, "head_dim", defaults)
-    elif hidden % heads == 0:
-        head_dim = hidden // heads
-    else:
-        raise UserError(
-            f"config.json: hidden_size ({hidden}) is not a multiple of num_attention_heads ({heads}); set head_dim."
-        )
-    if head_dim % 2:
-        raise UserError(f"config.json: head_dim is {head_dim}; rotary embeddings need an even one.")
-    theta, scaling = _rope(config)
+    theta, scaling = read_rope(config, {"rope_theta": 10000.0, **defaults}, rope_types)
     return ArchSpec(
         family=family,
-        num_layers=whole(config, "num_hidden_layers", defaults),
+        num_layers=layers,
         hidden_size=hidden,
         intermediate_size=whole(config, "intermediate_size", defaults),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        head_dim=_head_dim(config, defaults, hidden, heads),
         vocab_size=whole(config, "vocab_size", defaults),
         max_position_embeddings=whole(config, "max_position_embeddings", defaults),
         rms_norm_eps=real(config, "rms_norm_eps", defaults),
@@ -236,12 +217,22 @@ def arch_from_config(
     )
 
 
+def _head_dim(config: Mapping[str, Any], defaults: Mapping[str, Any], hidden: int, heads: int) -> int:
+    if value_of(config, "head_dim", defaults) is not None or defaults["head_dim"] is not None:
+        head_dim = whole(config, "head_dim", defaults)
+    elif hidden % heads == 0:
+        head_dim = hidden // heads
+    else:
+        raise UserError(
+            f"config.json: hidden_size ({hidden}) is not a multiple of num_attention_heads ({heads}); set head_dim."
+        )
+    if head_dim % 2:
+        raise UserError(f"config.json: head_dim is {head_dim}; rotary embeddings need an even one.")
+    return head_dim
+
+
 def config_from_arch(arch: ArchSpec, *, model_type: str, architecture: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
     """ArchSpec -> config.json; `fixed` are the family's own keys."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": arch.rope_theta}
-    if arch.rope_scaling is not None:
-        rope |= {"rope_type": "llama3", **vars(arch.rope_scaling)}
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -256,87 +247,6 @@ def config_from_arch(arch: ArchSpec, *, model_type: str, architecture: str, fixe
         "max_position_embeddings": arch.max_position_embeddings,
         "rms_norm_eps": arch.rms_norm_eps,
         "tie_word_embeddings": arch.tie_word_embeddings,
-        "rope_parameters": rope,
-        "rope_theta": arch.rope_theta,
-        "rope_scaling": scaling if arch.rope_scaling is not None else None,
+        **write_rope(arch),
         **fixed,
     }
-
-
-def refuse_foreign_structure(config: Mapping[str, Any], family: str) -> None:
-    """Raises UserError for settings under which the family's table would be the wrong model."""
-
-    def refuse(key: str, reason: str) -> None:
-        raise UserError(f"config.json: {key} is {config[key]!r}; {reason}. mrl's '{family}' does not build this.")
-
-    if config.get("quantization_config") is not None:
-        raise UserError(
-            "config.json: the checkpoint is quantized (quantization_config). Training needs float weights: use the "
-            "bfloat16 or float32 release of this model."
-        )
-    if config.get("hidden_act", "silu") != "silu":
-        refuse("hidden_act", "the activation must be silu")
-    for key in ("attention_bias", "mlp_bias"):
-        if config.get(key):
-            refuse(key, "it puts a bias on the output projection" if key == "attention_bias" else "the MLP has no bias")
-    if config.get("use_sliding_window") and config.get("max_window_layers", 0) < config.get("num_hidden_layers", 0):
-        refuse("use_sliding_window", "all layers must attend to the whole context")
-    if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
-        refuse("layer_types", "all layers must be 'full_attention'")
-
-
-def _value(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -> Any:
-    if key in config:
-        return config[key]
-    if key in defaults:
-        return defaults[key]
-    raise UserError(f"config.json: '{key}' is missing.")
-
-
-def whole(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -> int:
-    """A whole number above 0 of config.json, or its default."""
-    value = _value(config, key, defaults)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"config.json: {key} is {value!r}; expected a whole number above 0.")
-    return value
-
-
-def real(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -> float:
-    """A number above 0 of config.json, or its default."""
-    value = _value(config, key, defaults)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-        raise UserError(f"config.json: {key} is {value!r}; expected a number above 0.")
-    return float(value)
-
-
-def flag(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -> bool:
-    """A flag of config.json, or its default."""
-    value = _value(config, key, defaults)
-    if not isinstance(value, bool):
-        raise UserError(f"config.json: {key} is {value!r}; expected true or false.")
-    return value
-
-
-def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """(theta, llama3 scaling) from either spelling; transformers' own default of theta is 10000."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise UserError(f"config.json: the rotary settings are {rope!r}; expected a mapping with 'rope_type'.")
-    theta = real({"rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0))}, "rope_theta", {})
-    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UserError("config.json: partial_rotary_factor is not 1; mrl rotates the whole head dimension.")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise UserError(f"config.json: rope_type is '{kind}'; mrl builds 'default' and 'llama3'.")
-    return theta, RopeScaling(
-        factor=real(rope, "factor", {}),
-        low_freq_factor=real(rope, "low_freq_factor", {}),
-        high_freq_factor=real(rope, "high_freq_factor", {}),
-        original_max_position_embeddings=whole(
-            rope,
-            "original_max_position_embeddings",
-            {"original_max_position_embeddings": config.get("max_position_embeddings")},
-        ),
-    )

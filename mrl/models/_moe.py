@@ -9,8 +9,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from mrl.errors import UserError
-from mrl.models._decoder import DENSE_MLP, whole
+from mrl.models._decoder import DENSE_MLP
+from mrl.models._keys import OF_TRANSFORMERS
+from mrl.models._values import shown, whole
 from mrl.models.base import Kind, MoeSpec, ParamSpec, Place
+
+MOST_EXPERTS = 100_000
+"""Bound on the experts of a layer; tables name every tensor of every expert."""
+
+ROUTER_WITHOUT_EFFECT: Mapping[str, str] = {
+    "output_router_logits": OF_TRANSFORMERS,
+    "router_aux_loss_coef": "actor.moe_aux_loss_coeff says how mrl balances the experts",
+}
+"""Keys of a mixture of experts -> why log-probabilities do not depend on them."""
+
+QWEN_KEYS = (
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+)
+"""The keys of config.json that qwen's families share and read."""
 
 QWEN_MLP = "model.layers.{layer}.mlp."
 """What the Hugging Face names of qwen's experts begin with."""
@@ -132,10 +153,14 @@ def moe_spec(
     """
     if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
         raise UserError(
-            f"config.json: decoder_sparse_step={config.get('decoder_sparse_step', 1)}, mlp_only_layers="
-            f"{config.get('mlp_only_layers')}: some layers have a dense MLP. mrl builds experts in all layers or none."
+            f"config.json: decoder_sparse_step={shown(config.get('decoder_sparse_step', 1))}, mlp_only_layers="
+            f"{shown(config.get('mlp_only_layers'))}: some layers have a dense MLP. mrl builds "
+            "experts in all layers or none."
         )
-    experts, top_k = whole(config, num_experts, defaults), whole(config, "num_experts_per_tok", defaults)
+    experts, top_k = (
+        whole(config, num_experts, defaults, most=MOST_EXPERTS),
+        whole(config, "num_experts_per_tok", defaults),
+    )
     if top_k > experts:
         raise UserError(f"config.json: num_experts_per_tok ({top_k}) is above {num_experts} ({experts}).")
     return MoeSpec(
@@ -145,6 +170,21 @@ def moe_spec(
         norm_topk_prob=norm_topk_prob,
         shared_intermediate_size=whole(config, shared_intermediate_size, defaults) if shared_intermediate_size else 0,
     )
+
+
+def experts_key(config: Mapping[str, Any]) -> str:
+    """The key with the number of experts: transformers has two names for it, whatever the family's own one is.
+
+    Raises:
+        UserError: Both are there and differ.
+    """
+    both = [key for key in ("num_experts", "num_local_experts") if key in config]
+    if len(both) == 2 and config[both[0]] != config[both[1]]:
+        raise UserError(
+            f"config.json: num_experts is {shown(config[both[0]])} and num_local_experts {shown(config[both[1]])}; "
+            "they are one number. Keep the one that is meant."
+        )
+    return both[0] if both else "num_experts"
 
 
 def qwen_keys(moe: MoeSpec) -> dict[str, Any]:

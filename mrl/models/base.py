@@ -6,7 +6,7 @@ layout: `weights/` turns (arch, table) into each rank's shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -158,6 +158,26 @@ def dims(arch: ArchSpec) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
+class ConfigKeys:
+    """What becomes of the keys of a family's config.json.
+
+    Attributes:
+        read: They shape the `ArchSpec`, or the family's `arch_from_hf` refuses them.
+        held: Key -> the one value that it may have, and why.
+        without_effect: Key -> why log-probabilities do not depend on it.
+    """
+
+    read: frozenset[str]
+    held: Mapping[str, tuple[Any, str]]
+    without_effect: Mapping[str, str]
+
+    @property
+    def all(self) -> frozenset[str]:
+        """Every key of the three lists."""
+        return self.read | self.held.keys() | self.without_effect.keys()
+
+
+@dataclass(frozen=True)
 class Family:
     """A model family.
 
@@ -165,7 +185,9 @@ class Family:
         hf_model_type: `model_type` in config.json.
         hf_architecture: `architectures[0]` in config.json.
         params: The table.
-        arch_from_hf: config.json as a dict -> ArchSpec; raises UserError for a structure that mrl does not build.
+        keys: What becomes of the keys of its config.json.
+        arch_from_hf: config.json as a dict, its `keys` checked -> ArchSpec; raises UserError for a structure that
+            mrl does not build.
         arch_to_hf: ArchSpec -> config.json.
         trtllm_architecture: `architecture` in TensorRT-LLM's config.json; None: it has no model with this structure.
     """
@@ -173,6 +195,7 @@ class Family:
     hf_model_type: str
     hf_architecture: str
     params: tuple[ParamSpec, ...]
+    keys: ConfigKeys
     arch_from_hf: Callable[[dict[str, Any]], ArchSpec]
     arch_to_hf: Callable[[ArchSpec], dict[str, Any]]
     trtllm_architecture: str | None = None

@@ -12,6 +12,8 @@ from typing import Any, cast
 
 from mrl import registry
 from mrl.errors import UserError, first_line
+from mrl.models._keys import refuse_foreign_structure
+from mrl.models._values import shown
 from mrl.models.base import ArchSpec, Family
 
 _NOT_FAMILIES = ("hf_config", "presets")
@@ -82,8 +84,9 @@ def arch_from_config(config: dict[str, Any]) -> ArchSpec:
     """
     known = {family.hf_model_type: family for family in families().values()}
     model_type = config.get("model_type")
-    if model_type not in known:
-        raise UserError(f"config.json: model_type is {model_type!r}; mrl has {', '.join(sorted(known))}.")
+    if not isinstance(model_type, str) or model_type not in known:
+        raise UserError(f"config.json: model_type is {shown(model_type)}; mrl has {', '.join(sorted(known))}.")
+    refuse_foreign_structure(config, known[model_type].keys)
     return known[model_type].arch_from_hf(config)
 
 

@@ -3,12 +3,20 @@
 from functools import partial
 
 from mrl.models._decoder import DECODER, arch_from_config, config_from_arch
+from mrl.models._keys import config_keys
 from mrl.models.base import Family
 
 FAMILY = Family(
     hf_model_type="llama",
     hf_architecture="LlamaForCausalLM",
     params=DECODER,
+    keys=config_keys(
+        held={
+            "attention_bias": (False, "it puts a bias on the output projection"),
+            "mlp_bias": (False, "the MLP has no bias"),
+        },
+        without_effect={"pretraining_tp": "how older transformers cut the products"},
+    ),
     arch_from_hf=partial(
         arch_from_config,
         family="llama",

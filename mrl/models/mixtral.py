@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mrl.errors import UserError
 from mrl.models._decoder import ATTENTION, HEAD, arch_from_config, config_from_arch
-from mrl.models._moe import moe_layer, moe_spec
+from mrl.models._keys import TRAINING, config_keys
+from mrl.models._moe import ROUTER_WITHOUT_EFFECT, experts_key, moe_layer, moe_spec
 from mrl.models.base import ArchSpec, Family, moe_of
 
 _DEFAULTS: dict[str, Any] = {
@@ -18,20 +18,18 @@ _DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": False,
     "intermediate_size": 14336,
     "num_local_experts": 8,
+    "num_experts": 8,
     "num_experts_per_tok": 2,
+    "rope_theta": 1e6,
 }
 
 
 def arch_from_hf(config: Mapping[str, Any]) -> ArchSpec:
     """As `Family.arch_from_hf`."""
-    if config.get("sliding_window"):
-        raise UserError(
-            f"config.json: sliding_window is {config['sliding_window']}; mrl's 'mixtral' attends to the whole context."
-        )
     moe = moe_spec(
         config,
         defaults=_DEFAULTS,
-        num_experts="num_local_experts",
+        num_experts=experts_key(config),
         intermediate_size="intermediate_size",
         norm_topk_prob=True,
     )
@@ -60,6 +58,15 @@ FAMILY = Family(
         *ATTENTION,
         *moe_layer("model.layers.{layer}.block_sparse_moe.", gate="w1", up="w3", down="w2"),
         *HEAD,
+    ),
+    keys=config_keys(
+        "num_local_experts",
+        "num_experts",
+        "num_experts_per_tok",
+        without_effect={
+            **ROUTER_WITHOUT_EFFECT,
+            "router_jitter_noise": TRAINING,
+        },
     ),
     arch_from_hf=arch_from_hf,
     arch_to_hf=arch_to_hf,

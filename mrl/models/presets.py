@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mrl.errors import UserError
-from mrl.models._decoder import KEYS
+from mrl.models._keys import DECODER_KEYS
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_config
 
@@ -207,7 +207,7 @@ def arch_from_preset(name: str, overrides: Mapping[str, Any], vocab_size: int | 
     if name not in PRESETS:
         raise UserError(f"model.preset: there is no '{name}'.{_near(name, PRESETS)} Known: {', '.join(PRESETS)}.")
     config = dict(PRESETS[name])
-    known = (*KEYS, *(key for key in config if key not in (*KEYS, "model_type")))
+    known = (*DECODER_KEYS, *(key for key in config if key not in (*DECODER_KEYS, "model_type")))
     for key in overrides:
         if key not in known:
             raise UserError(f"model.overrides: unknown key '{key}'.{_near(key, known)} Known: {', '.join(known)}.")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mrl.models._decoder import ATTENTION, HEAD, arch_from_config, config_from_arch, flag
-from mrl.models._moe import QWEN_MLP, moe_layer, moe_spec, qwen_keys, shared_expert
+from mrl.models._decoder import ATTENTION, HEAD, arch_from_config, config_from_arch
+from mrl.models._keys import any_layer_slides, config_keys
+from mrl.models._moe import QWEN_KEYS, QWEN_MLP, ROUTER_WITHOUT_EFFECT, moe_layer, moe_spec, qwen_keys, shared_expert
+from mrl.models._values import flag
 from mrl.models.base import ArchSpec, Family, moe_of
 
 _DEFAULTS: dict[str, Any] = {
@@ -21,6 +23,7 @@ _DEFAULTS: dict[str, Any] = {
     "moe_intermediate_size": 1408,
     "shared_expert_intermediate_size": 5632,
     "norm_topk_prob": False,
+    "sliding_window": 4096,
 }
 
 
@@ -35,7 +38,9 @@ def arch_from_hf(config: Mapping[str, Any]) -> ArchSpec:
         shared_intermediate_size="shared_expert_intermediate_size",
     )
     qkv_bias = flag(config, "qkv_bias", {"qkv_bias": True})
-    return arch_from_config(config, family="qwen2_moe", defaults=_DEFAULTS, qkv_bias=qkv_bias, moe=moe)
+    return arch_from_config(
+        config, family="qwen2_moe", defaults=_DEFAULTS, qkv_bias=qkv_bias, moe=moe, slides=any_layer_slides
+    )
 
 
 def arch_to_hf(arch: ArchSpec) -> dict[str, Any]:
@@ -58,6 +63,12 @@ FAMILY = Family(
     hf_model_type="qwen2_moe",
     hf_architecture="Qwen2MoeForCausalLM",
     params=(*ATTENTION, *moe_layer(QWEN_MLP), *shared_expert(QWEN_MLP), *HEAD),
+    keys=config_keys(
+        *QWEN_KEYS,
+        "qkv_bias",
+        "shared_expert_intermediate_size",
+        without_effect=ROUTER_WITHOUT_EFFECT,
+    ),
     arch_from_hf=arch_from_hf,
     arch_to_hf=arch_to_hf,
     trtllm_architecture="Qwen2MoeForCausalLM",

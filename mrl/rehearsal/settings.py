@@ -26,7 +26,7 @@ from mrl.config import (
 )
 from mrl.errors import UserError
 from mrl.grid import Grid
-from mrl.models._decoder import KEYS
+from mrl.models._keys import DECODER_KEYS
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import family_of
 from mrl.models.presets import PRESETS
@@ -255,7 +255,7 @@ def _model(model: ModelConfig, arch: ArchSpec, small: ArchSpec, folder: Path) ->
     if model.path is not None:
         return replace(model, path=str(folder / "model"), tokenizer=model.tokenizer or model.path)
     preset = model.preset or ""
-    known = {*KEYS, *PRESETS[preset]} - {"model_type", "tie_word_embeddings", *_ROPE}
+    known = {*DECODER_KEYS, *PRESETS[preset]} - {"model_type", "tie_word_embeddings", *_ROPE}
     as_json: dict[str, Any] = family_of(small).arch_to_hf(small)
     changed = {key: value for key, value in as_json.items() if key in known}
     return replace(model, overrides={**model.overrides, **changed})

@@ -4,14 +4,16 @@ import json
 import subprocess
 import sys
 import textwrap
+from contextlib import closing
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from mrl.convert import convert
 from mrl.errors import UserError
-from mrl.formats.hf import load_from_hf
+from mrl.formats.hf import HfSource, HfTarget, load_from_hf
 from mrl.grid import Grid
 from mrl.models.hf_config import arch_from_folder, family_of
 from mrl.weights.hf import hf_layout
@@ -76,6 +78,22 @@ def test_a_tied_model_may_come_with_its_head(tmp_path):
     tensors = allocate(hf_layout(arch, "float32"))
     load_from_hf(tmp_path, arch, hf_layout(arch, "float32"), tensors)
     assert all(torch.equal(tensors[name], hf[name]) for name in tensors)
+
+
+def test_a_tied_model_with_another_head_is_refused_by_every_reader(tmp_path):
+    """transformers 5 takes the head of such a file, transformers 4 drops it: it is two models."""
+    arch = ARCHS["biases, tied"]
+    hf = counted(arch)
+    head = hf["model.embed_tokens.weight"].clone()
+    head[-1, -1] += 1
+    write_folder(arch, tmp_path, {**hf, "lm_head.weight": head})
+    layout = native_layout(arch, 1, 0, "float32")
+    with pytest.raises(UserError, match="'lm_head.weight' differs from 'model.embed_tokens.weight'"):
+        load_from_hf(tmp_path, arch, layout, allocate(layout))
+    with closing(HfSource(tmp_path)) as source, pytest.raises(UserError, match="tie_word_embeddings"):
+        convert(source, HfTarget(arch, "float32"), tmp_path / "out")
+    with_head = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(with_head.lm_head.weight, head)  # or the reason above is none
 
 
 def weights(folder):
@@ -188,7 +206,8 @@ def test_a_rank_holds_its_shard_never_the_model(tmp_path):
         import torch
         from mrl.grid import Grid
         from mrl.models.hf_config import arch_from_folder
-        from mrl.formats.hf import load_from_hf
+        from mrl.convert import convert
+from mrl.formats.hf import HfSource, HfTarget, load_from_hf
         from mrl.weights.megatron import megatron_layout
         from mrl.weights.tensors import allocate
 

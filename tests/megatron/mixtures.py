@@ -42,11 +42,13 @@ MODELS = {
 }
 
 
-def make_model(family: str, *, seed: int):
+def make_model(family: str, *, seed: int, **changes):
     """A model with random weights, norms and biases too."""
     name, sizes = MODELS[family]
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**SIZES, **sizes))
+    model = getattr(transformers, f"{name}ForCausalLM")(
+        getattr(transformers, f"{name}Config")(**{**SIZES, **sizes, **changes})
+    )
     with torch.no_grad():
         for key, value in model.named_parameters():
             if "norm" in key or key.endswith("bias"):
@@ -76,9 +78,9 @@ def _sequences(batch: RolloutBatch) -> list[tuple[Tensor, int]]:
 class DenseMixture(torch.nn.Module):
     """The layer by hand: every token through every expert, weighted by 0 where it was not chosen."""
 
-    def __init__(self, block: torch.nn.Module, *, norm_topk_prob: bool) -> None:
+    def __init__(self, block: torch.nn.Module, *, top_k: int, norm_topk_prob: bool) -> None:
         super().__init__()
-        self.block, self.norm_topk_prob = block, norm_topk_prob
+        self.block, self.top_k, self.norm_topk_prob = block, top_k, norm_topk_prob
         self.given_TK: Tensor | None = None
         self.logits_TE: list[Tensor] = []
         self.chosen_TK: list[Tensor] = []
@@ -87,7 +89,7 @@ class DenseMixture(torch.nn.Module):
         x = hidden.reshape(-1, hidden.size(-1))
         logits = x @ self.block.gate.weight.T
         probs = logits.softmax(-1)
-        chosen = probs.topk(2, -1).indices
+        chosen = probs.topk(self.top_k, -1).indices
         if self.given_TK is not None:
             chosen = torch.where(self.given_TK >= 0, self.given_TK, chosen)
         weights = probs.gather(1, chosen)
@@ -141,7 +143,7 @@ def by_hand(
     layers = model.model.layers
     norm = getattr(model.config, "norm_topk_prob", True)
     for layer in layers:
-        layer.mlp = DenseMixture(layer.mlp, norm_topk_prob=norm)
+        layer.mlp = DenseMixture(layer.mlp, top_k=model.config.num_experts_per_tok, norm_topk_prob=norm)
     model.double()
     lens = batch.seq_lens_B.tolist()
     given = given_PLK.split(lens) if given_PLK is not None else [None] * len(lens)

@@ -98,3 +98,15 @@ def test_without_losses_the_gradient_has_none_of_them(folder, reference):
         assert not {"actor/moe_aux_loss", "actor/moe_z_loss"} & metrics.keys()
     for aux, z in ((AUX, 0.0), (0.0, Z)):
         assert not math.isclose(expected.grad_norm, reference((), aux, z).grad_norm, rel_tol=VISIBLE)
+
+
+@pytest.mark.parametrize("aux", [0.0, AUX])
+def test_one_expert_with_weight_1_learns_from_the_losses_alone(aux, tmp_path):
+    """Its router has no other gradient: the probability of the one chosen expert is scaled to 1."""
+    make_model("mixtral", seed=6, num_experts_per_tok=1).save_pretrained(tmp_path)
+    expected = by_hand(load_model(str(tmp_path), "mixtral"), make_batch(), aux_coeff=aux, cuts=(DP2_CUT,))
+    losses = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": aux} if aux else {}
+    actor = {"max_tokens_per_microbatch": 10_000, "clip_grad": 0.0, **losses}
+    for metrics in run_ranks(2, step, str(tmp_path), EXPERT_LAYOUTS["ep2"], actor):
+        assert math.isclose(metrics["actor/grad_norm"], expected.grad_norm, rel_tol=RELATIVE)
+        assert math.isclose(metrics["actor/nll"], expected.nll, rel_tol=RELATIVE)

@@ -1,0 +1,402 @@
+"""transformers as the judge of a config.json: what its own classes read, and what they compute from it.
+
+    python -m tests.models.judge 300        # so many drawn configs of every family, beyond the suite's fixed ones
+
+Owns the tiny base config of each family, other valid values for every key, and the comparison of the actor with
+transformers. `test_config_keys.py` says what must hold.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.configuration_utils import PreTrainedConfig
+
+from mrl.errors import UserError
+from mrl.formats.hf import load_from_hf
+from mrl.grid import Grid
+from mrl.megatron import parallel
+from mrl.models.base import ArchSpec
+from mrl.models.hf_config import arch_from_config, arch_from_folder
+from tests.megatron.actors import make_batch, make_policy, scores
+from tests.ranks import run_ranks
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+PARITY = 1e-4
+"""Bound on log-probabilities in fp32; measured below 1e-5."""
+SAME = 1e-5
+"""One model of transformers, computed by another of its attention kernels."""
+LONGEST = 24
+THETA = 300.0
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "pad_token_id": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
+}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_experts": 4, "norm_topk_prob": True}
+_WINDOW = {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1}
+BASES: dict[str, dict[str, Any]] = {
+    "llama": {**_SIZES, "attention_bias": False, "mlp_bias": False},
+    "qwen2": {**_SIZES, **_WINDOW},
+    "qwen3": {**_SIZES, **_WINDOW, "head_dim": 16, "attention_bias": False},
+    "phi3": {**_SIZES, "sliding_window": None, "original_max_position_embeddings": 16},
+    "mixtral": {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen2_moe": {**_SIZES, **_WINDOW, **_EXPERTS, "shared_expert_intermediate_size": 24, "qkv_bias": True},
+    "qwen3_moe": {**_SIZES, **_WINDOW, **_EXPERTS, "head_dim": 16, "attention_bias": False},
+}
+"""Valid for transformers and mrl; with every key that the family is known for."""
+
+_LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+_SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "default"},
+    {"rope_type": "llama3", **_LLAMA3},
+    {"rope_type": "llama3", **{key: value for key, value in _LLAMA3.items() if not key.startswith("original")}},
+    {"type": "llama3", **_LLAMA3},
+    {"rope_type": "default", "type": "linear", "factor": 4.0},
+    {"rope_type": "linear", "factor": 4.0},
+    {"type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    {"rope_type": "longrope", "short_factor": [2.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0},
+    {"type": "su", "short_factor": [2.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 16},
+    {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+    {"rope_type": "default", "partial_rotary_factor": 0.5},
+    {"rope_type": "default", "factor": 4.0},
+    {"full_attention": {"rope_type": "default", "rope_theta": 7.0}},
+]
+VALUES: dict[str, list[Any]] = {
+    "vocab_size": [97],
+    "hidden_size": [48],
+    "intermediate_size": [56],
+    "num_hidden_layers": [3],
+    "num_attention_heads": [2, 8],
+    "num_key_value_heads": [1, 4, None],
+    "head_dim": [12, None],
+    "hidden_act": ["gelu", "relu"],
+    "max_position_embeddings": [128],
+    "rms_norm_eps": [0.5],
+    "tie_word_embeddings": [True],
+    "attention_bias": [True],
+    "mlp_bias": [True],
+    "qkv_bias": [False],
+    "rope_parameters": [None, {}, *_SCALINGS, *({**scaling, "rope_theta": 50.0} for scaling in _SCALINGS)],
+    "rope_scaling": [None, {}, *_SCALINGS, *({**scaling, "rope_theta": THETA} for scaling in _SCALINGS)],
+    "rope_theta": [THETA, 50.0, 50],
+    "partial_rotary_factor": [1.0, 0.5],
+    "original_max_position_embeddings": [8, 32],
+    "use_sliding_window": [True],
+    "sliding_window": [4, 64, 1000, None],
+    "max_window_layers": [0, 2, 28],
+    "layer_types": [
+        None,
+        ["full_attention"] * 2,
+        ["full_attention", "sliding_attention"],
+        ["chunked_attention"] * 2,
+        ["attention"] * 2,
+    ],
+    "decoder_sparse_step": [1, 2],
+    "mlp_only_layers": [[], None, [0]],
+    "num_experts": [6],
+    "num_local_experts": [6],
+    "num_experts_per_tok": [1, 4],
+    "moe_intermediate_size": [32],
+    "shared_expert_intermediate_size": [32],
+    "norm_topk_prob": [False],
+    "output_router_logits": [True],
+    "router_aux_loss_coef": [0.5],
+    "router_jitter_noise": [0.5],
+    "attention_dropout": [0.5],
+    "resid_pdrop": [0.5],
+    "embd_pdrop": [0.5],
+    "initializer_range": [0.5],
+    "use_cache": [False],
+    "pad_token_id": [3],
+    "bos_token_id": [3],
+    "eos_token_id": [3, [3, 4]],
+    "pretraining_tp": [2],
+    "transformers_version": ["4.57.0"],
+    "architectures": [["LlamaModel"]],
+    "output_hidden_states": [True],
+    "output_attentions": [True],
+    "return_dict": [False],
+    "dtype": ["bfloat16"],
+    "torch_dtype": ["bfloat16"],
+    "chunk_size_feed_forward": [1],
+    "is_encoder_decoder": [True],
+    "id2label": [{"0": "a", "1": "b", "2": "c"}],
+    "label2id": [{"a": 0, "b": 1}],
+    "num_labels": [3],
+    "problem_type": ["regression"],
+    "name_or_path": ["somewhere/else"],
+    "attn_implementation": ["eager"],
+    "experts_implementation": ["eager"],
+    "auto_map": [{"AutoModelForCausalLM": "modeling_custom.Custom"}],
+    "gradient_checkpointing": [True],
+    "num_heads": [4],
+    # the rest is no key of these families, but transformers looks for it in every model
+    "attention_chunk_size": [4],
+    "is_causal": [False],
+    "decoder": [{"hidden_size": 8}],
+    "generator": [{"hidden_size": 8}],
+    "text_config": [{"hidden_size": 8}],
+    "fusion_config": [{"hidden_size": 8}],
+    "kv_sharing_modes": [["shared"] * 2],
+    "mlp_layer_types": [["dense"] * 2],
+    "mtp_layer_types": [["full_attention"] * 2],
+    "per_layer_config": [{"0": {"rms_norm_eps": 0.5}}],
+    "quantization_config": [{"quant_method": "fp8"}],
+    "transformers_weights": ["other.safetensors"],
+    "configuration_files": [["config.4.0.0.json"]],
+    "vision_aspect_ratio": ["square"],
+    "vision_feature_layer": [1],
+    "vision_feature_select_strategy": ["full"],
+}
+"""Key -> other values to try. What transformers refuses counts as tried: there is nothing to agree with."""
+
+LEGACY = (
+    "rope_theta",
+    "rope_scaling",
+    "torch_dtype",
+    "num_labels",
+    "output_attentions",
+    "attn_implementation",
+    "experts_implementation",
+    "name_or_path",
+    "per_layer_config",
+    "configuration_files",
+)
+"""Keys that transformers takes out of config.json before its classes see them, so that no trace shows them."""
+
+
+def config_class(family: str) -> type[PreTrainedConfig]:
+    return type(transformers.AutoConfig.for_model(family))
+
+
+def declared(family: str) -> set[str]:
+    """The keys that transformers' config class has, its bases' too."""
+    names = {field.name for field in dataclasses.fields(config_class(family))}
+    return names | set(config_class(family).attribute_map)
+
+
+def looked_up(family: str) -> set[str]:
+    """The attributes that transformers asks a config for while it loads and runs a model, fields or not."""
+    asked: set[str] = set()
+    plain = PreTrainedConfig.__getattribute__
+
+    def ask(self: PreTrainedConfig, name: str) -> Any:
+        asked.add(name)
+        return plain(self, name)
+
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), base(family), model_of(base(family)))
+        PreTrainedConfig.__getattribute__ = ask  # type: ignore[method-assign]
+        try:
+            transformers.AutoModelForCausalLM.from_pretrained(folder)(torch.arange(8)[None])
+        finally:
+            PreTrainedConfig.__getattribute__ = plain  # type: ignore[method-assign]
+    fields = declared(family)
+    own = {
+        name for name in asked if name.startswith("_") or (hasattr(config_class(family), name) and name not in fields)
+    }
+    return asked - own
+
+
+def keys_of(family: str) -> set[str]:
+    """Every key that transformers may read from a config.json of the family."""
+    return (declared(family) | looked_up(family) | set(LEGACY)) - {"model_type"}
+
+
+def base(family: str) -> dict[str, Any]:
+    return {"model_type": family, **copy.deepcopy(BASES[family])}
+
+
+def changes(family: str, scalings: slice = slice(None)) -> list[dict[str, Any]]:
+    """Every key alone: each of its other values, and left out of the file; rotary settings in both spellings and mixed.
+
+    Args:
+        family: Of the configs.
+        scalings: Which values of `rope_parameters` and `rope_scaling` to try.
+    """
+    start = base(family)
+    found = []
+    for key in sorted(keys_of(family)):
+        values = VALUES[key][scalings] if key in ("rope_parameters", "rope_scaling") else VALUES[key]
+        found += [{**start, key: copy.deepcopy(value)} for value in values]
+        if key in start:
+            found.append({name: value for name, value in start.items() if name != key})
+    old = {**start, "rope_theta": THETA}
+    del old["rope_parameters"]
+    found.append(old)
+    for value in VALUES["rope_scaling"][scalings]:
+        found.append({**old, "rope_scaling": copy.deepcopy(value)})
+    found.append({**start, "rope_scaling": start["rope_parameters"], "rope_theta": THETA})
+    return found
+
+
+def drawn(family: str, count: int, seed: int) -> list[dict[str, Any]]:
+    """Several keys at once."""
+    generator = random.Random(f"{family} {seed}")
+    keys = sorted((declared(family) | {"rope_theta", "rope_scaling", "head_dim", "sliding_window"}) & set(VALUES))
+    found = []
+    for _ in range(count):
+        config = base(family)
+        for key in generator.sample(keys, generator.randint(2, 6)):
+            if key in config and generator.random() < 0.2:
+                del config[key]
+            else:
+                config[key] = copy.deepcopy(generator.choice(VALUES[key]))
+        found.append(config)
+    return found
+
+
+def model_of(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
+    """A model of transformers as it reads the config; its weights are random, norms and biases too, or the given."""
+    settings = config_class(config["model_type"]).from_dict(copy.deepcopy(dict(config)))
+    settings.dtype = torch.float32
+    model = transformers.AutoModelForCausalLM.from_config(settings)
+    if tensors is not None:
+        model.load_state_dict(tensors)
+        return model.eval()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if "norm" in name else 0.3 * noise)
+    return model.eval()
+
+
+def write(folder: Path, config: Mapping[str, Any], model: Any) -> None:
+    """A model folder: the weights as transformers saves them, and the config as it stands."""
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+BATCH = make_batch(2, seed=5, vocab=97, longest=LONGEST)
+
+
+@torch.no_grad()
+def by_transformers(model: Any) -> torch.Tensor:
+    """Log-probabilities [R] of `BATCH`."""
+    parts = []
+    lens = BATCH.seq_lens_B.tolist()
+    for tokens, prompt_len in zip(BATCH.tokens_P.split(lens), BATCH.prompt_lens_B.tolist(), strict=True):
+        answer = model(tokens[None])
+        logits = answer[0] if isinstance(answer, tuple) else answer.logits
+        logprobs = logits[0].double().log_softmax(-1)[prompt_len - 1 : -1]
+        parts.append(logprobs.gather(1, tokens[prompt_len:, None]).squeeze(1))
+    return torch.cat(parts).float()
+
+
+def by_megatron(folders: list[str]) -> list[torch.Tensor]:
+    found, groups = [], parallel.initialize(Grid(1), seed=0)
+    for folder in folders:
+        arch = arch_from_folder(folder)
+        policy = make_policy(
+            arch,
+            Grid(1),
+            seed=None,
+            groups=groups,
+            actor={"max_tokens_per_microbatch": 400, "logprob_chunk_tokens": 64},
+        )
+        load_from_hf(folder, arch, policy.layout(), policy.named_tensors())
+        found.append(scores(policy, BATCH)[0])
+    return found
+
+
+@dataclasses.dataclass
+class Verdict:
+    """What `judge` found.
+
+    Attributes:
+        wrong: What mrl computes otherwise than transformers.
+        refused: Configs that mrl refuses.
+        without_effect: Configs that are the same model as another one, for both.
+        models: Different models that both computed.
+        impossible: mrl builds a model and transformers none.
+    """
+
+    wrong: list[str] = dataclasses.field(default_factory=list)
+    refused: int = 0
+    without_effect: int = 0
+    models: int = 0
+    impossible: int = 0
+
+
+def judge(family: str, configs: list[dict[str, Any]], root: Path) -> Verdict:
+    """Compares mrl with transformers on every config.
+
+    Configs that are one model for mrl must be one for transformers; of each such model one goes through Megatron.
+    """
+    start, verdict = base(family), Verdict()
+    known: dict[ArchSpec, tuple[dict[str, torch.Tensor], torch.Tensor]] = {}
+    changed: dict[str, dict[str, Any]] = {}
+    for index, config in enumerate([start, *configs]):
+        change = {key: config.get(key, "left out") for key in (start | config) if _differ(start, config, key)}
+        try:
+            arch = arch_from_config(copy.deepcopy(config))
+        except UserError:
+            verdict.refused += 1
+            continue
+        tensors, expected = known.get(arch, (None, None))
+        try:
+            model = model_of(config, tensors)
+            logprobs = by_transformers(model)
+        except Exception:  # noqa: BLE001 -- transformers raises many kinds for what it does not build
+            verdict.impossible += 1
+            continue
+        if expected is None:
+            verdict.models += 1
+            known[arch] = model.state_dict(), logprobs
+            write(root / str(index), config, model)
+            changed[str(root / str(index))] = change
+        else:
+            verdict.without_effect += 1
+            gap = float((logprobs - expected).abs().max())
+            if not gap <= SAME:
+                verdict.wrong.append(f"{family} {change}: without effect on mrl; transformers differs by {gap:.2g}")
+    found = run_ranks(1, by_megatron, list(changed))[0]
+    for change, ours, (_, theirs) in zip(changed.values(), found, known.values(), strict=True):
+        gap = float((ours - theirs).abs().max())
+        if not gap <= PARITY:
+            verdict.wrong.append(f"{family} {change}: {gap:.2g} from transformers")
+    return verdict
+
+
+def _differ(first: Mapping[str, Any], second: Mapping[str, Any], key: str) -> bool:
+    return (key in first) != (key in second) or first.get(key) != second.get(key)
+
+
+def main() -> None:
+    """Draws as many configs of each family as the first argument says."""
+    count, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 and sys.argv[2].isdigit() else 0
+    for family in BASES:
+        with tempfile.TemporaryDirectory() as folder:
+            verdict = judge(family, drawn(family, count, seed), Path(folder))
+        print(json.dumps({"family": family, **vars(verdict)}, indent=1), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

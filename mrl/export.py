@@ -111,8 +111,8 @@ def write_model_folder(folder: Path, arch: ArchSpec, dtype: str, tokenizer: Toke
     """
     with _disk_errors():
         folder.mkdir(parents=True, exist_ok=True)
-        tokenizer.save(folder)
         write_companions(folder, arch, assign_files(hf_layout(arch, dtype), sys.maxsize), None)
+        tokenizer.save(folder)
 
 
 @contextmanager

@@ -7,15 +7,18 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from mrl.data.tokenizer import CharTokenizer, HFTokenizer
 from mrl.errors import UserError
 from mrl.export import export_to_hf
 from mrl.formats.hf import assign_files, load_from_hf
 from mrl.grid import Grid
 from mrl.models.hf_config import arch_from_folder
+from mrl.models.presets import PRESETS, arch_from_preset
 from mrl.weights.hf import hf_layout
 from mrl.weights.megatron import megatron_layouts
 from mrl.weights.tensors import allocate
-from tests.formats.test_hf import save_model
+from tests.data.folders import byte_bpe_folder
+from tests.formats.test_hf import save_model, write_folder
 from tests.ranks import run_ranks
 from tests.weights.archs import ARCHS, counted
 
@@ -65,6 +68,41 @@ def test_bfloat16_files_hold_the_cast_and_say_so(tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert model.dtype == torch.bfloat16
     assert all(torch.equal(tensor, original[name].bfloat16()) for name, tensor in model.state_dict().items())
+
+
+ROOM = 400
+"""Tokens to sample: one in about 20 is an end token, so that a sequence without one has a chance of 1e-9."""
+LETTERS = CharTokenizer("0123456789+=<>abcd.")
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name.endswith("_tiny")])
+def test_generate_ends_where_mrl_ends(preset, tmp_path):
+    """The classes of transformers have end tokens of their own where config.json names none."""
+    arch = arch_from_preset(preset, {"num_hidden_layers": 1}, LETTERS.vocab_size)
+    tensors = {name: torch.zeros(stored.shape) for name, stored in hf_layout(arch, "float32").items()}
+    write_folder(arch, tmp_path, tensors)  # logits of 0: every token is as likely as any other
+    LETTERS.save(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.manual_seed(0)
+    answers = model.generate(torch.zeros(4, 1, dtype=torch.long), do_sample=True, max_new_tokens=ROOM)[:, 1:]
+    for answer in answers:
+        ends = (answer == LETTERS.eos_ids[0]).nonzero().flatten().tolist()
+        assert ends and ends == list(range(ends[0], answer.numel())), "it ends at the first end token, then is filled"
+
+
+@pytest.mark.parametrize("written", [None, 7, [5, 7]])
+def test_every_end_token_of_the_model_is_in_the_export(written, tmp_path):
+    model = byte_bpe_folder(tmp_path / "in")
+    if written is not None:
+        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": written, "top_k": 3}))
+    tokenizer = HFTokenizer(model)
+    (tmp_path / "out").mkdir()
+    write_folder(arch_from_preset("llama_tiny", {}, 320), tmp_path / "out")
+    tokenizer.save(tmp_path / "out")
+    settings = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    named = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
+    assert set(named) == set(tokenizer.eos_ids) == set(HFTokenizer(tmp_path / "out").eos_ids)
+    assert settings.top_k == (None if written is None else 3)
 
 
 def test_tokenizer_and_further_settings_come_along(tmp_path):

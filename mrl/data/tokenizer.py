@@ -18,6 +18,8 @@ from mrl.errors import UserError, first_line
 from mrl.models.hf_config import TOKENIZER_FILES, read_json
 from mrl.paths import CHAR_PREFIX
 
+_MOST_IDS = 1 << 31
+
 
 class Tokenizer(ABC):
     """What mrl asks of a tokenizer.
@@ -63,8 +65,27 @@ class Tokenizer(ABC):
         """
 
     @abstractmethod
-    def save(self, folder: str | Path) -> None:
+    def _write_files(self, folder: Path) -> None:
         """Writes the files from which transformers' AutoTokenizer loads a tokenizer with the same ids."""
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the tokenizer, and its end tokens where transformers' `generate` and engines look for them.
+
+        Args:
+            folder: Made where it is not there; in its generation_config.json, and config.json if there is one, the end
+                tokens become `eos_ids`.
+        """
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        self._write_files(target)
+        for name in ("generation_config.json", "config.json"):
+            file = target / name
+            if name == "config.json" and not file.is_file():
+                continue
+            settings = read_json(file) if file.is_file() else {"pad_token_id": self.pad_id}
+            if not file.is_file() or set(_end_ids_in(file)) != set(self.eos_ids):
+                settings["eos_token_id"] = self.eos_ids[0] if len(self.eos_ids) == 1 else list(self.eos_ids)
+                file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 class CharTokenizer(Tokenizer):
@@ -113,8 +134,8 @@ class CharTokenizer(Tokenizer):
             "data.apply_chat_template=auto or never, or a Hugging Face tokenizer."
         )
 
-    def save(self, folder: str | Path) -> None:
-        """See `Tokenizer.save`: a word-level model over single characters, which refuses unknown ones as this does."""
+    def _write_files(self, folder: Path) -> None:
+        """See `Tokenizer`: a word-level model over single characters, which refuses unknown ones as this does."""
         from tokenizers import Regex, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as FastTokenizer
 
@@ -123,9 +144,7 @@ class CharTokenizer(Tokenizer):
         fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
         fast.decoder = decoders.Fuse()
         fast.add_special_tokens([end])
-        target = Path(folder)
-        target.mkdir(parents=True, exist_ok=True)
-        fast.save(str(target / "tokenizer.json"))
+        fast.save(str(folder / "tokenizer.json"))
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": end,
@@ -133,7 +152,7 @@ class CharTokenizer(Tokenizer):
             "unk_token": end,  # the class that transformers prefers for qwen2 would add one beyond the model's ids
             "clean_up_tokenization_spaces": False,
         }
-        (target / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 class HFTokenizer(Tokenizer):
@@ -187,8 +206,7 @@ class HFTokenizer(Tokenizer):
             named.append(int(self._tokenizer.eos_token_id))
         for folder in dict.fromkeys((self._folder, model_folder)):
             for file in ("generation_config.json", "config.json"):
-                value = read_json(folder / file).get("eos_token_id") if (folder / file).is_file() else None
-                named += [int(item) for item in (value if isinstance(value, list) else [value]) if item is not None]
+                named += _end_ids_in(folder / file) if (folder / file).is_file() else []
         if not named:
             raise UserError(
                 f"model.tokenizer: neither the tokenizer in '{self._folder}' nor generation_config.json nor "
@@ -224,15 +242,22 @@ class HFTokenizer(Tokenizer):
             raise UserError(f"the chat template of '{self.name}' failed: {first_line(error)}.") from error
         return ids
 
-    def save(self, folder: str | Path) -> None:
-        """See `Tokenizer.save`: the files as they are, and the chat template in use."""
-        target = Path(folder)
-        target.mkdir(parents=True, exist_ok=True)
+    def _write_files(self, folder: Path) -> None:
+        """See `Tokenizer`: the files as they are, and the chat template in use."""
         for name in TOKENIZER_FILES:
             if (self._folder / name).is_file():
-                shutil.copyfile(self._folder / name, target / name)
+                shutil.copyfile(self._folder / name, folder / name)
         if self._chat_template is not None:
-            (target / "chat_template.jinja").write_text(self._chat_template, encoding="utf-8")
+            (folder / "chat_template.jinja").write_text(self._chat_template, encoding="utf-8")
+
+
+def _end_ids_in(file: Path) -> list[int]:
+    """What config.json or generation_config.json names as `eos_token_id`: a token, several, or none."""
+    value = read_json(file).get("eos_token_id")
+    found = [item for item in (value if isinstance(value, list) else [value]) if item is not None]
+    if not all(type(item) is int and 0 <= item < _MOST_IDS for item in found):
+        raise UserError(f"'{file}': eos_token_id is {str(value)[:100]}; expected the id of a token, several, or null.")
+    return found
 
 
 def load_tokenizer(model: ModelConfig, data: DataConfig, vocab_size: int | None = None) -> Tokenizer:

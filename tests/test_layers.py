@@ -36,6 +36,9 @@ LAYERS = (
 )
 """Top to bottom. A part may import itself and what stands in a lower row."""
 
+LAYOUT_FILES = [PACKAGE / "weights" / f"{name}.py" for name in ("layout", "dist_checkpoint")]
+"""They define what a cut tensor is made of."""
+
 HEIGHT = {part: -row for row, parts in enumerate(LAYERS) for part in parts}
 
 ROOMS = {
@@ -94,6 +97,22 @@ def test_only_launch_reads_the_environment():
         if {"os.environ", "os.getenv"} & set(imports(path)):
             readers.add(relative(path))
     assert readers <= {"mrl/distributed/launch.py"}
+
+
+def test_only_weights_knows_how_tensors_are_cut():
+    """Kinds of tensors are told apart, and pieces made, nowhere else; the tables name each row's kind."""
+    made = {node.name for path in LAYOUT_FILES for node in tree_of(path).body if isinstance(node, ast.ClassDef)}
+    assert {"Piece", "StoredTensor", "StackedPiece"} <= made
+    knowing = set()
+    for path in modules():
+        for node in ast.walk(tree_of(path)):
+            names_a_kind = (
+                isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Kind"
+            )
+            cuts = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in made
+            if names_a_kind or cuts:
+                knowing.add(relative(path).split("/")[1])
+    assert knowing == {"models", "weights"}
 
 
 def test_no_assert_in_the_package():

@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from mrl.models.base import ArchSpec, Kind, Place
+from mrl.models.base import ArchSpec
 from mrl.weights.hf import hf_layout
 from mrl.weights.layout import Layout, Region
 from mrl.weights.plan import check_cover
 from mrl.weights.regions import intersect, union_volume, volume, whole
-from mrl.weights.shards import parts_of, table
+from mrl.weights.shards import copies_allowed
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def prove(arch: ArchSpec, layouts: Iterable[Layout]) -> Proof:
     strangers = [name for name in landed if name not in expected]
     if strangers:
         raise RuntimeError(f"the target holds '{strangers[0]}', which a {arch.family} model does not have")
-    reasons = _copies_allowed(arch)
+    reasons = copies_allowed(arch)
     repeated: Counter[str] = Counter()
     for name, shape in expected.items():
         bounds = whole(shape)
@@ -92,24 +92,3 @@ def prove(arch: ArchSpec, layouts: Iterable[Layout]) -> Proof:
         padding,
         dict(sorted(repeated.items())),
     )
-
-
-def _copies_allowed(arch: ArchSpec) -> dict[str, tuple[str, int]]:
-    """Hugging Face name -> why elements may be stored several times, and from which row on."""
-    found: dict[str, tuple[str, int]] = {}
-    for spec in table(arch):
-        parts = parts_of(spec, arch)
-        if spec.kind is Kind.REPLICATED:
-            rows = {part.name: ("replicated", 0) for part in parts}
-        elif spec.kind is Kind.VOCAB:
-            rows = {part.name: ("embedding", 0) for part in parts}
-        elif spec.kind is Kind.QKV:
-            rows = {}
-            for part in reversed(parts[1:]):  # keys and values
-                rows[part.name] = ("key/value heads", part.first_row)
-        else:
-            continue
-        for name, reason in rows.items():
-            for layer in range(arch.num_layers) if spec.place is Place.LAYER else (None,):
-                found[name if layer is None else name.format(layer=layer)] = reason
-    return found

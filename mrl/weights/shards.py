@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mrl.errors import UserError
-from mrl.models.base import ArchSpec, Kind, MoeSpec, ParamSpec, dims
+from mrl.models.base import ArchSpec, Kind, MoeSpec, ParamSpec, Place, dims
 from mrl.models.hf_config import family_of
 from mrl.weights.layout import Piece, Region, StoredTensor
 
@@ -216,3 +216,24 @@ def stack(
             end += stop - start
     stored = tuple(end + padding if axis == dim else extent for axis, extent in enumerate(shape))
     return StoredTensor(stored, dtype, tuple(pieces), (region(end, end + padding),) if padding else ())
+
+
+def copies_allowed(arch: ArchSpec) -> dict[str, tuple[str, int]]:
+    """Hugging Face name -> why elements may be stored several times, and from which row on."""
+    found: dict[str, tuple[str, int]] = {}
+    for spec in table(arch):
+        parts = parts_of(spec, arch)
+        if spec.kind is Kind.REPLICATED:
+            rows = {part.name: ("replicated", 0) for part in parts}
+        elif spec.kind is Kind.VOCAB:
+            rows = {part.name: ("embedding", 0) for part in parts}
+        elif spec.kind is Kind.QKV:
+            rows = {}
+            for part in reversed(parts[1:]):  # keys and values
+                rows[part.name] = ("key/value heads", part.first_row)
+        else:
+            continue
+        for name, reason in rows.items():
+            for layer in range(arch.num_layers) if spec.place is Place.LAYER else (None,):
+                found[name if layer is None else name.format(layer=layer)] = reason
+    return found

@@ -82,7 +82,7 @@ class Tokenizer(ABC):
             file = target / name
             if name == "config.json" and not file.is_file():
                 continue
-            settings = read_json(file) if file.is_file() else {"pad_token_id": self.pad_id}
+            settings: dict[str, Any] = read_json(file) if file.is_file() else {"pad_token_id": self.pad_id}
             if not file.is_file() or set(_end_ids_in(file)) != set(self.eos_ids):
                 settings["eos_token_id"] = self.eos_ids[0] if len(self.eos_ids) == 1 else list(self.eos_ids)
                 file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -138,7 +138,9 @@ class HfSource(Source):
         head, embeddings = (self._file(name).tensor(name) for name in (TIED_HEAD, EMBEDDINGS))
         same = head.shape == embeddings.shape and all(
             torch.equal(ours.float(), theirs.float())
-            for ours, theirs in zip(head.split(_ROWS_AT_ONCE), embeddings.split(_ROWS_AT_ONCE), strict=True)
+            for ours, theirs in zip(
+                torch.split(head, _ROWS_AT_ONCE), torch.split(embeddings, _ROWS_AT_ONCE), strict=True
+            )
         )
         if not same:
             raise UserError(

@@ -30,7 +30,7 @@ def run_until(left_s):
                 time.sleep(STEP_S)
                 with progress.phase("gen"):
                     if step == 2 and rank == 0:
-                        stop.ends = {LIMITS[0]: time.time() + left_s}
+                        stop.ends = {LIMITS[0]: time.monotonic() + left_s}
                 done = step
                 progress.reached(step)
     return done, commits, said, stop.why

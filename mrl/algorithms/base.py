@@ -10,7 +10,6 @@ minibatch `weigh`, then `loss` for each of its microbatches.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -26,6 +25,9 @@ from mrl.registry import find
 from mrl.types import RolloutBatch
 
 T = TypeVar("T")
+
+LARGEST = 1e9
+"""Beyond any sensible number of an algorithm; fp32 holds its square."""
 
 SumReduce = Callable[[Tensor], Tensor]
 """Collective over the data-parallel group: elementwise sum of the ranks' tensors (fp64), the same on every rank."""
@@ -239,8 +241,8 @@ def _refuse_idle(config: AlgorithmConfig, idle: dict[str, str]) -> None:
 def _check_ranges(config: AlgorithmConfig) -> None:
     """Raise for the first value out of its range; null fields are not in use."""
     for name, value, holds, expected in _ranges(config):
-        if value is not None and not (math.isfinite(value) and holds(value)):
-            raise UserError(f"algorithm.{name}={value} is out of range, expected {expected}.")
+        if value is not None and not (-LARGEST <= value <= LARGEST and holds(value)):
+            raise UserError(f"algorithm.{name}={value} is out of range, expected {expected}, up to {LARGEST:g}.")
 
 
 def _ranges(config: AlgorithmConfig) -> list[tuple[str, float | None, Callable[[float], bool], str]]:
@@ -255,7 +257,7 @@ def _ranges(config: AlgorithmConfig) -> list[tuple[str, float | None, Callable[[
         ("kl_coef", config.kl_coef, lambda x: x >= 0, "a number of at least 0"),
         ("entropy_coef", config.entropy_coef, lambda x: x >= 0, "a number of at least 0"),
         ("tis_clip", config.tis_clip, lambda x: x >= 0, "0 (no weight) or a number above 0"),
-        ("max_sampling_rounds", config.max_sampling_rounds, lambda x: x >= 1, "at least 1"),
+        ("max_sampling_rounds", config.max_sampling_rounds, lambda x: 1 <= x <= 10_000, "1 to 10000"),
         ("overlong.buffer_length", overlong.buffer_length, lambda x: x >= 0, "at least 0 tokens"),
         ("overlong.penalty", overlong.penalty, lambda x: x > 0, "a number above 0"),
     ]

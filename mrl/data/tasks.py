@@ -63,7 +63,7 @@ class Addition(Task):
             max_value: Terms are 0 .. max_value, each equally likely.
             num_train: Rows of an epoch.
             num_val: Held-out rows.
-            held_out_frac: Part of all sums that is kept from training, (0, 1).
+            held_out_frac: Part of all sums that is kept from training, [0.01, 0.9].
             wrong_frac: Part of the training rows whose "response" is one too high, [0, 1]: supervised steps on
                 `data.response_key=response` then end in a policy that reinforcement learning can improve.
             seed: Chooses the rows and the split.
@@ -72,19 +72,29 @@ class Addition(Task):
             UserError: A value is out of range, or there are too few held-out sums.
         """
         for name, value, low, high in (
-            ("min_terms", min_terms, 1, max_terms),
-            ("max_terms", max_terms, min_terms, 16),
+            ("min_terms", min_terms, 1, 16),
+            ("max_terms", max_terms, 1, 16),
             ("max_value", max_value, 1, 10**9),
             ("num_train", num_train, 1, 2**40),
-            ("num_val", num_val, 0, 10**6),
+            ("num_val", num_val, 0, 10**5),
         ):
             # Config values come untyped: 2.5 or "3" is a user's mistake.
             if type(value) is not int or not low <= value <= high:
                 raise UserError(f"data.task_kwargs.{name} is {value!r}, expected a whole number from {low} to {high}.")
-        if not 0 < held_out_frac < 1:
-            raise UserError(f"data.task_kwargs.held_out_frac is {held_out_frac!r}, expected above 0 and below 1.")
-        if not 0 <= wrong_frac <= 1:
-            raise UserError(f"data.task_kwargs.wrong_frac is {wrong_frac!r}, expected from 0 to 1.")
+        if min_terms > max_terms:
+            raise UserError(f"data.task_kwargs.min_terms={min_terms} is above max_terms={max_terms}.")
+        for name, part, least, most in (
+            ("held_out_frac", held_out_frac, 0.01, 0.9),
+            ("wrong_frac", wrong_frac, 0, 1),
+        ):
+            if type(part) not in (int, float) or not least <= part <= most:
+                raise UserError(f"data.task_kwargs.{name} is {part!r}, expected a number from {least} to {most}.")
+        possible = sum((max_value + 1) ** count for count in range(min_terms, max_terms + 1))
+        if possible < num_val:
+            raise UserError(
+                f"data.task_kwargs.num_val is {num_val}, but there are only {possible} different sums. Lower it, or "
+                "raise max_value or max_terms."
+            )
         self.num_train = num_train
         self.num_val = num_val
         self._terms = (min_terms, max_terms)

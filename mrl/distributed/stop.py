@@ -62,7 +62,9 @@ class Stopped(Exception):  # noqa: N818 -- no error
 
 
 def limits(run: RunConfig, variables: Mapping[str, str]) -> dict[str, float]:
-    """When this process must have ended: the keys of LIMITS that hold -> s since the epoch.
+    """When this process must have ended: the keys of LIMITS that hold -> s of `time.monotonic`.
+
+    What is left is worked out once: a clock that is set while the run goes on moves nothing.
 
     Args:
         run: Its `max_time_s` counts from the start of this process.
@@ -72,11 +74,12 @@ def limits(run: RunConfig, variables: Mapping[str, str]) -> dict[str, float]:
         UserError: The variable is no number.
     """
     ends: dict[str, float] = {}
+    since_epoch = time.time() - time.monotonic()
     if run.max_time_s:
-        ends[LIMITS[0]] = psutil.Process().create_time() + run.max_time_s
+        ends[LIMITS[0]] = psutil.Process().create_time() - since_epoch + run.max_time_s
     if END_TIME in variables:
         try:
-            ends[LIMITS[1]] = float(variables[END_TIME])
+            ends[LIMITS[1]] = float(variables[END_TIME]) - since_epoch
         except ValueError as error:
             raise UserError(f"{END_TIME}={variables[END_TIME]!r}: expected seconds since 1970, or unset it.") from error
     return ends
@@ -87,7 +90,7 @@ class Stop:
 
     Attributes:
         why: One of REASONS: what all ranks have agreed on; "" not yet.
-        ends: When a limit ends this process, s since the epoch; empty on ranks that keep no time.
+        ends: When a limit ends this process, s of `time.monotonic`; empty on ranks that keep no time.
         reserve_s: Seconds that must be left before a limit, for a commit.
     """
 
@@ -199,7 +202,7 @@ class Stop:
     def _reason(self, need_s: float) -> int:
         if self._heard:
             return self._heard
-        now = time.time()
+        now = time.monotonic()
         return max((REASONS.index(name) for name, end in self.ends.items() if now + need_s >= end), default=0)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:

@@ -68,12 +68,16 @@ def test_rows_depend_on_seed_and_index_alone():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"max_terms": 1}, "min_terms is 2"),
+        ({"max_terms": 1}, "min_terms=2 is above max_terms=1"),
         ({"max_value": 2.5}, "max_value is 2.5"),
         ({"num_train": 0}, "num_train is 0"),
         ({"num_val": "9"}, "num_val is '9'"),
         ({"held_out_frac": 1.0}, "held_out_frac is 1.0"),
-        ({"max_value": 2, "max_terms": 2, "num_val": 50}, "different held-out sums were found"),
+        ({"max_value": 2, "max_terms": 2, "num_val": 9}, "different held-out sums were found"),
+        ({"max_value": 2, "max_terms": 2, "num_val": 50}, "there are only 9 different sums"),
+        ({"held_out_frac": 1e-15}, "expected a number from 0.01 to 0.9"),
+        ({"wrong_frac": "x"}, "wrong_frac is 'x'"),
+        ({"max_terms": "x"}, "max_terms is 'x'"),
         ({"max_valeu": 2}, "takes: min_terms, max_terms, max_value"),
     ],
 )

@@ -13,6 +13,7 @@ from mrl.config import RunConfig
 from mrl.distributed.stop import END_TIME, LIMITS, REQUEUE, Stop, Terminated, limits
 from mrl.errors import UserError
 
+CLOCKS_APART_S = 1.0  # two clocks are read one after the other, on a busy machine
 WAIT_S = 5
 
 
@@ -53,9 +54,23 @@ def test_a_signal_that_was_blocked_at_the_start_is_heard():
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@pytest.mark.parametrize("jump_s", [-86400, 86400])
+def test_a_clock_that_is_set_while_the_run_goes_on_moves_no_limit(jump_s, monkeypatch):
+    alive_s = time.time() - psutil.Process().create_time()
+    now = time.time
+    for left_s, told in ((3600, False), (-1, True)):
+        ends = limits(RunConfig(max_time_s=alive_s + left_s), {END_TIME: str(now() + 7200)})
+        stop = Stop(RunConfig(), ends=ends, keeps_time=True, say=print)
+        monkeypatch.setattr(time, "time", lambda: now() + jump_s)
+        assert stop.told == told
+        monkeypatch.undo()
+
+
 def test_limits_are_of_this_process_and_of_its_job():
     assert limits(RunConfig(), {}) == {}
-    own = psutil.Process().create_time() + 60
-    assert limits(RunConfig(max_time_s=60), {END_TIME: "1795250953"}) == {LIMITS[0]: own, LIMITS[1]: 1795250953}
+    to_wall = time.time() - time.monotonic()
+    ends = limits(RunConfig(max_time_s=60), {END_TIME: "1795250953"})
+    assert ends[LIMITS[0]] + to_wall == pytest.approx(psutil.Process().create_time() + 60, abs=CLOCKS_APART_S)
+    assert ends[LIMITS[1]] + to_wall == pytest.approx(1795250953, abs=CLOCKS_APART_S)
     with pytest.raises(UserError, match="SLURM_JOB_END_TIME='Unknown': expected seconds since 1970, or unset it"):
         limits(RunConfig(), {END_TIME: "Unknown"})

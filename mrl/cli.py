@@ -31,6 +31,9 @@ from mrl.observe.run_dir import RunDir
 
 RANKS = "ranks of the real run; default: NxG of the config's name, else the fewest of its layout"
 
+MAX_TOLD = 8000
+"""Characters of a message: the longest real ones, with commands that build engines, have half of it."""
+
 SILENT_RANK_WAIT_S = 10.0
 """A launcher ends all ranks when the first one ends: one that is silent lets the one that speaks end first."""
 
@@ -46,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             status: int | None = arguments.command(arguments)
     except UserError as error:
         if _speaks(error):
-            print(f"mrl: error: {error}{arguments.to_go_on}", file=sys.stderr, flush=True)
+            print(f"mrl: error: {_short(str(error))}{arguments.to_go_on}", file=sys.stderr, flush=True)
         else:
             time.sleep(SILENT_RANK_WAIT_S)
         return 2
@@ -56,6 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"mrl: {word}.{arguments.to_go_on}", file=sys.stderr, flush=True)
         return status
     return status or 0
+
+
+def _short(text: str) -> str:
+    """A message that quotes a book has its middle left out."""
+    return text if len(text) <= MAX_TOLD else f"{text[: MAX_TOLD // 2]} [...] {text[-MAX_TOLD // 4 :]}"
 
 
 @contextmanager

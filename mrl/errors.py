@@ -37,7 +37,18 @@ def escaped(character: str) -> str:
     return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
 
 
-def first_line(error: Exception) -> str:
+def out_of_memory(error: BaseException) -> bool:
+    """Whether Python, the host or a GPU had no memory left; torch says so in three ways."""
+    said = str(error)
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in said
+        or "Storage size calculation overflowed" in said
+    )
+
+
+def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type where it has none."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

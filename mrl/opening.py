@@ -16,7 +16,7 @@ from mrl.checkpoint import Checkpoints, Found
 from mrl.distributed import last_words, launch
 from mrl.distributed.collectives import together
 from mrl.distributed.watchdog import ENDED, MARGIN_S, Watchdog
-from mrl.errors import UserError
+from mrl.errors import UserError, first_line, out_of_memory
 from mrl.job import Job
 from mrl.megatron import parallel
 from mrl.observe.owner import LONGEST_SILENCE_S, take, this_process
@@ -64,6 +64,11 @@ def open_job(plan: Plan, *, log: bool = True) -> Iterator[Job]:
             failed = False
         except BaseException as error:
             watchdog.tell(error)  # before anything is taken down that the others may wait in
+            if plan.grid.world_size == 1 and out_of_memory(error):
+                raise UserError(
+                    f"the memory of this machine does not hold the run: {first_line(error)}. `mrl plan` says what it "
+                    "needs; take a smaller model, shorter or fewer sequences, or more ranks."
+                ) from error
             raise
         finally:
             parallel.destroy()

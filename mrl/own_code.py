@@ -90,7 +90,8 @@ def _parts(name: str) -> tuple[str, str]:
     if name.endswith(".py"):
         raise UserError(f"'{name}' names a file, and nothing in it: write '{name}:object'.")
     place, _, target = name.rpartition(":" if ":" in name else ".")
-    if not place or not target:
+    named = place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
+    if not named or not target:
         raise UserError(f"'{name}' is no path to code: write {FORMS}.")
     return place, target
 

@@ -32,6 +32,9 @@ from mrl.weights.shards import TensorShard, check_divides
 MAX_RANKS = 1 << 17
 """More than any cluster has; what a layout costs is computed rank by rank."""
 
+MAX_LAYERS, MAX_EXPERTS = 4096, 65536
+"""Of a model: each of its tensors is placed by itself."""
+
 RANGES = {
     "run.seed": "[0, 4294967296)",
     "run.num_threads": "[0, 4096]",
@@ -167,6 +170,12 @@ def check(
     """
     check_config(config, world_size, supervised=supervised)
     grid = grid_of(config, world_size)
+    num_experts = arch.moe.num_experts if arch.moe else 0
+    if arch.num_layers > MAX_LAYERS or num_experts > MAX_EXPERTS:
+        raise UserError(
+            f"the model has {arch.num_layers} layers and {num_experts} experts; mrl counts with at most {MAX_LAYERS} "
+            f"layers and {MAX_EXPERTS} experts."
+        )
     broken = [
         *_fit(config, arch, grid),
         *expert_rules(config, arch, grid, supervised=supervised),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config import Config, DataConfig
+from mrl.config import Config, DataConfig, RolloutConfig
 from mrl.engines.trtllm import fields as trtllm
 from mrl.grid import Grid
 
@@ -24,7 +24,7 @@ def idle_rules(config: Config, grid: Grid, *, supervised: bool = False) -> Itera
         grid: The layout.
         supervised: The algorithm samples nothing.
     """
-    for key, ignored, reason in (*_training(config, grid, supervised), *_sampling(config), *_data(config)):
+    for key, ignored, reason in (*_training(config, grid, supervised), *_sampling(config, supervised), *_data(config)):
         if ignored:
             yield f"{key} is set, but would have no effect because {reason}. Remove it, or change that."
 
@@ -51,8 +51,12 @@ def _training(config: Config, grid: Grid, supervised: bool) -> Iterator[Case]:
     )
 
 
-def _sampling(config: Config) -> Iterator[Case]:
+def _sampling(config: Config, supervised: bool) -> Iterator[Case]:
     rollout, val = config.rollout, config.rollout.val_kwargs
+    nothing = f"algorithm.name={config.algorithm.name} samples nothing to train on, and trains at temperature 1"
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        value = getattr(rollout, name)
+        yield f"rollout.{name}={value}", supervised and value != getattr(RolloutConfig, name), nothing
     strange = rollout.name not in trtllm.ENGINES
     yield "rollout.engine_dir", rollout.engine_dir is not None and strange, "rollout.name is not trtllm_engine"
     yield "rollout.stop", bool(rollout.stop) and rollout.ignore_eos, "rollout.ignore_eos is true"

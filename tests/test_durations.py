@@ -61,6 +61,6 @@ def test_better_hardware_is_faster_and_assumptions_count():
 
 
 def test_supervised_steps_sample_nothing():
-    found = resolve(load(DENSE, ["algorithm.name=sft", "algorithm.kl_in=none"]), 8)
+    found = resolve(load(DENSE, ["algorithm.name=sft", "algorithm.kl_in=none", "~train.minibatch_size"]), 8)
     times = predict_durations(found, H100, 0)
     assert (times.prefill, times.decode, times.score) == (0, 0, 0) and times.update > 0

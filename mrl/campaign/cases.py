@@ -142,20 +142,21 @@ def _rollout(rng: Random, settings: Settings) -> Settings:
     alone = settings["algorithm.name"] in ("reinforce_pp", "sft") or "algorithm.singleton_group" in settings
     alone &= settings["algorithm.name"] != "dapo" and not settings.get("algorithm.dynamic_sampling", False)
     greedy &= alone
+    samples = settings["algorithm.name"] != "sft"
     found: Settings = {
         "rollout.n": 1 if greedy else rng.choice((1, 2, 4) if alone else (2, 3, 4)),
         "rollout.response_length": rng.choice((3, 4, 6)),
         "rollout.do_sample": not greedy,
     }
     for key, values, odds in (
-        ("rollout.temperature", (0.7, 1.5), 0.4),
-        ("rollout.top_k", (3, 8), 0.25),
-        ("rollout.top_p", (0.6, 0.95), 0.25),
-        ("rollout.min_p", (0.05, 0.2), 0.2),
+        ("rollout.temperature", (0.7, 1.5), 0.4 * samples),
+        ("rollout.top_k", (3, 8), 0.25 * samples),
+        ("rollout.top_p", (0.6, 0.95), 0.25 * samples),
+        ("rollout.min_p", (0.05, 0.2), 0.2 * samples),
         ("rollout.ignore_eos", (True,), 0.15),
         ("rollout.stop", (["1"], ["22", "-"]), 0.15),
     ):
-        if rng.random() < odds:
+        if rng.random() < odds and not (key == "rollout.stop" and "rollout.ignore_eos" in found):
             found[key] = rng.choice(values)
     if rng.random() < 0.4:
         found |= {"rollout.val_kwargs.do_sample": True, "rollout.val_kwargs.n": rng.choice((1, 2))}

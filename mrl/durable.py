@@ -1,20 +1,56 @@
 """Files that are on the disk, not only in the system's cache, when a call returns.
 
-Owns how bytes and names are forced to the disk. What must be whole, and when, is each owner's of a file or folder.
+Owns how bytes and names are forced to the disk, and how it is told that a disk does not take them. What must be whole,
+and when, is each owner's of a file or folder.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from mrl.errors import UserError
+
+REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
+"""Why a disk does not take what is written; a person mends it."""
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Inside, an error whose cause is a disk that does not take what is written is a UserError that says so."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not (isinstance(cause, OSError) and cause.errno in REFUSALS):
+            cause = cause.__cause__
+        if not isinstance(cause, OSError):
+            raise
+        file = f"'{cause.filename}'" if cause.filename is not None else "a file"
+        raise UserError(
+            f"{file} cannot be written: {cause.strerror}. Free space or make the disk writable, then start the same "
+            "command again: it continues from the last whole checkpoint."
+        ) from error
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes a file; a kill may leave a part of it."""
-    with path.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
+    """Writes a file; a kill may leave a part of it.
+
+    Raises:
+        OSError: It cannot be written. It names `path`.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        write_at(descriptor, content, 0, path)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -35,3 +71,32 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_at(descriptor: int, content: bytes, offset: int, path: Path) -> None:
+    """Writes all of `content` at a place of a file.
+
+    Raises:
+        OSError: The disk does not take it; a part may be written. It names `path`.
+    """
+    done = 0
+    while done < len(content):
+        try:
+            done += os.pwrite(descriptor, content[done:], offset + done)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def append(descriptor: int, content: bytes, path: Path) -> None:
+    """Writes all of `content` at the end of a file, or nothing.
+
+    Raises:
+        OSError: The disk does not take it. It names `path`.
+    """
+    end = os.fstat(descriptor).st_size
+    try:
+        write_at(descriptor, content, end, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, end)
+        raise

@@ -287,6 +287,7 @@ class Job:
 
         metric = standing.metrics.get(self.config.checkpoint.best_metric)
         began = time.monotonic()
+        self.log.sync()
         with self.timers.phase("save_checkpoint"):
             path = self.checkpoints.save(standing.state["step"], write, standing.state, metric)
             if self.groups.rank == 0:

@@ -16,6 +16,7 @@ from mrl.checkpoint import Checkpoints, Found
 from mrl.distributed import last_words, launch
 from mrl.distributed.collectives import together
 from mrl.distributed.watchdog import ENDED, MARGIN_S, Watchdog
+from mrl.durable import refusals
 from mrl.errors import UserError, first_line, out_of_memory
 from mrl.job import Job
 from mrl.megatron import parallel
@@ -49,11 +50,12 @@ def open_job(plan: Plan, *, log: bool = True) -> Iterator[Job]:
         failed = True
         try:
             groups = parallel.initialize(plan.grid, seed=run.seed, timeout_s=timeout_s)
-            with _run_folder(plan, groups.rank, device, watchdog, log=log) as (checkpoints, found, run_log):
+            with refusals(), _run_folder(plan, groups.rank, device, watchdog, log=log) as (checkpoints, found, run_log):
                 job = Job(plan, groups, device, run_log, checkpoints, found)
                 watchdog.where = lambda: job.timers.where
                 try:
-                    yield job
+                    with refusals():
+                        yield job
                 except BaseException as error:
                     if isinstance(error, UserError):
                         error.at = job.timers.where if job.timers.has_begun else ""

@@ -6,13 +6,15 @@ sent is made contiguous first: gloo moves wrong bytes otherwise, without an erro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.durable import refusals
 from mrl.errors import UserError
 
 
@@ -103,15 +105,39 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
         raise RankFailedError(dist.get_global_rank(group or everyone(), rank), described) from error
 
 
+ALONE_S = 5.0
+"""The other ranks hear of an error within this time, or they wait in a collective that the failing rank has left."""
+
+_watch: list[Callable[[Exception], object]] = []
+
+
+def when_alone(end: Callable[[Exception], object] | None) -> None:
+    """What ends the job by an error of this rank, called in a thread; None: nobody can, the others time out."""
+    _watch[:] = [] if end is None else [end]
+
+
+def _end_alone(error: Exception) -> None:
+    for end in _watch:
+        end(error)
+
+
 @contextmanager
 def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Collective over `group`: what raises inside on one rank raises on all, by `raise_together`.
 
-    Inside there must be no collective that a failing rank would leave the others waiting in.
+    What a disk does not take is a UserError. Inside there may be collectives: where a rank fails and the others wait
+    for it in one, so that they do not come to hear of it, the watchdog ends the job with the error after ALONE_S.
     """
     try:
-        yield
+        with refusals():
+            yield
     except Exception as error:  # noqa: BLE001 -- whatever it is, the other ranks must learn of it
-        raise_together(error, group)
+        timer = threading.Timer(ALONE_S, _end_alone, [error])
+        timer.daemon = True
+        timer.start()
+        try:
+            raise_together(error, group)
+        finally:
+            timer.cancel()
     else:
         raise_together(None, group)

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from mrl.distributed import last_words, verdict
-from mrl.distributed.collectives import RankFailedError
+from mrl.distributed.collectives import RankFailedError, when_alone
 from mrl.distributed.environment import Environment
 from mrl.distributed.stacks import MainThread, failed_in_collective, main_stack
 from mrl.distributed.verdict import RankState
@@ -119,6 +119,7 @@ class Watchdog:
         ]
         for thread in self._threads:
             thread.start()
+        when_alone(self._fail_alone)
 
     def tell(self, error: BaseException) -> None:
         """This rank cannot go on: ends the job with its message, and does not return.
@@ -144,6 +145,7 @@ class Watchdog:
         with contextlib.suppress(RuntimeError):  # the store is gone, and so is the reason to tell anyone
             self._beat(left=left)
         self._closed.set()
+        when_alone(None)
         faulthandler.cancel_dump_traceback_later()
         for thread in self._threads:
             thread.join(GRACE_S)
@@ -177,7 +179,7 @@ class Watchdog:
 
         On each host's first rank the command line prints it; else rank 0 does, here.
         """
-        text = f"{error}\nThis was on {self._state}, at {self.where()}."
+        text = self._mistake(error)
         self.close(type(error).__name__)
         with contextlib.suppress(RuntimeError):  # the others learn it from the lost store
             if self._post("end", json.dumps({"text": text, "status": 2, "speaker": 0})):
@@ -186,6 +188,21 @@ class Watchdog:
                     self._post("said", "1")
                 self._post("alarm", str(self._environment.rank))
                 time.sleep(2 * self._interval)  # rank 0 may serve the store that the others read this from
+
+    def _mistake(self, error: UserError) -> str:
+        return f"{error}\nThis was on {self._state}, at {self.where()}."
+
+    def _fail_alone(self, error: Exception) -> None:
+        """In a thread: the others wait for the main thread in a collective that it has left with an error."""
+        if self._closed.is_set():
+            return
+        try:
+            if isinstance(error, UserError):
+                self._end(self._mistake(error), status=2)
+            else:
+                self._end(f"{self._state} failed at {self.where()}:\n{_traceback(error)}")
+        except RuntimeError as lost:
+            self._lose_store(first_line(lost))
 
     # the thread that talks
 
@@ -289,9 +306,9 @@ class Watchdog:
 
     # the end
 
-    def _end(self, text: str, *, speaker: int = 0) -> None:
+    def _end(self, text: str, *, speaker: int = 0, status: int = ENDED) -> None:
         """Posts a message unless one is there, and ends this rank by what stands."""
-        self._post("end", json.dumps({"text": text, "status": ENDED, "speaker": speaker}))
+        self._post("end", json.dumps({"text": text, "status": status, "speaker": speaker}))
         self._post("alarm", str(self._environment.rank))
         self._obey(mine=True)
 

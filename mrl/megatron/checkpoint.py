@@ -10,8 +10,13 @@ Megatron with torch's weights-only unpickler.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +55,17 @@ UNLOADABLE = (
 )
 
 
+ERRNO = re.compile(r"\[Errno (\d+)\]")
+ZIP_WRITER = re.compile("inline_container|iostream error|PytorchStreamWriter")
+"""How torch.save tells that a file does not take what it writes."""
+
+
 def save(folder: Path, policy: Policy) -> None:
-    """Collective over the job: writes model, optimizer, the number of updates and config.json into a new folder."""
+    """Collective over the job: writes model, optimizer, the number of updates and config.json into a new folder.
+
+    Raises:
+        OSError: A disk does not take it; only on the rank that wrote, the others may wait for it.
+    """
     policy.bring("weights", "optimizer")
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
@@ -63,11 +77,29 @@ def save(folder: Path, policy: Policy) -> None:
     if policy.optimizer is not None:
         state["optimizer"] = to_save(policy.optimizer, state, _metadata())
         state["num_updates"] = policy.num_updates
-    dist_checkpointing.save(state, str(folder), strategy, content_metadata=metadata)
+    with _disk_errors(folder):
+        dist_checkpointing.save(state, str(folder), strategy, content_metadata=metadata)
     if dist.get_rank() == 0:
         arch = policy.chunks[0].arch
         config = family_of(arch).arch_to_hf(arch)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+@contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """Megatron quotes an OSError in errors of its own, and torch's zip writer has none: inside, they are OSErrors."""
+    try:
+        yield
+    except (CheckpointException, RuntimeError) as error:
+        failures = [each for each, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        if not failures:
+            raise RuntimeError("the checkpoint failed on another rank") from error
+        text = str(failures[0])
+        quoted = ERRNO.search(text)
+        number = int(quoted[1]) if quoted else errno.EIO if ZIP_WRITER.search(text) else 0
+        if not number:
+            raise RuntimeError(_reason(error)) from error
+        raise OSError(number, os.strerror(number) if quoted else f"torch.save: {text}", str(folder)) from error
 
 
 def load(folder: Path, policy: Policy) -> None:

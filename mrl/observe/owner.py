@@ -242,8 +242,8 @@ class Claims:
         fresh = self.folder / f".{owner.token}"
         try:
             self.folder.mkdir(exist_ok=True)
-            write_file(fresh, content)
             try:
+                write_file(fresh, content)
                 with contextlib.suppress(FileExistsError):
                     os.link(fresh, path)  # over NFS an answer may be lost: what counts is whose file is there
             finally:

@@ -6,6 +6,7 @@ Owns `RunLog` and the shape of sample rows. It computes no metric (`metrics.py`)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -83,10 +84,17 @@ class RunLog:
         for logger in self._loggers:
             logger.phase(where)
 
+    def sync(self) -> None:
+        """What was logged so far is on the disk."""
+        for logger in self._loggers:
+            logger.sync()
+
     def close(self) -> None:
-        """Writes out and closes every logger."""
-        while self._loggers:
-            self._loggers.pop().close()
+        """Writes out and closes every logger, also after one that cannot."""
+        with ExitStack() as stack:
+            for logger in self._loggers:
+                stack.callback(logger.close)
+            self._loggers.clear()
 
     def __enter__(self) -> RunLog:
         return self

@@ -7,6 +7,7 @@ JSON lacks, as the strings "NaN", "Infinity" and "-Infinity", which `float()` re
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mrl.durable import replace_file
+from mrl.durable import replace_file, write_at
 from mrl.errors import UserError
 
 Row = dict[str, Any]
@@ -37,18 +38,29 @@ class StepFile:
 
         Raises:
             RuntimeError: A later step of the phase is already there.
+            OSError: The disk does not take it; the file is as it was.
         """
         same = self._last.get("phase") == phase
         if same and self._last["step"] > step:
             raise RuntimeError(f"{self._path.name}: {phase} step {step} came after step {self._last['step']}.")
         if same and self._last["step"] == step:
-            self._last |= values
+            row, offset, before = {**self._last, **values}, self._last_offset, encode(self._last)
         else:
-            self._last = {"step": step, "phase": phase, **values}
-            self._last_offset = os.fstat(self._fd).st_size
-        line = encode(self._last)
-        os.pwrite(self._fd, line, self._last_offset)
-        os.ftruncate(self._fd, self._last_offset + len(line))
+            row, offset, before = {"step": step, "phase": phase, **values}, os.fstat(self._fd).st_size, b""
+        line = encode(row)
+        try:
+            write_at(self._fd, line, offset, self._path)
+        except OSError:
+            with contextlib.suppress(OSError):  # its room is there
+                os.pwrite(self._fd, before, offset)
+                os.ftruncate(self._fd, offset + len(before))
+            raise
+        os.ftruncate(self._fd, offset + len(line))
+        self._last, self._last_offset = row, offset
+
+    def sync(self) -> None:
+        """Forces the rows to the disk."""
+        os.fsync(self._fd)
 
     def close(self) -> None:
         """Closes the file."""

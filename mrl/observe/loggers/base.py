@@ -52,5 +52,8 @@ class Logger(ABC):
     def phase(self, where: str) -> None:  # noqa: B027 - optional
         """What runs now, `Timers.where`."""
 
+    def sync(self) -> None:  # noqa: B027 - optional
+        """A commit is about to be made: what was recorded so far has to be on the disk."""
+
     def close(self) -> None:  # noqa: B027 - optional
         """Everything is written; called once."""

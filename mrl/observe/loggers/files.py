@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mrl.durable import append
 from mrl.observe.loggers.base import Logger, Opening, Phase
 from mrl.observe.metrics import is_wall_clock
 from mrl.observe.step_file import Row, StepFile, cut_back, encode, read_rows
@@ -33,8 +34,8 @@ class Files(Logger):
         self._metrics = StepFile(run.metrics)
         self._timings = StepFile(run.timings)
         self._written = {(row["phase"], row["step"]) for row in read_rows(run.samples)}
-        self._samples = os.open(run.samples, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._notes = os.open(run.notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._samples = os.open(run.samples, os.O_WRONLY | os.O_CREAT, 0o644)
+        self._notes = os.open(run.notes, os.O_WRONLY | os.O_CREAT, 0o644)
 
     def record(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
         """Evaluations join the line of their step."""
@@ -56,11 +57,19 @@ class Files(Logger):
     def samples(self, phase: Phase, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """One line per sample; what is already there for this step (a resumed run evaluates again) stays."""
         if (phase, step) not in self._written:
-            os.write(self._samples, b"".join(encode({"step": step, "phase": phase, **row}) for row in rows))
+            content = b"".join(encode({"step": step, "phase": phase, **row}) for row in rows)
+            append(self._samples, content, self._run.samples)
 
     def note(self, text: str) -> None:
         """With the time of day."""
-        os.write(self._notes, encode({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "text": text}))
+        row = encode({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "text": text})
+        append(self._notes, row, self._run.notes)
+
+    def sync(self) -> None:
+        """A commit must not outlive the lines of its steps."""
+        self._metrics.sync()
+        self._timings.sync()
+        os.fsync(self._samples)
 
     def close(self) -> None:
         """Closes the files."""

@@ -1,0 +1,193 @@
+"""What a config makes of the real code, as plain values: two configs that differ only in a field that is ignored agree.
+
+    course(*overrides)     a few steps in this process: metrics, tokens, engine and optimizer, operators that ran
+    files(*overrides)      a whole run: what is in its folder and on the terminal
+    laid(*overrides)       who holds what on several ranks, and what Megatron is told; starts nothing
+    read(*overrides)       the prompts and the responses to imitate
+    bounds(*overrides)     when a process of the run must have ended
+
+Overrides are added to CONFIG. A refusal is {"refused": message}. Times and sizes of free memory are left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import tempfile
+from collections.abc import Callable
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mrl import train as loop
+from mrl.cli import _quieten
+from mrl.config import Config, load
+from mrl.data.prompts import load_training, load_validation
+from mrl.distributed.stop import Stop, limits
+from mrl.engine_memory import engine_layouts
+from mrl.errors import UserError
+from mrl.job import Job
+from mrl.megatron.model import transformer_config
+from mrl.observe.metrics import is_wall_clock
+from mrl.opening import open_job
+from mrl.prepare import prepare, resolve
+from mrl.supervised import examples
+from mrl.weights.megatron import megatron_layouts
+
+CONFIG = """
+run: {seed: 3, num_threads: 1}
+model:
+  preset: qwen2_tiny
+  overrides:
+    {hidden_size: 16, num_hidden_layers: 1, intermediate_size: 16, num_attention_heads: 2, num_key_value_heads: 2}
+  tokenizer: "char:0123456789<>+#"
+  dtype: float32
+data: {task: addition, task_kwargs: {min_terms: 2, max_terms: 3, max_value: 9, num_val: 3, num_train: 8}}
+train: {num_steps: 1, batch_size: 4, minibatch_size: 2}
+actor: {lr: 1.0e-2, max_tokens_per_microbatch: 64}
+rollout: {n: 2, prompt_length: 12, response_length: 8, max_num_seqs: 16}
+reward: {functions: [{name: exact_match}, {name: length, weight: 0.1, kwargs: {target: 2, limit: 8}}]}
+observe: {console: "off", tensorboard: false, report: false}
+"""
+
+Facts = dict[str, Any]
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators, and the elements that they gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.count += 1
+        self.elements += result.numel() if isinstance(result, torch.Tensor) else 0
+        return result
+
+
+def of_a_config(observe: Callable[[Config], Facts]) -> Callable[..., Facts]:
+    """Facts by overrides, each set of them observed once."""
+
+    @cache
+    @wraps(observe)
+    def facts(*overrides: str) -> Facts:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "config.yaml"
+            file.write_text(CONFIG)
+            try:
+                return observe(load(file, [f"run.output_dir={folder}/run", *overrides]))
+            except UserError as error:
+                return {"refused": str(error)}
+
+    return facts
+
+
+@cache
+def _settle() -> None:
+    """Megatron collects garbage again and again: what there is from the start, modules above all, is left out."""
+    _quieten()
+    gc.collect()
+    gc.freeze()
+
+
+@of_a_config
+def course(config: Config) -> Facts:
+    """The steps of a run without its commits."""
+    _settle()
+    with open_job(prepare(config), log=False) as job:
+        job.resume()
+        loop.warm_start(job)
+        job.reference.start(0)
+        facts: Facts = {"threads": torch.get_num_threads(), **_held_out(job)}
+        step = 0
+        while not job.is_last(step):
+            step += 1
+            with Operators() as ran, job.progress.step(step):
+                metrics = loop.one_step(job, step)
+            facts |= {f"{step} {name}": value for name, value in metrics.items() if not is_wall_clock(name)}
+            facts |= {f"{step} engine {name}": value for name, value in job.engine.stats().items() if name[-2:] != "_s"}
+            facts |= {f"{step} operators": (ran.count, ran.elements)}
+        return facts | {"steps": step, "position": job.source.position, **_machinery(job)}
+
+
+def _held_out(job: Job) -> Facts:
+    if not job.validation:
+        return {}
+    metrics, rollouts = loop.held_out(job)
+    kept = {name: value for name, value in metrics.items() if not is_wall_clock(name)}
+    return {**kept, "held out": [(rollout.response_ids, rollout.finish_reason) for rollout in rollouts]}
+
+
+def _machinery(job: Job) -> Facts:
+    """What stands behind the numbers: kinds, sizes, what is asleep."""
+    optimizer = job.policy.optimizer
+    asleep = getattr(job.engine, "_cache").allocated_bytes  # noqa: B009
+    job.policy.offload()
+    return {
+        "optimizer": type(optimizer.chained_optimizers[0]).__name__,
+        "updates": job.policy.num_updates,
+        "gradients reduced in the backward": job.policy.chunks[0].config.grad_sync_func is not None,
+        "engine": sorted({stored.dtype for stored in job.engine.layout().values()}),
+        "cache": asleep,
+        "away": {
+            part: sum(tensor.untyped_storage().nbytes() for tensor in job.policy._tensors_of(part))
+            for part in ("weights", "gradients", "optimizer")
+        },
+    }
+
+
+@of_a_config
+def files(config: Config) -> Facts:
+    """A whole run from its start to its end."""
+    _settle()
+    root, printed = Path(config.run.output_dir), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        loop.train(config)
+    lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "metrics": [{name: value for name, value in line.items() if not is_wall_clock(name)} for line in lines],
+        "checkpoints": sorted(path.name for path in (root / "checkpoints").glob("step-*")),
+        "exports": sorted(str(path.parent.name) for path in (root / "checkpoints").glob("*/hf")),
+        "samples": len((root / "samples.jsonl").read_text().splitlines()),
+        "there": sorted(path.name for path in root.iterdir()),
+        "canary": "canary" in (root / "notes.jsonl").read_text(),
+        "printed": bool(printed.getvalue()),
+    }
+
+
+@of_a_config
+def laid(config: Config) -> Facts:
+    """Four ranks, and what Megatron is told of the model."""
+    found = resolve(config, 4)
+    grid, arch = found.grid, found.arch
+    told = transformer_config(arch, config.parallel, config.actor, dtype=torch.float32)
+    return {
+        "actor": repr(megatron_layouts(arch, grid, dtype="float32", te=False)),
+        "engine": repr(engine_layouts(found.config, arch, grid)),
+        "ranks": [(grid.coords(rank), grid.replica(rank)) for rank in range(4)],
+        "told": {name: value for name, value in vars(told).items() if isinstance(value, (int, float, str))},
+    }
+
+
+@of_a_config
+def read(config: Config) -> Facts:
+    """The first prompts of training and of evaluations."""
+    found, length = resolve(config, 1), config.rollout.prompt_length
+    source = load_training(config.data, found.tokenizer, prompt_length=length, seed=config.run.seed)
+    prompts = source.next(6)
+    held_out = load_validation(config.data, found.tokenizer, prompt_length=length)
+    return {"train": prompts, "val": held_out, "imitated": examples(prompts, found.tokenizer, config)}
+
+
+@of_a_config
+def bounds(config: Config) -> Facts:
+    """From a signal, or from the start of the process."""
+    stop = Stop(config.run, ends={}, keeps_time=True, say=lambda text: None)
+    return {"signals": stop._bounds, "limits": limits(config.run, {})}

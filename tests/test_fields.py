@@ -1,0 +1,304 @@
+"""Every field of the config changes something that can be observed, or says where it is and why not here."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from mrl.config import Config, RewardFunctionConfig
+from mrl.keys import dotted_keys
+from tests.data.folders import CHATML, byte_bpe_folder
+from tests.observed import Facts, bounds, course, files, laid, read
+from tests.source import ROOT
+
+
+@dataclass(frozen=True)
+class Row:
+    """How a field shows.
+
+    Attributes:
+        changed: Overrides that set it, and what it cannot do without.
+        given: Overrides on both sides.
+        by: Who observes.
+        refused: Part of the message where the changed side is refused; "": it runs. The other side always does.
+    """
+
+    changed: tuple[str, ...]
+    given: tuple[str, ...] = ()
+    by: Callable[..., Facts] = course
+    refused: str = ""
+
+
+def row(*changed: str, given: tuple[str, ...] = (), by: Callable[..., Facts] = course, refused: str = "") -> Row:
+    return Row(changed, given, by, refused)
+
+
+MIXTURE = (
+    "model.preset=qwen3_moe_tiny",
+    "model.overrides={hidden_size: 16, num_hidden_layers: 1, intermediate_size: 16, num_attention_heads: 2, "
+    "num_key_value_heads: 2, moe_intermediate_size: 16}",
+)
+DEEP = ("model.overrides.num_hidden_layers=4",)
+TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
+SHARED = (*MIXTURE, f"{TP}=2", "parallel.sequence_parallel=true", "parallel.expert_model_parallel_size=2")
+KL = ("algorithm.kl_in=loss", "algorithm.kl_coef=0.1")
+FAR = ("actor.lr=0.1", "actor.ppo_epochs=2")  # the policy leaves the one that sampled
+SAMPLED = ("rollout.val_kwargs.do_sample=true",)
+VAL = "rollout.val_kwargs"
+WARM = ("train.warm_start={num_steps: 2, batch_size: 2}",)
+NARROW = ("rollout.max_num_batched_tokens=13",)
+SINGLE = ("rollout.n=1", "algorithm.singleton_group=reward")
+EXACT = ("reward.functions=[{name: exact_match}]", "algorithm.dynamic_sampling=true", "algorithm.max_sampling_rounds=2")
+LONG = ("algorithm.overlong.buffer_length=7",)
+REPLAY = ("actor.router_replay=rollout", "rollout.enable_rollout_routing_replay=true")
+RUN = (
+    "train={num_steps: 3, eval_interval: 1}",
+    "checkpoint={interval: 1, keep_last: 2, keep_best: 1, best_metric: val/reward/mean}",
+    "observe.num_samples=1",
+)
+FILES = (
+    "data.task=null",
+    "data.task_kwargs={}",
+    "data.train_files=[{folder}/rows.jsonl]",
+    "data.val_files=[{folder}/rows.jsonl]",
+)
+CHAT = (
+    *FILES,
+    "data.prompt_key=chat",
+    "model.tokenizer={folder}/tokenizer",
+    "model.overrides.vocab_size=320",
+    "rollout.prompt_length=64",
+    "actor.max_tokens_per_microbatch=128",
+)
+
+ROWS = {
+    "run.seed": row("run.seed=4"),
+    "run.resume": row("run.resume=must", refused="has no checkpoint"),
+    "run.num_threads": row("run.num_threads=2"),
+    "run.max_time_s": row("run.max_time_s=1000", by=bounds),
+    "run.stop_timeout_s": row("run.stop_timeout_s=7", by=bounds),
+    "run.term_timeout_s": row("run.term_timeout_s=7", by=bounds),
+    "train.num_steps": row("train.num_steps=2"),
+    "train.num_epochs": row("train.num_epochs=0.5", given=("train.num_steps=2",)),
+    "train.batch_size": row("train.batch_size=2"),
+    "train.minibatch_size": row("train.minibatch_size=4"),
+    "train.eval_interval": row("train.eval_interval=2", given=RUN, by=files),
+    "train.warm_start.num_steps": row(*WARM),
+    "train.warm_start.batch_size": row("train.warm_start.batch_size=3", given=WARM),
+    "train.warm_start.lr": row("train.warm_start.lr=0.1", given=WARM),
+    "train.warm_start.lr_warmup_steps": row("train.warm_start.lr_warmup_steps=2", given=WARM),
+    "model.path": row("model.preset=null", "model.overrides={}", "model.path=nowhere", refused="nowhere"),
+    "model.preset": row("model.preset=llama_tiny"),
+    "model.overrides": row("model.overrides.intermediate_size=32"),
+    "model.tokenizer": row("model.tokenizer=char:0123456789<>+#x"),
+    "model.dtype": row("model.dtype=bfloat16"),
+    TP: row(f"{TP}=2", by=laid),
+    PP: row(f"{PP}=2", given=DEEP, by=laid),
+    "parallel.virtual_pipeline_model_parallel_size": row(
+        "parallel.virtual_pipeline_model_parallel_size=2", given=(*DEEP, f"{PP}=2"), by=laid
+    ),
+    "parallel.sequence_parallel": row("parallel.sequence_parallel=true", given=(f"{TP}=2",), by=laid),
+    "parallel.context_parallel_size": row("parallel.context_parallel_size=2", by=laid),
+    "parallel.expert_model_parallel_size": row("parallel.expert_model_parallel_size=2", given=MIXTURE, by=laid),
+    "parallel.expert_tensor_parallel_size": row("parallel.expert_tensor_parallel_size=1", given=SHARED, by=laid),
+    "parallel.num_layers_in_first_pipeline_stage": row(
+        "parallel.num_layers_in_first_pipeline_stage=1", given=(*DEEP, f"{PP}=2"), by=laid
+    ),
+    "parallel.num_layers_in_last_pipeline_stage": row(
+        "parallel.num_layers_in_last_pipeline_stage=1", given=(*DEEP, f"{PP}=2"), by=laid
+    ),
+    "actor.ppo_epochs": row("actor.ppo_epochs=2"),
+    "actor.lr": row("actor.lr=0.02"),
+    "actor.min_lr": row("actor.min_lr=0.001", given=("actor.lr_schedule=linear",)),
+    "actor.lr_schedule": row("actor.lr_schedule=linear"),
+    "actor.lr_warmup_steps": row("actor.lr_warmup_steps=2"),
+    "actor.weight_decay": row("actor.weight_decay=0.5"),
+    "actor.adam_beta1": row("actor.adam_beta1=0.5", given=("actor.ppo_epochs=2",)),
+    "actor.adam_beta2": row("actor.adam_beta2=0.5", given=("actor.ppo_epochs=2",)),
+    "actor.adam_eps": row("actor.adam_eps=0.1"),
+    "actor.clip_grad": row("actor.clip_grad=0.0001", given=("actor.adam_eps=0.1",)),
+    "actor.max_tokens_per_microbatch": row("actor.max_tokens_per_microbatch=20"),
+    "actor.use_distributed_optimizer": row("actor.use_distributed_optimizer=false"),
+    "actor.overlap_grad_reduce": row("actor.overlap_grad_reduce=true"),
+    "actor.param_offload": row("actor.param_offload=true"),
+    "actor.grad_offload": row("actor.grad_offload=true"),
+    "actor.optimizer_offload": row("actor.optimizer_offload=true"),
+    "actor.recompute": row("actor.recompute=full"),
+    "actor.logprob_chunk_tokens": row("actor.logprob_chunk_tokens=2"),
+    "actor.moe_token_dispatcher_type": row("actor.moe_token_dispatcher_type=allgather", given=MIXTURE),
+    "actor.moe_router_dtype": row("actor.moe_router_dtype=fp64", given=MIXTURE),
+    "actor.moe_router_load_balancing_type": row(
+        "actor.moe_router_load_balancing_type=aux_loss", "actor.moe_aux_loss_coeff=0.1", given=MIXTURE
+    ),
+    "actor.moe_aux_loss_coeff": row(
+        "actor.moe_aux_loss_coeff=0.2",
+        given=(*MIXTURE, "actor.moe_router_load_balancing_type=aux_loss", "actor.moe_aux_loss_coeff=0.1"),
+    ),
+    "actor.moe_z_loss_coeff": row("actor.moe_z_loss_coeff=0.1", given=MIXTURE),
+    "actor.router_replay": row(*REPLAY, given=MIXTURE),
+    "rollout.enable_rollout_routing_replay": row(
+        "rollout.enable_rollout_routing_replay=false",
+        given=(*MIXTURE, *REPLAY),
+        refused="needs rollout.enable_rollout_routing_replay=true",
+    ),
+    "reference.update_interval": row("reference.update_interval=1", given=(*KL, "train.num_steps=2")),
+    "rollout.name": row("rollout.name=nowhere", refused="rollout.name=nowhere is no engine"),
+    "rollout.engine_dir": row("rollout.engine_dir=engines", refused="rollout.name is not trtllm_engine"),
+    "rollout.n": row("rollout.n=3"),
+    "rollout.temperature": row("rollout.temperature=0.5"),
+    "rollout.top_k": row("rollout.top_k=2"),
+    "rollout.top_p": row("rollout.top_p=0.5"),
+    "rollout.min_p": row("rollout.min_p=0.95"),
+    "rollout.do_sample": row("rollout.do_sample=false", given=SINGLE),
+    "rollout.ignore_eos": row("rollout.ignore_eos=true"),
+    "rollout.stop": row("rollout.stop=['1']"),
+    "rollout.repetition_penalty": row("rollout.repetition_penalty=1.1", refused="it must be 1.0"),
+    "rollout.prompt_length": row("rollout.prompt_length=6", refused="more than rollout.prompt_length=6"),
+    "rollout.response_length": row("rollout.response_length=4"),
+    "rollout.max_model_len": row("rollout.max_model_len=19", refused="rollout.max_model_len=19 is below"),
+    "rollout.dtype": row("rollout.dtype=bfloat16"),
+    "rollout.tensor_model_parallel_size": row("rollout.tensor_model_parallel_size=2", by=laid),
+    "rollout.pipeline_model_parallel_size": row(
+        "rollout.pipeline_model_parallel_size=2", by=laid, refused="only built TensorRT-LLM engines"
+    ),
+    "rollout.expert_parallel_size": row(
+        "rollout.expert_parallel_size=2", given=(*MIXTURE, "rollout.tensor_model_parallel_size=2"), by=laid
+    ),
+    "rollout.moe_tensor_parallel_size": row(
+        "rollout.moe_tensor_parallel_size=1", given=(*MIXTURE, "rollout.tensor_model_parallel_size=2"), by=laid,
+        refused="does not make up rollout.tensor_model_parallel_size=2",
+    ),
+    "rollout.max_num_seqs": row("rollout.max_num_seqs=3"),
+    "rollout.max_num_batched_tokens": row(*NARROW),
+    "rollout.enable_chunked_prefill": row("rollout.enable_chunked_prefill=false", given=NARROW),
+    "rollout.enable_prefix_caching": row("rollout.enable_prefix_caching=false"),
+    "rollout.gpu_memory_utilization": row("rollout.gpu_memory_utilization=1e-9", refused="MiB for the KV cache"),
+    "rollout.free_cache_engine": row("rollout.free_cache_engine=false"),
+    "rollout.calculate_log_probs": row("rollout.calculate_log_probs=false", refused="it must be True"),
+    f"{VAL}.n": row(f"{VAL}.n=2", given=SAMPLED),
+    f"{VAL}.do_sample": row(*SAMPLED),
+    f"{VAL}.temperature": row(f"{VAL}.temperature=0", given=SAMPLED),
+    f"{VAL}.top_k": row(f"{VAL}.top_k=2", given=SAMPLED),
+    f"{VAL}.top_p": row(f"{VAL}.top_p=0.4", given=SAMPLED),
+    f"{VAL}.min_p": row(f"{VAL}.min_p=0.95", given=SAMPLED),
+    "rollout.checkpoint_engine.canary": row("rollout.checkpoint_engine.canary=true", given=RUN, by=files),
+    "algorithm.name": row("algorithm.name=rloo"),
+    "algorithm.advantage_std": row("algorithm.advantage_std=none"),
+    "algorithm.advantage_eps": row("algorithm.advantage_eps=1.0"),
+    "algorithm.singleton_group": row("algorithm.singleton_group=zero", given=SINGLE),
+    "algorithm.loss_aggregation": row("algorithm.loss_aggregation=seq_mean_token_sum"),
+    "algorithm.loss_norm_length": row(
+        "algorithm.loss_norm_length=100", given=("algorithm.loss_aggregation=seq_mean_token_sum_norm",)
+    ),
+    "algorithm.clip_low": row("algorithm.clip_low=0.01", given=FAR),
+    "algorithm.clip_high": row("algorithm.clip_high=0.01", given=FAR),
+    "algorithm.dual_clip": row("algorithm.dual_clip=1.01", given=FAR),
+    "algorithm.kl_in": row(*KL),
+    "algorithm.kl_coef": row("algorithm.kl_coef=0.9", given=KL),
+    "algorithm.kl_estimator": row("algorithm.kl_estimator=k1", given=KL),
+    "algorithm.entropy_coef": row("algorithm.entropy_coef=0.1"),
+    "algorithm.proximal": row("algorithm.proximal=recompute"),
+    "algorithm.tis_clip": row("algorithm.tis_clip=0.5", given=("algorithm.proximal=recompute",)),
+    "algorithm.dynamic_sampling": row(*EXACT, given=EXACT[:1]),
+    "algorithm.max_sampling_rounds": row("algorithm.max_sampling_rounds=1", given=EXACT),
+    "algorithm.overlong.buffer_length": row(*LONG),
+    "algorithm.overlong.penalty": row("algorithm.overlong.penalty=3", given=LONG),
+    "algorithm.overlong.mask_truncated": row("algorithm.overlong.mask_truncated=true"),
+    "reward.functions": row("reward.functions=[{name: length, kwargs: {target: 2, limit: 8}}]"),
+    "reward.functions[].name": row("reward.functions[0].name=math"),
+    "reward.functions[].weight": row("reward.functions[1].weight=0.2"),
+    "reward.functions[].kwargs": row("reward.functions[1].kwargs.target=4"),
+    "data.task": row("data.task=subtraction", by=read, refused="there is no 'subtraction'"),
+    "data.task_kwargs": row("data.task_kwargs.max_value=3", by=read),
+    "data.train_files": row("data.train_files=[{folder}/more.jsonl]", given=FILES, by=read),
+    "data.val_files": row("data.val_files=[{folder}/more.jsonl]", given=FILES, by=read),
+    "data.prompt_key": row("data.prompt_key=question", given=FILES, by=read),
+    "data.answer_key": row("data.answer_key=other", given=FILES, by=read),
+    "data.response_key": row("data.response_key=other", given=FILES, by=read),
+    "data.source_key": row("data.source_key=other", given=FILES, by=read),
+    "data.system_prompt": row("data.system_prompt=Sum up.", given=CHAT, by=read),
+    "data.chat_template": row("data.chat_template={folder}/other.jinja", given=CHAT, by=read),
+    "data.apply_chat_template": row(
+        "data.apply_chat_template=always", given=(*CHAT, "data.prompt_key=prompt"), by=read
+    ),
+    "data.shuffle": row("data.shuffle=false", by=read),
+    "data.overlong_prompts": row(
+        "data.overlong_prompts=drop", given=("rollout.prompt_length=6", "data.overlong_prompts=truncate_left"), by=read
+    ),
+    "checkpoint.interval": row("checkpoint.interval=0", given=RUN, by=files),
+    "checkpoint.keep_last": row("checkpoint.keep_last=1", given=RUN, by=files),
+    "checkpoint.keep_best": row("checkpoint.keep_best=4", given=RUN, by=files),
+    "checkpoint.best_metric": row("checkpoint.best_metric=val/response_length/mean", given=RUN, by=files),
+    "checkpoint.export_hf": row("checkpoint.export_hf=true", given=RUN, by=files),
+    "observe.console": row("observe.console=plain", given=RUN, by=files),
+    "observe.num_samples": row("observe.num_samples=0", given=RUN, by=files),
+    "observe.tensorboard": row("observe.tensorboard=true", given=RUN, by=files),
+    "observe.report": row("observe.report=true", given=RUN, by=files),
+}  # fmt: skip
+
+ELSEWHERE = {
+    # where it is observed, and why not by a short run in this process
+    "run.output_dir": ("observe/test_run_dir.py", "every run of this test has a folder of its own"),
+    "run.device": ("test_bad_input.py", "what there is besides a CPU depends on the machine"),
+    "run.collective_timeout_s": ("launch/test_survival.py", "needs ranks that wait for one that hangs"),
+    "run.heartbeat_timeout_s": ("launch/test_survival.py", "needs a rank that stands still"),
+    "reference.path": ("e2e/test_resume.py", "needs a second model"),
+    "rollout.enforce_eager": ("trtllm/test_fields.py", "CUDA graphs are on a GPU only: gpu/ when one is lent"),
+    "rollout.checkpoint_engine.update_weights_bucket_megabytes": ("test_refit.py", "a small model fits one bucket"),
+    "reward.time_limit_s": ("rewards/test_scorer.py", "needs a function that hangs, in a process of its own"),
+    "reward.num_workers": ("rewards/test_scorer.py", "needs functions in processes of their own"),
+    "reward.error_value": ("rewards/test_scorer.py", "needs a function that fails"),
+    "reward.max_failed_frac": ("rewards/test_scorer.py", "needs a function that fails"),
+    "reward.memory_limit_mb": ("rewards/test_scorer.py", "needs a function that takes too much"),
+    "observe.wandb_project": ("observe/loggers/test_wandb.py", "needs the extra package"),
+}
+
+KEYS = [*dotted_keys(Config), *(f"reward.functions[].{key}" for key in dotted_keys(RewardFunctionConfig))]
+
+
+def test_every_field_is_observed_here_or_says_where():
+    assert sorted([*ROWS, *ELSEWHERE]) == sorted(KEYS)
+
+
+@pytest.mark.parametrize("key", ELSEWHERE)
+def test_what_is_observed_elsewhere_is_there(key):
+    file, _ = ELSEWHERE[key]
+    assert key.rpartition(".")[2] in (ROOT / "tests" / file).read_text()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Rows, a tokenizer and a template that overrides name as {folder}."""
+    made = tmp_path_factory.mktemp("files")
+    for name, first in (("rows", 1), ("more", 5)):
+        rows = [
+            {
+                "prompt": f"<{i}+1>", "question": f"<1+{i}>", "chat": [{"role": "user", "content": f"{i}+1"}],
+                "answer": str(i + 1), "other": str(i),
+            }
+            for i in range(first, first + 4)
+        ]  # fmt: skip
+        (made / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in rows))
+    byte_bpe_folder(made / "tokenizer")
+    (made / "other.jinja").write_text(CHATML.replace("<|im_end|>", ""))
+    return made
+
+
+@pytest.mark.parametrize("key", ROWS)
+def test_a_field_changes_something(key, folder):
+    one = ROWS[key]
+    given, changed = (
+        tuple(item.replace("{folder}", str(folder)) for item in items) for items in (one.given, one.changed)
+    )
+    before, after = one.by(*given), one.by(*given, *changed)
+    assert "refused" not in before, before
+    assert one.refused in after.get("refused", "")
+    assert bool(one.refused) == ("refused" in after), after
+    assert after != before
+
+
+def test_a_course_depends_on_its_config_alone():
+    """Otherwise the fields would pass by chance."""
+    again = course.__wrapped__  # not from the cache
+    assert again() == course()

@@ -19,6 +19,9 @@ from mrl.functional.kl import kl_penalty
 from mrl.functional.losses import clipped_surrogate
 from mrl.types import RolloutBatch
 
+ROUNDING = 1e-5
+"""Nats by which the engine and the actor differ in fp32 on the same weights, at most: sums in another order."""
+
 
 class PolicyGradient(Algorithm):
     """Advantage of the outcome, clipped surrogate, KL, entropy bonus and importance weight."""
@@ -133,10 +136,14 @@ class PolicyGradient(Algorithm):
         return loss, metrics
 
     def _reward_kl_R(self, batch: RolloutBatch) -> Tensor:
-        """KL of the policy that sampled to the reference, at each token; 0 where not trained."""
-        mask_R = batch.response_mask_R
-        rollout_R = torch.where(mask_R, batch.rollout_logprobs_R, 0.0)
-        ref_R = torch.where(mask_R, required(batch.ref_logprobs_R, "ref_logprobs_R"), 0.0)
+        """KL of the policy that sampled to the reference, at each token; 0 where not trained.
+
+        Exactly 0 too where both are the same but for rounding: where all rewards are equal, whitening would make
+        advantages of that.
+        """
+        rollout_R, ref_R = batch.rollout_logprobs_R, required(batch.ref_logprobs_R, "ref_logprobs_R")
+        differs_R = batch.response_mask_R & ~((rollout_R - ref_R).abs() <= ROUNDING)
+        rollout_R, ref_R = (torch.where(differs_R, logprobs_R, 0.0) for logprobs_R in (rollout_R, ref_R))
         return kl_penalty(rollout_R, ref_R, self.config.kl_estimator)
 
 

@@ -11,6 +11,7 @@ from mrl.config import AlgorithmConfig, OverlongConfig, RolloutConfig
 from mrl.types import RolloutBatch
 from tests.algorithms.ragged import advantages_of, alone, make_batch, on_ranks
 
+ROUNDING = 1e-6  # nats, of fp32 log-probabilities of a few nats
 SUM_ORDER = 1e-6  # fp32 losses of about 60 tokens, added in another order
 
 CONFIGS = [
@@ -133,3 +134,17 @@ def test_a_batch_without_any_trained_token_gives_zero_and_no_nan(config: Algorit
     assert loss.item() == 0
     assert (grad_R == 0).all()
     assert all(torch.isfinite(value) for value in metrics.values())
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("reward", [0.0, -0.1])
+def test_rounding_between_engine_and_reference_is_no_advantage(name: str, estimator: str, reward: float) -> None:
+    """Equal rewards teach nothing, also while the reference still is the policy that sampled."""
+    batch = make_batch(seed=3)
+    batch.rewards_B[:] = reward
+    noise_R = torch.randn(batch.rollout_logprobs_R.shape, generator=torch.Generator().manual_seed(0)).clamp(-3, 3)
+    batch.ref_logprobs_R = batch.rollout_logprobs_R + ROUNDING * noise_R
+    algorithm = build(AlgorithmConfig(name=name, kl_in="reward", kl_estimator=estimator, kl_coef=0.2), ROLLOUT)
+    algorithm.advantages(batch, advantages_of(algorithm, batch), alone)
+    assert batch.advantages_R.abs().max() == 0

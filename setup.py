@@ -61,5 +61,5 @@ setup(
         ],
         "bench": ["trl>=1.16,<2", "mbridge>=0.15,<0.16"],
     },
-    entry_points={"console_scripts": ["mrl=mrl.cli:main"]},
+    entry_points={"console_scripts": ["mrl=mrl.__main__:main"]},
 )

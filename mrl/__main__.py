@@ -1,7 +1,17 @@
-"""`python -m mrl ...` is the console script `mrl`."""
+"""`python -m mrl ...`, and the console script `mrl`: signals first, everything else after them."""
 
 import sys
 
-from mrl.cli import main
+from mrl import ending
 
-sys.exit(main())
+
+def main() -> int:
+    """Runs the command line and returns the exit status."""
+    ending.begin(is_training=sys.argv[1:2] == ["train"])
+    from mrl.cli import main as run
+
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,18 +15,17 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 
-from mrl import __version__
+from mrl import __version__, ending
 from mrl.config import Config, load
 from mrl.distributed.launch import become, environment, variables
 from mrl.distributed.scripts import SCRIPTS, Start, line
-from mrl.distributed.stop import END_TIME, REQUEUE, Stop, Terminated, limits
-from mrl.errors import UserError
+from mrl.distributed.stop import END_TIME, Stop, limits
+from mrl.ending import REQUEUE, Terminated
+from mrl.errors import ClusterError, UserError
 from mrl.observe.run_dir import RunDir
 
 RANKS = "ranks of the real run; default: NxG of the config's name, else the fewest of its layout"
@@ -39,13 +38,28 @@ SILENT_RANK_WAIT_S = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns the exit status; `argv` is without the program's name."""
-    arguments = _parse(argv)
-    arguments.words = list(sys.argv[1:] if argv is None else argv)
+    """Runs a command and returns the exit status; `argv` is without the program's name.
+
+    Without `argv` the process ends with this: no signal changes anything after it. With it the signals' handlers are
+    those of before.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    before = ending.begin(is_training=words[:1] == ["train"])
+    try:
+        return _run(words)
+    finally:
+        if argv is not None:
+            ending.give_back(before)
+
+
+def _run(words: Sequence[str]) -> int:
+    arguments = _parse(words)
+    arguments.words = words
     arguments.to_go_on = ""
+    arguments.if_ended = str
     _quieten()
     try:
-        with _terminable(unblock=arguments.command is not _train):
+        with ending.raising(_is_first, lambda: str(arguments.if_ended())):
             status: int | None = arguments.command(arguments)
     except UserError as error:
         if _speaks(error):
@@ -53,11 +67,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             time.sleep(SILENT_RANK_WAIT_S)
         return 2
-    except (KeyboardInterrupt, Terminated) as stop:
-        word, status = ("ended by SIGTERM", stop.status) if isinstance(stop, Terminated) else ("interrupted", 130)
-        if environment().rank == 0:
-            print(f"mrl: {word}.{arguments.to_go_on}", file=sys.stderr, flush=True)
-        return status
+    except ClusterError as error:
+        print(f"mrl: error: {error}", file=sys.stderr, flush=True)
+        return ending.FAILED
+    except KeyboardInterrupt:
+        ending.say(signal.SIGINT)
+        return ending.INTERRUPTED
+    except Terminated as stop:
+        ending.say(stop.number)
+        return stop.status
     return status or 0
 
 
@@ -66,24 +84,12 @@ def _short(text: str) -> str:
     return text if len(text) <= MAX_TOLD else f"{text[: MAX_TOLD // 2]} [...] {text[-MAX_TOLD // 4 :]}"
 
 
-@contextmanager
-def _terminable(*, unblock: bool) -> Iterator[None]:
-    """Inside, SIGTERM raises Terminated, so that the job ends in order; a second one changes nothing.
-
-    mrl.distributed.torchrun starts its ranks with SIGTERM blocked: until a handler is there it waits.
-    """
-
-    def end(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, end)
+def _is_first() -> bool:
+    """Whether this process speaks for its job; read in a signal's handler, where nothing may raise."""
     try:
-        if unblock:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        return environment().rank == 0
+    except UserError:
+        return True
 
 
 def _speaks(error: UserError) -> bool:
@@ -140,18 +146,16 @@ def _train(arguments: argparse.Namespace) -> int:
         if environment().rank == 0:
             print(f"mrl: {what}.{_to_go_on(config, arguments.words, '')}", file=sys.stderr, flush=True)
 
+    arguments.if_ended = lambda: _to_go_on(config, arguments.words, "")
+    from mrl.train import train  # before SIGTERM is a request: imports lose exceptions
+
     stop = Stop(config.run, ends=limits(config.run, variables(END_TIME)), keeps_time=environment().rank == 0, say=say)
     try:
         with stop.listening():
-            from mrl.train import train
-
             train(config, stop)
     except UserError as error:
         if error.at:
             arguments.to_go_on = _to_go_on(config, arguments.words, error.at)
-        raise
-    except (KeyboardInterrupt, Terminated):
-        arguments.to_go_on = _to_go_on(config, arguments.words, "")
         raise
     return REQUEUE if stop.why else 0
 

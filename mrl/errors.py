@@ -27,6 +27,10 @@ class UserError(ValueError):
         super().__init__(printable(message))
 
 
+class ClusterError(RuntimeError):
+    """Trouble between hosts that no change of the config mends: one message, without a traceback, and status 70."""
+
+
 def printable(text: str) -> str:
     r"""The text with control characters, and half surrogate pairs, as escapes: ESC becomes \x1b. Line ends stay."""
     return text if text.isprintable() else "".join(c if c in KEPT else escaped(c) for c in text)

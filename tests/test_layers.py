@@ -32,7 +32,7 @@ LAYERS = (
     ("values", "commit"),
     ("types", "registry", "grid", "keys", "paths", "hardware", "durable", "benchmark"),
     ("own_code", "yaml_file"),
-    ("errors",),
+    ("errors", "ending"),
 )
 """Top to bottom. A part may import itself and what stands in a lower row."""
 

@@ -26,11 +26,10 @@ from types import FrameType
 
 import psutil
 
+from mrl import ending
 from mrl.config import RunConfig
+from mrl.ending import REQUEUE
 from mrl.errors import UserError, first_line
-
-REQUEUE = 75
-"""Exit status of a run that stopped before its end and goes on when it is started again (sysexits.h: EX_TEMPFAIL)."""
 
 REPEAT_S = 2.0
 """One SIGTERM reaches a rank by several ways (its launcher, its scheduler) at about the same time: it counts once."""
@@ -47,14 +46,6 @@ AGREED = 0x80
 """Marks a signal that another rank got."""
 
 SIGNALS = {signal.SIGUSR1: REASONS.index("SIGUSR1"), signal.SIGTERM: REASONS.index("SIGTERM")}
-
-
-class Terminated(BaseException):
-    """SIGTERM came where nothing has to be kept: the process ends at once, with `status`."""
-
-    def __init__(self, status: int = 128 + signal.SIGTERM) -> None:
-        super().__init__()
-        self.status = status
 
 
 class Stopped(Exception):  # noqa: N818 -- no error
@@ -113,7 +104,7 @@ class Stop:
         self._heard = 0
         self._first_term: float | None = None
         self._deadline: float | None = None
-        self._has_begun = False
+        self._has_begun = self._has_said = False
         self._is_ending = False
         self._writer: int | None = None
 
@@ -150,7 +141,8 @@ class Stop:
             raise
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, ending.after(handler))
+            ending.found()
             signal.set_wakeup_fd(wakeup)
             os.close(self._writer)
             listener.join()
@@ -159,9 +151,13 @@ class Stop:
     def say(self, what: str) -> None:
         """Rank 0 prints the last message: why the run stopped, `what` was kept, and how to go on."""
         self._say(f"stopped by {self.why}{what}")
+        self._has_said = True
+        ending.ignore_interrupts()
 
     def give_up(self, what: str) -> None:
         """Ends this process now; the last commit stands."""
+        if self._has_said:
+            os._exit(REQUEUE)
         name = REASONS[self._heard] or self.why
         last = threading.Thread(
             target=self._say, args=(f"told to stop by {name}, {what}; ended without a new checkpoint",), daemon=True
@@ -208,7 +204,7 @@ class Stop:
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGTERM and not self._has_begun and not self._is_ending:
             self._is_ending = True
-            raise Terminated(REQUEUE)
+            ending.end(number, frame, REQUEUE)
 
     def _listen(self, reader: int) -> None:
         while True:

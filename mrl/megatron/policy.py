@@ -19,6 +19,7 @@ from torch import Tensor
 from mrl.algorithms.base import Algorithm, required
 from mrl.config import Config
 from mrl.distributed.groups import ProcessGroups
+from mrl.errors import UserError
 from mrl.functional.logprobs import Distribution
 from mrl.functional.mismatch import mismatch_metrics, mismatch_sums
 from mrl.functional.sampling import keep_threshold
@@ -226,7 +227,7 @@ class Policy:
             mixture of experts `LoadBalance.metrics`, the same on all ranks.
 
         Raises:
-            RuntimeError: The gradient is not finite.
+            UserError: The gradient is not finite.
         """
         if self.optimizer is None or self._learning_rate is None:
             raise RuntimeError("start_optimizer comes before update")
@@ -251,11 +252,13 @@ class Policy:
         _, grad_norm, _ = self.optimizer.step()
         self.num_updates += 1
         if not torch.isfinite(torch.tensor(float(grad_norm))):
-            raise RuntimeError(
+            error = UserError(
                 f"the gradient norm is {grad_norm} at optimizer step {self.num_updates}, with loss "
                 f"{metrics.get('actor/loss')}. The last checkpoint is not affected; lower actor.lr or look at the "
                 "rewards."
             )
+            error.everywhere = True
+            raise error
         return metrics | {"actor/grad_norm": float(grad_norm), "actor/lr": rate}
 
     def _reduced(

@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from mrl.config import RunConfig
-from mrl.distributed.stop import END_TIME, LIMITS, REQUEUE, Stop, Terminated, limits
+from mrl.distributed.stop import END_TIME, LIMITS, Stop, limits
+from mrl.ending import REQUEUE, Terminated
 from mrl.errors import UserError
 
 CLOCKS_APART_S = 1.0  # two clocks are read one after the other, on a busy machine

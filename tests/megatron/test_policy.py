@@ -8,6 +8,7 @@ import torch
 
 from mrl.algorithms.base import build
 from mrl.config import AlgorithmConfig, RolloutConfig
+from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.megatron.optimizer import LearningRate
 from tests.megatron.actors import (
@@ -232,7 +233,7 @@ def exploding(grid):
     policy.start_optimizer(CONSTANT)
     batch = own_part(make_batch(), policy)
     batch.weights_R[:] = torch.inf
-    with pytest.raises(RuntimeError, match="gradient norm is"):
+    with pytest.raises(UserError, match="gradient norm is"):
         policy.update(batch, algorithm())
 
 

@@ -24,6 +24,7 @@ from mrl.engines.native.rows import Rows
 from mrl.engines.native.sampler import Sampler
 from mrl.engines.native.scheduler import Group, Move, Sample, Scheduler, prefill_chunks
 from mrl.engines.native.stopping import Stopping
+from mrl.errors import UserError
 from mrl.functional.sampling import stream_key
 from mrl.types import Rollout
 
@@ -167,10 +168,11 @@ class Generation:
     def _refuse(self, rows: Sequence[int]) -> None:
         sample = self._scheduler.running[rows[0]]
         prompt = sample.group.prompt
-        raise RuntimeError(
+        raise UserError(
             f"the logits are not finite for prompt {prompt.source or prompt.uid}, sample {sample.sample_index}, "
             f"response token {int(self._rows.counts_S[rows[0]]) - 1} ({len(rows)} of the running sequences); "
-            "the weights are broken"
+            "the weights are broken. Look at actor/grad_norm in metrics.jsonl: lower actor.lr, or go on from an "
+            "earlier checkpoint; without a step, look at the files of model.path."
         )
 
     def _retire(self, ended: Iterable[int], policy_version: int) -> list[int]:

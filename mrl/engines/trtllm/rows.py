@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from mrl.engines.base import SamplingConfig
 from mrl.engines.trtllm.runner import NO_TOKEN
 from mrl.engines.trtllm.strings import shortest_with
+from mrl.errors import UserError
 from mrl.types import FinishReason, Prompt, Rollout
 
 End = tuple[int, FinishReason]
@@ -71,12 +72,15 @@ def to_rollouts(
     """The rows' rollouts.
 
     Raises:
-        RuntimeError: A token's log-probability is not finite; the prompt is named.
+        UserError: A token's log-probability is not finite; the prompt is named.
     """
     rollouts = []
     for sample, tokens, scores, (end, reason) in zip(samples, rows, logprobs, ends, strict=True):
         if not all(map(math.isfinite, scores[:end])):
-            raise RuntimeError(f"log-probabilities of {sample.where} are not finite; the weights are broken")
+            raise UserError(
+                f"log-probabilities of {sample.where} are not finite; the weights are broken. Look at "
+                "actor/grad_norm in metrics.jsonl: lower actor.lr, or go on from an earlier checkpoint."
+            )
         rollouts.append(
             Rollout(
                 prompt=sample.prompt,

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # One node:       NPROC_PER_NODE=8 launch/torchrun.sh train CONFIG [key=value ...]
-# Several nodes:  the same line on each of them, with NNODES, NODE_RANK and MASTER_ADDR set.
+# Several nodes:  the same line on each of them, with NNODES, NODE_RANK and MASTER_ADDR set, and one secret text in
+#                 MRL_JOB_TOKEN (`openssl rand -hex 16`): by it the job's processes know each other.
 # First on a new cluster: `doctor [CONFIG]` in the place of `train CONFIG`; it says what is wrong between the ranks.
 # MAX_RESTARTS=3: after a failure all ranks start again, at most so often, and resume from the last checkpoint. The host of
 # MASTER_ADDR has to stay; any other one may be lost, if the same line is started on it again.
@@ -18,6 +19,9 @@ set -euo pipefail
 run() { printf '%q ' "$@" && echo; }
 if [ "${1:-}" = --dry-run ]; then shift; else run() { (printf '+ ' && printf '%q ' "$@" && echo) >&2; exec "$@"; }; fi
 
+if [ "$NNODES" != 1 ] && [ "$NODE_RANK" = 0 ] && [ -z "${MRL_JOB_TOKEN:-}" ]; then
+  echo "torchrun.sh: warning: several hosts without MRL_JOB_TOKEN: who reaches port $MASTER_PORT is believed" >&2
+fi
 place=(--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
 if [ "$MAX_RESTARTS" -gt 0 ]; then
   # Hosts that meet again need another rendezvous, and a store that is not that of the attempt before.

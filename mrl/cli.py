@@ -21,6 +21,7 @@ from pathlib import Path
 
 from mrl import __version__, ending
 from mrl.config import Config, load
+from mrl.distributed.last_words import is_mine_to_say
 from mrl.distributed.launch import become, environment, variables
 from mrl.distributed.scripts import SCRIPTS, Start, line
 from mrl.distributed.stop import END_TIME, Stop, limits
@@ -68,7 +69,8 @@ def _run(words: Sequence[str]) -> int:
             time.sleep(SILENT_RANK_WAIT_S)
         return 2
     except ClusterError as error:
-        print(f"mrl: error: {error}", file=sys.stderr, flush=True)
+        if is_mine_to_say(f"cluster {os.getppid()}"):  # a host's ranks find the same trouble
+            print(f"mrl: error: {error}", file=sys.stderr, flush=True)
         return ending.FAILED
     except KeyboardInterrupt:
         ending.say(signal.SIGINT)

@@ -226,7 +226,9 @@ class Doctor:
         return ranks.introduce(env, facts)
 
     def _join(self, device: str) -> None:
-        launch.start(device, timeout_s=self._timeout_s, store=PrefixStore("mrl-doctor-group", self._store))
+        launch.start(
+            device, timeout_s=self._timeout_s, store=PrefixStore("mrl-doctor-group", launch.private(self._store))
+        )
 
     def _device(self) -> str:
         return (self._config.run if self._config is not None else RunConfig()).device
@@ -407,4 +409,4 @@ class Doctor:
 
 
 def _own(store: Store) -> Store:
-    return PrefixStore("mrl-doctor", store)
+    return PrefixStore("mrl-doctor", launch.private(store))

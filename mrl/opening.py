@@ -15,8 +15,9 @@ import torch
 from mrl.checkpoint import Checkpoints, Found
 from mrl.distributed import last_words, launch
 from mrl.distributed.collectives import together
-from mrl.distributed.watchdog import ENDED, MARGIN_S, Watchdog
+from mrl.distributed.watchdog import MARGIN_S, Watchdog
 from mrl.durable import refusals
+from mrl.ending import FAILED
 from mrl.errors import UserError, first_line, out_of_memory
 from mrl.job import Job
 from mrl.megatron import parallel
@@ -41,9 +42,10 @@ def open_job(plan: Plan, *, log: bool = True) -> Iterator[Job]:
         heartbeat_timeout_s=run.heartbeat_timeout_s,
         on_gpu=launch.choose_device(run.device) == "cuda",
         advice=lambda: _kept(plan.run),
+        secret=launch.job_token,
     )
     with watchdog:
-        store = launch.meet(timeout_s) if plan.grid.world_size > 1 else None
+        store = launch.private(launch.meet(timeout_s)) if plan.grid.world_size > 1 else None
         if store is not None:
             watchdog.start(store)
         device = launch.start(run.device, num_threads=run.num_threads, timeout_s=timeout_s, store=store)
@@ -119,7 +121,7 @@ def _lose(why: str, watchdog: Watchdog, run: RunDir) -> NoReturn:
     """Ends the job wherever its main thread is: another one writes into its folder."""
     watchdog.tell(RuntimeError(why))
     last_words.say(why, lambda: _kept(run))
-    last_words.leave(ENDED)
+    last_words.leave(FAILED)
 
 
 def _kept(run: RunDir) -> str:

@@ -25,23 +25,33 @@ import time
 from collections.abc import Mapping, Sequence
 
 import psutil
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
 from torch.distributed.run import main as torchrun
 
-from mrl.distributed.rendezvous import own_address
-from mrl.distributed.stop import REPEAT_S, REQUEUE, SIGNALS
-from mrl.distributed.watchdog import ENDED
-from mrl.errors import UserError
+from mrl.distributed import elastic, launch
+from mrl.distributed.rendezvous import LOOPBACK, own_address
+from mrl.distributed.stop import REPEAT_S, SIGNALS
+from mrl.ending import FAILED, REQUEUE
+from mrl.errors import UserError, first_line
 
 FINAL = (2, REQUEUE, 130, 143)
 """Statuses of `mrl` after which a restart makes no sense, see `mrl/cli.py`."""
 
-TOLD = (*FINAL, ENDED)
+TOLD = (*FINAL, FAILED)
 """Statuses of `mrl` that come with a message."""
+
+
+_had_ranks = threading.Event()
+"""This launcher has started ranks."""
+
+_over = threading.Event()
+"""The last ranks of this launcher have ended."""
 
 
 class Agent(LocalElasticAgent):
@@ -51,7 +61,16 @@ class Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED and told_status(result.failures) in FINAL:
             self._remaining_restarts = 0
+        if result.state == WorkerState.SUCCEEDED or (
+            result.state == WorkerState.FAILED and not self._remaining_restarts
+        ):
+            _over.set()
         return result
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
+        started: dict[int, object] = super()._start_workers(worker_group)
+        _had_ranks.set()
+        return started
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         sys.stderr.write("mrl: the ranks start again.\n")
@@ -65,8 +84,8 @@ def told_status(failures: Mapping[int, ProcessFailure]) -> int | None:
     Args:
         failures: By rank: that of the first one to fail, and of those that ended because of it.
     """
-    if any(failure.exitcode == ENDED for failure in failures.values()):
-        return ENDED  # the watchdog has told of the others, too
+    if any(failure.exitcode == FAILED for failure in failures.values()):
+        return FAILED  # the watchdog has told of the others, too
     first = min(failures.values(), key=lambda failure: failure.timestamp)
     return first.exitcode if first.exitcode in TOLD else None
 
@@ -83,9 +102,31 @@ def with_local_addr(words: Sequence[str]) -> list[str]:
     if "--rdzv-endpoint" not in words or "--local-addr" in words:
         return list(words)
     host = words[words.index("--rdzv-endpoint") + 1].rpartition(":")[0]
-    address = host if host in ("localhost", "127.0.0.1") else own_address(host)
+    address = LOOPBACK if is_on_one_host(words) or host in ("localhost", LOOPBACK) else own_address(host)
     return ["--local-addr", address, *words]
 
+
+def is_on_one_host(words: Sequence[str]) -> bool:
+    """Whether these arguments of torchrun start a job that has no other host."""
+    given = [words[at + 1] for at, word in enumerate(words[:-1]) if word in ("--nnodes", "-nnodes")]
+    given += [word.partition("=")[2] for word in words if word.startswith("--nnodes=")]
+    return given[-1:] in ([], ["1"], ["1:1"])
+
+
+def without_log_dir(words: Sequence[str]) -> list[str]:
+    """The arguments of torchrun with no folder for the ranks' output, unless they ask for its files.
+
+    torchrun makes one in TMPDIR for every job, and never deletes it.
+    """
+    mine = words[: words.index("-m")] if "-m" in words else words
+    asked = ("--log-dir", "--log_dir", "-r", "--redirects", "-t", "--tee")
+    if any(word.partition("=")[0] in asked for word in mine):
+        return list(words)
+    return ["--log-dir", os.devnull, *words]
+
+
+OVER_S = 2.0
+"""Ranks that are gone are missed by torchrun within this time."""
 
 LAST_S = 5.0
 """Ranks that live so long after a second SIGTERM are killed."""
@@ -104,8 +145,10 @@ def run(words: Sequence[str]) -> int:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the store has two connections of each rank
     vars(api)["LocalElasticAgent"] = Agent
+    elastic.install(launch.job_token(make=is_on_one_host(words)))
+    launch.share_no_store()
     try:
-        torchrun(with_local_addr(words))
+        torchrun(without_log_dir(with_local_addr(words)))
     except UserError as error:
         sys.stderr.write(f"mrl: error: {error}\n")
         return 2
@@ -114,6 +157,11 @@ def run(words: Sequence[str]) -> int:
         if status is None:
             raise
         return status
+    except (RendezvousError, DistError) as error:
+        had_ranks = "" if _had_ranks.is_set() else "error: "  # ranks that lost another host have told it
+        sys.stderr.write(f"mrl: {had_ranks}this host's launcher has lost the others, or did not find them: ")
+        sys.stderr.write(f"{first_line(error)}\n")
+        return FAILED
     except SignalException as stop:  # the ranks were sent the same signal, and have ended
         return 128 + int(stop.sigval)
     return 0
@@ -125,6 +173,8 @@ def _hand_on() -> None:
         number = signal.sigwait(SIGNALS)
         ranks = psutil.Process().children()
         while not ranks:
+            if _over.wait(OVER_S if _had_ranks.is_set() else 0.0):
+                return  # the status is known: that of the ranks
             if signal.SIGTERM in (number, *signal.sigpending()):
                 sys.stderr.write("mrl: ended by SIGTERM before there were ranks.\n")
                 sys.stderr.flush()

@@ -8,13 +8,16 @@ Owns the device of the rank, its threads and the default process group. What the
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, NoReturn
 
+from mrl.distributed import token
 from mrl.distributed.environment import TORCHRUN, Environment, device_index, read
+from mrl.distributed.token import TOKEN
 from mrl.errors import UserError
 
 OWN_DEVICE = "MRL_OWN_DEVICE"
@@ -22,11 +25,14 @@ OWN_DEVICE = "MRL_OWN_DEVICE"
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import Store, TCPStore
+    from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """gloo reads it whenever it makes a group."""
+
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+"""By which NCCL's ranks find each other; left to NCCL where there are several hosts."""
 
 _set_by_start: list[str] = []
 """Variables that `stop` takes away: a job on other hosts that this process starts later must not find them."""
@@ -68,13 +74,41 @@ def meet(timeout_s: float) -> TCPStore:
         timeout_s: Wait for the store, s.
 
     Raises:
-        UserError: Rank 0 has no address that other hosts could reach, or MPI is not usable.
-        RuntimeError: The port is taken, or rank 0 cannot be reached.
+        UserError: Rank 0 has no address that other hosts could reach, its port is taken, or MPI is not usable.
+        ClusterError: Rank 0 cannot be reached.
     """
     from mrl.distributed import rendezvous
 
+    env = environment()
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own word to its ranks
-    return rendezvous.meet(environment(), timeout_s, served=served)
+    over_mpi = env.launcher in ("mpirun", "mpi")
+    store, secret = rendezvous.meet(env, timeout_s, served=served, token=job_token(make=over_mpi and env.rank == 0))
+    if over_mpi:
+        os.environ[TOKEN] = secret
+    return store
+
+
+def job_token(*, make: bool = False) -> str:
+    """The token of this process's job; "" where its launcher gave it none.
+
+    Args:
+        make: This process may choose one, where it has none: it is the first of the job.
+    """
+    if make and not os.environ.get(TOKEN):
+        os.environ[TOKEN] = secrets.token_hex()
+    return os.environ.get(TOKEN, "")
+
+
+def private(store: Store) -> PrefixStore:
+    """The part of a store in which only processes of this job know the names."""
+    from torch._C._distributed_c10d import PrefixStore
+
+    return PrefixStore(token.name(job_token(), "ranks"), store)
+
+
+def share_no_store() -> None:
+    """Ranks of torchrun serve a store of their own from here on, a new one after each restart."""
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
 
 def is_restart() -> bool:
@@ -139,7 +173,7 @@ def start(
         device: `run.device`.
         num_threads: CPU threads of this rank; 0: the host's cores divided by its ranks.
         timeout_s: A collective that waits longer fails, s.
-        store: From `meet`; None: met here.
+        store: A part of what `meet` gave; None: met here.
 
     Returns:
         The device of this rank.
@@ -149,7 +183,7 @@ def start(
     from torch._C._distributed_c10d import HashStore
 
     from mrl.distributed import device as device_module
-    from mrl.distributed import rendezvous
+    from mrl.distributed import objects, rendezvous
 
     env = environment()
     kind = choose_device(device)
@@ -162,19 +196,24 @@ def start(
         torch.cuda.set_device(own)
     chosen = os.environ.get(INTERFACE, "")
     if (name := rendezvous.choose_interface(env, chosen)) != chosen:
-        os.environ[INTERFACE] = name
-        _set_by_start.append(INTERFACE)
+        _set_until_stop(INTERFACE, name)
+    if kind == "cuda" and env.local_world_size == env.world_size and NCCL_INTERFACE not in os.environ:
+        _set_until_stop(NCCL_INTERFACE, name)
     device_module.prepare(kind)
+    objects.install()
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if env.world_size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    elif env.launcher == "torchrun" and store is None:
-        dist.init_process_group(backend, timeout=timeout)
     else:
-        store = store or rendezvous.meet(env, timeout_s)
+        store = store or private(meet(timeout_s))
         dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     return own
+
+
+def _set_until_stop(name: str, value: str) -> None:
+    os.environ[name] = value
+    _set_by_start.append(name)
 
 
 def stop(*, in_order: bool = True) -> None:
@@ -210,18 +249,19 @@ def become(variables: Mapping[str, str], words: Sequence[str]) -> NoReturn:
         raise UserError(f"cannot run {words[0]}: {error.strerror}. Is it installed, and on the PATH?") from error
 
 
-def become_rank(rank: int, size: int, port: int) -> None:
+def become_rank(rank: int, size: int, port: int, secret: str) -> None:
     """This process is a rank on this host's CPUs from here on, as torchrun would have started it.
 
     Args:
         rank: 0 .. size-1.
         size: Ranks of the job, all on this host.
         port: Where they meet.
+        secret: The job's token.
     """
     for name in [name for name in os.environ if name.startswith(("SLURM_STEP_", "GROUP_", "TORCHELASTIC_"))]:
         del os.environ[name]  # of the job that this one runs inside of
     place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    os.environ.update({name: str(number) for name, number in place.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ.update({name: str(number) for name, number in place.items()}, MASTER_ADDR="127.0.0.1", **{TOKEN: secret})
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import random
 import re
+import secrets
 import signal
 import socket
 import sys
@@ -109,13 +110,14 @@ def run_ranks(
     ):
         forkserver.ensure_running()
     port = free_port()
+    secret = secrets.token_hex()
     ranks: list[ForkServerProcess] = []
     pipes: dict[Connection, int] = {}
     with _Memory() as memory:
         try:
             for rank in range(size):
                 mine, theirs = context.Pipe(duplex=False)
-                place = (rank, size, port)
+                place = (rank, size, port, secret)
                 process = context.Process(
                     target=_rank, args=(function, tuple(arguments), place, logs / f"rank{rank}.log", theirs)
                 )
@@ -234,17 +236,21 @@ def _held(parent: psutil.Process) -> Iterator[int]:
 
 
 def _rank(
-    function: Callable[..., Any], arguments: tuple[Any, ...], place: tuple[int, int, int], log: Path, pipe: Connection
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    place: tuple[int, int, int, str],
+    log: Path,
+    pipe: Connection,
 ) -> None:
     """A rank's whole life."""
-    rank, size, port = place
+    rank = place[0]
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     faulthandler.enable()
     faulthandler.register(_STACK_SIGNAL, all_threads=False)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    launch.become_rank(rank, size, port)
+    launch.become_rank(*place)
     try:
         function(*arguments)
         answer: Any = sum(os.times()[:4])

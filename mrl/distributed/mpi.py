@@ -6,12 +6,16 @@ job: it is ended in `end` and not at the exit of the process, where a rank that 
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from mrl.distributed.environment import Environment
 from mrl.errors import UserError, first_line
+
+SIZE_BYTES = 8
+"""Of the number that says how long a word is."""
 
 
 def complete(environment: Environment) -> Environment:
@@ -36,12 +40,18 @@ def complete(environment: Environment) -> Environment:
 
 
 def tell(value: Any, environment: Environment) -> Any:
-    """Collective over the job: the value of rank 0, on every rank.
+    """Collective over the job: the value of rank 0, which JSON holds, on every rank.
 
     Raises:
         UserError: There is no mpi4py, or its MPI library is not that of the launcher.
     """
-    return _whole_world(environment).bcast(value, root=0)
+    world = _whole_world(environment)
+    words = bytearray(json.dumps(value).encode() if environment.rank == 0 else b"")
+    size = bytearray(len(words).to_bytes(SIZE_BYTES, "big"))
+    world.Bcast(size, root=0)  # its small brother, `bcast`, unpickles what it receives
+    words.extend(bytes(int.from_bytes(size, "big") - len(words)))
+    world.Bcast(words, root=0)
+    return json.loads(words)
 
 
 def split(color: int, key: int, environment: Environment) -> Any:

@@ -10,6 +10,8 @@ import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from mrl.distributed.token import StrangerError
+
 SHOWN = 4
 """Ranks whose stacks are printed; of thousands the first ones tell enough."""
 
@@ -63,8 +65,15 @@ class RankState:
 
 
 def decode(data: bytes) -> RankState:
-    """From the store."""
-    return RankState(**json.loads(data))
+    """From the store.
+
+    Raises:
+        StrangerError: No rank wrote this.
+    """
+    try:
+        return RankState(**json.loads(data))
+    except (ValueError, TypeError) as error:
+        raise StrangerError("no rank of this job wrote what is there as a rank's state") from error
 
 
 def judge(states: Mapping[int, RankState], gone: Mapping[int, str], size: int) -> str:

@@ -28,22 +28,20 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from mrl.distributed import last_words, verdict
+from mrl.distributed import last_words, token, verdict
 from mrl.distributed.collectives import RankFailedError, when_alone
 from mrl.distributed.environment import Environment
 from mrl.distributed.stacks import MainThread, failed_in_collective, main_stack
 from mrl.distributed.verdict import RankState
+from mrl.ending import FAILED
 from mrl.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-ENDED = 70
-"""Exit status of every rank of a job that the watchdog ended (sysexits.h: EX_SOFTWARE)."""
 
 MARGIN_S = 30.0
 """By so much later than this one torch's own timeout of a collective comes: then the stacks are told already."""
@@ -56,6 +54,9 @@ GRACE_S = 2.0
 
 SPEAK_S = 5.0
 """Rank 0 has this long to print a message; then the one that wrote it does."""
+
+NOBODY = -1
+"""As the one who prints a message: it is printed already."""
 
 POLL_S = 0.1
 """Between two looks for what was asked for."""
@@ -76,6 +77,7 @@ class Watchdog:
         heartbeat_timeout_s: float,
         on_gpu: bool = False,
         advice: Callable[[], str] = str,
+        secret: Callable[[], str] = str,
     ) -> None:
         """Not on watch before `start`.
 
@@ -85,9 +87,10 @@ class Watchdog:
             heartbeat_timeout_s: A rank that gives no sign of life for so long is gone, s.
             on_gpu: See `MainThread`.
             advice: What to do after the message; read when it is printed, and left out where that takes too long.
+            secret: The job's token, known once the ranks have met: only who knows it can end the job.
         """
         self.where: Callable[[], str] = lambda: "the start"
-        self._environment, self._advice = environment, advice
+        self._environment, self._advice, self._secret = environment, advice, secret
         self._collective_s, self._heartbeat_s = collective_timeout_s, heartbeat_timeout_s
         few = max(1.0, environment.world_size / 1000)  # so that the store's load does not grow with the ranks
         self._interval = min(few, heartbeat_timeout_s / 4, collective_timeout_s / 4)
@@ -110,7 +113,8 @@ class Watchdog:
 
     def start(self, store: Store) -> None:
         """Goes on watch, over a connection of its own to the store of the ranks."""
-        self._address = f"{getattr(store, 'host', '')}:{getattr(store, 'port', '')}"
+        server = getattr(store, "underlying_store", store)
+        self._address = f"{getattr(server, 'host', '')}:{getattr(server, 'port', '')}"
         self._store = store.clone()  # type: ignore[attr-defined]
         self._beat()
         self._threads = [
@@ -172,7 +176,7 @@ class Watchdog:
             self._end(f"{self._state} failed at {self.where()}:\n{_traceback(error)}")
         except RuntimeError as lost:
             self._lose_store(first_line(lost))
-        last_words.leave(ENDED)
+        last_words.leave(FAILED)
 
     def _hand_over(self, error: UserError) -> None:
         """The others are told of a mistake that only this rank has seen.
@@ -182,7 +186,7 @@ class Watchdog:
         text = self._mistake(error)
         self.close(type(error).__name__)
         with contextlib.suppress(RuntimeError):  # the others learn it from the lost store
-            if self._post("end", json.dumps({"text": text, "status": 2, "speaker": 0})):
+            if self._post_end(text, status=2, speaker=0):
                 if self._environment.local_rank == 0:
                     self._post("speaker", "command line")
                     self._post("said", "1")
@@ -216,6 +220,8 @@ class Watchdog:
                     return
                 if reason := self._look():
                     self._alarm(reason)
+        except token.StrangerError as stranger:
+            self._leave_to_stranger(first_line(stranger))
         except RuntimeError as lost:  # torch's DistError
             self._lose_store(first_line(lost))
 
@@ -306,9 +312,9 @@ class Watchdog:
 
     # the end
 
-    def _end(self, text: str, *, speaker: int = 0, status: int = ENDED) -> None:
+    def _end(self, text: str, *, speaker: int = 0, status: int = FAILED) -> None:
         """Posts a message unless one is there, and ends this rank by what stands."""
-        self._post("end", json.dumps({"text": text, "status": status, "speaker": speaker}))
+        self._post_end(text, status=status, speaker=speaker)
         self._post("alarm", str(self._environment.rank))
         self._obey(mine=True)
 
@@ -323,9 +329,11 @@ class Watchdog:
                 states, gone = self._collect()
                 speaker = self._environment.rank if 0 in gone else 0
                 self._end(verdict.judge(states, gone, self._environment.world_size), speaker=speaker)
-        end = json.loads(self._connection.get("watchdog/end"))
-        if end["status"] != ENDED and self._closed.wait(GRACE_S):
+        end = self._read_end()
+        if end["status"] != FAILED and self._closed.wait(GRACE_S):
             return  # the main thread has seen the same mistake, and leaves in order
+        if end["speaker"] == NOBODY:
+            last_words.leave(end["status"])
         if self._environment.rank == end["speaker"]:
             self._speak(end["text"])
             time.sleep(GRACE_S)  # the store may be this process's: the others read on
@@ -358,7 +366,21 @@ class Watchdog:
             last_words.say(text, self._advice)
         else:
             time.sleep(GRACE_S)
-        last_words.leave(ENDED)
+        last_words.leave(FAILED)
+
+    def _leave_to_stranger(self, why: str) -> None:
+        """The store holds what no rank wrote: one rank of each host says so, the others follow it without a word."""
+        text = (
+            f"{why}. {self._state}, at {self.where()}, found it in the store of the job at {self._address}: a foreign "
+            "process reaches that port."
+        )
+        if last_words.is_mine_to_say(self._address):
+            last_words.say(text, self._advice)
+            with contextlib.suppress(RuntimeError):
+                self._connection.set("watchdog/end", self._sealed_end(text, status=FAILED, speaker=NOBODY))
+                self._connection.set("watchdog/alarm", str(self._environment.rank))
+        time.sleep(GRACE_S + 2 * self._interval)  # the store may be this process's: the others read on
+        last_words.leave(FAILED)
 
     # the thread that looks after the first one
 
@@ -385,6 +407,19 @@ class Watchdog:
         with self._lock:
             is_new = not self._connection.check([f"watchdog/{name}"])
             return is_new and self._connection.compare_set(f"watchdog/{name}", "", text).decode() == text
+
+    def _post_end(self, text: str, *, status: int, speaker: int) -> bool:
+        return self._post("end", self._sealed_end(text, status=status, speaker=speaker))
+
+    def _sealed_end(self, text: str, *, status: int, speaker: int) -> str:
+        data = json.dumps({"text": text, "status": status, "speaker": speaker}).encode()
+        return token.seal(self._secret(), "end", data).decode()
+
+    def _read_end(self) -> dict[str, Any]:
+        with self._lock:
+            sealed = self._connection.get("watchdog/end")
+        end: dict[str, Any] = json.loads(token.unseal(self._secret(), "end", sealed))
+        return end
 
     def _is_there(self, name: str) -> bool:
         with self._lock:

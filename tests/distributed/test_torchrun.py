@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,16 +20,20 @@ rollout: {prompt_length: 16, response_length: 8}
 TIMEOUT_S = 120
 
 
-def start(folder: Path, *overrides: str, task: str = "") -> subprocess.Popen[str]:
+def start(folder: Path, *overrides: str, task: str = "", port: int = 0) -> subprocess.Popen[str]:
     folder.joinpath("c.yaml").write_text(CONFIG)
     folder.joinpath("own_task.py").write_text(task)
     environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "1", "MASTER_PORT": str(free_port()),
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        **os.environ, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "1", "MASTER_PORT": str(port or free_port()),
+        "TMPDIR": str(folder), "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]),
     }  # fmt: skip
     command = [str(ROOT / "launch" / "torchrun.sh"), "train", "c.yaml", *overrides]
     return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def left_by_torchrun(folder: Path) -> list[Path]:
+    return list(folder.glob("torchelastic_*"))
 
 
 def test_a_mistake_is_one_message_and_status_2(tmp_path):
@@ -37,6 +42,7 @@ def test_a_mistake_is_one_message_and_status_2(tmp_path):
     assert process.returncode == 2
     assert told.count("mrl: error: config key 'train.num_step' is unknown") == 1
     assert "Traceback" not in told and "FAILED" not in told
+    assert left_by_torchrun(tmp_path) == []
 
 
 def test_a_defect_keeps_the_launchers_table(tmp_path):
@@ -44,6 +50,7 @@ def test_a_defect_keeps_the_launchers_table(tmp_path):
     _, told = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
     assert "ZeroDivisionError" in told and "Root Cause" in told
+    assert left_by_torchrun(tmp_path) == []
 
 
 def test_a_signal_to_the_launcher_reaches_the_rank_whose_status_it_takes(tmp_path):
@@ -56,3 +63,14 @@ def test_a_signal_to_the_launcher_reaches_the_rank_whose_status_it_takes(tmp_pat
     assert process.returncode == 75
     assert "mrl: ended by SIGTERM.\nThere is no checkpoint yet, in run. Start again with: mrl train c.yaml\n" in told
     assert "Traceback" not in told
+    assert left_by_torchrun(tmp_path) == []
+
+
+def test_a_port_in_use_is_told_with_status_2(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        process = start(tmp_path, port=port)
+        _, told = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 2
+    assert f"cannot serve port {port}, where the ranks are to meet: Address already in use." in told
+    assert told.count("mrl: error: ") == 1 and "Traceback" not in told

@@ -6,10 +6,14 @@ Owns `RankState`, what a rank tells the others, and the message that ends the jo
 from __future__ import annotations
 
 import json
+import os
+import socket
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
+from mrl.distributed import token
 from mrl.distributed.token import StrangerError
 
 SHOWN = 4
@@ -74,6 +78,38 @@ def decode(data: bytes) -> RankState:
         return RankState(**json.loads(data))
     except (ValueError, TypeError) as error:
         raise StrangerError("no rank of this job wrote what is there as a rank's state") from error
+
+
+def seal_end(secret: str, text: str, status: int, speaker: int) -> str:
+    """The message that ends the job, the exit status and the rank that prints it, for the store.
+
+    Args:
+        secret: The job's token.
+        text: The message.
+        status: Of every rank.
+        speaker: Which rank prints it.
+    """
+    data = json.dumps({"text": text, "status": status, "speaker": speaker}).encode()
+    return token.seal(secret, "end", data).decode()
+
+
+def open_end(secret: str, sealed: bytes) -> dict[str, Any]:
+    """From the store.
+
+    Raises:
+        StrangerError: No rank wrote this.
+    """
+    end: dict[str, Any] = json.loads(token.unseal(secret, "end", sealed))
+    return end
+
+
+def process_space() -> str:
+    """Of this process's id: the boot of the kernel, and the namespaces; a network of its own is a host of its own."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return f"{socket.gethostname()} {os.getpid()}"  # sees nobody but itself
 
 
 def judge(states: Mapping[int, RankState], gone: Mapping[int, str], size: int) -> str:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
 import signal
 import socket
@@ -95,7 +94,7 @@ class Watchdog:
         few = max(1.0, environment.world_size / 1000)  # so that the store's load does not grow with the ranks
         self._interval = min(few, heartbeat_timeout_s / 4, collective_timeout_s / 4)
         self._main = MainThread(on_gpu=on_gpu)
-        self._state = RankState(environment.rank, socket.gethostname(), os.getpid(), _space())
+        self._state = RankState(environment.rank, socket.gethostname(), os.getpid(), verdict.process_space())
         self._where_since = time.monotonic()
         self._next = (environment.rank + 1) % environment.world_size
         self._next_beat = -1, time.monotonic()
@@ -377,7 +376,7 @@ class Watchdog:
         if last_words.is_mine_to_say(self._address):
             last_words.say(text, self._advice)
             with contextlib.suppress(RuntimeError):
-                self._connection.set("watchdog/end", self._sealed_end(text, status=FAILED, speaker=NOBODY))
+                self._connection.set("watchdog/end", verdict.seal_end(self._secret(), text, FAILED, NOBODY))
                 self._connection.set("watchdog/alarm", str(self._environment.rank))
         time.sleep(GRACE_S + 2 * self._interval)  # the store may be this process's: the others read on
         last_words.leave(FAILED)
@@ -409,17 +408,11 @@ class Watchdog:
             return is_new and self._connection.compare_set(f"watchdog/{name}", "", text).decode() == text
 
     def _post_end(self, text: str, *, status: int, speaker: int) -> bool:
-        return self._post("end", self._sealed_end(text, status=status, speaker=speaker))
-
-    def _sealed_end(self, text: str, *, status: int, speaker: int) -> str:
-        data = json.dumps({"text": text, "status": status, "speaker": speaker}).encode()
-        return token.seal(self._secret(), "end", data).decode()
+        return self._post("end", verdict.seal_end(self._secret(), text, status, speaker))
 
     def _read_end(self) -> dict[str, Any]:
         with self._lock:
-            sealed = self._connection.get("watchdog/end")
-        end: dict[str, Any] = json.loads(token.unseal(self._secret(), "end", sealed))
-        return end
+            return verdict.open_end(self._secret(), self._connection.get("watchdog/end"))
 
     def _is_there(self, name: str) -> bool:
         with self._lock:
@@ -445,15 +438,6 @@ class Watchdog:
         with self._lock:
             found = [verdict.decode(data) for data in self._connection.multi_get(keys)]
         return {state.rank: state for state in found}
-
-
-def _space() -> str:
-    """Of this process's id: the boot of the kernel, and the namespaces; a network of its own is a host of its own."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')} {os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        return f"{socket.gethostname()} {os.getpid()}"  # sees nobody but itself
 
 
 def _traceback(error: BaseException) -> str:

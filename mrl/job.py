@@ -32,6 +32,7 @@ from mrl.formats.hf import load_from_hf
 from mrl.megatron import checkpoint as megatron_checkpoint
 from mrl.megatron.optimizer import LearningRate
 from mrl.megatron.policy import Policy
+from mrl.models.presets import initializer_range
 from mrl.observe import metrics as measure
 from mrl.observe.run_log import RunLog
 from mrl.observe.timers import Timers
@@ -215,7 +216,8 @@ class Job:
             if model.path is not None:
                 load_from_hf(model.path, self.arch, layout, tensors)
             else:
-                random_init(self.arch, layout, tensors, self.config.run.seed)
+                std = initializer_range(model.overrides)
+                random_init(self.arch, layout, tensors, self.config.run.seed, std)
         self.policy.weights_changed()
 
     def _load_reference(self, path: str) -> None:

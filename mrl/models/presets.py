@@ -1,12 +1,13 @@
 """Named structures for models with random weights: parts of a config.json, without a tokenizer or a checkpoint.
 
-Owns the table of presets and `arch_from_preset`. Tiny ones are for tests and the quickstart; the others have the shapes
-of public models, for rehearsals and benchmarks.
+Owns the table of presets, `arch_from_preset` and `initializer_range`. Tiny ones are for tests and the quickstart; the
+others have the shapes of public models, for rehearsals and benchmarks.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,9 @@ from mrl.errors import UserError
 from mrl.models._keys import DECODER_KEYS
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_config
+
+INITIALIZER_RANGE = 0.02
+"""Standard deviation of random matrices, transformers' default `initializer_range`."""
 
 _TINY: dict[str, Any] = {
     "vocab_size": 128,
@@ -193,6 +197,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+_INITIALIZER = "initializer_range"
+
+
 def arch_from_preset(name: str, overrides: Mapping[str, Any], vocab_size: int | None) -> ArchSpec:
     """The structure of a preset.
 
@@ -207,16 +214,25 @@ def arch_from_preset(name: str, overrides: Mapping[str, Any], vocab_size: int | 
     if name not in PRESETS:
         raise UserError(f"model.preset: there is no '{name}'.{_near(name, PRESETS)} Known: {', '.join(PRESETS)}.")
     config = dict(PRESETS[name])
-    known = (*DECODER_KEYS, *(key for key in config if key not in (*DECODER_KEYS, "model_type")))
+    known = (*DECODER_KEYS, *(key for key in config if key not in (*DECODER_KEYS, "model_type")), _INITIALIZER)
     for key in overrides:
         if key not in known:
             raise UserError(f"model.overrides: unknown key '{key}'.{_near(key, known)} Known: {', '.join(known)}.")
     if vocab_size is not None:
         config["vocab_size"] = vocab_size
     try:
-        return arch_from_config({**config, **overrides})
+        initializer_range(overrides)
+        return arch_from_config({**config, **{key: overrides[key] for key in overrides if key != _INITIALIZER}})
     except UserError as error:
         raise UserError(f"model.preset={name} with model.overrides={dict(overrides)}: {error}") from error
+
+
+def initializer_range(overrides: Mapping[str, Any]) -> float:
+    """Standard deviation of the random matrices of a preset with these overrides; UserError where it is none."""
+    value = overrides.get(_INITIALIZER, INITIALIZER_RANGE)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise UserError(f"{_INITIALIZER} is {value!r}, expected a number above 0.")
+    return float(value)
 
 
 def _near(name: str, known: Mapping[str, Any] | tuple[str, ...]) -> str:

@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from mrl.models.base import ArchSpec, Kind
+from mrl.models.presets import INITIALIZER_RANGE
 from mrl.weights.hf import hf_layout
 from mrl.weights.layout import Layout, Piece
 from mrl.weights.regions import intersect, slices, translate, whole
 from mrl.weights.shards import hf_tensors, table
 from mrl.weights.tensors import check_tensors
 
-INITIALIZER_RANGE = 0.02
-"""Standard deviation of matrices, transformers' default `initializer_range`."""
-
 _BLOCK_ELEMENTS = 1 << 18
 """About as many elements are made at a time; part of the definition of the values."""
 
 
-def random_init(arch: ArchSpec, layout: Layout, tensors: Mapping[str, Tensor], seed: int) -> None:
+def random_init(
+    arch: ArchSpec, layout: Layout, tensors: Mapping[str, Tensor], seed: int, std: float = INITIALIZER_RANGE
+) -> None:
     """Fills one rank's tensors with the model that belongs to `seed`; padding becomes zero.
 
     Args:
@@ -35,6 +35,7 @@ def random_init(arch: ArchSpec, layout: Layout, tensors: Mapping[str, Tensor], s
         layout: What this rank stores.
         tensors: Name -> tensor to fill in place; values are drawn in fp32 and cast.
         seed: The same seed gives the same model under every layout.
+        std: Standard deviation of the matrices.
     """
     check_tensors(layout, tensors, dtypes=False)
     constants = _constants(arch)
@@ -51,7 +52,7 @@ def random_init(arch: ArchSpec, layout: Layout, tensors: Mapping[str, Tensor], s
                 else:
                     matrices.setdefault(piece.hf_name, []).append((piece, target))
         for name, wanted in matrices.items():
-            _draw(name, shapes[name], wanted, seed)
+            _draw(name, shapes[name], wanted, seed, std)
 
 
 def _constants(arch: ArchSpec) -> dict[str, float]:
@@ -65,7 +66,7 @@ def _constants(arch: ArchSpec) -> dict[str, float]:
     return found
 
 
-def _draw(name: str, shape: tuple[int, ...], wanted: list[tuple[Piece, Tensor]], seed: int) -> None:
+def _draw(name: str, shape: tuple[int, ...], wanted: list[tuple[Piece, Tensor]], seed: int, std: float) -> None:
     """Makes the blocks of one Hugging Face matrix that the pieces touch, each once, and copies the parts."""
     rows, width = shape
     step = max(1, _BLOCK_ELEMENTS // width)
@@ -74,7 +75,7 @@ def _draw(name: str, shape: tuple[int, ...], wanted: list[tuple[Piece, Tensor]],
         region = ((block * step, min(rows, (block + 1) * step)), (0, width))
         digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
-        values = torch.empty(region[0][1] - region[0][0], width).normal_(0.0, INITIALIZER_RANGE, generator=generator)
+        values = torch.empty(region[0][1] - region[0][0], width).normal_(0.0, std, generator=generator)
         for piece, target in wanted:
             both = intersect(piece.src, region)
             if both is not None:

@@ -21,6 +21,8 @@ def test_overrides_replace_the_presets_values():
         ("qwen2_tiney", {}, "there is no 'qwen2_tiney'. Did you mean 'qwen2_tiny'?"),
         ("qwen2_tiny", {"num_layers": 2}, "unknown key 'num_layers'. Did you mean 'num_hidden_layers'?"),
         ("qwen2_tiny", {"hidden_size": -1}, "hidden_size is -1"),
+        ("qwen2_tiny", {"initializer_range": 0}, "initializer_range is 0, expected a number above 0"),
+        ("qwen2_tiny", {"initializer_range": "wide"}, "initializer_range is 'wide'"),
         ("qwen2_tiny", {"num_attention_heads": 3, "num_key_value_heads": 3}, "model.preset=qwen2_tiny"),
     ],
 )

@@ -16,9 +16,9 @@ from tests.weights.archs import ARCHS, filled, small
 from tests.weights.test_experts import MOE
 
 
-def model(arch, seed=0, dtype="float32"):
+def model(arch, seed=0, dtype="float32", **options):
     tensors = allocate(hf_layout(arch, dtype))
-    random_init(arch, hf_layout(arch, dtype), tensors, seed)
+    random_init(arch, hf_layout(arch, dtype), tensors, seed, **options)
     return tensors
 
 
@@ -102,6 +102,13 @@ def test_values_follow_hugging_faces_defaults():
     four_sigma = 4 * INITIALIZER_RANGE / math.sqrt(gate.numel())
     assert abs(float(gate.mean())) < four_sigma
     assert abs(float(gate.std()) - INITIALIZER_RANGE) < four_sigma  # the std's own error is smaller still
+
+
+def test_the_initializer_range_scales_matrices_alone():
+    arch = ARCHS["biases, tied"]
+    narrow, wide = model(arch), model(arch, std=8 * INITIALIZER_RANGE)
+    for name, values in narrow.items():
+        assert torch.equal(wide[name], values * 8 if values.dim() == 2 else values)  # a power of two: exact
 
 
 def test_bfloat16_is_the_cast_of_float32():

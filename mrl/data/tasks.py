@@ -53,6 +53,7 @@ class Addition(Task):
         num_val: int = 200,
         held_out_frac: float = 0.1,
         wrong_frac: float = 0.0,
+        wrong_by: int = 1,
         seed: int = 0,
     ) -> None:
         """Makes the generator.
@@ -64,8 +65,9 @@ class Addition(Task):
             num_train: Rows of an epoch.
             num_val: Held-out rows.
             held_out_frac: Part of all sums that is kept from training, [0.01, 0.9].
-            wrong_frac: Part of the training rows whose "response" is one too high, [0, 1]: supervised steps on
+            wrong_frac: Part of the training rows whose "response" is too high, [0, 1]: supervised steps on
                 `data.response_key=response` then end in a policy that reinforcement learning can improve.
+            wrong_by: How much too high these are, at least 1.
             seed: Chooses the rows and the split.
 
         Raises:
@@ -77,6 +79,7 @@ class Addition(Task):
             ("max_value", max_value, 1, 10**9),
             ("num_train", num_train, 1, 2**40),
             ("num_val", num_val, 0, 10**5),
+            ("wrong_by", wrong_by, 1, 10**9),
         ):
             # Config values come untyped: 2.5 or "3" is a user's mistake.
             if type(value) is not int or not low <= value <= high:
@@ -101,6 +104,7 @@ class Addition(Task):
         self._max_value = max_value
         self._held_out_frac = held_out_frac
         self._wrong_frac = wrong_frac
+        self._wrong_by = wrong_by
         self._seed = seed
         self._val = self._held_out_sums()
 
@@ -111,7 +115,7 @@ class Addition(Task):
             attempt += 1
         row = _sum_row(terms)
         if _number(self._seed, "wrong", index) < self._wrong_frac * 2**512:
-            row["response"] = str(sum(terms) + 1)
+            row["response"] = str(sum(terms) + self._wrong_by)
         return row
 
     def val_row(self, index: int) -> dict[str, Any]:

@@ -50,10 +50,11 @@ def test_held_out_sums_never_appear_in_training_in_any_order():
     assert len(trained) > 0.8 * len(pairs)
 
 
-def test_wrong_responses_are_one_too_high_in_the_asked_part_of_the_training_rows():
-    task = make_task("addition", {"wrong_frac": 0.25})
+@pytest.mark.parametrize(("options", "too_high"), [({}, 1), ({"wrong_by": 3}, 3)])
+def test_wrong_responses_are_too_high_in_the_asked_part_of_the_training_rows(options, too_high):
+    task = make_task("addition", {"wrong_frac": 0.25, **options})
     off = [int(row["response"]) - int(row["answer"]) for row in map(task.train_row, range(2000))]
-    assert set(off) == {0, 1}
+    assert set(off) == {0, too_high}
     assert 0.2 < sum(value != 0 for value in off) / len(off) < 0.3
     assert all(row["response"] == row["answer"] for row in map(task.val_row, range(50)))
 
@@ -71,6 +72,7 @@ def test_rows_depend_on_seed_and_index_alone():
         ({"max_terms": 1}, "min_terms=2 is above max_terms=1"),
         ({"max_value": 2.5}, "max_value is 2.5"),
         ({"num_train": 0}, "num_train is 0"),
+        ({"wrong_by": 0}, "wrong_by is 0"),
         ({"num_val": "9"}, "num_val is '9'"),
         ({"held_out_frac": 1.0}, "held_out_frac is 1.0"),
         ({"max_value": 2, "max_terms": 2, "num_val": 9}, "different held-out sums were found"),

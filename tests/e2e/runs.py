@@ -70,8 +70,13 @@ def train(folder, overrides=(), ranks=1):
 
 def train_in_pool(folder, overrides, ranks):
     """As `train`, in the reused ranks of `tests/ranks.py`: no new processes, the same command line."""
+    return in_pool(folder, arguments(folder, overrides), ranks)
+
+
+def in_pool(folder, words, ranks):
+    """The lines of metrics.jsonl of `mrl WORDS`, run in the reused ranks of `tests/ranks.py`."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    assert run_ranks(ranks, _main, arguments(folder, overrides), [free_port(), free_port()]) == [0] * ranks
+    assert run_ranks(ranks, _main, words, [free_port(), free_port()]) == [0] * ranks
     return metrics(folder)
 
 

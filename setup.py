@@ -33,6 +33,7 @@ setup(
         "packaging>=23,<27",
         "transformers>=5,<6",
         "tokenizers>=0.21,<1",
+        "huggingface-hub>=1,<3",
         "safetensors>=0.5,<1",
         "omegaconf>=2.4,<2.5",
         "pyarrow>=21,<27",

@@ -89,7 +89,7 @@ class ModelConfig:
     """What is trained."""
 
     path: Optional[FilePath] = None
-    """Hugging Face folder: config.json, safetensors, tokenizer. null: a preset with random weights."""
+    """Hugging Face folder: config.json, safetensors, tokenizer; or its name on the hub. null: a preset."""
     preset: Optional[str] = None
     """Name in `mrl/models/presets.py`; random initial weights."""
     overrides: dict[str, Any] = field(default_factory=dict)

@@ -19,6 +19,7 @@ from mrl.distributed.watchdog import MARGIN_S, Watchdog
 from mrl.durable import refusals
 from mrl.ending import FAILED
 from mrl.errors import UserError, first_line, out_of_memory
+from mrl.hub import check_same_models
 from mrl.job import Job
 from mrl.megatron import parallel
 from mrl.observe.owner import LONGEST_SILENCE_S, take, this_process
@@ -52,6 +53,7 @@ def open_job(plan: Plan, *, log: bool = True) -> Iterator[Job]:
         failed = True
         try:
             groups = parallel.initialize(plan.grid, seed=run.seed, timeout_s=timeout_s)
+            check_same_models(plan.config)
             with refusals(), _run_folder(plan, groups.rank, device, watchdog, log=log) as (checkpoints, found, run_log):
                 job = Job(plan, groups, device, run_log, checkpoints, found)
                 watchdog.where = lambda: job.timers.where

@@ -382,7 +382,7 @@ def _model(config: Config, grid: Grid) -> Iterator[str]:
         came = "neither" if model.path is None else "both"
         yield f"{came} of model.path and model.preset set: give one, a Hugging Face folder or the name of a preset."
     if model.path is not None and not os.path.isdir(model.path):
-        yield f"model.path={model.path} is not a folder. Give a local Hugging Face folder; nothing is downloaded."
+        yield f"model.path={model.path} is not a folder, nor a name as on the hub. Give a local Hugging Face folder."
     if model.path is None and model.tokenizer is None:
         yield 'a preset has no tokenizer: set model.tokenizer to a folder, or to "char:<characters>".'
     if config.reference.path is not None and not os.path.isdir(config.reference.path):

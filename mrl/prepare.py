@@ -25,6 +25,7 @@ from mrl.engines.trtllm import fields as trtllm
 from mrl.errors import UserError
 from mrl.formats.hf import HfSource
 from mrl.grid import Grid
+from mrl.hub import local_models
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_folder
 from mrl.models.presets import arch_from_preset
@@ -91,7 +92,7 @@ def prepare(config: Config) -> Plan:
     if config.rollout.name == "trtllm":
         launch.see_own_device_only()  # before torch looks for devices
     launch.choose_device(config.run.device)
-    found = check_run(config, here.world_size, launcher=here.launcher)
+    found = check_run(local_models(config, download=True), here.world_size, launcher=here.launcher)
     check_run_folder(config)
     return Plan(**vars(found), run=RunDir(Path(config.run.output_dir)))
 
@@ -111,6 +112,7 @@ def check_run(config: Config, world_size: int, *, launcher: str | None = None, t
     """
     if launcher is not None and config.rollout.name in trtllm.ENGINES:
         trtllm.check_launcher(config.rollout, launcher)
+    config = local_models(config)
     found = resolve(config, world_size)
     _check_engine(config.rollout.name)
     _check_output_dir(config.run.output_dir, tell)
@@ -139,7 +141,7 @@ def resolve(config: Config, world_size: int) -> Resolved:
         UserError: A mistake in the config or the model folder.
     """
     algorithm = algorithms.build(config.algorithm, config.rollout)
-    config = replace(config, algorithm=algorithm.config)
+    config = local_models(replace(config, algorithm=algorithm.config))
     arch, tokenizer = load_model_facts(config)
     preflight.check(config, arch, world_size, tokenizer.vocab_size, supervised=algorithm.supervised)
     return Resolved(config, arch, tokenizer, algorithm, preflight.grid_of(config, world_size))
@@ -147,7 +149,7 @@ def resolve(config: Config, world_size: int) -> Resolved:
 
 def load_model_facts(config: Config) -> tuple[ArchSpec, Tokenizer]:
     """Structure and tokenizer of the model that the config names."""
-    model = config.model
+    model = local_models(config).model
     if model.path is not None:
         arch = arch_from_folder(model.path)
         return arch, load_tokenizer(model, config.data, arch.vocab_size)

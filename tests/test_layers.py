@@ -21,7 +21,7 @@ LAYERS = (
     ("job",),
     ("prepare", "world_size"),
     ("preflight",),
-    ("preflight_experts", "preflight_engine", "preflight_idle", "steps"),
+    ("hub", "preflight_experts", "preflight_engine", "preflight_idle", "steps"),
     ("reference", "refit", "canary", "export", "rollout", "checkpoint", "supervised", "progress", "convert", "verify"),
     ("activations",),
     ("megatron", "engines", "observe"),

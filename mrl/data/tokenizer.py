@@ -310,7 +310,7 @@ def _hugging_face(model: ModelConfig, data: DataConfig) -> HFTokenizer:
         )
     folder = Path(spec)
     if not folder.is_dir():
-        raise UserError(f"{key}: '{spec}' is not a folder. Give a local folder; nothing is downloaded.")
+        raise UserError(f"{key}: '{spec}' is not a folder, nor a name as on the hub. Give a local folder.")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         raise UserError(
             f"{key}: '{spec}' holds no tokenizer (tokenizer.json, tokenizer_config.json or tokenizer.model). "

@@ -13,6 +13,7 @@ from mrl.config import Config
 from mrl.distributed.environment import Environment
 from mrl.doctor_checks.finding import Finding, ok, problem
 from mrl.formats.hf import HfSource
+from mrl.hub import local_folder
 from mrl.memory import MASTER_BYTES, MOMENT_BYTES, num_parameters
 from mrl.models.base import ArchSpec
 from mrl.prepare import load_model_facts, resolve
@@ -44,7 +45,7 @@ def check_model_files(folder: str, topic: str = "model") -> Iterator[Finding]:
     Raises:
         UserError: A file is missing, cut short, not readable, or does not belong to config.json.
     """
-    with HfSource(folder) as source:
+    with HfSource(local_folder(f"{topic}.path", folder) or folder) as source:
         source.check()
         size = sum((source.folder / name).stat().st_size for name in source.files)
         yield ok(topic, f"'{folder}': {len(source.files)} files, {size / GB:.3g} GB, headers whole")

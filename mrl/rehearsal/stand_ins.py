@@ -14,6 +14,7 @@ from pathlib import Path
 
 from mrl.config import Config
 from mrl.errors import UserError
+from mrl.hub import local_folder
 from mrl.models.presets import PRESETS
 from mrl.paths import CHAR_PREFIX
 from mrl.rehearsal.settings import ENGINE
@@ -39,10 +40,17 @@ def _missing(config: Config) -> Iterator[tuple[str, str]]:
         "rollout.engine_dir": config.rollout.engine_dir,
     }
     for key, folder in folders.items():
-        if folder is not None and not folder.startswith(CHAR_PREFIX) and not os.path.isdir(folder):
+        if folder is not None and not folder.startswith(CHAR_PREFIX) and not _is_here(key, folder):
             yield key, folder
     for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
         yield from ((key, file) for file in files if not os.path.isfile(file))
+
+
+def _is_here(key: str, folder: str) -> bool:
+    try:
+        return os.path.isdir(local_folder(key, folder, weights=key != "model.tokenizer") or "")
+    except UserError:
+        return False
 
 
 def with_stand_ins(config: Config) -> tuple[Config, list[str]]:

@@ -5,6 +5,8 @@ a terminal. The command line prints a UserError's message without a traceback an
 exception is a defect or a broken cluster and keeps its traceback.
 """
 
+from typing import Any
+
 KEPT = "\n\t"
 """Control characters that messages hold on purpose."""
 
@@ -56,3 +58,11 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type where it has none."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+def shown(value: Any) -> str:
+    """A value of a user's for a message, cut where it is long."""
+    if isinstance(value, int) and abs(value) >= 10**60:
+        return f"a number of more than {len(hex(value)) - 3} hexadecimal digits"
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.errors import UserError
+from mrl.errors import UserError, first_line, shown
 from mrl.formats.base import OutFile, Source, Target
 from mrl.formats.safetensors_file import SafetensorsFile, write_safetensors
 from mrl.models.base import ArchSpec
@@ -80,7 +80,8 @@ class HfSource(Source):
             if names:
                 raise UserError(
                     f"model folder '{self.folder}' {what} {len(names)} tensors of a {arch.family} model with "
-                    f"{arch.num_layers} layers, first '{names[0]}'. config.json and the weights do not belong together."
+                    f"{arch.num_layers} layers, first {shown(names[0])}. config.json and the weights do not belong "
+                    "together."
                 )
         for name, stored in expected.items():
             header = self._file(name).headers[name]
@@ -168,16 +169,20 @@ class HfSource(Source):
             weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
             found = {str(name): str(file) for name, file in weight_map.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f"'{path}' is not a safetensors index: {type(error).__name__}: {error}") from error
+            reason = f"{type(error).__name__}: {first_line(error)[:300]}"
+            raise UserError(f"'{path}' is not a safetensors index: {reason}") from error
         if not found:
             raise UserError(f"'{path}' is not a safetensors index: it names no tensor.")
+        here = {entry.name for entry in self.folder.iterdir()}
         for file in sorted(set(found.values())):
-            if Path(file).name != file or "\0" in file or not (self.folder / file).is_file():
-                raise UserError(f"'{path}' names the file {file!r}, which is not in the folder. Download it again.")
+            if file not in here or not (self.folder / file).is_file():
+                raise UserError(
+                    f"'{path}' names the file {shown(file)}, which is not in the folder. Download it again."
+                )
             inside = self._open(file).headers
             lacking = [name for name, where in found.items() if where == file and name not in inside]
             if lacking:
-                raise UserError(f"'{path}' says that '{lacking[0]}' is in '{file}', but it is not.")
+                raise UserError(f"'{path}' says that {shown(lacking[0])} is in '{file}', but it is not.")
         return found
 
     def _file(self, name: str) -> SafetensorsFile:

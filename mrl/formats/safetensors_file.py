@@ -41,6 +41,8 @@ _CODES = {str(dtype).removeprefix("torch."): code for code, dtype in _TORCH.item
 
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
+_LONGEST_REASON = 500
+"""Characters of a message that a header may fill with its own names."""
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own bound."""
 
@@ -214,5 +216,6 @@ class SafetensorsFile:
 
     def _refuse(self, reason: str) -> NoReturn:
         raise UserError(
-            f"'{self.path}' is not a whole safetensors file: {reason}. Download, convert or export it again."
+            f"'{self.path}' is not a whole safetensors file: {reason[:_LONGEST_REASON]}. Download, convert or export "
+            "it again."
         )

@@ -152,8 +152,8 @@ HEAD: tuple[ParamSpec, ...] = (
 DECODER = ATTENTION + DENSE_MLP + HEAD
 """A whole dense model."""
 
-MOST_LAYERS = 10_000
-"""Bound on the layers of a model; tables name every tensor of every layer."""
+MOST_LAYERS, MOST_EXPERTS = 2000, 200_000
+"""Bounds on a model's layers and its experts in all layers; tables name the tensors of each."""
 
 
 def arch_from_config(
@@ -185,6 +185,8 @@ def arch_from_config(
     """
     layers = whole(config, "num_hidden_layers", defaults, most=MOST_LAYERS)
     refuse_windows(config, {"sliding_window": None, **defaults}, layers, slides=slides(config, layers))
+    if moe is not None and layers * moe.num_experts > MOST_EXPERTS:
+        raise UserError(f"config.json: {layers} layers of {moe.num_experts} experts; expected at most {MOST_EXPERTS}.")
     heads = whole(config, "num_attention_heads", defaults)
     hidden = whole(config, "hidden_size", defaults)
     kv_heads = (

@@ -12,9 +12,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mrl.errors import UserError
+from mrl.errors import UserError, shown
 from mrl.models._rope import ROPE_KEYS
-from mrl.models._values import flag, shown, value_of
+from mrl.models._values import flag, value_of
 from mrl.models.base import ConfigKeys
 
 DECODER_KEYS = (

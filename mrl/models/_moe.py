@@ -8,14 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mrl.errors import UserError
+from mrl.errors import UserError, shown
 from mrl.models._decoder import DENSE_MLP
 from mrl.models._keys import OF_TRANSFORMERS
-from mrl.models._values import shown, whole
+from mrl.models._values import whole
 from mrl.models.base import Kind, MoeSpec, ParamSpec, Place
-
-MOST_EXPERTS = 100_000
-"""Bound on the experts of a layer; tables name every tensor of every expert."""
 
 ROUTER_WITHOUT_EFFECT: Mapping[str, str] = {
     "output_router_logits": OF_TRANSFORMERS,
@@ -158,7 +155,7 @@ def moe_spec(
             "experts in all layers or none."
         )
     experts, top_k = (
-        whole(config, num_experts, defaults, most=MOST_EXPERTS),
+        whole(config, num_experts, defaults),
         whole(config, "num_experts_per_tok", defaults),
     )
     if top_k > experts:

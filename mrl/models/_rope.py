@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mrl.errors import UserError
-from mrl.models._values import real, shown, whole
+from mrl.errors import UserError, shown
+from mrl.models._values import real, whole
 from mrl.models.base import ArchSpec, RopeScaling
 
 ROPE_KEYS = (
@@ -89,7 +89,7 @@ def _read(
     if not isinstance(rope, Mapping):
         raise UserError(f"config.json: {key} is {shown(rope)}; expected an object with 'rope_type'.")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("type", kind) != kind:
+    if "type" in rope and rope["type"] != kind:
         raise UserError(f"config.json: {key} has rope_type={shown(kind)} and type={shown(rope['type'])}. Keep one.")
     if kind not in types:
         raise UserError(

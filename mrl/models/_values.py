@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mrl.errors import UserError
+from mrl.errors import UserError, shown
 
 LARGEST = 1 << 31
 """No size of a model comes near it; products of such numbers stay numbers that a machine can be asked about."""
@@ -52,11 +52,3 @@ def flag(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -> bo
     if not isinstance(value, bool):
         raise UserError(f"config.json: {key} is {shown(value)}; expected true or false.")
     return value
-
-
-def shown(value: Any) -> str:
-    """A value for a message, cut where it is long."""
-    if isinstance(value, int) and abs(value) >= 10**60:
-        return f"a number of more than {len(hex(value)) - 3} hexadecimal digits"
-    text = repr(value)
-    return text if len(text) <= 100 else text[:97] + "..."

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from mrl import registry
-from mrl.errors import UserError, first_line
+from mrl.errors import UserError, first_line, shown
 from mrl.models._keys import refuse_foreign_structure
-from mrl.models._values import shown
 from mrl.models.base import ArchSpec, Family
 
 _NOT_FAMILIES = ("hf_config", "presets")

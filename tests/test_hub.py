@@ -83,7 +83,7 @@ def test_what_the_cache_lacks_is_refused_with_the_command_that_downloads_it(with
 def test_a_run_reads_structure_and_tokenizer_of_a_name(cache, model):
     fill(cache, model)
     arch, tokenizer = load_model_facts(named(path=NAME))
-    assert (arch, tokenizer.vocab_size) == (arch_from_folder(model), 320)
+    assert arch == arch_from_folder(model) and tokenizer.decode(tokenizer.encode("two")) == "two"
 
 
 def test_a_tokenizer_needs_no_weights(cache, model):

@@ -7,6 +7,7 @@ Owns the damage to config.json, the safetensors header and index, and the tokeni
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import shutil
@@ -87,7 +88,7 @@ def _keys(draw: random.Random, files: dict[str, bytes], name: str = "config.json
         if draw.random() < 0.2:
             place.pop(key, None)
         else:
-            place[key] = draw.choice(VALUES)
+            place[key] = copy.deepcopy(draw.choice(VALUES))
     files[name] = json.dumps(content).encode()
 
 
@@ -112,7 +113,7 @@ def _header(draw: random.Random, files: dict[str, bytes]) -> None:
     key = draw.choice(sorted(header))
     how = draw.randrange(4)
     if how == 0:
-        header[key] = draw.choice(VALUES)
+        header[key] = copy.deepcopy(draw.choice(VALUES))
     elif how == 1 and isinstance(header[key], dict) and header[key]:
         header[key][draw.choice(sorted(header[key]))] = draw.choice(
             (*VALUES, [0, -4], [2**63, 2**63], [0, 10**30], "F4", "I8")
@@ -135,9 +136,9 @@ def _index(draw: random.Random, files: dict[str, bytes]) -> None:
     if draw.random() < 0.3:
         del parts[key]
     elif draw.random() < 0.2:
-        content["weight_map"] = draw.choice(VALUES)
+        content["weight_map"] = copy.deepcopy(draw.choice(VALUES))
     else:
-        parts[key] = draw.choice(wrong)
+        parts[key] = copy.deepcopy(draw.choice(wrong))
     files[INDEX] = json.dumps(content).encode()
 
 

@@ -28,6 +28,7 @@ from mrl.distributed.stop import END_TIME, Stop, limits
 from mrl.ending import REQUEUE, Terminated
 from mrl.errors import ClusterError, UserError
 from mrl.observe.run_dir import RunDir
+from mrl.paths import expanded
 
 RANKS = "ranks of the real run; default: NxG of the config's name, else the fewest of its layout"
 
@@ -244,6 +245,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
+def _path(text: str) -> str:
+    try:
+        return expanded(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -264,7 +272,9 @@ def _parser() -> argparse.ArgumentParser:
 
     evaluate = commands.add_parser("evaluate", help="score a checkpoint, or the initial model, on held-out prompts")
     _add_config(evaluate)
-    evaluate.add_argument("--checkpoint", metavar="STEP|PATH", help="which one; default: the run folder's newest")
+    evaluate.add_argument(
+        "--checkpoint", type=_path, metavar="STEP|PATH", help="which one; default: the run folder's newest"
+    )
     evaluate.set_defaults(command=_evaluate)
 
     plan = commands.add_parser(
@@ -273,7 +283,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(plan)
     plan.add_argument("--world-size", type=_positive, metavar="N", help=RANKS)
     plan.add_argument(
-        "--hardware", metavar="NAME|FILE", default="h100", help="a row of mrl/hardware.py, or a YAML file"
+        "--hardware", type=_path, metavar="NAME|FILE", default="h100", help="a row of mrl/hardware.py, or a YAML file"
     )
     plan.add_argument("--gpus-per-node", type=_positive, metavar="N", help="default: what the hardware says")
     plan.set_defaults(command=_plan)
@@ -285,8 +295,10 @@ def _parser() -> argparse.ArgumentParser:
         "--max-ranks", type=_positive, metavar="N", help="ranks here; default: up to 8, by free memory"
     )
     rehearse.add_argument("--stand-ins", action="store_true", help="let presets and sums stand in for files not here")
-    rehearse.add_argument("--output-dir", metavar="FOLDER", help="default: runs/rehearse-CONFIG")
-    rehearse.add_argument("--hardware", metavar="NAME|FILE", default="h100", help="of the real run, as for mrl plan")
+    rehearse.add_argument("--output-dir", type=_path, metavar="FOLDER", help="default: runs/rehearse-CONFIG")
+    rehearse.add_argument(
+        "--hardware", type=_path, metavar="NAME|FILE", default="h100", help="of the real run, as for mrl plan"
+    )
     rehearse.add_argument("--timeout-s", type=_positive, metavar="S", default=600, help="for everything; default: 600")
     rehearse.add_argument("--dry-run", action="store_true", help="check and shrink, start nothing")
     rehearse.set_defaults(command=_rehearse)
@@ -306,18 +318,18 @@ def _parser() -> argparse.ArgumentParser:
     launch.set_defaults(command=_launch)
 
     doctor = commands.add_parser("doctor", help="look for what is wrong on this machine, or between a job's ranks")
-    doctor.add_argument("config", metavar="CONFIG", nargs="?", help="also look at the files that it names")
+    doctor.add_argument("config", type=_path, metavar="CONFIG", nargs="?", help="also look at the files that it names")
     doctor.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="section.key=value, after the file's")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.add_argument("--timeout-s", type=_positive, metavar="S", default=60, help="wait for a rank; default: 60")
     doctor.set_defaults(command=_doctor)
 
     report = commands.add_parser("report", help="write report.html of a run folder")
-    report.add_argument("run", metavar="RUN", help="run folder")
+    report.add_argument("run", type=_path, metavar="RUN", help="run folder")
     report.set_defaults(command=_report)
     return parser
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="YAML file, for example configs/quickstart.yaml")
+    parser.add_argument("config", type=_path, metavar="CONFIG", help="YAML file, for example configs/quickstart.yaml")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="section.key=value, after the file's")

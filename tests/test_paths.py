@@ -118,3 +118,15 @@ def test_a_run_does_not_write_where_other_things_are(file, capsys, folder, said)
     told = capsys.readouterr().err
     assert said in told and "run.output_dir" in told
     assert not (file.parent / "~").exists()
+
+
+@pytest.mark.parametrize("words", [["plan", "--hardware=~/h.yaml"], ["rehearse", "--output-dir=~/out", "--dry-run"]])
+def test_options_that_are_paths_are_written_out_too(file, capsys, words):
+    home = file.parents[1] / "home"
+    home.mkdir()
+    (home / "h.yaml").write_text("base: h200\n")
+    text = "{preset: qwen2_tiny, tokenizer: 'char:0123456789<>+#'}"
+    steps = "train: {num_steps: 1}\nrollout: {prompt_length: 16, response_length: 4}"
+    (home / "run.yaml").write_text(f"model: {text}\ndata: {{task: addition}}\n{steps}\n")
+    assert main([words[0], "~/run.yaml", *words[1:]]) == 0, capsys.readouterr().err
+    assert (home / "out").is_dir() == ("--dry-run" in words) and not (file.parent / "~").exists()

@@ -9,6 +9,7 @@ imported inside the commands, so that `mrl --help` and a mistake in a config ans
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import shlex
 import signal
@@ -60,6 +61,7 @@ def _run(words: Sequence[str]) -> int:
     arguments.to_go_on = ""
     arguments.if_ended = str
     _quieten()
+    _write_any_text()
     try:
         with ending.raising(_is_first, lambda: str(arguments.if_ended())):
             status: int | None = arguments.command(arguments)
@@ -123,6 +125,13 @@ def _quieten() -> None:
     """Megatron warns that optional packages are not installed and of names that torch has deprecated, on every rank."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch\.distributed|megatron)\.")
+
+
+def _write_any_text() -> None:
+    """A character that the terminal's encoding lacks is written as an escape."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _show(text: str) -> None:

@@ -25,6 +25,8 @@ from mrl.yaml_file import MAX_DEPTH, UNREADABLE, check_depth, reason
 REFERENCE = re.compile(r"\$\{.*\}")
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
+LARGEST_WHOLE = 1 << 64
+
 MAX_SHOWN = 200
 """Characters of a value that a message quotes."""
 
@@ -43,7 +45,9 @@ class Values:
 
     def update(self, raw: Any, where: str) -> None:
         """Sets what nested dicts and lists give; `where` says in messages where they come from."""
-        for key, value, kind in leaves(raw, self._schema):
+        with explained(where):
+            found = leaves(raw, self._schema)
+        for key, value, kind in found:
             self._set(key, value, kind, where)
 
     def override(self, item: str) -> None:
@@ -170,9 +174,10 @@ def _check_texts(value: Any, depth: int = 0) -> None:
         bad = next((character for character in value if character == "\0" or "\ud800" <= character <= "\udfff"), None)
         if bad is not None:
             raise UserError(f"{_cut(repr(value))} came, with the character {bad!r}, which no file or path can hold")
-    for inner in (
-        [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
-    ):
+    if isinstance(value, int) and abs(value) >= LARGEST_WHOLE:
+        raise UserError("a whole number of more than 64 bits came, which no field takes")
+    inside = [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    for inner in inside:
         _check_texts(inner, depth + 1)
 
 

@@ -85,9 +85,8 @@ class Outcome:
 def run(case: Case, folder: Path) -> Outcome:
     """Runs a case in an empty folder of its own."""
     folder.mkdir(parents=True)
-    _write(case, folder)
-    words = COMMANDS[case.command]
-    argv = [words[0], str(folder / "config.yaml"), *case.overrides, *words[1:]]
+    write(case, folder)
+    argv = words(case, folder)
     began = time.monotonic()
     child = os.fork()
     if child == 0:
@@ -101,7 +100,14 @@ def run(case: Case, folder: Path) -> Outcome:
     return Outcome(case, status, said, seconds, _wrong(status, said, left, case.command))
 
 
-def _write(case: Case, folder: Path) -> None:
+def words(case: Case, folder: Path) -> list[str]:
+    """The command line, after `mrl`."""
+    command, *options = COMMANDS[case.command]
+    return [command, str(folder / "config.yaml"), *case.overrides, *options]
+
+
+def write(case: Case, folder: Path) -> None:
+    """Puts the base and the case's files into the folder."""
     base = {"config.yaml": BASE.encode(), "train.jsonl": ROWS.encode()}
     for name, content in {**base, **case.files}.items():
         (folder / name).write_bytes(content.replace(b"{folder}", os.fsencode(folder)))

@@ -3,11 +3,16 @@
 More of it, for as long as one likes: `python -m tests.fuzz.campaign --count 3000`.
 """
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from tests.fuzz import cases, configs, data_files, values
 from tests.fuzz.campaign import warm_up
 from tests.fuzz.cases import ROWS, Case
+from tests.source import ROOT
 
 NUM_DRAWN = 7
 """Of each kind."""
@@ -31,6 +36,7 @@ FOUND = [
     with_config("a list that holds itself", b"data: {task_kwargs: &k {a: &l [1, *l]}}\n"),
     with_config("a lone surrogate", b'run: {output_dir: "\\ud800"}\n'),
     with_config("a zero byte", b'model: {tokenizer: "char:a\\0b"}\n'),
+    with_config("a number of 20,000 bits", b"run: {seed: 0x" + b"f" * 5000 + b"}\n"),
     with_config("bytes for a number", b"run: {seed: !!binary aGVsbG8=}\n"),
     with_override("a value as long as a book", f"algorithm.singleton_group={'x' * 100_000}"),
     with_override("a key as long as a book", f"{'x' * 50_000}=1", command="plan"),
@@ -63,6 +69,28 @@ def _warm():
 def test_it_ends_with_a_status_of_readme_and_one_message(case, tmp_path):
     outcome = cases.run(case, tmp_path / "case")
     assert outcome.wrong == "", f"{outcome.case}: {outcome.said[-3000:]}"
+
+
+@pytest.mark.parametrize(
+    ("case", "environment", "status"),
+    [
+        (
+            with_override("a text that the terminal lacks", "model.tokenizer=char:0123456789<>+é"),
+            {"PYTHONIOENCODING": "ascii"},
+            0,
+        ),
+        (with_config("brackets that overrun libyaml's stack", b"[" * 100_000), {}, 2),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_a_process_of_its_own_ends_so_too(case, environment, status, tmp_path):
+    cases.write(case, tmp_path)
+    words = [sys.executable, "-m", "mrl", *cases.words(case, tmp_path)]
+    done = subprocess.run(
+        words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), **environment}, capture_output=True,
+        check=False, timeout=cases.LIMIT_S, text=True, errors="replace",
+    )  # fmt: skip
+    assert (done.returncode, cases._wrong(done.returncode, done.stderr, False, case.command)) == (status, "")
 
 
 def test_the_oracle_sees_what_is_wrong():

@@ -37,7 +37,7 @@ from mrl.observe import metrics as measure
 from mrl.observe.run_log import RunLog
 from mrl.observe.timers import Timers
 from mrl.prepare import Plan
-from mrl.progress import Progress, Standing, resumed
+from mrl.progress import Progress, Standing, not_of_a_run, resumed
 from mrl.reference import Reference
 from mrl.refit import Refit, gather_layouts
 from mrl.registry import find
@@ -204,7 +204,8 @@ class Job:
             return sft, source, 0
         begun = standing.state["warm_start"]
         self.policy.follow(self.warm_start_learning_rate())
-        source.load_state_dict(begun["source"])
+        with together(), not_of_a_run(self.checkpoints.path(0)):
+            source.load_state_dict(begun["source"])
         self.log.warm_start_resumed(begun["step"])
         return sft, source, int(begun["step"])
 
@@ -326,9 +327,9 @@ class Job:
         if state["warm_start"] is not None:
             self.log.note(f"resumed from {path}, in the warm start")
             return None
-        with together():
+        with together(), not_of_a_run(path):
             self.source.load_state_dict(state["source"])
-        self.history.load_state_dict(state["history"])
+            self.history.load_state_dict(state["history"])
         self.log.note(f"resumed from {path}")
         changed = self.reference.resume(state["step"], state["reference"])
         if changed:

@@ -68,11 +68,23 @@ def resumed(state: Mapping[str, Any], path: Path) -> Standing:
     if not wrong and warm is not None and not (type(warm.get("step")) is int and isinstance(warm.get("source"), dict)):
         wrong = ["warm_start"]
     if wrong:
-        raise UserError(
-            f"checkpoint '{path}' is of no run of mrl: its state.json lacks {', '.join(wrong)}, or has something else "
-            "there. Give another checkpoint."
-        )
+        raise _strange(path, f"lacks {', '.join(wrong)}, or has something else there")
     return Standing(dict(state), committed=True)
+
+
+@contextmanager
+def not_of_a_run(path: Path) -> Iterator[None]:
+    """Inside, a part of the state of a commit in folder `path` that does not fit is a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise _strange(path, f"has something else than a run leaves there ({type(error).__name__}: {error})") from error
+
+
+def _strange(path: Path, what: str) -> UserError:
+    return UserError(f"checkpoint '{path}' is of no run of mrl: its state.json {what}. Give another checkpoint.")
 
 
 class Progress:

@@ -48,11 +48,17 @@ UNLOADABLE = (
     CheckpointingException,
     CheckpointException,  # torch's, not an Exception
     pickle.UnpicklingError,
-    KeyError,
-    RuntimeError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
     OSError,
+    RuntimeError,
+    TypeError,
     ValueError,
 )
+"""What Megatron and torch raise over a folder whose metadata or common.pt says something else than it should."""
 
 
 ERRNO = re.compile(r"\[Errno (\d+)\]")

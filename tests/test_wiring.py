@@ -47,7 +47,9 @@ def test_evaluations_have_their_own_number_of_samples():
 
 
 def test_with_ignore_eos_every_response_has_its_full_length():
-    free, full = course(), course("rollout.ignore_eos=true")
+    several = ("rollout.val_kwargs.do_sample=true", "rollout.val_kwargs.n=4")
+    free, full = course(*several), course(*several, "rollout.ignore_eos=true")
+    assert "stop" in {reason for _, reason in free["held out"]}
     assert free["1 response_length/min"] < 8 == full["1 response_length/min"] == full["1 response_length/max"]
     assert {(len(ids), reason) for ids, reason in full["held out"]} == {(8, "length")}
 

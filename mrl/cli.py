@@ -1,4 +1,4 @@
-"""The command line: `mrl train|evaluate|plan|rehearse|launch|report`, the same as `python -m mrl ...`.
+"""The command line: `mrl train|evaluate|plan|rehearse|launch|report|from-verl`, the same as `python -m mrl ...`.
 
 Owns arguments, exit statuses and the one message of a run that ended early: 0 done, 2 a mistake that the user can mend
 (no traceback), 70 a rank failed, hung or was lost (`distributed/watchdog.py`, which tells it), 75 a training run that
@@ -237,6 +237,32 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return Doctor(arguments.config, arguments.overrides, json=arguments.json, timeout_s=arguments.timeout_s).run()
 
 
+def _from_verl(arguments: argparse.Namespace) -> None:
+    from mrl.from_verl import translate
+    from mrl.verl_line import read
+
+    words, output = list(arguments.words_of_verl), None
+    if "-o" in words[:-1]:
+        at = words.index("-o")
+        output = words[at + 1]
+        del words[at : at + 2]
+    found = translate(read(words))
+    for title, lines in (("needs no counterpart here", found.moot), ("HAS NO PLACE HERE", found.missing)):
+        for one in lines:
+            print(f"mrl: {title}: {one}", file=sys.stderr)
+    if output is None:
+        _show(found.text.rstrip())
+    else:
+        try:
+            Path(output).write_text(found.text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"'{output}' cannot be written: {error.strerror}.") from error
+    size = f"{found.num_nodes} host(s) of {found.gpus_per_node} GPU(s)"
+    alone = found.num_nodes * found.gpus_per_node == 1
+    start = f"mrl launch --via torchrun --nodes {found.num_nodes} --gpus-per-node {found.gpus_per_node} CONFIG"
+    print(f"mrl: for {size}: {'mrl train CONFIG' if alone else start}", file=sys.stderr)
+
+
 def _report(arguments: argparse.Namespace) -> None:
     from mrl.observe.report import write_report
 
@@ -332,6 +358,15 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.add_argument("--timeout-s", type=_positive, metavar="S", default=60, help="wait for a rank; default: 60")
     doctor.set_defaults(command=_doctor)
+
+    from_verl = commands.add_parser(
+        "from-verl", help="write the config of a verl run, and list what has no place in it"
+    )
+    from_verl.add_argument(
+        "words_of_verl", metavar="[-o FILE] FILE|WORD", nargs=argparse.REMAINDER,
+        help="verl's config file, a script that starts it, or its command line",
+    )  # fmt: skip
+    from_verl.set_defaults(command=_from_verl)
 
     report = commands.add_parser("report", help="write report.html of a run folder")
     report.add_argument("run", type=_path, metavar="RUN", help="run folder")

@@ -13,6 +13,10 @@ from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 from mrl.errors import UserError
+from mrl.peers.names import elsewhere
+
+NEAR = 0.75
+"""Similarity (difflib's ratio) from which on a key may have been meant."""
 
 
 def dotted_keys(schema: type, prefix: str = "") -> dict[str, Any]:
@@ -71,21 +75,31 @@ def _section(raw: Any, known: dict[str, Any], path: str, schema: type) -> Iterat
         if key not in known:
             near = _nearest(str(key), path, list(known), schema)
             hint = f" Did you mean '{near}'?" if near else ""
+            hint = _foreign(full, value) or hint
             where = f"Keys of '{path}'" if path else "Sections"
             raise UserError(f"config key '{full}' is unknown.{hint} {where}: {', '.join(known)}.")
         yield from _walk(value, known[key], full, schema)
 
 
+def _foreign(key: str, value: Any) -> str:
+    """What the key, or the first one below it, is called here, where another trainer has it; "" where none has."""
+    while isinstance(value, dict) and value:
+        inner, value = next(iter(value.items()))
+        key = f"{key}.{inner}"
+    said = elsewhere(key)
+    return f" {said}" if said else ""
+
+
 def _nearest(key: str, path: str, siblings: list[str], schema: type) -> str | None:
     """The known key most like `path.key`: in its own section, else the same name elsewhere, else a similar one."""
     prefix = f"{path}." if path else ""
-    near = difflib.get_close_matches(key, siblings, 1, cutoff=0.6)
+    near = difflib.get_close_matches(key, siblings, 1, cutoff=NEAR)
     if near:
         return f"{prefix}{near[0]}"
     by_tail: dict[str, str] = {}
     for full in dotted_keys(schema):
         by_tail.setdefault(full.rpartition(".")[2], full)
-    near = difflib.get_close_matches(key, list(by_tail), 1, cutoff=0.75)
+    near = difflib.get_close_matches(key, list(by_tail), 1, cutoff=NEAR)
     return by_tail[near[0]] if near else None
 
 

@@ -51,8 +51,8 @@ class Values:
             self._set(key, value, kind, where)
 
     def override(self, item: str) -> None:
-        """`key=value` sets; `~key` takes back. See `config.load`."""
-        key, equals, text = item.partition("=")
+        """`key=value` sets, as do Hydra's `+key=value` and `++key=value`; `~key` takes back. See `config.load`."""
+        key, equals, text = re.sub(r"^\+\+?(?=\w)", "", item).partition("=")
         where = f"in override '{_cut(item)}'"
         if item[:1] == "~" and len(item) > 1:
             if equals:

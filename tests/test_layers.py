@@ -13,7 +13,7 @@ LAYERS = (
     ("__main__",),
     ("cli", "convert_cli"),
     ("rehearsal", "acceptance", "campaign"),
-    ("train", "dryrun", "plan", "doctor"),
+    ("train", "dryrun", "plan", "doctor", "from_verl"),
     ("fit", "durations", "doctor_checks"),
     ("memory",),
     ("engine_memory",),
@@ -28,10 +28,11 @@ LAYERS = (
     ("formats",),
     ("transfer",),
     ("weights", "distributed", "rewards", "algorithms", "data"),
+    ("verl_line",),
     ("config", "functional", "models"),
     ("values", "commit"),
     ("types", "registry", "grid", "keys", "paths", "hardware", "durable", "benchmark"),
-    ("own_code", "yaml_file"),
+    ("own_code", "peers", "yaml_file"),
     ("errors", "ending"),
 )
 """Top to bottom. A part may import itself and what stands in a lower row."""

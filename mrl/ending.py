@@ -126,10 +126,15 @@ def ignore_interrupts() -> None:
 
 
 def say(number: int) -> None:
-    """The one message of a process that a signal ends."""
-    word = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+    """Prints the one message of a process that a signal ends."""
     if _Ending.speaks():
-        os.write(2, f"mrl: {word}.{_Ending.to_go_on()}\n".encode(errors="backslashreplace"))
+        sys.stderr.write(_message(number))
+        sys.stderr.flush()
+
+
+def _message(number: int) -> str:
+    word = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+    return f"mrl: {word}.{_Ending.to_go_on()}\n"
 
 
 def end(number: int, frame: FrameType | None, status: int) -> NoReturn:
@@ -165,7 +170,8 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 def _leave(number: int, status: int) -> NoReturn:
     try:
-        say(number)
+        if _Ending.speaks():
+            os.write(2, _message(number).encode(errors="backslashreplace"))  # a handler may have cut off a print
         if "mrl.distributed.last_words" in sys.modules:
             sys.modules["mrl.distributed.last_words"].leave(status)
     finally:

@@ -65,7 +65,7 @@ class Values:
             check_depth(text)
             parsed: Any = OmegaConf.from_dotlist([f"value={text}"])
             value = OmegaConf.to_container(parsed, resolve=False)["value"]  # type: ignore[index, call-overload]
-        found = leaves(nested(key, value), self._schema)
+            found = leaves(nested(key, value), self._schema)
         if not found:
             raise UserError(f"override '{_cut(item)}' sets nothing. Set its keys, or take it back with '~{key}'.")
         for leaf, inner, kind in found:

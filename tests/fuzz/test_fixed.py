@@ -40,6 +40,7 @@ FOUND = [
     with_config("bytes for a number", b"run: {seed: !!binary aGVsbG8=}\n"),
     with_override("a value as long as a book", f"algorithm.singleton_group={'x' * 100_000}"),
     with_override("a key as long as a book", f"{'x' * 50_000}=1", command="plan"),
+    with_override("a key of digits alone", "9" * 5000 + "=1"),
     with_override("a module without a name", "rollout.name=.:x"),
     with_override("a long path", f"data.train_files=[{'a' * 300}.jsonl]", command="launch"),
     with_override("a long model folder", f"model.path={'a/' * 3000}", "model.preset=null", command="plan"),

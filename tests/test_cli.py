@@ -212,9 +212,23 @@ def test_a_mistake_in_the_config_is_told_without_torch():
     assert done.stdout == "2 False\n" and "Did you mean" in done.stderr
 
 
+DEFECT = """
+from mrl.data import tasks
+
+class Task(tasks.Task):
+    num_train = num_val = 1
+
+    def train_row(self, index):
+        return 1 / 0
+
+    def val_row(self, index):
+        return 1 / 0
+"""
+
+
 def test_a_defect_keeps_its_traceback(config, tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
-        run_with_task(config, tmp_path, monkeypatch, "1 / 0")
+        run_with_task(config, tmp_path, monkeypatch, DEFECT)
 
 
 @pytest.mark.parametrize(

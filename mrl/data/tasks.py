@@ -178,6 +178,10 @@ def make_task(name: str, kwargs: Mapping[str, Any]) -> Task:
         factory = registry.find("data", name, "")
         if not (isinstance(factory, type) and issubclass(factory, Task)):
             raise UserError(f"data.task: '{name}' is {factory!r}, expected a subclass of mrl.data.tasks.Task.")
+        if missing := ", ".join(sorted(getattr(factory, "__abstractmethods__", ()))):
+            raise UserError(
+                f"data.task: '{name}' does not define {missing}, as a subclass of mrl.data.tasks.Task must."
+            )
     else:
         raise UserError(f"data.task: there is no '{name}'. Known: {', '.join(TASKS)}, or a path {own_code.FORMS}.")
     parameters = inspect.signature(factory)

@@ -98,6 +98,7 @@ def test_a_task_of_the_users_own_is_found_by_its_path():
         ("adition", "there is no 'adition'. Known: addition"),
         ("nowhere.tasks:Echo", "does not import"),
         ("builtins:dict", "expected a subclass of mrl.data.tasks.Task"),
+        ("mrl.data.tasks:Task", "'mrl.data.tasks:Task' does not define train_row, val_row"),
     ],
 )
 def test_a_task_that_is_none_is_refused(name, message):

@@ -15,7 +15,20 @@ CONFIG = """
 run: {output_dir: run, num_threads: 1}
 model: {preset: qwen2_tiny, tokenizer: "char:0123456789<>+#", dtype: float32}
 data: {task: "own_task:Task"}
+train: {num_steps: 1}
 rollout: {prompt_length: 16, response_length: 8}
+"""
+DEFECT = """
+from mrl.data import tasks
+
+class Task(tasks.Task):
+    num_train = num_val = 1
+
+    def train_row(self, index):
+        return 1 / 0
+
+    def val_row(self, index):
+        return 1 / 0
 """
 TIMEOUT_S = 120
 
@@ -46,7 +59,7 @@ def test_a_mistake_is_one_message_and_status_2(tmp_path):
 
 
 def test_a_defect_keeps_the_launchers_table(tmp_path):
-    process = start(tmp_path, task="1 / 0")
+    process = start(tmp_path, task=DEFECT)
     _, told = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
     assert "ZeroDivisionError" in told and "Root Cause" in told

@@ -279,7 +279,7 @@ class Job:
             "policy_version": self.policy_version,
             "source": self.source.state_dict(),
             "history": self.history.state_dict(),
-            "reference": self.reference.path,
+            "reference": self.reference.record,
         }
 
     def _commit(self, standing: Standing) -> None:

@@ -44,6 +44,11 @@ class Reference:
         self.path: str | None = None
         self._config, self._folder, self._needed, self._load, self._export = config, folder, needed, load, export
 
+    @property
+    def record(self) -> str | None:
+        """The path as commits have it: one in the run folder by its name, so that the folder can be moved."""
+        return Path(self.path).name if self.path and Path(self.path).parent == self._folder else self.path
+
     def start(self, step: int) -> None:
         """Collective over the job: the first one is `reference.path`, else the actor as it is after `step`."""
         if not self._needed:
@@ -65,11 +70,13 @@ class Reference:
 
         Args:
             step: Of the commit.
-            path: As the commit has it.
+            path: As the commit has it (`record`).
 
         Returns:
             What changed, in words; "" where nothing did.
         """
+        if path is not None and (self._folder / path).is_dir():
+            path = str(self._folder / path)
         self.path = path
         named = self._config.path
         if not self._needed:
@@ -81,9 +88,15 @@ class Reference:
         return ""
 
     def drop_unused(self, used: Collection[str | None], discard: Callable[[Path], None]) -> None:
-        """Gives the folders that are not `used` by any commit to `discard`; for one rank."""
+        """Gives the folders that are in no commit's `record` to `discard`; for one rank.
+
+        Args:
+            used: The commits' records.
+            discard: Removes a folder.
+        """
+        names = {Path(record).name for record in used if record is not None}
         for folder in self._folder.glob("reference-*"):
-            if str(folder) not in used:
+            if folder.name not in names:
                 discard(folder)
 
     def _freeze(self, step: int) -> None:

@@ -78,3 +78,10 @@ def test_a_resume_may_change_how_the_run_goes_on(tmp_path):
     named = str(tmp_path / "run/checkpoints/step-00000001/hf")
     states = [json.loads((tmp_path / f"run/checkpoints/step-0000000{step}/state.json").read_text()) for step in (3, 4)]
     assert [state["reference"] == named for state in states] == [False, True]
+
+
+def test_a_run_folder_that_was_moved_goes_on_with_its_reference(tmp_path):
+    runs.train_in_pool(tmp_path / "here", [*KL_IN_LOSS, "train.num_steps=1"], 1)
+    (tmp_path / "here").rename(tmp_path / "there")
+    rows = runs.train_in_pool(tmp_path / "there", [*KL_IN_LOSS, "train.num_steps=2"], 1)
+    assert rows[-1]["step"] == 2 and "actor/kl_loss" in rows[-1]

@@ -330,8 +330,11 @@ class Job:
         with together(), not_of_a_run(path):
             self.source.load_state_dict(state["source"])
             self.history.load_state_dict(state["history"])
+            reference = state["reference"]
+            if not isinstance(reference, str | None):
+                raise TypeError(f"the reference is {reference!r}")
         self.log.note(f"resumed from {path}")
-        changed = self.reference.resume(state["step"], state["reference"])
+        changed = self.reference.resume(state["step"], reference)
         if changed:
             self.log.note(changed)
         return int(state["step"]) - (state["unlogged"] is not None)

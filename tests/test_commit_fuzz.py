@@ -17,6 +17,7 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 from mrl.checkpoint import Checkpoints
@@ -49,6 +50,7 @@ JSON = [
     "NaN",
     "\ud800".encode("utf-8", "surrogatepass"),
 ]
+GONE, MOST_KEYS = object(), 8
 VALUES = [None, [], {}, -1, 2**70, 1e400, "x", True, [[]], {"a": None}, "\ud800", "../../x", ""]
 
 
@@ -105,16 +107,47 @@ def change(draw, folder):
             path.symlink_to(path)
     forged = draw.random() < 0.5 and path.name != "commit.json" and path.is_file()
     if forged:
-        record = json.loads((folder / "commit.json").read_bytes())
-        content = path.read_bytes()
-        record["files"][path.relative_to(folder).as_posix()] = {
-            "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()
-        }  # fmt: skip
-        (folder / "commit.json").write_text(json.dumps(record))
+        forge(folder, path)
     return f"{kind} {path.relative_to(folder)}{', forged' if forged else ''}"
 
 
-def fuzz(folder, number, seed, tell=lambda text: None):
+def forge(folder, path):
+    """Makes the record of a commit fit a file that was changed."""
+    record = json.loads((folder / "commit.json").read_bytes())
+    content = path.read_bytes()
+    record["files"][path.relative_to(folder).as_posix()] = {
+        "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()
+    }  # fmt: skip
+    (folder / "commit.json").write_text(json.dumps(record))
+
+
+def random_changes(number, seed):
+    """So many changes drawn from a seed."""
+    draw = random.Random(seed)
+    return [partial(change, draw)] * number
+
+
+def changes_of_state():
+    """Each key of state.json removed, and given a value of each kind of JSON."""
+
+    def change_key(number, value, folder):
+        state = json.loads((folder / "state.json").read_bytes())
+        keys = sorted(state)
+        key = keys[number % len(keys)]
+        if value is GONE:
+            del state[key]
+        else:
+            state[key] = value
+        (folder / "state.json").write_text(json.dumps(state))
+        forge(folder, folder / "state.json")
+        return f"{key} = {value!r}"
+
+    return [
+        partial(change_key, number, value) for number in range(MOST_KEYS) for value in (GONE, None, [], {}, "x", -1)
+    ]
+
+
+def fuzz(folder, changes, tell=lambda text: None):
     """What became of each case; the ones that end in something else than a message."""
     folder = Path(folder)
     words = runs.arguments(folder, STEPS)[1:]
@@ -124,13 +157,14 @@ def fuzz(folder, number, seed, tell=lambda text: None):
         job.commit(0, {})
         job.commit(1, {})
         whole = job.run.checkpoints
-        draw, counts, wrong = random.Random(seed), Counter(), []
+        counts, wrong = Counter(), []
         signal.signal(signal.SIGALRM, hang)
-        for case in range(number):
+        assert len(json.loads((whole / "step-00000001" / "state.json").read_bytes())) <= MOST_KEYS
+        for case, change_folder in enumerate(changes):
             copy = folder / "copy"
             shutil.rmtree(copy, ignore_errors=True)
             shutil.copytree(whole, copy)
-            what = change(draw, copy / "step-00000001")
+            what = change_folder(copy / "step-00000001")
             job.checkpoints = Checkpoints(copy, CheckpointConfig())
             signal.alarm(LIMIT_S)
             try:
@@ -154,21 +188,29 @@ def hang(number, frame):
     raise TimeoutError("hangs")
 
 
-def in_pool(folder, number, seed, ports):
+def in_pool(folder, kind, arguments, ports):
     parallel.destroy()
     launch.stop()
     os.environ["MASTER_PORT"] = str(ports[0])
     try:
-        return fuzz(folder, number, seed)
+        return fuzz(folder, kind(*arguments))
     finally:
         os.environ["MASTER_PORT"] = str(ports[1])
         launch.start("cpu", num_threads=1)
 
 
 def test_a_changed_checkpoint_is_told_of_or_goes_on(tmp_path):
-    ((counts, wrong),) = run_ranks(1, in_pool, str(tmp_path), 40, 0, [runs.free_port(), runs.free_port()])
+    ports = [runs.free_port(), runs.free_port()]
+    ((counts, wrong),) = run_ranks(1, in_pool, str(tmp_path), random_changes, (40, 0), ports)
     assert wrong == []
     assert sum(counts.values()) == 40 and counts["refused"] and counts["resumed from step 0"]
+
+
+def test_a_state_without_one_of_its_keys_or_with_another_value_is_told_of_or_goes_on(tmp_path):
+    ports = [runs.free_port(), runs.free_port()]
+    ((counts, wrong),) = run_ranks(1, in_pool, str(tmp_path), changes_of_state, (), ports)
+    assert wrong == []
+    assert counts["refused"]
 
 
 def main():
@@ -177,7 +219,11 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        counts, wrong = fuzz(folder, given.number, given.seed, lambda text: print(text, flush=True))  # noqa: T201
+        counts, wrong = fuzz(
+            folder,
+            random_changes(given.number, given.seed),
+            lambda text: print(text, flush=True),  # noqa: T201
+        )
     print(counts, f"{len(wrong)} wrong of {given.number}")  # noqa: T201
     return len(wrong)
 

@@ -72,7 +72,7 @@ class TrainConfig:
     """The loop."""
 
     num_steps: Optional[int] = None
-    """Reinforcement learning steps (rollout, update); null: as many as `num_epochs` gives. One of the two is needed."""
+    """Reinforcement learning steps (rollout, update); null: as many as `num_epochs` gives, and 100 without that."""
     num_epochs: Optional[float] = None
     """Passes over the training rows. The run ends when less than a batch of them is left, or with `num_steps`."""
     batch_size: int = 32

@@ -308,8 +308,6 @@ def _steps(config: Config, grid: Grid) -> Iterator[str]:
         yield f"train.minibatch_size={minibatch} does not divide train.batch_size={train.batch_size}."
     if train.warm_start.num_steps and train.warm_start.batch_size < grid.dp:
         yield f"train.warm_start.batch_size={train.warm_start.batch_size} is below the data-parallel size {grid.dp}."
-    if train.num_steps is None and train.num_epochs is None:
-        yield "train.num_steps and train.num_epochs are both null: give one of them, or the run has no end."
     if train.num_steps == 0 and not train.warm_start.num_steps:
         yield "train.num_steps and train.warm_start.num_steps are both 0: there is nothing to do."
     actor = config.actor

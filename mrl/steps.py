@@ -12,6 +12,9 @@ from fractions import Fraction
 from mrl.config import Config
 from mrl.errors import UserError
 
+UNASKED_STEPS = 100
+"""Of a run whose config says neither steps nor epochs."""
+
 
 def prompts_of(num_epochs: float, num_rows: int) -> int:
     """Whole rows in so many passes over the data, a part of a pass as it is written: 0.1 of 30 rows is 3."""
@@ -32,7 +35,7 @@ def with_num_steps(config: Config, num_rows: int) -> Config:
     """
     train = config.train
     if train.num_epochs is None:
-        return config
+        return config if train.num_steps is not None else replace(config, train=replace(train, num_steps=UNASKED_STEPS))
     num_prompts = prompts_of(train.num_epochs, num_rows)
     steps = num_prompts // train.batch_size
     if not steps:

@@ -300,6 +300,8 @@ def write_companions(folder: Path, arch: ArchSpec, files: Mapping[str, Layout], 
     if like is not None:
         config = {**read_config(like), **config}
         config.pop("quantization_config", None)
+        if len(config.get("layer_types") or ()) != arch.num_layers:
+            config.pop("layer_types", None)  # of a deeper model: without it each layer is as the family has it
         for name in TOKENIZER_FILES:
             if (like / name).is_file():
                 shutil.copyfile(like / name, folder / name)

@@ -8,7 +8,7 @@ from typing import Any
 
 from mrl.errors import UserError, shown
 
-LARGEST = 1 << 31
+LARGEST = 1 << 24
 """No size of a model comes near it; products of such numbers stay numbers that a machine can be asked about."""
 
 

@@ -206,8 +206,7 @@ def test_a_rank_holds_its_shard_never_the_model(tmp_path):
         import torch
         from mrl.grid import Grid
         from mrl.models.hf_config import arch_from_folder
-        from mrl.convert import convert
-from mrl.formats.hf import HfSource, HfTarget, load_from_hf
+        from mrl.formats.hf import load_from_hf
         from mrl.weights.megatron import megatron_layout
         from mrl.weights.tensors import allocate
 

@@ -172,7 +172,8 @@ def test_a_deep_check_finds_a_copy_that_differs(tmp_path, family, rank, name, me
     written(tmp_path, ARCHS[family], TrtllmMapping(2, 1))
     change(tmp_path, rank, name, poke)
     with TrtllmSource(tmp_path) as source:
-        source.check()
+        if name != "lm_head.weight" or "tied" not in family:  # a head that is another is no copy: always refused
+            source.check()
         with pytest.raises(UserError, match=message):
             source.check(deep=True)
 

@@ -49,7 +49,7 @@ FOUND = [
                   "data.task_kwargs={held_out_frac: 1e-15}"),
     with_override("a hundred thousand workers", "reward.num_workers=100000", command="train"),
     with_override("layers without end", "model.overrides.num_hidden_layers=1000000000"),
-    with_override("a model that no memory holds", "model.overrides.hidden_size=1000000000", command="train"),
+    with_override("a model that no memory holds", "model.overrides.hidden_size=10000000", command="train"),
     with_data("brackets in a row", b"[" * 200_000),
     with_data("a row with bytes that are no text", ROWS.encode() + b'{"prompt": "\xff"}\n'),
     with_data("half a parquet file", data_files._parquets()[0][:-20], "parquet"),

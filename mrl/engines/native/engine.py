@@ -190,7 +190,7 @@ class NativeEngine(RolloutEngine):
                 abandoned=Poll(self.told_to_stop, self._tp_group),
             )
             rollouts = generation.run(self.policy_version)
-        except RuntimeError:
+        except (RuntimeError, UserError):
             self._drop_cache()  # what is not a number must not outlive the call in masked slots
             raise
         self._stats = {**generation.stats, "kv_cache_bytes": float(self._cache.allocated_bytes)}

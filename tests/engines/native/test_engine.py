@@ -319,7 +319,7 @@ def test_logits_that_are_no_numbers_name_the_prompt(qwen):
     engine.finish_update(1)
     prompt = Prompt(uid=4, prompt_ids=(1, 2, 3, 4, 5, 6), text="", source="train.jsonl:17")
     for greedy in (True, False):
-        with pytest.raises(RuntimeError, match=r"train\.jsonl:17"):
+        with pytest.raises(UserError, match=r"train\.jsonl:17"):
             engine.generate([prompt, prompt], SamplingConfig(n=1, max_tokens=4, greedy=greedy))
     refit(engine, qwen, arch_from_folder(qwen), version=2)
     shorter = Prompt(uid=5, prompt_ids=(1, 2), text="")  # the slots behind it held keys that were no numbers

@@ -13,6 +13,7 @@ from mrl import __version__, cli
 from mrl.commit import Commit, File
 from mrl.config import Config
 from mrl.errors import UserError
+from tests.own_tasks import DEFECT
 from tests.source import ROOT
 
 CONFIG = """
@@ -210,20 +211,6 @@ def test_a_mistake_in_the_config_is_told_without_torch():
     code += "; print(status, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "2 False\n" and "Did you mean" in done.stderr
-
-
-DEFECT = """
-from mrl.data import tasks
-
-class Task(tasks.Task):
-    num_train = num_val = 1
-
-    def train_row(self, index):
-        return 1 / 0
-
-    def val_row(self, index):
-        return 1 / 0
-"""
 
 
 def test_a_defect_keeps_its_traceback(config, tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from tests.e2e.runs import free_port
+from tests.own_tasks import DEFECT
 from tests.source import ROOT
 
 CONFIG = """
@@ -17,18 +18,6 @@ model: {preset: qwen2_tiny, tokenizer: "char:0123456789<>+#", dtype: float32}
 data: {task: "own_task:Task"}
 train: {num_steps: 1}
 rollout: {prompt_length: 16, response_length: 8}
-"""
-DEFECT = """
-from mrl.data import tasks
-
-class Task(tasks.Task):
-    num_train = num_val = 1
-
-    def train_row(self, index):
-        return 1 / 0
-
-    def val_row(self, index):
-        return 1 / 0
 """
 TIMEOUT_S = 120
 

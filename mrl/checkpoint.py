@@ -39,7 +39,7 @@ from mrl.commit import (
     step_of,
 )
 from mrl.config import CheckpointConfig
-from mrl.distributed.collectives import together
+from mrl.distributed.collectives import from_first_rank, together
 from mrl.durable import sync_folder, write_file
 from mrl.errors import UserError
 
@@ -113,7 +113,7 @@ class Checkpoints:
         Raises:
             UserError: The disk is full or not writable; the commits that were there stay.
         """
-        temporary, final = self.folder / self._from_first_rank(_aside("writing", step)), self.path(step)
+        temporary, final = self.folder / from_first_rank(_aside("writing", step)), self.path(step)
         try:
             with self._saving():
                 if self.rank == 0:
@@ -155,7 +155,7 @@ class Checkpoints:
                     self._mend()
                 found = [(step, path) for path in self.folder.glob("step-*") if (step := step_of(path)) is not None]
                 candidates = [path for _, path in sorted(found, reverse=True) if has_record(path)]
-        candidates = self._from_first_rank(candidates)
+        candidates = from_first_rank(candidates)
         damaged: list[DamagedError] = []
         for path in candidates:
             began = time.monotonic()
@@ -185,7 +185,7 @@ class Checkpoints:
             if self.rank == 0:
                 record = read_commit(path)
                 check_files(path, record)
-        commit: Commit = self._from_first_rank(record)
+        commit: Commit = from_first_rank(record)
         with self._damage():
             for name, facts in self._hashed(path, sorted(commit.files)).items():
                 if facts != commit.files[name]:
@@ -274,11 +274,6 @@ class Checkpoints:
             if path not in self._told:
                 self.tell(f"'{path}' cannot be removed ({error.strerror}): it stays, and takes space")
             self._told.add(path)
-
-    def _from_first_rank(self, value: Any) -> Any:
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
 
     @contextmanager
     def _saving(self) -> Iterator[None]:

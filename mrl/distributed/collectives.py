@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,13 @@ def everyone() -> dist.ProcessGroup:
     if group is None:
         raise RuntimeError("there is no process group: distributed.launch.start was not called")
     return group
+
+
+def from_first_rank(value: Any) -> Any:
+    """Collective over the job: rank 0's value, on every rank; plain data (`objects.py`)."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

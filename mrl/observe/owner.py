@@ -32,7 +32,7 @@ import psutil
 import torch.distributed as dist
 
 from mrl.distributed import launch
-from mrl.distributed.collectives import together
+from mrl.distributed.collectives import from_first_rank, together
 from mrl.durable import write_file
 from mrl.errors import UserError
 
@@ -181,7 +181,7 @@ def take(root: Path, me: Owner, rank: int) -> Ownership:
                 last = claims.last()
                 if last is None or last.is_free or last.number <= beaten:
                     number = claims.add(last.number + 1 if last else 1, me)
-        last, number = _from_first_rank((last, number))
+        last, number = from_first_rank((last, number))
         if number:
             return Ownership(claims if rank == 0 else None, number, [note] if note else [])
         if last is None or last.is_free or last.number <= beaten:
@@ -213,7 +213,7 @@ def _end_of(claims: Claims, last: Claim, me: Owner, rank: int) -> str:
                     raise UserError(_held(claims.folder.parent, last.owner))
             else:
                 why = f"which gave no sign of life for {_silence(last.owner):.0f} s"
-    return str(_from_first_rank(why))
+    return str(from_first_rank(why))
 
 
 class Claims:
@@ -341,12 +341,6 @@ def _decode(path: Path) -> Owner | None:
     if any(type(value) not in kinds.get(name, (str,)) for name, value in values.items()):
         return None
     return Owner(**values) if values["pid"] > 0 and 0 < values["silent_s"] <= LONGEST_SILENCE_S else None
-
-
-def _from_first_rank(value: Any) -> Any:
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
 
 
 def _space() -> str:

@@ -19,7 +19,7 @@ from mrl.weights.native import native_layout
 from mrl.weights.trtllm import TrtllmMapping, trtllm_layout
 
 RUN = """
-model: {preset: qwen3_tiny, tokenizer: "char:0123456789+=#", dtype: bfloat16}
+model: {preset: qwen3_tiny, tokenizer: "char:0123456789<>+#", dtype: bfloat16}
 rollout: {n: 4, prompt_length: 64, response_length: 64, checkpoint_engine: {update_weights_bucket_megabytes: 1}}
 data: {task: addition}
 reward: {functions: [{name: exact_match}]}
@@ -109,7 +109,7 @@ def engines(folder, arch, mapping):
 
 @pytest.mark.parametrize("mapping", [TrtllmMapping(2), TrtllmMapping(1, 2)], ids=["tp2", "pp2"])
 def test_a_built_engine_needs_its_weights_twice_in_a_refit_and_keeps_them(resolved, tmp_path, mapping):
-    arch = arch_from_preset("qwen3_tiny", {}, 13)
+    arch = arch_from_preset("qwen3_tiny", {}, 14)
     folder = engines(tmp_path / "engines", arch, mapping)
     sizes = (
         f"rollout.tensor_model_parallel_size={mapping.tp_size}",

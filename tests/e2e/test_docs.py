@@ -56,6 +56,7 @@ VARIANTS = [
         "algorithm={name: sft, kl_in: none, kl_coef: 0.001, entropy_coef: 0.0}",
         "~algorithm.clip_low",
         "~algorithm.clip_high",
+        "train.minibatch_size=null",
     ],
 ]
 

@@ -43,4 +43,4 @@ def test_replayed_experts_give_the_same_updates(single, tmp_path):
 
 def updates(rows):
     """The training steps, without the evaluation that ended the first run."""
-    return [{name: row[name] for name in row if not name.startswith("val/")} for row in rows if TOKENS in row]
+    return [{name: row[name] for name in row if not name.startswith("val")} for row in rows if TOKENS in row]

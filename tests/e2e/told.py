@@ -15,6 +15,8 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
+
 from mrl.algorithms.grpo import Grpo
 from mrl.data.tasks import Addition
 from mrl.prepare import PEEKED_PROMPTS
@@ -64,10 +66,11 @@ class Sums(Addition):
 
 
 def reward(*, prompt, response, answer, extra):
-    """Runs in a worker: its parent is the rank."""
+    """Runs in a worker: its parent is its keeper, whose parent is the rank."""
+    rank = psutil.Process().parents()[1].pid
     if "held_out" in extra:
-        _tells("held_out", _counts.get("sample", 0), os.getppid())
-    elif _tells("score", _number("sample"), os.getppid()):
+        _tells("held_out", _counts.get("sample", 0), rank)
+    elif _tells("score", _number("sample"), rank):
         time.sleep(LONG_S)
     return len(set(response) & set(answer)) - 0.1 * len(response)
 

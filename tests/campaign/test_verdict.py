@@ -43,3 +43,14 @@ FAILED = Ended("failed", 0, "rank 1: KeyError: 'x'", [])
 )
 def test_verdict(alone, spread, name):
     assert judge(CASE, alone, spread).name == name
+
+
+@pytest.mark.parametrize(("grad_norm", "name"), [(1e-6, "same"), (0.0, "differs"), (2.0, "differs")])
+def test_numbers_after_a_gradient_of_rounding_are_not_compared(grad_norm, name):
+    def both(ppo_kl):
+        second = {**ROW, "step": 2, "actor/ppo_kl": ppo_kl}
+        return Ended("done", 0, "", [{**ROW, "actor/grad_norm": grad_norm}, second])
+
+    assert judge(CASE, both(1e-3), both(2e-3)).name == name
+    first = done(**{"actor/grad_norm": grad_norm})
+    assert judge(CASE, first, done(**{"actor/grad_norm": grad_norm, "actor/ppo_kl": 1.0})).name == "differs"

@@ -74,10 +74,9 @@ def _section(raw: Any, known: dict[str, Any], path: str, schema: type) -> Iterat
         full = f"{path}.{key}" if path else str(key)
         if key not in known:
             near = _nearest(str(key), path, list(known), schema)
-            hint = f" Did you mean '{near}'?" if near else ""
-            hint = _foreign(full, value) or hint
             where = f"Keys of '{path}'" if path else "Sections"
-            raise UserError(f"config key '{full}' is unknown.{hint} {where}: {', '.join(known)}.")
+            hint = f"Did you mean '{near}'?" if near else f"{where}: {', '.join(known)}."
+            raise UserError(f"config key '{full}' is unknown. {_foreign(full, value) or hint}")
         yield from _walk(value, known[key], full, schema)
 
 
@@ -86,8 +85,7 @@ def _foreign(key: str, value: Any) -> str:
     while isinstance(value, dict) and value:
         inner, value = next(iter(value.items()))
         key = f"{key}.{inner}"
-    said = elsewhere(key)
-    return f" {said}" if said else ""
+    return elsewhere(key)
 
 
 def _nearest(key: str, path: str, siblings: list[str], schema: type) -> str | None:

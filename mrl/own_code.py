@@ -46,7 +46,8 @@ def located(name: str, folders: Sequence[Path]) -> str:
     if place.endswith(".py"):
         wanted = Path(place)
         candidates = [folder / wanted for folder in folders]  # an absolute one stays what it is
-        missing = f"'{name}': there is no file '{wanted}' in {' or '.join(str(one.absolute()) for one in folders)}."
+        looked = dict.fromkeys(str(folder.resolve()) for folder in folders)
+        missing = f"'{name}': there is no file '{wanted}' in {' or '.join(looked)}."
     else:
         inner = Path(*place.split("."))
         candidates = [folder / file for folder in folders for file in (inner.with_suffix(".py"), inner / "__init__.py")]

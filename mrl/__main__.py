@@ -2,7 +2,7 @@
 
 import sys
 
-from mrl import ending
+from mrl.survival import ending
 
 
 def main() -> int:

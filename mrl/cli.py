@@ -1,7 +1,7 @@
 """The command line: `mrl train|evaluate|plan|rehearse|launch|report|from-verl`, the same as `python -m mrl ...`.
 
 Owns arguments, exit statuses and the one message of a run that ended early: 0 done, 2 a mistake that the user can mend
-(no traceback), 70 a rank failed, hung or was lost (`distributed/watchdog.py`, which tells it), 75 a training run that
+(no traceback), 70 a rank failed, hung or was lost (`survival/watchdog.py`, which tells it), 75 a training run that
 stopped in order and goes on when it is started again, 130 interrupted, 143 ended by SIGTERM. What needs torch is
 imported inside the commands, so that `mrl --help` and a mistake in a config answer at once.
 """
@@ -20,16 +20,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mrl import __version__, ending
+from mrl import __version__
 from mrl.config import Config, load
-from mrl.distributed.last_words import is_mine_to_say
 from mrl.distributed.launch import become, environment, variables
 from mrl.distributed.scripts import SCRIPTS, Start, line
-from mrl.distributed.stop import END_TIME, Stop, limits
-from mrl.ending import REQUEUE, Terminated
 from mrl.errors import ClusterError, UserError
-from mrl.observe.run_dir import RunDir
-from mrl.paths import expanded
+from mrl.run_folder.run_dir import RunDir
+from mrl.schema.paths import expanded
+from mrl.survival import ending
+from mrl.survival.ending import REQUEUE, Terminated
+from mrl.survival.last_words import is_mine_to_say
+from mrl.survival.stop import END_TIME, Stop, limits
 
 RANKS = "ranks of the real run; default: NxG of the config's name, else the fewest of its layout"
 
@@ -145,8 +146,8 @@ def _show(text: str) -> None:
 def _train(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, arguments.overrides)
     if arguments.dry_run:
-        from mrl.dryrun import describe
-        from mrl.world_size import world_size
+        from mrl.plan.dryrun import describe
+        from mrl.preflight.world_size import world_size
 
         started = environment().world_size
         described = describe(config, world_size(config, arguments.config, arguments.world_size, started=started))
@@ -179,9 +180,9 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    from mrl.hardware import load_hardware
-    from mrl.plan import describe
-    from mrl.world_size import world_size
+    from mrl.observe.hardware import load_hardware
+    from mrl.plan.plan import describe
+    from mrl.preflight.world_size import world_size
 
     hardware = load_hardware(arguments.hardware)
     if arguments.gpus_per_node is not None:
@@ -193,7 +194,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 def _rehearse(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from mrl.hardware import load_hardware
+    from mrl.observe.hardware import load_hardware
     from mrl.rehearsal.rehearse import Options, rehearse
 
     options = Options(
@@ -205,7 +206,7 @@ def _rehearse(arguments: argparse.Namespace) -> None:
 
 
 def _launch(arguments: argparse.Namespace) -> None:
-    from mrl.prepare import check_run
+    from mrl.run.prepare import check_run
 
     config = load(arguments.config, arguments.overrides)
     start = Start(
@@ -232,14 +233,14 @@ def _split(text: str) -> list[str]:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from mrl.doctor import Doctor
+    from mrl.doctor.doctor import Doctor
 
     return Doctor(arguments.config, arguments.overrides, json=arguments.json, timeout_s=arguments.timeout_s).run()
 
 
 def _from_verl(arguments: argparse.Namespace) -> None:
-    from mrl.from_verl import translate
-    from mrl.verl_line import read
+    from mrl.from_verl.line import read
+    from mrl.from_verl.translate import translate
 
     words, output = list(arguments.words_of_verl), None
     if "-o" in words[:-1]:
@@ -318,7 +319,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(plan)
     plan.add_argument("--world-size", type=_positive, metavar="N", help=RANKS)
     plan.add_argument(
-        "--hardware", type=_path, metavar="NAME|FILE", default="h100", help="a row of mrl/hardware.py, or a YAML file"
+        "--hardware",
+        type=_path,
+        metavar="NAME|FILE",
+        default="h100",
+        help="a row of mrl/observe/hardware.py, or YAML",
     )
     plan.add_argument("--gpus-per-node", type=_positive, metavar="N", help="default: what the hardware says")
     plan.set_defaults(command=_plan)

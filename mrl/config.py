@@ -1,7 +1,7 @@
 """Every knob of mrl: sections, fields, defaults, and how a YAML file with overrides becomes a `Config`.
 
 Owns the schema and the only default of each field; YAML files hold differences. It imports no torch, and it knows no
-range and no rule between fields: those live in `preflight.py`, which refuses them before any process group exists.
+range and no rule between fields: those live in `preflight/`, which refuses them before any process group exists.
 
 A string under a field is its one line of documentation (unit and range). `None` in `algorithm` means "what the named
 algorithm defines"; the resolved value is written into the run folder.
@@ -18,9 +18,9 @@ from typing import Any, Literal, Optional
 from omegaconf import OmegaConf
 
 from mrl.errors import UserError
-from mrl.paths import FilePath, TokenizerPath
-from mrl.values import Values
-from mrl.yaml_file import read_yaml
+from mrl.schema.paths import FilePath, TokenizerPath
+from mrl.schema.values import Values
+from mrl.schema.yaml_file import read_yaml
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     refit -> rollout -> reward -> pack -> log-probabilities -> advantages -> update -> evaluate -> log -> commit
 
-Owns the order of the phases and nothing else: `job.py` puts a run together, `rollout.py` moves samples between ranks,
+Owns the order of the phases and nothing else: `run/job.py` puts a run together, `rollout/` moves samples between ranks,
 `algorithms/` knows advantages and losses, `megatron/policy.py` the actor, `engines/` the sampling, `observe/` every
 metric. All ranks call every function here together.
 """
@@ -16,18 +16,18 @@ from dataclasses import replace
 from mrl.algorithms.base import Algorithm
 from mrl.config import Config
 from mrl.distributed.collectives import together
-from mrl.distributed.stop import Stop
 from mrl.engines.base import SamplingConfig
 from mrl.errors import UserError
-from mrl.job import Job
 from mrl.observe import data_sources
 from mrl.observe import metrics as measure
 from mrl.observe.report import write_report
 from mrl.observe.run_log import sample_rows
-from mrl.opening import open_job
-from mrl.prepare import prepare
-from mrl.rollout import StepBatch, gather_facts, gather_table, generate, outcomes, pack
-from mrl.supervised import supervised_batch
+from mrl.rollout.rollout import StepBatch, gather_facts, gather_table, generate, outcomes, pack
+from mrl.run.job import Job
+from mrl.run.opening import open_job
+from mrl.run.prepare import prepare
+from mrl.run.supervised import supervised_batch
+from mrl.survival.stop import Stop
 from mrl.types import Prompt, Rollout, RolloutBatch, SampleTable
 
 Metrics = dict[str, float]

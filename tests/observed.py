@@ -28,15 +28,15 @@ from mrl import train as loop
 from mrl.cli import _quieten
 from mrl.config import Config, load
 from mrl.data.prompts import load_training, load_validation
-from mrl.distributed.stop import Stop, limits
-from mrl.engine_memory import engine_layouts
 from mrl.errors import UserError
-from mrl.job import Job
 from mrl.megatron.model import transformer_config
 from mrl.observe.metrics import is_wall_clock
-from mrl.opening import open_job
-from mrl.prepare import prepare, resolve
-from mrl.supervised import examples
+from mrl.plan.engine_memory import engine_layouts
+from mrl.run.job import Job
+from mrl.run.opening import open_job
+from mrl.run.prepare import prepare, resolve
+from mrl.run.supervised import examples
+from mrl.survival.stop import Stop, limits
 from mrl.weights.megatron import megatron_layouts
 
 CONFIG = """

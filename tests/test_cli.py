@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from mrl import __version__, cli
-from mrl.commit import Commit, File
 from mrl.config import Config
 from mrl.errors import UserError
+from mrl.run_folder.commit import Commit, File
 from tests.own_tasks import DEFECT
 from tests.source import ROOT
 

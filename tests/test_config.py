@@ -11,7 +11,7 @@ import yaml
 from mrl import config as schema
 from mrl.config import Config, load, to_yaml
 from mrl.errors import UserError
-from mrl.keys import dotted_keys, leaves, nested
+from mrl.schema.keys import dotted_keys, leaves, nested
 from tests.source import PACKAGE, ROOT, tree_of
 
 FILES = sorted((ROOT / "configs").rglob("*.yaml"))

@@ -8,7 +8,7 @@ import pytest
 from mrl.cli import main
 from mrl.config import load
 from mrl.grid import Grid
-from mrl.prepare import resolve
+from mrl.run.prepare import resolve
 from tests.source import ROOT
 
 NAME = re.compile(r"(?P<algorithm>[a-z]+)_(?P<model>[^_]+)_(?P<nodes>\d+)x(?P<gpus>\d+)(?:_(?P<layout>\w+))?\.yaml")

@@ -8,7 +8,7 @@ import pytest
 
 from mrl import cli
 from mrl.config import Config, load
-from mrl.keys import dotted_keys
+from mrl.schema.keys import dotted_keys
 from tests.source import ROOT
 from tests.test_packaging import setup_keyword
 
@@ -126,7 +126,7 @@ def test_the_two_commands_install_alike_and_ci_runs_the_second():
 
 
 def test_plugins_that_readme_counts_are_there():
-    from mrl.registry import names
+    from mrl.schema.registry import names
 
     works = README.split("\n| Models |")[1].split("\n")[0]
     for family in ("llama", "qwen2", "qwen3"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from mrl.config import Config, RewardFunctionConfig
-from mrl.keys import dotted_keys
+from mrl.schema.keys import dotted_keys
 from tests.data.folders import CHATML, byte_bpe_folder
 from tests.observed import Facts, bounds, course, files, laid, read
 from tests.source import ROOT

@@ -5,7 +5,7 @@ import ast
 from tests.source import ROOT, modules, tree_of
 
 PLACES = {
-    "mrl/distributed/checkpoint_metadata.py": {"pickle": "an unpickler of metadata classes alone"},
+    "mrl/formats/checkpoint_metadata.py": {"pickle": "an unpickler of metadata classes alone"},
     "mrl/distributed/objects.py": {
         "pickle": "the unpickler of data that all object collectives have",
         "load": "weights_only",

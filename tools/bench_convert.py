@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.convert import convert, plan_conversion
+from mrl.convert.convert import convert, plan_conversion
 from mrl.formats.base import OutFile, Target
 from mrl.formats.detect import open_source
 from mrl.formats.hf import HfTarget

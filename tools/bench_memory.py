@@ -6,7 +6,7 @@
 Each layout is a job of fresh processes that runs two GRPO steps with a reference, as `mrl train` does; the second is
 measured, since buffers and optimizer states are made in the first. Measured is the largest resident set of a phase
 (`mrl/observe/ledger.py`) less the resident set after imports and before the process group. Predicted is
-`mrl/memory.py` with no allowance; `code_mb`, which it does not know, is what the resident set grew by in pages of
+`mrl/plan/memory.py` with no allowance; `code_mb`, which it does not know, is what the resident set grew by in pages of
 libraries' files, as their functions were first called. The C library's allocator gives large blocks back at once
 (MALLOC_MMAP_THRESHOLD_), so that the resident set is what is held. One JSON line for each layout.
 """
@@ -30,13 +30,13 @@ from typing import Any
 import torch
 import yaml
 
-from mrl.benchmark import device_name
 from mrl.config import load
-from mrl.engine_memory import Device
 from mrl.engines.native.linear import compute_dtype
-from mrl.memory import memory_by_stage
-from mrl.opening import open_job
-from mrl.prepare import prepare
+from mrl.observe.benchmark import device_name
+from mrl.plan.engine_memory import Device
+from mrl.plan.memory import memory_by_stage
+from mrl.run.opening import open_job
+from mrl.run.prepare import prepare
 from mrl.train import reinforcement_step
 from mrl.weights.copies import Copy
 from mrl.weights.tensors import DTYPES

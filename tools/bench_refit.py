@@ -30,7 +30,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mrl.benchmark import commit, device_name, spread
 from mrl.config import CheckpointEngineConfig, RolloutConfig
 from mrl.distributed import launch
 from mrl.distributed.groups import make_rollout_group
@@ -38,7 +37,8 @@ from mrl.engines.native.engine import NativeEngine
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.models.presets import PRESETS, arch_from_preset
-from mrl.refit import Refit
+from mrl.observe.benchmark import commit, device_name, spread
+from mrl.refit.refit import Refit
 from mrl.weights.copies import ITEM_BYTES
 from mrl.weights.init import random_init
 from mrl.weights.megatron import megatron_layout, megatron_layouts

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 import transformers
 
-from mrl.benchmark import commit, device_name, spread
 from mrl.config import RolloutConfig
 from mrl.engines.base import SamplingConfig, WeightSlice
 from mrl.engines.native.engine import NativeEngine
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_config, family_of
+from mrl.observe.benchmark import commit, device_name, spread
 from mrl.types import Prompt
 from mrl.weights.hf import hf_layout
 from mrl.weights.init import random_init

@@ -30,11 +30,11 @@ import torch
 import transformers
 
 from mrl import config as mrl_config
-from mrl.benchmark import commit, device_name, spread
-from mrl.job import Job
-from mrl.opening import open_job
-from mrl.prepare import prepare
+from mrl.observe.benchmark import commit, device_name, spread
 from mrl.rewards.regex import regex
+from mrl.run.job import Job
+from mrl.run.opening import open_job
+from mrl.run.prepare import prepare
 from mrl.train import reinforcement_step
 
 WARM_UP = 2

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mrl.benchmark import commit
+from mrl.observe.benchmark import commit
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 WEAK, STRONG = 0.30, 0.90

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mrl.convert_cli import (
+from mrl.convert.command_line import (
     FlagParser,
     add_conversion_flags,
     add_megatron_flags,

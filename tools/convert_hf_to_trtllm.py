@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mrl.convert_cli import FlagParser, add_conversion_flags, add_trtllm_flags, run_conversion, run_tool, trtllm_target
+from mrl.convert.command_line import (
+    FlagParser,
+    add_conversion_flags,
+    add_trtllm_flags,
+    run_conversion,
+    run_tool,
+    trtllm_target,
+)
 from mrl.formats.hf import HfSource
 
 EXAMPLE = """\

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mrl.convert_cli import FlagParser, add_conversion_flags, add_hf_flags, hf_target, run_conversion, run_tool
+from mrl.convert.command_line import FlagParser, add_conversion_flags, add_hf_flags, hf_target, run_conversion, run_tool
 from mrl.formats.trtllm import TrtllmSource
 
 EXAMPLE = """\

@@ -8,9 +8,9 @@ import sys
 from contextlib import closing
 from typing import Any
 
-from mrl.convert_cli import FlagParser, add_like_flag, like_arch, run_tool
+from mrl.convert.command_line import FlagParser, add_like_flag, like_arch, run_tool
+from mrl.files.output_file import hash_file
 from mrl.formats.detect import open_source
-from mrl.formats.output_file import hash_file
 
 EXAMPLE = """\
   python tools/inspect_checkpoint.py runs/math/checkpoints/step-00000400 --no_hash

@@ -8,9 +8,9 @@ from contextlib import closing
 
 from rich.console import Console
 
-from mrl.convert_cli import FlagParser, add_like_flag, like_arch, progress_bar, run_tool
+from mrl.convert.command_line import FlagParser, add_like_flag, like_arch, progress_bar, run_tool
+from mrl.convert.verify import verify
 from mrl.formats.detect import open_source
-from mrl.verify import verify
 from mrl.weights.hf import hf_layout
 from mrl.weights.regions import volume, whole
 

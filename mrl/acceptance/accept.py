@@ -26,8 +26,8 @@ from mrl.engines.trtllm.inspection import NO_IMPORT
 from mrl.errors import UserError
 from mrl.formats.hf import HfTarget
 from mrl.models.hf_config import arch_from_folder
-from mrl.preflight_engine import wanted_engine
-from mrl.prepare import load_model_facts
+from mrl.preflight.engine import wanted_engine
+from mrl.run.prepare import load_model_facts
 from mrl.weights.hf import hf_layout
 from mrl.weights.init import random_init
 from mrl.weights.tensors import allocate

@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl import canary
 from mrl.distributed import launch
 from mrl.distributed.collectives import together
-from mrl.engine_memory import weight_bytes
 from mrl.engines.base import SamplingConfig
 from mrl.engines.trtllm import inspection
 from mrl.errors import UserError
 from mrl.formats.hf import HfSource
-from mrl.job import Job
+from mrl.plan.engine_memory import weight_bytes
+from mrl.run import canary
+from mrl.run.job import Job
 from mrl.types import Prompt, Rollout, RolloutBatch
 from mrl.weights.checksum import bit_sum
 from mrl.weights.init import random_init

@@ -20,8 +20,8 @@ from mrl.acceptance.table import Spec
 from mrl.config import load
 from mrl.distributed import launch
 from mrl.errors import UserError
-from mrl.opening import open_job
-from mrl.prepare import prepare
+from mrl.run.opening import open_job
+from mrl.run.prepare import prepare
 
 log = logging.getLogger(__name__)
 

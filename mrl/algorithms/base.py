@@ -21,7 +21,7 @@ from mrl.config import AlgorithmConfig, OverlongConfig, RolloutConfig
 from mrl.errors import UserError
 from mrl.functional import advantages as advantage_maths
 from mrl.functional.aggregation import token_weights
-from mrl.registry import find
+from mrl.schema.registry import find
 from mrl.types import RolloutBatch
 
 T = TypeVar("T")

@@ -21,9 +21,9 @@ from mrl.config import Config, load
 from mrl.data.tokenizer import CharTokenizer
 from mrl.distributed.local_ranks import RankError, run_ranks
 from mrl.errors import UserError
-from mrl.export import write_model_folder
 from mrl.models.presets import arch_from_preset
-from mrl.observe.run_dir import RunDir
+from mrl.refit.export import write_model_folder
+from mrl.run_folder.run_dir import RunDir
 from mrl.weights.hf import hf_layout
 from mrl.weights.init import random_init
 from mrl.weights.tensors import allocate

@@ -19,7 +19,7 @@ from typing import Any
 
 from mrl.data.tasks import Task
 from mrl.errors import UserError, first_line
-from mrl.own_code import label
+from mrl.schema.own_code import label
 
 PARQUET_CACHE_BYTES = 1 << 30
 """Decoded parquet row groups that one file keeps, at least one; a file below this size is decoded once."""

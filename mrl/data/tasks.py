@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
-from mrl import own_code, registry
 from mrl.errors import UserError
+from mrl.schema import own_code, registry
 
 
 class Task(ABC):

@@ -16,7 +16,7 @@ from typing import Any
 from mrl.config import DataConfig, ModelConfig
 from mrl.errors import UserError, first_line
 from mrl.models.hf_config import TOKENIZER_FILES, read_json
-from mrl.paths import CHAR_PREFIX
+from mrl.schema.paths import CHAR_PREFIX
 
 _MOST_IDS = 1 << 31
 

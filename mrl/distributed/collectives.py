@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.durable import refusals
 from mrl.errors import UserError
+from mrl.files.durable import refusals
 
 
 class RankFailedError(RuntimeError):

@@ -1,8 +1,9 @@
 """What a checkpoint format is: something to read by parts, and something to write file by file.
 
-Owns the two interfaces that `mrl/convert.py` joins. Full Hugging Face tensors are the common coordinates: a source
-reads any region of any of them, a target says of each tensor in each of its files which regions it holds
-(`StoredTensor`). So N formats need N readers and N writers, and a conversion is one loop. No format knows another one.
+Owns the two interfaces that `mrl/convert/convert.py` joins. Full Hugging Face tensors are the common coordinates: a
+source reads any region of any of them, a target says of each tensor in each of its files which regions it holds
+(`StoredTensor`). So N formats need N readers and N writers, and a conversion is one loop. No format knows another
+one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Hugging Face folders: config.json, safetensors (one file or shards with an index), tokenizer.
 
 Owns their reading, for conversions and for the ranks of a job, and everything of their writing that is not the moving
-of weights: which tensor is in which file, the index, config.json, the files that come along. `mrl/convert.py` and
-`mrl/export.py` write folders with it. No reader holds the whole model: tensors are views of mapped files.
+of weights: which tensor is in which file, the index, config.json, the files that come along. `mrl/convert/convert.py`
+and `mrl/refit/export.py` write folders with it. No reader holds the whole model: tensors are views of mapped files.
 """
 
 from __future__ import annotations

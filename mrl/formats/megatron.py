@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.distributed.checkpoint_metadata import METADATA
 from mrl.errors import UserError
+from mrl.files.output_file import OutputFile
 from mrl.formats.base import OutFile, Source, Target
-from mrl.formats.output_file import OutputFile
+from mrl.formats.checkpoint_metadata import METADATA
 from mrl.formats.torch_dist import (
     BACKEND_FILE,
     Chunk,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mrl.errors import UserError
-from mrl.formats.output_file import OutputFile
+from mrl.files.output_file import OutputFile
 
 _TORCH = {
     "F64": torch.float64,

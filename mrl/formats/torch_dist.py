@@ -4,7 +4,7 @@ Owns `.metadata` (a pickle of torch.distributed.checkpoint's `Metadata`: which b
 `metadata.json`, `common.pt` and the blobs' place in their files, as megatron-core 0.16.1's "torch_dist" backend reads
 and writes them. Which tensors a model has is not known here. It needs no process group and no Megatron.
 
-A checkpoint from elsewhere must not run code. `.metadata` is read by `distributed/checkpoint_metadata.py`, a blob by an
+A checkpoint from elsewhere must not run code. `.metadata` is read by `checkpoint_metadata.py`, a blob by an
 unpickler that knows a tensor's description and nothing else; what torch calls bytes (any pickled object: random states,
 extra states) and `common.pt` are never read.
 """
@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from mrl.distributed.checkpoint_metadata import METADATA, read_metadata
-from mrl.durable import write_file
 from mrl.errors import UserError
+from mrl.files.durable import write_file
+from mrl.formats.checkpoint_metadata import METADATA, read_metadata
 from mrl.formats.torch_blob import ALIGNMENT, BlobTensor, DamagedError, blob_parts, read_blob
 from mrl.weights.layout import Region
 from mrl.weights.regions import intersect, volume, whole

@@ -1,11 +1,11 @@
 """The actor in a folder: model and optimizer through megatron.core.dist_checkpointing, layout free.
 
-Owns what is saved of the actor and how it comes back at another TP, PP, VPP or DP. When a checkpoint counts as written
-is decided by `mrl/checkpoint.py`; without Megatron the folder is read by `mrl/formats/megatron.py`. Its metadata is a
-pickle: before Megatron reads it, it is read by an unpickler that knows the classes of metadata and nothing else, so
-that a folder from elsewhere cannot run code. For the same reason what is loaded is tensors only: what torch calls bytes
-is unpickled without a question; the extra states of modules, which may be such, are not loaded. `common.pt` is read by
-Megatron with torch's weights-only unpickler.
+Owns what is saved of the actor and how it comes back at another TP, PP, VPP or DP. When a checkpoint counts as
+written is decided by `mrl/run_folder/checkpoint.py`; without Megatron the folder is read by
+`mrl/formats/megatron.py`. Its metadata is a pickle: before Megatron reads it, it is read by an unpickler that knows
+the classes of metadata and nothing else, so that a folder from elsewhere cannot run code. For the same reason what is
+loaded is tensors only: what torch calls bytes is unpickled without a question; the extra states of modules, which may
+be such, are not loaded. `common.pt` is read by Megatron with torch's weights-only unpickler.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from mrl.distributed.checkpoint_metadata import METADATA, read_metadata
 from mrl.errors import UserError
+from mrl.formats.checkpoint_metadata import METADATA, read_metadata
 from mrl.megatron.optimizer_state import take_up, to_load, to_save
 from mrl.megatron.policy import Policy
 from mrl.models.hf_config import family_of

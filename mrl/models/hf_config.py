@@ -10,10 +10,10 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from mrl import registry
 from mrl.errors import UserError, first_line, shown
 from mrl.models._keys import refuse_foreign_structure
 from mrl.models.base import ArchSpec, Family
+from mrl.schema import registry
 
 _NOT_FAMILIES = ("hf_config", "presets")
 

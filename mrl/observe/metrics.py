@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from mrl.errors import UserError
-from mrl.hardware import peak_bf16_flops
 from mrl.models.base import ArchSpec
+from mrl.observe.hardware import peak_bf16_flops
 from mrl.types import Rollout, SampleTable
 
 WALL_CLOCK_PREFIXES = ("timing_s/", "timing_per_token_ms/", "perf/")

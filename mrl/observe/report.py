@@ -16,14 +16,14 @@ from typing import Any
 
 from mrl import config as config_module
 from mrl.config import Config
-from mrl.durable import replace_file
 from mrl.errors import UserError
+from mrl.files.durable import replace_file
+from mrl.files.step_file import Row, number, read_rows
 from mrl.observe.charts import Point, Series, colour, line_chart, stacked_bars
 from mrl.observe.data_sources import headlines
 from mrl.observe.page import card, cell, grid, header, page, section, table
-from mrl.observe.run_dir import RunDir, flat, read_facts
-from mrl.observe.step_file import Row, number, read_rows
 from mrl.observe.words import clock, short
+from mrl.run_folder.run_dir import RunDir, flat, read_facts
 
 EDGE_STEPS = 5
 """Headline rewards are means over this many first and last steps."""

@@ -10,10 +10,10 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
-from mrl import registry
 from mrl.config import Config
 from mrl.observe.loggers.base import Logger, Opening, Phase
-from mrl.observe.run_dir import RunDir
+from mrl.run_folder.run_dir import RunDir
+from mrl.schema import registry
 from mrl.types import Rollout
 
 

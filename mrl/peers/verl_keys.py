@@ -1,7 +1,8 @@
 """What becomes of each key of verl's trainer config (verl 0.9.1, `verl/trainer/config/`), as data.
 
 A key maps to one of mrl's, needs no counterpart, or has none. Owns that verdict, its reason and verl's default of the
-keys that map; `from_verl.py` translates values, `mrl/docs/verl.md` is written from here. It imports nothing of mrl.
+keys that map; `from_verl/translate.py` translates values, `mrl/docs/verl.md` is written from here. It imports nothing
+of mrl.
 
 Patterns: `*` stands for any text, dots too. The first that fits counts, in the order MAPS, MOOT, MISSING.
 """

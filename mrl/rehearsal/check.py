@@ -1,7 +1,7 @@
 """What the real run refuses, known on a machine that could not run it: the first stage of a rehearsal.
 
-Owns what is told of a path that only the cluster has. The rules are those of `mrl train` (`prepare.py`) and of
-`mrl plan` (`fit.py`), at the real sizes and ranks.
+Owns what is told of a path that only the cluster has. The rules are those of `mrl train` (`run/prepare.py`) and of
+`mrl plan` (`plan/fit.py`), at the real sizes and ranks.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from mrl.config import Config
 from mrl.errors import UserError
-from mrl.fit import check_fits, device_of
-from mrl.hardware import Hardware
-from mrl.memory import memory_by_stage
-from mrl.prepare import Resolved, check_run
+from mrl.observe.hardware import Hardware
+from mrl.plan.fit import check_fits, device_of
+from mrl.plan.memory import memory_by_stage
+from mrl.preflight.world_size import world_size
 from mrl.rehearsal.report import Report
 from mrl.rehearsal.settings import NUM_VAL
 from mrl.rehearsal.stand_ins import FLAG, missing_paths, with_stand_ins
-from mrl.world_size import world_size
+from mrl.run.prepare import Resolved, check_run
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def check_real_run(
     Args:
         config: What was asked for.
         file: Where it stands; its name may say nodes x GPUs.
-        asked: Ranks of the real run; None: by the rule of `world_size.py`.
+        asked: Ranks of the real run; None: by the rule of `preflight/world_size.py`.
         hardware: Its GPUs.
         report: Gets the world size, and warnings.
         stand_ins: Whether something may take the place of files that are not here.

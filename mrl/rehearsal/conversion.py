@@ -1,13 +1,14 @@
 """The last stage of a rehearsal: its checkpoint as a Hugging Face folder and as TensorRT-LLM files, compared.
 
-Owns the two conversions; how they are made and compared is in `convert.py` and `verify.py`.
+Owns the two conversions; how they are made and compared is in `convert/convert.py` and `convert/verify.py`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from mrl.convert import convert
+from mrl.convert.convert import convert
+from mrl.convert.verify import verify
 from mrl.errors import UserError
 from mrl.formats.base import Source, Target
 from mrl.formats.hf import HfSource, HfTarget
@@ -16,7 +17,6 @@ from mrl.formats.trtllm import TrtllmSource, TrtllmTarget
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import family_of
-from mrl.verify import verify
 from mrl.weights.trtllm import TrtllmMapping
 
 

@@ -117,7 +117,7 @@ def _spread(asked: Grid, dense: Grid, stage: int) -> Iterator[Grid]:
         _smaller(asked.ep, stage), cuts, _smaller(asked.rollout_ep, dense.rollout_tp)
     ):
         grid = replace(dense, ep=ep, etp=etp, rollout_ep=rollout_ep)
-        if ep == 1 and grid.expert_tp != grid.tp:  # refused, see preflight_experts.py
+        if ep == 1 and grid.expert_tp != grid.tp:  # refused, see preflight/experts.py
             grid = replace(grid, etp=None)
         if stage % (ep * grid.expert_tp) == 0 and dense.rollout_tp % rollout_ep == 0:
             yield grid

@@ -23,17 +23,15 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from mrl import preflight
 from mrl.config import Config, load, to_yaml
 from mrl.data.tasks import make_task
 from mrl.data.tokenizer import HFTokenizer
 from mrl.distributed.local_ranks import Ran, RankError, run_ranks
 from mrl.errors import UserError
 from mrl.grid import Grid
-from mrl.hardware import Hardware
 from mrl.models.base import ArchSpec
-from mrl.observe.run_dir import RunDir, flat
-from mrl.prepare import Resolved, resolve
+from mrl.observe.hardware import Hardware
+from mrl.preflight import preflight
 from mrl.rehearsal.check import check_real_run
 from mrl.rehearsal.conversion import to_hugging_face, to_trtllm
 from mrl.rehearsal.copies import with_first_rows, write_model
@@ -42,6 +40,8 @@ from mrl.rehearsal.model import shrunk_model
 from mrl.rehearsal.report import ALL, FILE, Report, Stage
 from mrl.rehearsal.settings import ENGINE, NUM_VAL, VARIETY, Sizes, other_layout, shrunk_config, with_steps
 from mrl.rehearsal.stages import STAGES, spent_in, stage_of
+from mrl.run.prepare import Resolved, resolve
+from mrl.run_folder.run_dir import RunDir, flat
 
 FIRST, RESUME = "first.yaml", "resume.yaml"
 """The shrunk configs of the two runs, in the rehearsal's folder."""
@@ -60,7 +60,7 @@ class Options:
     """What the command line says beside the config.
 
     Attributes:
-        world_size: Ranks of the real run; None: by the rule of `world_size.py`.
+        world_size: Ranks of the real run; None: by the rule of `preflight/world_size.py`.
         max_ranks: Ranks that are started here at most; None: what the memory holds, up to MAX_RANKS.
         output_dir: The rehearsal's folder; None: beside the runs, by the config's name.
         hardware: The real run's GPUs.

@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mrl.durable import replace_file
+from mrl.files.durable import replace_file
 
 FILE = "rehearsal.json"
 Outcome = Literal["passed", "failed", "not covered"]

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mrl import preflight
 from mrl.config import (
     CheckpointEngineConfig,
     Config,
@@ -24,14 +23,15 @@ from mrl.config import (
     RolloutConfig,
     TrainConfig,
 )
+from mrl.data.steps import minibatches_of_a_step, optimizer_steps
 from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.models._keys import DECODER_KEYS
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import family_of
 from mrl.models.presets import PRESETS
-from mrl.prepare import Resolved
-from mrl.steps import minibatches_of_a_step, optimizer_steps
+from mrl.preflight import preflight
+from mrl.run.prepare import Resolved
 
 SAMPLES = 4
 """Of a prompt, where the config has at least as many."""

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from mrl.config import Config
 from mrl.errors import UserError
-from mrl.hub import local_folder
+from mrl.formats.hub import local_folder
 from mrl.models.presets import PRESETS
-from mrl.paths import CHAR_PREFIX
 from mrl.rehearsal.settings import ENGINE
+from mrl.schema.paths import CHAR_PREFIX
 
 TASK = "addition"
 CHARACTERS = f"{CHAR_PREFIX}0123456789<>+=#"

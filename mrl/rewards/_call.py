@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mrl import registry
 from mrl.errors import UserError
 from mrl.rewards._signatures import Signature
+from mrl.schema import registry
 
 Facts = dict[str, float | str]
 """What a reward function may say of a sample besides its value; numbers are finite."""

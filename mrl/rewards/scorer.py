@@ -10,12 +10,12 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 
-from mrl import registry
 from mrl.config import RewardConfig
 from mrl.errors import UserError
-from mrl.own_code import is_own
 from mrl.rewards._call import Outcome, RewardCall, Sample
 from mrl.rewards._pool import WorkerPool
+from mrl.schema import registry
+from mrl.schema.own_code import is_own
 from mrl.types import Rollout
 
 _EXCERPT_CHARS = 200

@@ -3,7 +3,7 @@
 Owns `make_plan` and `Plan`. Source and target layouts are intersected piece by piece in Hugging Face coordinates; every
 target element gets exactly one source: the rank's own shard, else one on the same host, else any, and among equals the
 one that has sent least. So the bytes moved equal the lower bound, "what a target rank needs and does not hold". Pure
-arithmetic: `mrl/transfer.py` runs a plan.
+arithmetic: `mrl/refit/transfer.py` runs a plan.
 
 A layout shared by several ranks (data-parallel copies, replicas) should be one object: it is then walked once.
 """

@@ -9,7 +9,7 @@ import torch
 from mrl.algorithms.base import Algorithm, Outcomes, build, required, resolve
 from mrl.config import AlgorithmConfig, OverlongConfig, RolloutConfig
 from mrl.errors import UserError
-from mrl.registry import names
+from mrl.schema.registry import names
 from tests.algorithms.ragged import advantages_of, alone, make_batch
 
 ROLLOUT = RolloutConfig(n=3, response_length=7)

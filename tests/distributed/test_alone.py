@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 from mrl.cli import main
 from mrl.distributed.collectives import together
 from mrl.distributed.environment import Environment
-from mrl.distributed.watchdog import Watchdog
+from mrl.survival.watchdog import Watchdog
 from mrl.errors import UserError
 
 rank, port, failing, kind = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]

@@ -11,8 +11,8 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from mrl.distributed import token
-from mrl.distributed.agent import is_on_one_host, with_local_addr, without_log_dir
 from mrl.distributed.elastic import SealedBackend, decode, encode
+from mrl.survival.agent import is_on_one_host, with_local_addr, without_log_dir
 
 NODES = st.builds(_NodeDesc, st.text(max_size=9), st.integers(0, 2**22), st.integers(0, 9))
 TIMES = st.datetimes(timezones=st.just(timezone.utc)) | st.datetimes()

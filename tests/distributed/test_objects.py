@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 
 from mrl.distributed.objects import DataOnly, NotDataError, OtherError
-from mrl.distributed.watchdog import Watchdog
 from mrl.errors import UserError
+from mrl.survival.watchdog import Watchdog
 from mrl.types import Prompt
 from tests.ranks import run_ranks
 

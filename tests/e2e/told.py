@@ -19,7 +19,7 @@ import psutil
 
 from mrl.algorithms.grpo import Grpo
 from mrl.data.tasks import Addition
-from mrl.prepare import PEEKED_PROMPTS
+from mrl.run.prepare import PEEKED_PROMPTS
 
 TELL, MARK = "MRL_TEST_TELL", "MRL_TEST_MARK"
 LONG_S = 600

@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from mrl.convert import convert
+from mrl.convert.convert import convert
 from mrl.errors import UserError
 from mrl.formats.hf import HfSource, HfTarget, load_from_hf
 from mrl.grid import Grid

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.convert import convert
+from mrl.convert.convert import convert
 from mrl.errors import UserError
 from mrl.formats.hf import INDEX, HfSource, HfTarget
 from mrl.weights.hf import hf_layout

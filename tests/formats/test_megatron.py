@@ -8,8 +8,8 @@ import shutil
 import pytest
 import torch
 
-from mrl.distributed.checkpoint_metadata import METADATA, read_metadata
 from mrl.errors import UserError
+from mrl.formats.checkpoint_metadata import METADATA, read_metadata
 from mrl.formats.megatron import MegatronSource, MegatronTarget
 from mrl.formats.torch_dist import read_contents
 from mrl.grid import Grid

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mrl.errors import UserError
-from mrl.formats.output_file import hash_file
+from mrl.files.output_file import hash_file
 from mrl.formats.safetensors_file import SafetensorsFile, write_safetensors
 
 FUZZED = 400

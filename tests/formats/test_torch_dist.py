@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.distributed.checkpoint_metadata import METADATA
 from mrl.errors import UserError
+from mrl.formats.checkpoint_metadata import METADATA
 from mrl.formats.torch_dist import Chunk, ChunkFiles, GlobalTensor, read_contents, write_blobs, write_contents
 from mrl.weights.regions import slices, whole
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mrl.errors import UserError
-from mrl.formats.output_file import hash_file
+from mrl.files.output_file import hash_file
 from mrl.formats.trtllm import TrtllmSource, TrtllmTarget
 from mrl.weights.hf import hf_layout
 from mrl.weights.regions import whole

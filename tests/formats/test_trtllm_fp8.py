@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mrl.convert import convert
+from mrl.convert.convert import convert
 from mrl.errors import UserError
+from mrl.files.output_file import hash_file
 from mrl.formats.fp8 import dequantize, quantize
 from mrl.formats.hf import HfSource
-from mrl.formats.output_file import hash_file
 from mrl.formats.trtllm import TrtllmSource, TrtllmTarget, read_activation_scales
 from mrl.models.hf_config import family_of
 from mrl.weights.regions import whole

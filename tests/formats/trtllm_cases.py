@@ -60,7 +60,7 @@ def weights(arch, dtype="float32", seed=0):
 
 
 def write_checkpoint(folder, target, hf):
-    """What `mrl/convert.py` does, without its care: every file, tensor by tensor."""
+    """What `mrl/convert/convert.py` does, without its care: every file, tensor by tensor."""
     records = {}
     for file in target.files:
         stream = (

@@ -23,9 +23,9 @@ def warm_up() -> None:
     """Imports what every child needs, once."""
     import torch
 
-    import mrl.doctor
-    import mrl.dryrun
-    import mrl.plan
+    import mrl.doctor.doctor
+    import mrl.plan.dryrun
+    import mrl.plan.plan
     import mrl.rehearsal.rehearse
     import mrl.train  # noqa: F401
 

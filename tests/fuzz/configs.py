@@ -9,7 +9,7 @@ from collections.abc import Callable
 import yaml
 
 from mrl.config import Config
-from mrl.keys import dotted_keys
+from mrl.schema.keys import dotted_keys
 from tests.fuzz.cases import BASE, COMMANDS, Case
 
 KEYS = list(dotted_keys(Config))

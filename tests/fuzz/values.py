@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import get_args, get_origin
 
 from mrl.config import Config, RewardFunctionConfig
-from mrl.keys import dotted_keys
+from mrl.schema.keys import dotted_keys
 from tests.fuzz.cases import Case
 
 WHOLE = (-(2**63), -1, 0, 1, 3, 100_000, 2**20, 2**31 - 1, 2**31, 2**63 - 1, 2**63, 10**30)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.doctor_checks.test_versions import distribution
+from tests.doctor.test_versions import distribution
 from tests.e2e import runs
 from tests.launch.hosts import Hosts, NoRightsError
 from tests.launch.test_mpirun import mpirun

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mrl.distributed.stop import REPEAT_S
+from mrl.survival.stop import REPEAT_S
 from tests.e2e import runs, told
 from tests.source import ROOT
 

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config import Config, ModelConfig
-from mrl.convert import convert
+from mrl.convert.convert import convert
 from mrl.errors import UserError
 from mrl.formats.hf import INDEX, HfSource, HfTarget, load_from_hf
 from mrl.models.presets import arch_from_preset
-from mrl.prepare import load_model_facts
+from mrl.run.prepare import load_model_facts
 from mrl.weights.native import native_layout
 from mrl.weights.tensors import allocate
 from tests.data.folders import byte_bpe_folder

@@ -4,8 +4,8 @@ import contextlib
 from dataclasses import replace
 
 from mrl.config import Config
-from mrl.observe.run_dir import RunDir
 from mrl.observe.run_log import RunLog
+from mrl.run_folder.run_dir import RunDir
 
 
 def config(root, *, console="off", tensorboard=False, wandb_project=None, num_steps=4, warm_start=0, **sections):

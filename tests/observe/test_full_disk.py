@@ -3,12 +3,12 @@
 import pytest
 from torch.utils.tensorboard.summary import scalar
 
-from mrl.durable import refusals, replace_file
 from mrl.errors import UserError
+from mrl.files.durable import refusals, replace_file
+from mrl.files.step_file import StepFile, read_rows
 from mrl.observe.loggers.tensorboard import EventFile
-from mrl.observe.owner import Claims, this_process
 from mrl.observe.report import write_report
-from mrl.observe.step_file import StepFile, read_rows
+from mrl.run_folder.owner import Claims, this_process
 from tests.full_disk import full_disk
 from tests.observe.folders import config, logging, metrics_of, row, run_steps
 

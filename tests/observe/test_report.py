@@ -5,9 +5,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from mrl.commit import Commit, File
 from mrl.errors import UserError
 from mrl.observe.report import write_report
+from mrl.run_folder.commit import Commit, File
 from tests.observe.folders import logging, metrics_of, row, run_steps
 
 VOID = {"meta", "br", "path", "rect", "circle"}

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from mrl import registry
+from mrl.files.step_file import read_rows
 from mrl.observe.metrics import is_wall_clock
-from mrl.observe.run_dir import RunDir
 from mrl.observe.run_log import RunLog, sample_rows
-from mrl.observe.step_file import read_rows
+from mrl.run_folder.run_dir import RunDir
+from mrl.schema import registry
 from mrl.types import Prompt, Rollout
 from tests.observe.folders import config, logging, metrics_of, row, run_steps
 

@@ -11,11 +11,11 @@ from mrl.cli import main
 from mrl.config import ParallelConfig, load
 from mrl.distributed.local_ranks import RankError
 from mrl.errors import UserError
-from mrl.hardware import HARDWARE
-from mrl.prepare import resolve
+from mrl.observe.hardware import HARDWARE
 from mrl.rehearsal.rehearse import FIRST, RESUME, Options, rehearse
 from mrl.rehearsal.report import FILE
 from mrl.rehearsal.stages import STAGES, spent_in, stage_of
+from mrl.run.prepare import resolve
 from tests.data.folders import byte_bpe_folder
 from tests.source import ROOT
 

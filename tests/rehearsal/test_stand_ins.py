@@ -4,8 +4,8 @@ import pytest
 
 from mrl.config import load
 from mrl.errors import UserError
-from mrl.prepare import resolve
 from mrl.rehearsal.stand_ins import CHARACTERS, missing_paths, with_stand_ins
+from mrl.run.prepare import resolve
 from tests.source import ROOT
 
 CONFIG = ROOT / "configs" / "grpo_qwen3-8b_1x8_tp2.yaml"

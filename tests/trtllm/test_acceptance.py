@@ -17,12 +17,12 @@ from mrl.acceptance.table import CHECKS
 from mrl.config import load
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder
-from mrl.opening import open_job
-from mrl.prepare import prepare
+from mrl.run.opening import open_job
+from mrl.run.prepare import prepare
 from mrl.weights.trtllm import TrtllmMapping
 from tests.ranks import run_ranks
+from tests.run.test_canary import Claims
 from tests.source import ROOT
-from tests.test_canary import Claims
 from tests.trtllm.conftest import STANDIN, forget
 from tests.trtllm.engines import build_engines
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mrl.config import load
-from mrl.prepare import load_model_facts
+from mrl.run.prepare import load_model_facts
 from mrl.weights.trtllm import TrtllmMapping
 from tests.e2e import runs
 from tests.e2e.test_layouts import TOKENS, assert_same

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 
-from mrl import preflight
 from mrl.config import CheckpointEngineConfig, RolloutConfig, load
 from mrl.engines.base import SamplingConfig
 from mrl.engines.trtllm.features import find
@@ -14,6 +13,7 @@ from mrl.engines.trtllm.fields import TABLE, check_launcher, markdown
 from mrl.engines.trtllm.llm import arguments as start_arguments
 from mrl.engines.trtllm.sampling import arguments
 from mrl.errors import UserError
+from mrl.preflight import preflight
 from tests.source import ROOT
 from tests.trtllm import tiny
 from tests.weights.archs import small

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mrl.config import CheckpointEngineConfig
 from mrl.grid import Grid
-from mrl.refit import Refit
+from mrl.refit.refit import Refit
 from mrl.weights import buckets
 from mrl.weights.hf import hf_layout
 from mrl.weights.init import random_init

@@ -9,14 +9,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from mrl.config import CheckpointEngineConfig, RolloutConfig
-from mrl.convert import convert
+from mrl.convert.convert import convert
 from mrl.distributed.groups import make_rollout_group
 from mrl.engines.trtllm.built import BuiltEngine
 from mrl.formats.hf import HfSource, HfTarget, load_from_hf
 from mrl.formats.megatron import MegatronSource, MegatronTarget
 from mrl.formats.trtllm import TrtllmTarget
 from mrl.grid import Grid
-from mrl.refit import Refit
+from mrl.refit.refit import Refit
 from mrl.weights.megatron import megatron_layout
 from mrl.weights.tensors import allocate
 from mrl.weights.trtllm import TrtllmMapping

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mrl.export import write_model_folder
+from mrl.refit.export import write_model_folder
 from tests.trtllm import stubs, tiny
 from tests.trtllm.signature import SignatureError
 

@@ -9,7 +9,7 @@ from mrl.config import load
 from mrl.distributed import launch
 from mrl.engines.trtllm.llm import check_choice
 from mrl.errors import UserError
-from mrl.prepare import prepare
+from mrl.run.prepare import prepare
 from tests.source import ROOT
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}

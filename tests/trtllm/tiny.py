@@ -11,7 +11,7 @@ from mrl.data.tokenizer import CharTokenizer
 from mrl.engines.base import SamplingConfig, Surroundings, WeightSlice
 from mrl.engines.native.engine import NativeEngine
 from mrl.engines.trtllm.engine import LlmEngine
-from mrl.export import write_model_folder
+from mrl.refit.export import write_model_folder
 from mrl.types import Prompt
 from mrl.weights.hf import hf_layout
 from mrl.weights.init import random_init

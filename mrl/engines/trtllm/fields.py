@@ -1,7 +1,7 @@
 """What TensorRT-LLM's engines do with each field of `rollout`, and what they refuse.
 
 Owns the table in `mrl/docs/trtllm.md`, which is made from `TABLE` (`python -m mrl.engines.trtllm.fields`), and the
-refusals that need no TensorRT-LLM to know. `preflight.py` asks for these before anything starts. It imports no torch.
+refusals that need no TensorRT-LLM to know. `preflight/` asks for these before anything starts. It imports no torch.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ BUILT_REFUSALS: tuple[Refusal, ...] = (
         "TensorRT-LLM does not tell which experts it chose; set it to false, or use rollout.name=native",
     ),
 )
-"""The same of built engines; whether `engine_dir` fits is `mrl/preflight_engine.py`'s business."""
+"""The same of built engines; whether `engine_dir` fits is `mrl/preflight/engine.py`'s business."""
 
 REFUSALS = {"trtllm": LLM_REFUSALS, "trtllm_engine": BUILT_REFUSALS}
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mrl.config import Config
-from mrl.observe.run_dir import RunDir
+from mrl.run_folder.run_dir import RunDir
 
 Phase = Literal["warm_start", "train", "val"]
 """warm_start counts its own steps; train and val share the steps of reinforcement learning."""

@@ -11,10 +11,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mrl.durable import append
+from mrl.files.durable import append
+from mrl.files.step_file import Row, StepFile, cut_back, encode, read_rows
 from mrl.observe.loggers.base import Logger, Opening, Phase
 from mrl.observe.metrics import is_wall_clock
-from mrl.observe.step_file import Row, StepFile, cut_back, encode, read_rows
 
 
 class Files(Logger):

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mrl.durable import append
 from mrl.errors import UserError
+from mrl.files.durable import append
 from mrl.observe.loggers.base import Logger, Opening, Phase
 
 if TYPE_CHECKING:

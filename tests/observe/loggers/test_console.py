@@ -12,7 +12,7 @@ from rich.console import Console
 
 from mrl.observe.loggers.base import Opening
 from mrl.observe.loggers.console import Plain, Rich, Shown, spark
-from mrl.observe.run_dir import RunDir
+from mrl.run_folder.run_dir import RunDir
 from tests.observe.folders import config, logging, metrics_of, row, run_steps
 
 

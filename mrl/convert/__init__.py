@@ -1,0 +1,1 @@
+"""One checkpoint format into another: the conversion, its proof, its command line."""

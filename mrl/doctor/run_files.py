@@ -1,0 +1,81 @@
+"""What a config names: the model folder, data, the reference, and how much its checkpoints take.
+
+Owns opening these before a job does. Rules between fields are `preflight/`'s, and are asked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from mrl.algorithms import base as algorithms
+from mrl.config import Config
+from mrl.distributed.environment import Environment
+from mrl.doctor.finding import Finding, ok, problem
+from mrl.formats.hf import HfSource
+from mrl.formats.hub import local_folder
+from mrl.models.base import ArchSpec
+from mrl.plan.memory import MASTER_BYTES, MOMENT_BYTES, num_parameters
+from mrl.run.prepare import load_model_facts, resolve
+from mrl.weights.copies import ITEM_BYTES
+
+GB = 1e9
+
+
+def check_config(config: Config, environment: Environment) -> Iterator[Finding]:
+    """The model's structure and tokenizer; with several ranks also the layout and all rules between fields.
+
+    Raises:
+        UserError: A mistake in the config or the model folder.
+    """
+    if environment.world_size == 1:
+        arch, _ = load_model_facts(config)
+        layout = "its layout was not looked at: one process (mrl train --dry-run --world-size N)"
+    else:
+        found = resolve(config, environment.world_size)
+        arch, grid = found.arch, found.grid
+        layout = f"fits {grid.world_size} ranks: tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}"
+    model = config.model.path or config.model.preset
+    yield ok("config", f"{model}: {num_parameters(arch) / GB:.3g} x 10^9 parameters; {layout}")
+
+
+def check_model_files(folder: str, topic: str = "model") -> Iterator[Finding]:
+    """Every tensor's header in every file of a Hugging Face folder.
+
+    Raises:
+        UserError: A file is missing, cut short, not readable, or does not belong to config.json.
+    """
+    with HfSource(local_folder(f"{topic}.path", folder) or folder) as source:
+        source.check()
+        size = sum((source.folder / name).stat().st_size for name in source.files)
+        yield ok(topic, f"'{folder}': {len(source.files)} files, {size / GB:.3g} GB, headers whole")
+
+
+def check_data(config: Config) -> Iterator[Finding]:
+    """The files of prompts: there, readable, not empty."""
+    files = [*config.data.train_files, *config.data.val_files]
+    files += [config.data.chat_template] if config.data.chat_template else []
+    bad = []
+    for name in files:
+        try:
+            with Path(name).open("rb") as stream:
+                if not stream.read(1):
+                    bad.append(f"'{name}' is empty")
+        except OSError as error:
+            bad.append(f"'{name}': {error.strerror}")
+    if bad:
+        yield problem("data", "; ".join(bad), "mend data.train_files, data.val_files or data.chat_template")
+    elif files:
+        yield ok("data", f"{len(files)} file(s) can be read")
+
+
+def checkpoint_bytes(config: Config, arch: ArchSpec) -> int:
+    """What the checkpoints of a run take on the disk: those kept, the one being written, a reference."""
+    dtype = ITEM_BYTES[config.model.dtype]
+    parameters = num_parameters(arch)
+    each = parameters * (dtype + MOMENT_BYTES + MASTER_BYTES)
+    if config.checkpoint.export_hf:
+        each += parameters * dtype
+    algorithm = algorithms.build(config.algorithm, config.rollout)
+    reference = parameters * dtype if algorithm.needs_reference and config.reference.path is None else 0
+    return each * (config.checkpoint.keep_last + config.checkpoint.keep_best + 1) + reference

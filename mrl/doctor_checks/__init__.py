@@ -1,1 +1,0 @@
-"""What `mrl doctor` looks at, one noun in each file; `mrl/doctor.py` puts it together."""

@@ -1,0 +1,130 @@
+"""JSON lines that survive: one object per line, appended, cut back on resume, never torn.
+
+Owns `StepFile` (one line per phase and step, later values merge into the last line), `cut_back`, and the reading of
+both by people's tools and the report. Format: floats in the shortest form that round-trips; NaN and infinities, which
+JSON lacks, as the strings "NaN", "Infinity" and "-Infinity", which `float()` reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import UserError
+from mrl.files.durable import replace_file, write_at
+
+Row = dict[str, Any]
+
+
+class StepFile:
+    """Appends rows {"step", "phase", **values}. Each row reaches the operating system in one write."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens for appending; `cut_back` was called before."""
+        self._path = path
+        self._last: Row = {}
+        self._last_offset = 0
+        for offset, row in _rows(path):
+            self._last, self._last_offset = row, offset
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+
+    def put(self, phase: str, step: int, values: Mapping[str, Any]) -> None:
+        """Adds values to the line of (phase, step), which is the last one or a new one.
+
+        Raises:
+            RuntimeError: A later step of the phase is already there.
+            OSError: The disk does not take it; the file is as it was.
+        """
+        same = self._last.get("phase") == phase
+        if same and self._last["step"] > step:
+            raise RuntimeError(f"{self._path.name}: {phase} step {step} came after step {self._last['step']}.")
+        if same and self._last["step"] == step:
+            row, offset, before = {**self._last, **values}, self._last_offset, encode(self._last)
+        else:
+            row, offset, before = {"step": step, "phase": phase, **values}, os.fstat(self._fd).st_size, b""
+        line = encode(row)
+        try:
+            write_at(self._fd, line, offset, self._path)
+        except OSError:
+            with contextlib.suppress(OSError):  # its room is there
+                os.pwrite(self._fd, before, offset)
+                os.ftruncate(self._fd, offset + len(before))
+            raise
+        os.ftruncate(self._fd, offset + len(line))
+        self._last, self._last_offset = row, offset
+
+    def sync(self) -> None:
+        """Forces the rows to the disk."""
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._fd)
+
+
+def cut_back(path: Path, keep: Callable[[Row], bool]) -> None:
+    """Keeps the rows for which `keep` holds and drops a last line that was never finished; atomic.
+
+    Raises:
+        UserError: A line in the middle is not JSON: the file was damaged by something else.
+    """
+    if not path.exists():
+        return
+    kept = [encode(row) for _, row in _rows(path) if keep(row)]
+    replace_file(path, b"".join(kept))
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All whole rows of a file, [] where it does not exist; a half-written last line is left out.
+
+    Raises:
+        UserError: A line in the middle is not a JSON object.
+    """
+    return [row for _, row in _rows(path)]
+
+
+def encode(row: Mapping[str, Any]) -> bytes:
+    """A row as one line of valid JSON in UTF-8."""
+    text = json.dumps(_finite(row), ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def number(value: Any) -> float | None:
+    """A metric's value as written by `encode`; None for what is no number."""
+    if isinstance(value, str):
+        return float(value) if value in ("NaN", "Infinity", "-Infinity") else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """(offset, row) of each whole line."""
+    if not path.exists():
+        return
+    offset = 0
+    with path.open("rb") as stream:
+        for index, line in enumerate(stream, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict):
+                raise UserError(f"'{path}', line {index} is not a JSON object. Restore the file or remove that line.")
+            yield offset, row
+            offset += len(line)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,1 @@
+"""`mrl from-verl`: a config of mrl from a verl run."""

@@ -1,0 +1,391 @@
+"""A config of mrl from the settings of a verl run: `mrl from-verl`.
+
+Owns how values are translated: verl's own defaults count where nothing is set, so that the run is the one that verl
+would have made. Which key goes where, and why some go nowhere, is in `peers/verl_keys.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from mrl.config import Config
+from mrl.errors import UserError
+from mrl.from_verl.line import Settings
+from mrl.peers.verl_keys import ACTOR, FSDP, MAPS, MEGATRON, OVERRIDE, ROLLOUT, ROOT, is_harmless, verdict
+from mrl.schema.keys import nested
+from mrl.schema.values import Values
+
+Pair = tuple[str, Any]
+
+ESTIMATORS = {
+    "grpo": "grpo", "rloo": "rloo", "rloo_vectorized": "rloo", "grpo_vectorized": "grpo",
+    "reinforce_plus_plus": "reinforce_pp", "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+}  # fmt: skip
+KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+ENGINES = {"vllm": "native", "sglang": "native", "hf": "native", "???": "native", "trtllm": "trtllm"}
+SCHEDULES = ("constant", "linear", "cosine")
+DEFAULT_CLIP = 0.2
+OWN_WAY = ("name", "dtype", "prompt_length", "response_length", "expert_parallel_size")
+"""Of `rollout`, besides `val_kwargs`: what is not simply taken over."""
+
+NUMBERS = {
+    f"{ACTOR}ppo_micro_batch_size_per_gpu", f"{ACTOR}loss_scale_factor", "trainer.total_training_steps", "data.seed",
+    "trainer.max_actor_ckpt_to_keep", f"{ROLLOUT}prompt_length", f"{ROLLOUT}response_length",
+}  # fmt: skip
+"""Keys whose default is null or another key, and whose other values are numbers."""
+
+
+@dataclass
+class Translation:
+    """mrl's config, and what did not go into it.
+
+    Attributes:
+        text: YAML; differences from mrl's defaults only.
+        num_nodes: Hosts.
+        gpus_per_node: Ranks of a host.
+        missing: Settings without a place, each with the reason.
+        moot: Settings that need none, each with the reason.
+    """
+
+    text: str = ""
+    num_nodes: int = 1
+    gpus_per_node: int = 1
+    missing: list[str] = field(default_factory=list)
+    moot: list[str] = field(default_factory=list)
+
+
+class _Verl:
+    """verl's settings with its defaults; reading one whose value has no counterpart notes it."""
+
+    def __init__(self, given: Settings) -> None:
+        self.given = given
+        self.notes: dict[str, str] = {}
+        engine = f"{given.get('model_engine', '')}{given.get(f'{ACTOR}strategy', '')}"
+        self.megatron = "megatron" in engine or (not engine and any(key.startswith(MEGATRON) for key in given))
+
+    def __getitem__(self, key: str) -> Any:
+        """The value, of the default's type; null and references to other keys are the default."""
+        default = MAPS[key][1]
+        value = self.given.get(key, default)
+        if value is None or (isinstance(value, str) and value.startswith("${")):
+            return default
+        fits = isinstance(value, _types(key, default)) and isinstance(value, bool) is isinstance(default, bool)
+        if not fits and (default not in (None, "???") or key in NUMBERS):
+            raise UserError(f"{key}={_shown(value)} came, expected a value like verl's {_shown(default)}.")
+        return value
+
+    def one_of(self, key: str, known: dict[str, str] | tuple[str, ...], otherwise: str) -> str:
+        """The translated word; one that is not known is noted, and `otherwise` taken."""
+        words = known if isinstance(known, dict) else dict(zip(known, known, strict=True))
+        value = str(self[key])
+        if value not in words:
+            self.notes[key] = f"mrl has {', '.join(words)}; {otherwise} is taken"
+        return words.get(value, otherwise)
+
+    def under(self, prefix: str) -> dict[str, Any]:
+        """What is given below a key."""
+        return {key.removeprefix(prefix): value for key, value in self.given.items() if key.startswith(prefix)}
+
+
+def translate(given: Settings) -> Translation:
+    """The config that means what verl's settings mean.
+
+    Args:
+        given: verl's dotted keys; what is not among them is at verl's default.
+
+    Raises:
+        UserError: The advantage estimator is not there, or a value is of another type than expected.
+    """
+    verl = _Verl(given)
+    values: dict[str, Any] = {}
+    for part in (_data, _model, _actor, _parallel, _rollout, _algorithm, _reward, _trainer):
+        values.update(pair for pair in part(verl) if pair[1] is not None)
+    typed, defaults = Values(Config), Values(Config)
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        try:
+            typed.update(nested(key, value), "from verl's settings")
+        except UserError as error:
+            verl.notes[key] = f"left out: {error}"
+            continue
+        if _at(defaults.made("at its default"), key) != value:
+            _put(tree, key, value)
+    typed.made("from verl's settings")
+    found = Translation(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+    found.num_nodes = _whole(given, "trainer.nnodes", 1)
+    found.gpus_per_node = _whole(given, "trainer.n_gpus_per_node", 8)
+    _sort(verl, found)
+    return found
+
+
+def _types(key: str, default: Any) -> tuple[type, ...]:
+    """Types that a value may have."""
+    if key in NUMBERS or isinstance(default, (int, float)):
+        return (int, float)
+    return (str, list) if key in ("data.train_files", "data.val_files", "trainer.logger") else (type(default),)
+
+
+def _data(verl: _Verl) -> Iterator[Pair]:
+    for side in ("train", "val"):
+        files = verl[f"data.{side}_files"]
+        yield f"data.{side}_files", files if isinstance(files, list) else [files] if files else []
+    yield "data.prompt_key", verl["data.prompt_key"]
+    source = verl["data.reward_fn_key"]
+    yield "data.source_key", None if source == "data_source" else source
+    yield "data.shuffle", verl["data.shuffle"]
+    yield "run.seed", verl["data.seed"]
+    cut = verl.one_of("data.truncation", {"error": "error", "left": "truncate_left"}, "error")
+    yield "data.overlong_prompts", "drop" if verl["data.filter_overlong_prompts"] else cut
+
+
+def _model(verl: _Verl) -> Iterator[Pair]:
+    yield "model.path", verl[f"{ROOT}model.path"]
+    yield "model.tokenizer", verl[f"{ROOT}model.tokenizer_path"]
+    yield "model.dtype", {"float32": "float32", "fp32": "float32"}.get(str(verl[f"{MEGATRON}dtype"]))
+
+
+def _actor(verl: _Verl) -> Iterator[Pair]:
+    rate = verl[f"{ACTOR}optim.lr"]
+    yield "actor.lr", rate
+    yield "actor.weight_decay", verl[f"{ACTOR}optim.weight_decay"]
+    betas = verl[f"{ACTOR}optim.betas"]
+    if isinstance(betas, list) and len(betas) == 2:
+        yield from zip(("actor.adam_beta1", "actor.adam_beta2"), betas, strict=True)
+    own = f"{ACTOR}optim.clip_grad"
+    yield "actor.clip_grad", verl[own if verl.megatron or own in verl.given else f"{ACTOR}grad_clip"]
+    style = "lr_decay_style" if verl.megatron else "lr_scheduler_type"
+    schedule = verl.one_of(f"{ACTOR}optim.{style}", SCHEDULES, "constant")
+    yield "actor.lr_schedule", schedule
+    if schedule != "constant":
+        least = verl[f"{ACTOR}optim.min_lr"] if verl.megatron else rate * (verl[f"{ACTOR}optim.min_lr_ratio"] or 0.0)
+        yield "actor.min_lr", least
+    yield "actor.lr_warmup_steps", _warmup(verl)
+    yield "actor.ppo_epochs", verl[f"{ACTOR}ppo_epochs"]
+    yield "actor.max_tokens_per_microbatch", _microbatch(verl)
+    for name in ("param_offload", "grad_offload", "optimizer_offload"):
+        key = f"{MEGATRON if verl.megatron or name == 'grad_offload' else FSDP}{name}"
+        yield f"actor.{name}", verl[key]
+    yield "actor.use_distributed_optimizer", verl[f"{MEGATRON}use_distributed_optimizer"]
+    if verl.megatron:
+        yield (
+            "actor.recompute",
+            {"full": "full", "selective": "selective"}.get(str(verl[f"{OVERRIDE}recompute_granularity"])),
+        )
+    else:
+        yield "actor.recompute", "full" if verl[f"{ROOT}model.enable_gradient_checkpointing"] else "none"
+    for name in ("moe_token_dispatcher_type", "moe_router_dtype", "moe_aux_loss_coeff", "moe_z_loss_coeff",
+                 "moe_router_load_balancing_type"):  # fmt: skip
+        balances = verl[f"{OVERRIDE}moe_router_load_balancing_type"] == "aux_loss"
+        yield f"actor.{name}", verl[f"{OVERRIDE}{name}"] if name != "moe_aux_loss_coeff" or balances else None
+    yield (
+        "actor.router_replay",
+        verl.one_of(f"{MEGATRON}router_replay.mode", {"R3": "rollout", "disabled": "none"}, "none"),
+    )
+    yield "checkpoint.export_hf", "hf_model" in (verl[f"{ACTOR}checkpoint.save_contents"] or ())
+
+
+def _warmup(verl: _Verl) -> int:
+    """Optimizer steps; verl counts steps of the loop."""
+    steps, ratio = verl[f"{ACTOR}optim.lr_warmup_steps"], verl[f"{ACTOR}optim.lr_warmup_steps_ratio"]
+    if not steps or steps < 0:
+        total = verl["trainer.total_training_steps"]
+        if ratio and not total:
+            verl.notes[f"{ACTOR}optim.lr_warmup_steps_ratio"] = "the steps are not known yet: set actor.lr_warmup_steps"
+        steps = int((ratio or 0.0) * (total or 0))
+    minibatches = max(1, verl["data.train_batch_size"] // max(1, verl[f"{ACTOR}ppo_mini_batch_size"]))
+    return int(steps) * int(minibatches) * int(verl[f"{ACTOR}ppo_epochs"])
+
+
+def _lengths(verl: _Verl) -> tuple[int, int]:
+    prompt, response = verl[f"{ROLLOUT}prompt_length"], verl[f"{ROLLOUT}response_length"]
+    prompt = verl["data.max_prompt_length"] if isinstance(prompt, str) else prompt
+    return prompt, verl["data.max_response_length"] if isinstance(response, str) else response
+
+
+def _microbatch(verl: _Verl) -> int:
+    """Tokens of a microbatch, room for one sequence at least."""
+    longest = sum(_lengths(verl))
+    sequences = verl[f"{ACTOR}ppo_micro_batch_size_per_gpu"]
+    if verl[f"{ACTOR}use_dynamic_bsz"] or not sequences:
+        tokens: int = verl[f"{ACTOR}ppo_max_token_len_per_gpu"]
+        return int(max(tokens * verl[f"{ACTOR}ulysses_sequence_parallel_size"], longest))
+    return int(sequences * longest)
+
+
+def _parallel(verl: _Verl) -> Iterator[Pair]:
+    if not verl.megatron:
+        yield "parallel.context_parallel_size", verl[f"{ACTOR}ulysses_sequence_parallel_size"]
+        return
+    sizes = [key for key, (to, _, _) in MAPS.items() if key.startswith(MEGATRON) and to.startswith("parallel.")]
+    for key in sizes:
+        to, value = MAPS[key][0], verl[key]
+        needs_tp = to == "parallel.sequence_parallel"
+        yield to, value and verl[f"{MEGATRON}tensor_model_parallel_size"] > 1 if needs_tp else value
+
+
+def _rollout(verl: _Verl) -> Iterator[Pair]:
+    yield "rollout.name", verl.one_of(f"{ROLLOUT}name", ENGINES, "native")
+    prompt, response = _lengths(verl)
+    yield "rollout.prompt_length", prompt
+    yield "rollout.response_length", response
+    same = [
+        key for key, (to, _, _) in MAPS.items() if key.startswith(ROLLOUT) and to == f"rollout.{key[len(ROLLOUT) :]}"
+    ]
+    for key in same:
+        name = key.removeprefix(ROLLOUT)
+        if "val_kwargs" not in name and name not in OWN_WAY:
+            yield f"rollout.{name}", verl[key]
+    tp, ep = verl[f"{ROLLOUT}tensor_model_parallel_size"], verl[f"{ROLLOUT}expert_parallel_size"]
+    inside = math.gcd(tp, ep)
+    yield "rollout.expert_parallel_size", inside
+    if inside != ep:
+        verl.notes[f"{ROLLOUT}expert_parallel_size"] = f"a replica's {tp} rank(s) hold all experts: {inside} is taken"
+    yield "rollout.dtype", {"float32": "float32", "bfloat16": "bfloat16"}.get(str(verl.given.get(f"{ROLLOUT}dtype")))
+    samples = verl[f"{ROLLOUT}val_kwargs.do_sample"] and verl[f"{ROLLOUT}val_kwargs.temperature"] != 0
+    if samples:
+        for name in ("n", "do_sample", "temperature", "top_k", "top_p"):
+            yield f"rollout.val_kwargs.{name}", verl[f"{ROLLOUT}val_kwargs.{name}"]
+    elif verl[f"{ROLLOUT}val_kwargs.n"] != 1:
+        verl.notes[f"{ROLLOUT}val_kwargs.n"] = "without do_sample and a temperature the samples are equal: one is made"
+
+
+def _algorithm(verl: _Verl) -> Iterator[Pair]:
+    estimator = str(verl["algorithm.adv_estimator"])
+    if estimator not in ESTIMATORS:
+        default = "" if "algorithm.adv_estimator" in verl.given else ", verl's default,"
+        needs = " needs a critic, which mrl does not have" if estimator == "gae" else " is not in mrl"
+        raise UserError(f"algorithm.adv_estimator={estimator}{default}{needs}. Choose one of {', '.join(ESTIMATORS)}.")
+    name = ESTIMATORS[estimator]
+    yield "algorithm.name", name
+    if name == "grpo" and not verl["algorithm.norm_adv_by_std_in_grpo"]:
+        yield "algorithm.advantage_std", "none"
+    if verl[f"{ROLLOUT}n"] == 1 and name in ("grpo", "rloo"):
+        yield "algorithm.singleton_group", "reward"
+    mode = verl[f"{ACTOR}loss_agg_mode"].replace("-", "_")
+    yield "algorithm.loss_aggregation", mode
+    if mode == "seq_mean_token_sum_norm":
+        yield "algorithm.loss_norm_length", verl[f"{ACTOR}loss_scale_factor"]
+    for side in ("low", "high"):
+        clip = verl[f"{ACTOR}clip_ratio_{side}"]
+        clip = verl.given.get(f"{ACTOR}clip_ratio", DEFAULT_CLIP) if clip is None else clip
+        yield f"algorithm.clip_{side}", None if clip == DEFAULT_CLIP else clip
+    yield "algorithm.dual_clip", verl[f"{ACTOR}clip_ratio_c"]
+    yield "algorithm.entropy_coef", verl[f"{ACTOR}entropy_coeff"]
+    yield from _kl(verl)
+    if verl["algorithm.filter_groups.enable"]:
+        yield "algorithm.dynamic_sampling", True
+        yield "algorithm.max_sampling_rounds", verl["algorithm.filter_groups.max_num_gen_batches"] or None
+    if verl["algorithm.rollout_correction.bypass_mode"]:
+        return
+    yield "algorithm.proximal", "recompute"
+    weighs = verl.one_of("algorithm.rollout_correction.rollout_is", {"token": "token", "None": "", "null": ""}, "")
+    threshold = "algorithm.rollout_correction.rollout_is_threshold"
+    if isinstance(verl.given.get(threshold), str):
+        verl.notes[threshold] = "mrl caps weights from above only: 2.0 is taken"
+        verl.given = {**verl.given, threshold: None}
+    yield "algorithm.tis_clip", verl[threshold] if weighs else 0.0
+
+
+def _kl(verl: _Verl) -> Iterator[Pair]:
+    if verl[f"{ACTOR}use_kl_loss"]:
+        place, coef, kind = "loss", f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type"
+        if verl["algorithm.use_kl_in_reward"]:
+            verl.notes["algorithm.use_kl_in_reward"] = "the KL is in the loss already, and has one place"
+    elif verl["algorithm.use_kl_in_reward"]:
+        place, coef, kind = "reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"
+    else:
+        return
+    yield "algorithm.kl_in", place
+    yield "algorithm.kl_coef", verl[coef]
+    yield "algorithm.kl_estimator", verl.one_of(kind, KL, "k3")
+
+
+def _reward(verl: _Verl) -> Iterator[Pair]:
+    prefix = "reward." if verl["reward.custom_reward_function.path"] else ""
+    path = verl[f"{prefix}custom_reward_function.path"]
+    if path:
+        name = verl[f"{prefix}custom_reward_function.name"] or "compute_score"
+        function: dict[str, Any] = {"name": f"{path}:{name}"}
+        if kwargs := verl.under(f"{prefix}custom_reward_function.reward_kwargs."):
+            function["kwargs"] = kwargs
+    else:
+        function = {"name": "math"}
+        verl.notes["custom_reward_function.path"] = (
+            "not set: verl then chooses a function of its own by the data source; here `math` compares the response's "
+            "last expression with the answer"
+        )
+    yield "reward.functions", [function]
+    for prefix in ("reward_model.overlong_buffer.", "reward_model.reward_kwargs.overlong_buffer_cfg.",
+                   "reward.reward_kwargs.overlong_buffer_cfg."):  # fmt: skip
+        if verl[f"{prefix}enable"]:
+            yield "algorithm.overlong.buffer_length", verl[f"{prefix}len"]
+            yield "algorithm.overlong.penalty", verl[f"{prefix}penalty_factor"]
+
+
+def _trainer(verl: _Verl) -> Iterator[Pair]:
+    yield "train.batch_size", verl["data.train_batch_size"]
+    minibatch = verl[f"{ACTOR}ppo_mini_batch_size"]
+    yield "train.minibatch_size", None if minibatch == verl["data.train_batch_size"] else minibatch
+    yield "train.num_epochs", verl["trainer.total_epochs"]
+    yield "train.num_steps", verl["trainer.total_training_steps"]
+    if verl["data.val_files"]:
+        yield "train.eval_interval", max(0, verl["trainer.test_freq"])
+    yield "checkpoint.interval", max(0, verl["trainer.save_freq"])
+    yield "checkpoint.keep_last", verl["trainer.max_actor_ckpt_to_keep"]
+    folder = verl["trainer.default_local_dir"]
+    for name in ("project_name", "experiment_name"):
+        folder = folder.replace(f"${{trainer.{name}}}", str(verl[f"trainer.{name}"]))
+    yield "run.output_dir", folder
+    loggers = verl.given.get("trainer.logger") or []
+    loggers = loggers if isinstance(loggers, list) else [loggers]
+    yield "observe.wandb_project", str(verl["trainer.project_name"]) if "wandb" in loggers else None
+    if other := [one for one in loggers if one not in ("console", "wandb", "tensorboard", "file")]:
+        verl.notes["trainer.logger"] = f"no {', '.join(map(str, other))}; the run folder has everything as JSON lines"
+    yield "observe.num_samples", verl["trainer.log_val_generations"] or None
+    modes = {"auto": "auto", "disable": "never", "resume_path": "must"}
+    yield "run.resume", verl.one_of("trainer.resume_mode", modes, "auto")
+    yield "run.device", verl.one_of("trainer.device", {"cuda": "auto", "cpu": "cpu"}, "auto")
+
+
+def _sort(verl: _Verl, found: Translation) -> None:
+    """Every setting that was given and is not in the config, with its reason."""
+    for key, why in verl.notes.items():
+        found.missing.append(f"{key}={_shown(verl.given.get(key))}: {why}" if key in verl.given else f"{key}: {why}")
+    for key, value in verl.given.items():
+        what = verdict(key)
+        if what.kind == "unknown":
+            found.missing.append(f"{key}={_shown(value)}: no key of verl 0.9.1's trainer config")
+        elif what.kind == "missing" and not is_harmless(key, value):
+            found.missing.append(f"{key}={_shown(value)}: {what.text}")
+        elif what.kind == "moot" and not key.endswith("_target_"):
+            found.moot.append(f"{key}: {what.text}")
+
+
+def _shown(value: Any) -> str:
+    text = "null" if value is None else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _whole(given: Settings, key: str, default: int) -> int:
+    value = given.get(key, default)
+    if type(value) is not int or value < 1:
+        raise UserError(f"{key}={_shown(value)} came, expected a whole number above 0.")
+    return int(value)
+
+
+def _at(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *above, last = key.split(".")
+    for part in above:
+        tree = tree.setdefault(part, {})
+    tree[last] = value

@@ -1,0 +1,1 @@
+"""What a run takes before it runs: memory, time, traffic, and whether it fits; the dry run."""

@@ -1,0 +1,135 @@
+"""What a run would be, without starting it: `mrl train CONFIG --dry-run`.
+
+Owns the text. The same checks refuse the same mistakes as in a real run; no process group exists, no weight is read and
+no folder is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from mrl.config import Config, TrainConfig, to_yaml
+from mrl.grid import Grid
+from mrl.models.base import ArchSpec
+from mrl.plan.engine_memory import engine_layouts
+from mrl.plan.memory import num_parameters, stage_memory
+from mrl.preflight import preflight
+from mrl.preflight.world_size import WorldSize
+from mrl.run.prepare import Resolved, check_run, check_run_folder
+from mrl.weights.megatron import megatron_layouts
+from mrl.weights.plan import Plan, make_plan
+
+MIB = 1 << 20
+MAX_ROWS = 32
+"""Ranks that are listed."""
+
+
+def describe(config: Config, size: WorldSize) -> str:
+    """A summary, who sits where, the cost of a refit, and the resolved config.
+
+    Args:
+        config: What was asked for.
+        size: Ranks to look at.
+
+    Raises:
+        UserError: The run would be refused.
+    """
+    found = check_run(config, size.ranks)
+    check_run_folder(config)
+    config, grid = found.config, found.grid
+    cost = refit_plan(config, found.arch, grid)
+    bucket_bytes = config.rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB
+    context = f" x cp {grid.cp}" if grid.cp > 1 else ""
+    stages = f" x pp {grid.rollout_pp}" if grid.rollout_pp > 1 else ""
+    shown = range(min(grid.world_size, MAX_ROWS))
+    lines = [
+        f"dry run of {grid.world_size} rank(s) ({size.why}), nothing was started",
+        "",
+        *(f"{name:<10} {words}" for name, words in _summary(found)),
+        "",
+        f"# ranks: {grid.world_size} = tp {grid.tp}{context} x dp {grid.dp} x pp {grid.pp}"
+        f" (model chunks per stage {grid.vpp}); {grid.num_replicas} rollout replica(s) of tp {grid.rollout_tp}{stages}",
+        "rank    tp    dp    pp replica",
+        *(_row(grid, rank) for rank in shown),
+        *([f"... and {grid.world_size - len(shown)} more"] if len(shown) < grid.world_size else []),
+        "",
+        "# refit, each time the weights change",
+        f"copied inside ranks    {cost.bytes_local / MIB:.2f} MiB",
+        f"sent between ranks     {cost.bytes_moved / MIB:.2f} MiB (lower bound {cost.lower_bound_bytes / MIB:.2f} MiB)",
+        f"staging of a rank      {cost.peak_staging_bytes(bucket_bytes) / MIB:.2f} MiB",
+        "",
+        "# config, every field as the run would have it",
+        to_yaml(config).rstrip(),
+    ]
+    return "\n".join(lines)
+
+
+def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
+    config, arch, grid = found.config, found.arch, found.grid
+    model, train, rollout = config.model, config.train, config.rollout
+    yield (
+        "model",
+        f"{model.path or model.preset} ({arch.family}): {arch.num_layers} layers, hidden {arch.hidden_size}, "
+        f"vocabulary {arch.vocab_size:,}: {num_parameters(arch):,} parameters, {model.dtype}",
+    )
+    warm = train.warm_start.num_steps
+    yield "steps", f"{_steps(train)} of {config.algorithm.name}" + (f" after {warm} supervised" if warm else "")
+    each = preflight.max_model_len(config)
+    supervised = found.algorithm.supervised
+    num_samples = train.batch_size * (1 if supervised else rollout.n)
+    product = "examples" if supervised else f"prompts x {rollout.n} samples = {num_samples:,} sequences"
+    yield (
+        "each step",
+        f"{train.batch_size} {product} of at most {each:,} tokens: at most {num_samples * each:,} tokens",
+    )
+    prompts = train.batch_size if supervised else train.minibatch_size or train.batch_size
+    in_minibatch = prompts * (num_samples // train.batch_size)
+    per_rank = -(-in_minibatch // grid.dp)
+    yield (
+        "update",
+        f"{train.batch_size // prompts} minibatch(es) of {in_minibatch:,} sequences"
+        + (f", {config.actor.ppo_epochs} times" if config.actor.ppo_epochs > 1 and not supervised else "")
+        + f"; {per_rank:,} for each of {grid.dp} data-parallel rank(s), in about {_num_microbatches(found, per_rank)} "
+        f"microbatch(es) of {config.actor.max_tokens_per_microbatch:,} tokens if all are of full length",
+    )
+    fullest = max(stage_memory(config, arch, grid), key=lambda one: one.total)
+    parts = {
+        "weights": fullest.weights,
+        "gradients": fullest.gradients,
+        "optimizer": fullest.optimizer,
+        "engine's weights": fullest.engine,
+    }
+    yield (
+        "memory",
+        " + ".join(f"{name} {size / MIB:,.1f}" for name, size in parts.items())
+        + f" = {fullest.total / MIB:,.1f} MiB on the fullest rank, by the shapes of the tensors",
+    )
+    more = ", the reference's weights in host memory" if found.algorithm.needs_reference else ""
+    yield "", f"besides: activations, logits, buffers of collectives, the engine's KV cache{more}"
+
+
+def _steps(train: TrainConfig) -> str:
+    """How long the run is, in the config's own terms."""
+    epochs = [] if train.num_epochs is None else [f"{train.num_epochs:g} pass(es) over the data"]
+    return ", or ".join([*([] if train.num_steps is None else [str(train.num_steps)]), *epochs])
+
+
+def _num_microbatches(found: Resolved, num_sequences: int) -> int:
+    """Of the longest sequences, whole ones in each; an interleaved pipeline needs a multiple of its stages."""
+    together = found.config.actor.max_tokens_per_microbatch // preflight.max_model_len(found.config)
+    count = math.ceil(num_sequences / max(1, together))
+    multiple = found.grid.pp if found.grid.vpp > 1 else 1
+    return -(-count // multiple) * multiple
+
+
+def refit_plan(config: Config, arch: ArchSpec, grid: Grid) -> Plan:
+    """The copies of a refit between all ranks of a grid."""
+    dtype = config.model.dtype
+    sources = megatron_layouts(arch, grid, dtype=dtype, te=False)
+    return make_plan(sources, engine_layouts(config, arch, grid))
+
+
+def _row(grid: Grid, rank: int) -> str:
+    at = grid.coords(rank)
+    return f"{rank:4d} {at.tp:5d} {at.dp:5d} {at.pp:5d} {grid.replica(rank):7d}"

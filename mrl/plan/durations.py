@@ -1,0 +1,144 @@
+"""How long the phases of a step take on stated hardware: floating-point operations and bytes over rates.
+
+Owns the predictions and what they assume: every response has its full length, ranks wait for nobody, communication
+hides behind computation except where a line below says otherwise. The parts of the peak rates that are reached are
+assumptions of `observe/hardware.py`, not measurements.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mrl.config import Config
+from mrl.grid import Grid
+from mrl.models.base import ArchSpec
+from mrl.observe.hardware import Hardware
+from mrl.observe.metrics import forward_flops
+from mrl.plan.activations import largest_microbatch
+from mrl.plan.memory import stage_memory
+from mrl.run.prepare import Resolved
+from mrl.weights.copies import ITEM_BYTES
+
+RECOMPUTED_FORWARDS = {"none": 0.0, "selective": 0.0, "full": 1.0}
+"""Forward passes again in the backward; the core of attention alone is left out."""
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Seconds of one step, the refit aside.
+
+    Attributes:
+        prefill: Of the rollout: reading the prompts.
+        decode: Of the rollout: sampling.
+        decode_steps: Passes of the engine over its running sequences.
+        bound_by: What a decode pass waits for: "weights", "KV cache", "FLOPs" or "all-reduces".
+        score: Log-probabilities by the reference and, where asked for, by the actor.
+        update: All optimizer steps.
+        bubble_frac: Part of `update` in which a stage waits for another.
+    """
+
+    prefill: float
+    decode: float
+    decode_steps: int
+    bound_by: str
+    score: float
+    update: float
+    bubble_frac: float
+
+
+def predict_durations(found: Resolved, hardware: Hardware, kv_rows: int) -> Durations:
+    """Of a step of a run.
+
+    Args:
+        found: The run.
+        hardware: Rates of its GPUs and links.
+        kv_rows: Sequences that a replica decodes at a time.
+    """
+    config, arch, grid = found.config, found.arch, found.grid
+    rollout = config.rollout
+    passes, scorings = float(config.actor.ppo_epochs), 0
+    lens = [rollout.prompt_length + rollout.response_length] * config.train.batch_size
+    prefill, decode, steps, bound_by = 0.0, 0.0, 0, ""
+    if found.algorithm.supervised:
+        passes = 1.0
+    else:
+        lens = lens * rollout.n
+        scorings = int(found.algorithm.needs_reference) + int(found.algorithm.needs_proximal)
+        prefill, decode, steps, bound_by = _rollout(config, arch, grid, hardware, kv_rows)
+    rate = grid.world_size * hardware.bf16_flops * hardware.train_flops_frac
+    forward = forward_flops(arch, lens) / rate
+    bubble = _bubble(found)
+    return Durations(
+        prefill=prefill,
+        decode=decode,
+        decode_steps=steps,
+        bound_by=bound_by,
+        score=scorings * forward / (1 - bubble),
+        update=passes * (3 + RECOMPUTED_FORWARDS[config.actor.recompute]) * forward / (1 - bubble),
+        bubble_frac=bubble,
+    )
+
+
+def _bubble(found: Resolved) -> float:
+    """Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2: (p - 1) / (v m) of the ideal time."""
+    grid = found.grid
+    count = largest_microbatch(found.config, grid, te=True, supervised=found.algorithm.supervised).count
+    idle = (grid.pp - 1) / (grid.vpp * count)
+    return idle / (1 + idle)
+
+
+def _rollout(
+    config: Config, arch: ArchSpec, grid: Grid, hardware: Hardware, kv_rows: int
+) -> tuple[float, float, int, str]:
+    """(prefill seconds, decode seconds, decode passes, what they wait for) of the replica with most prompts."""
+    rollout = config.rollout
+    prompts = math.ceil(config.train.batch_size / grid.num_replicas)
+    replica_flops = grid.rollout_tp * hardware.bf16_flops
+    reads = prompts if rollout.enable_prefix_caching else prompts * rollout.n
+    prefill = forward_flops(arch, [rollout.prompt_length] * reads) / (replica_flops * hardware.prefill_flops_frac)
+    if not kv_rows:
+        return prefill, 0.0, 0, ""
+    sequences = prompts * rollout.n
+    rows = min(kv_rows, sequences)
+    steps = math.ceil(sequences / rows) * rollout.response_length
+    times = _decode_pass(config, arch, grid, hardware, rows)
+    links = times.pop("all-reduces")
+    bound_by = max(times, key=lambda name: times[name])
+    memory = times["weights"] + times["KV cache"]  # one after the other, beside the products
+    each = max(memory, times["FLOPs"]) + links
+    return prefill, steps * each, steps, "all-reduces" if links > max(memory, times["FLOPs"]) else bound_by
+
+
+def _decode_pass(config: Config, arch: ArchSpec, grid: Grid, hardware: Hardware, rows: int) -> dict[str, float]:
+    """Seconds of each thing that a pass over `rows` sequences does, by name."""
+    rollout = config.rollout
+    size = ITEM_BYTES[rollout.dtype or config.model.dtype]
+    weights = stage_memory(config, arch, grid)[0].engine - _unread_bytes(arch, grid, rows, size)
+    mean_len = rollout.prompt_length + rollout.response_length / 2
+    kv_heads = max(1, arch.num_kv_heads // grid.rollout_tp)
+    cache = rows * mean_len * 2 * arch.num_layers * kv_heads * arch.head_dim * size
+    flops = rows * (forward_flops(arch, [1]) + 4 * arch.num_layers * arch.num_heads * arch.head_dim * mean_len)
+    inside = grid.rollout_tp <= hardware.gpus_per_node
+    link = hardware.intra_node_bytes_per_s if inside else hardware.inter_node_bytes_per_s
+    others = 2 * (grid.rollout_tp - 1) / grid.rollout_tp  # a ring: each byte is sent and received so many times
+    reduced = 2 * arch.num_layers * rows * arch.hidden_size * size
+    bandwidth = hardware.memory_bytes_per_s * hardware.decode_frac
+    return {
+        "weights": weights / bandwidth,
+        "KV cache": cache / bandwidth,
+        "FLOPs": flops / (grid.rollout_tp * hardware.bf16_flops * hardware.decode_frac),
+        "all-reduces": others * reduced / link,
+    }
+
+
+def _unread_bytes(arch: ArchSpec, grid: Grid, rows: int, size: int) -> float:
+    """The embedding, which is looked up, and experts that no token of a pass goes to, on average."""
+    unread = 0.0
+    if not arch.tie_word_embeddings:
+        unread += arch.vocab_size * arch.hidden_size / grid.rollout_tp
+    if arch.moe is not None:
+        chance = (1 - arch.moe.top_k / arch.moe.num_experts) ** rows
+        experts = arch.moe.num_experts * 3 * arch.moe.intermediate_size * arch.hidden_size / grid.rollout_tp
+        unread += chance * arch.num_layers * experts
+    return unread * size

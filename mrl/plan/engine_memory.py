@@ -1,0 +1,317 @@
+"""How much memory an engine takes of a rank: what it holds, what it holds awake, its cache, and what a refit adds.
+
+Owns what differs between the engines; the phases of a run are put together in `memory.py`. The native engine is counted
+as it allocates. TensorRT-LLM was not measured: its weights, its cache and mrl's own buffers for it follow from shapes
+and from what its settings mean, and what it takes besides is `Hardware.engine_context_bytes`, an assumption.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field, replace
+
+from mrl.config import Config
+from mrl.engines.native.experts import work_bytes
+from mrl.engines.native.kv_cache import SLOT_MULTIPLE
+from mrl.engines.native.rows import ROUTED
+from mrl.formats.trtllm_engine import read_engine_folder
+from mrl.grid import Grid
+from mrl.models.base import ArchSpec
+from mrl.run.prepare import Resolved
+from mrl.weights.copies import ITEM_BYTES
+from mrl.weights.hf import hf_layout
+from mrl.weights.layout import Layout
+from mrl.weights.native import native_layout, native_layouts
+from mrl.weights.trtllm import TrtllmMapping, trtllm_layout
+
+FP32_BYTES = 4
+TOKENS_PER_BLOCK = 32
+"""Of TensorRT-LLM's paged cache (`KvCacheConfig.tokens_per_block`)."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a rank computes on.
+
+    Attributes:
+        te: The actor's layers are TransformerEngine's, as on GPUs.
+        engine_copies: Bytes of an element of the engine's packed copies of its matrices, in which it then computes, as
+            on CPUs; 0: it has none.
+        is_host: Its memory is the host's, so that what waits in host memory counts too.
+        capacity: Bytes of the device that can be filled; None: unbounded.
+        allowance: Bytes of it that no tensor takes: context, communicators.
+        total: All its bytes, which is what an engine sees; None: `capacity`.
+        engine_allowance: Bytes that TensorRT-LLM takes besides, awake or asleep.
+    """
+
+    te: bool
+    engine_copies: int = 0
+    is_host: bool = False
+    capacity: int | None = None
+    allowance: int = 0
+    total: int | None = None
+    engine_allowance: int = 0
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """What an engine takes of a rank: term -> bytes.
+
+    Attributes:
+        held: All the time.
+        awake: From the refit to the end of the rollout.
+        refit: In a refit besides.
+        cache: The KV cache.
+        rows: Sequences that it has room for.
+        rollout: While generating besides.
+        host: Bytes in host memory while it sleeps.
+    """
+
+    held: dict[str, int]
+    cache: int
+    rows: int
+    awake: dict[str, int] = field(default_factory=dict)
+    refit: dict[str, int] = field(default_factory=dict)
+    rollout: dict[str, int] = field(default_factory=dict)
+    host: int = 0
+
+
+def engine_memory(found: Resolved, device: Device, *, weights: int, actor: int) -> EngineMemory:
+    """What the run's engine takes of a rank.
+
+    Args:
+        found: The run.
+        device: Of the rank.
+        weights: Of the engine, `weight_bytes`.
+        actor: Bytes of the actor on the device when the engine looks how much is free.
+    """
+    make = {"trtllm": _llm, "trtllm_engine": _built}.get(found.config.rollout.name, _native)
+    return make(found, device, weights, actor)
+
+
+def weight_bytes(config: Config, arch: ArchSpec, grid: Grid) -> int:
+    """The engine's weights on the fullest rank of a replica.
+
+    TensorRT-LLM's LLM API is counted as if it cut the model like the native engine: every matrix, embedding and head.
+    """
+    size = ITEM_BYTES[config.rollout.dtype or config.model.dtype]
+    if config.rollout.name == "trtllm_engine":
+        return _built_bytes(arch, _mapping(config), config.rollout.dtype or config.model.dtype)
+    return sum(_elements(arch, grid.rollout_tp, grid.rollout_ep)) * size
+
+
+def arriving_bytes(config: Config, arch: ArchSpec, grid: Grid) -> int:
+    """What a refit brings to a rank's engine at most: the LLM API gets every tensor whole."""
+    if config.rollout.name == "trtllm":
+        return _whole_bytes(arch, config.rollout.dtype or config.model.dtype)
+    return weight_bytes(config, arch, grid)
+
+
+def engine_layouts(config: Config, arch: ArchSpec, grid: Grid) -> dict[int, Layout]:
+    """Rank -> what its engine wants of a refit; equal ones are one object."""
+    dtype = config.rollout.dtype or config.model.dtype
+    if config.rollout.name == "trtllm":
+        return dict.fromkeys(range(grid.world_size), hf_layout(arch, dtype))
+    if config.rollout.name == "trtllm_engine":
+        shared = [trtllm_layout(arch, _mapping(config), rank, dtype) for rank in range(grid.rollout_size)]
+        return {rank: shared[grid.rollout_rank(rank)] for rank in range(grid.world_size)}
+    return native_layouts(arch, grid, dtype)
+
+
+def packed_elements(arch: ArchSpec, grid: Grid) -> int:
+    """Elements of the matrices that the native engine multiplies with, on a rank."""
+    return _elements(arch, grid.rollout_tp, grid.rollout_ep)[0]
+
+
+# the native engine
+
+
+def _native(found: Resolved, device: Device, weights: int, actor: int) -> EngineMemory:
+    """Its cache is as large as its prompts need; it keeps its weights where they are."""
+    config, arch, grid, rollout = found.config, found.arch, found.grid, found.config.rollout
+    copies = packed_elements(arch, grid) * device.engine_copies
+    size = device.engine_copies or _item_bytes(config)
+    slots = math.ceil(_longest(config) / SLOT_MULTIPLE) * SLOT_MULTIPLE
+    row_bytes = _row_bytes(arch, slots, grid.rollout_tp, size)
+    if rollout.enable_rollout_routing_replay and arch.moe is not None:
+        row_bytes += slots * arch.num_layers * arch.moe.top_k * ROUTED.itemsize
+    rows = min(rollout.max_num_seqs, rollout.max_num_batched_tokens, _samples(found))
+    if device.capacity is not None:
+        free = device.capacity - device.allowance - weights - copies - actor
+        free -= _experts_work(arch, grid, rollout.max_num_batched_tokens)
+        rows = min(rows, max(0, int(free * rollout.gpu_memory_utilization)) // row_bytes)
+    cast = 0
+    if rollout.dtype not in (None, config.model.dtype):  # a bucket in the engine's dtype
+        cast = min(weights, _bucket_bytes(config))
+    largest = max(arch.vocab_size, 2 * arch.intermediate_size) * arch.hidden_size // grid.rollout_tp
+    return EngineMemory(
+        held={"engine's weights": weights, "engine's packed copies": copies},
+        refit={"refit's casts and packing": max(cast, largest * device.engine_copies)},
+        cache=max(1, rows) * row_bytes,
+        rows=rows,
+        rollout=_generation(found, size, rows),
+    )
+
+
+# TensorRT-LLM
+
+
+def _llm(found: Resolved, device: Device, weights: int, actor: int) -> EngineMemory:
+    """The LLM API: the cache is a part of what was free when it was made, used or not; weights sleep in host memory.
+
+    TensorRT-LLM subtracts what a trial pass takes before it makes the cache; that is left out, so that the cache is
+    counted too large rather than too small.
+    """
+    config, arch, grid, rollout = found.config, found.arch, found.grid, found.config.rollout
+    size = _item_bytes(config)
+    slots = math.ceil(_longest(config) / TOKENS_PER_BLOCK) * TOKENS_PER_BLOCK
+    row_bytes = _row_bytes(arch, slots, grid.rollout_tp, size)
+    rows = min(rollout.max_num_seqs, _samples(found))
+    cache = rows * row_bytes
+    if device.capacity is not None:
+        cache = _share_of_free(found, device, weights + actor)
+        rows = min(rollout.max_num_seqs, cache // row_bytes)
+    whole, largest = arriving_bytes(config, arch, grid), max(arch.vocab_size, arch.intermediate_size) * arch.hidden_size
+    waiting = _bucket_bytes(config) + largest * size  # complete tensors; as much again is being put together
+    held = {"TensorRT-LLM's own": device.engine_allowance}
+    part = {"engine's weights": weights}
+    return EngineMemory(
+        held=held if rollout.free_cache_engine else held | part,
+        awake=part if rollout.free_cache_engine else {},
+        refit={"whole tensors of a refit": min(whole, 2 * waiting)},
+        cache=max(cache, row_bytes),
+        rows=rows,
+        rollout=_generation(found, size, rows),
+        host=weights if rollout.free_cache_engine else 0,
+    )
+
+
+def _built(found: Resolved, device: Device, weights: int, actor: int) -> EngineMemory:
+    """Built engines: a second copy of the rank's weights in a refit; only the cache leaves the device."""
+    config, arch, grid, rollout = found.config, found.arch, found.grid, found.config.rollout
+    size = _item_bytes(config)
+    cut = rollout.top_k >= 0 or rollout.top_p < 1.0 or rollout.min_p > 0.0
+    row_bytes = _row_bytes(arch, _longest(config), grid.rollout_tp, size, layers=arch.num_layers // grid.rollout_pp)
+    if cut:  # logits of every step, twice while they are stacked
+        row_bytes += 2 * FP32_BYTES * rollout.response_length * arch.vocab_size
+    rows = min(rollout.max_num_seqs, max(1, rollout.max_num_batched_tokens // rollout.prompt_length), _samples(found))
+    work = _states(found, size, rollout.max_num_batched_tokens)
+    if device.capacity is not None:
+        rows = min(rows, _share_of_free(found, device, weights + actor + work) // row_bytes)
+    return EngineMemory(
+        held={
+            "engine's weights": weights,
+            "TensorRT's activations": work,
+            "TensorRT-LLM's own": device.engine_allowance,
+        },
+        refit={"second copy of the weights": weights},
+        cache=max(1, rows) * row_bytes,
+        rows=rows,
+    )
+
+
+def _share_of_free(found: Resolved, device: Device, taken: int) -> int:
+    """Bytes that `rollout.gpu_memory_utilization` gives to the cache of an engine that sees the whole device."""
+    total = device.total if device.total is not None else device.capacity or 0
+    free = total - device.allowance - device.engine_allowance - taken
+    return int(max(0, free) * found.config.rollout.gpu_memory_utilization)
+
+
+def _mapping(config: Config) -> TrtllmMapping:
+    """Of the engines in `rollout.engine_dir`, which preflight has compared with the run."""
+    return read_engine_folder(config.rollout.engine_dir or "").config.mapping
+
+
+@functools.cache
+def _built_bytes(arch: ArchSpec, mapping: TrtllmMapping, dtype: str) -> int:
+    """Weights of the fullest rank, from one layer of each stage."""
+    few, most = replace(arch, num_layers=mapping.pp_size), 0
+    for rank in range(mapping.world_size):
+        layers = len(mapping.layers(arch, rank // mapping.tp_size))
+        sizes = (
+            math.prod(stored.shape) * ITEM_BYTES[stored.dtype] * (layers if ".layers." in name else 1)
+            for name, stored in trtllm_layout(few, mapping, rank, dtype).items()
+        )
+        most = max(most, sum(sizes))
+    return most
+
+
+@functools.cache
+def _whole_bytes(arch: ArchSpec, dtype: str) -> int:
+    few = hf_layout(replace(arch, num_layers=1), dtype)
+    return sum(
+        math.prod(stored.shape) * ITEM_BYTES[stored.dtype] * (arch.num_layers if ".layers." in name else 1)
+        for name, stored in few.items()
+    )
+
+
+# shapes
+
+
+def _item_bytes(config: Config) -> int:
+    return ITEM_BYTES[config.rollout.dtype or config.model.dtype]
+
+
+def _bucket_bytes(config: Config) -> int:
+    return config.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
+
+
+def _longest(config: Config) -> int:
+    return config.rollout.prompt_length + config.rollout.response_length
+
+
+def _samples(found: Resolved) -> int:
+    """Sequences that a replica is asked for in a step."""
+    return math.ceil(found.config.train.batch_size / found.grid.num_replicas) * found.config.rollout.n
+
+
+def _row_bytes(arch: ArchSpec, slots: int, tp: int, size: int, *, layers: int | None = None) -> int:
+    """Keys and values of one sequence."""
+    heads = max(1, arch.num_kv_heads // tp)
+    return slots * 2 * (layers or arch.num_layers) * heads * arch.head_dim * size
+
+
+def _experts_work(arch: ArchSpec, grid: Grid, tokens: int) -> int:
+    """What the engine reckons with for its experts."""
+    if arch.moe is None:
+        return 0
+    return work_bytes(tokens * arch.moe.top_k, arch.hidden_size, arch.moe.intermediate_size // grid.rollout_moe_tp)
+
+
+def _generation(found: Resolved, size: int, rows: int) -> dict[str, int]:
+    """Logits of the running sequences, or hidden states of the prompts that are read."""
+    arch, grid, rollout = found.arch, found.grid, found.config.rollout
+    if not rows:
+        return {}
+    parts = 3 if grid.rollout_tp > 1 else 1  # this rank's, all ranks', and these put together
+    logits = rows * arch.vocab_size * (parts * size + FP32_BYTES + (FP32_BYTES if size != FP32_BYTES else 0))
+    prompts = math.ceil(found.config.train.batch_size / grid.num_replicas)
+    states = _states(found, size, min(rollout.max_num_batched_tokens, min(rows, prompts) * rollout.prompt_length))
+    return {"logits of sampling": logits} if logits >= states else {"hidden states of prompts": states}
+
+
+def _states(found: Resolved, size: int, tokens: int) -> int:
+    """Hidden states of so many tokens in one layer."""
+    arch, grid = found.arch, found.grid
+    heads = (arch.num_heads + 2 * max(grid.rollout_tp, arch.num_kv_heads)) // grid.rollout_tp
+    attention = 3 * heads * arch.head_dim
+    if arch.moe is None:
+        mlp = tokens * (3 * arch.intermediate_size // grid.rollout_tp) * size
+    else:
+        mlp = _experts_work(arch, grid, tokens)
+    return max(tokens * attention * size, mlp) + 3 * tokens * arch.hidden_size * size
+
+
+@functools.cache
+def _elements(arch: ArchSpec, tp: int, ep: int) -> tuple[int, int]:
+    """(elements of matrices that the native engine multiplies with, other elements) of a rank."""
+    layout = native_layout(replace(arch, num_layers=1), tp, 0, "bfloat16", ep_size=ep)
+    matrices, others = 0, 0
+    for name, stored in layout.items():
+        count = math.prod(stored.shape) * (arch.num_layers if name.startswith("layers.") else 1)
+        if len(stored.shape) == 2 and (name != "embed" or arch.tie_word_embeddings):
+            matrices += count
+        else:
+            others += count
+    return matrices, others

@@ -1,0 +1,214 @@
+"""How much memory a run takes, before it runs: a rank of each pipeline stage, term by term and phase by phase.
+
+Owns the sum: weights, gradients, optimizer, staging, what `engine_memory.py` says of the engine, and what
+`activations.py` says of a pass. `mrl plan` compares it with a device, `mrl train --dry-run` shows a part of it.
+Everything is arithmetic on shapes; what is no shape (context, communicators) is an allowance that the caller states.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+
+from mrl.config import Config
+from mrl.grid import Grid
+from mrl.models.base import ArchSpec
+from mrl.plan.activations import Activations, ActorShape
+from mrl.plan.engine_memory import Device, EngineMemory, arriving_bytes, engine_memory, weight_bytes
+from mrl.run.prepare import Resolved
+from mrl.weights.buckets import MIN_ROUND_BYTES, NUM_BUFFERS, PIPELINE_ROUNDS
+from mrl.weights.copies import ITEM_BYTES
+from mrl.weights.layout import Layout
+from mrl.weights.megatron import chunk_layers, megatron_layout
+
+GRADIENT_BYTES = 4
+"""Megatron's gradient buffer is fp32 (`grad_reduce_in_fp32`)."""
+MOMENT_BYTES = 8
+"""Adam's two moments, fp32."""
+MASTER_BYTES = 4
+"""fp32 master weights, kept where the parameters are of another type."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a rank holds all the time, by the shapes of its tensors."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    engine: int
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return self.weights + self.gradients + self.optimizer + self.engine
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """What a rank of a pipeline stage holds.
+
+    Attributes:
+        stage: Pipeline stage; its ranks hold equal shards.
+        rank: The first of them.
+        phases: "refit", "rollout", "score" where something is scored without training, "update" -> term -> bytes.
+        kv_rows: Sequences that the KV cache has room for.
+        host: Bytes in host memory beside the device: what was offloaded, an engine's weights while it sleeps, the
+            reference, and the actor while it is away for it.
+    """
+
+    stage: int
+    rank: int
+    phases: dict[str, dict[str, int]]
+    kv_rows: int
+    host: int
+
+    def total(self, phase: str) -> int:
+        """Bytes at the phase's peak."""
+        return sum(self.phases[phase].values())
+
+    @property
+    def peak(self) -> str:
+        """The phase that takes most."""
+        return max(self.phases, key=self.total)
+
+
+def stage_memory(config: Config, arch: ArchSpec, grid: Grid) -> list[Memory]:
+    """What a rank of each pipeline stage holds of weights, gradients and optimizer, and the weights of its engine."""
+    kept_bytes = MOMENT_BYTES + (MASTER_BYTES if config.model.dtype != "float32" else 0)
+    sharded = config.actor.use_distributed_optimizer
+    copies = grid.dp * grid.cp if sharded else 1
+    expert_copies = grid.world_size // (grid.pp * grid.ep * grid.expert_tp) if sharded else 1
+    engine = weight_bytes(config, arch, grid)
+    found = []
+    for dense, experts in _actor_elements(arch, grid):
+        owned = math.ceil(dense / copies) + math.ceil(experts / expert_copies)
+        found.append(
+            Memory(
+                weights=(dense + experts) * ITEM_BYTES[config.model.dtype],
+                gradients=(dense + experts) * GRADIENT_BYTES,
+                optimizer=owned * kept_bytes,
+                engine=engine,
+            )
+        )
+    return found
+
+
+def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None = None) -> list[StageMemory]:
+    """Every phase of a run, on a rank of each pipeline stage.
+
+    Args:
+        found: The run.
+        device: Of a rank.
+        moved_bytes: Most that a rank sends or gets in a refit; None: all that its engine gets.
+    """
+    config, arch, grid, algorithm = found.config, found.arch, found.grid, found.algorithm
+    shape = ActorShape(config, arch, grid, te=device.te, supervised=algorithm.supervised)
+    held = stage_memory(config, arch, grid)
+    scored = algorithm.needs_reference or algorithm.needs_proximal
+    arriving = arriving_bytes(config, arch, grid) if moved_bytes is None else moved_bytes
+    samples = not algorithm.supervised or bool(config.train.eval_interval)
+    stages = []
+    for stage, own in enumerate(held):
+        away = offloaded(config, own)
+        parts = {"weights": own.weights, "gradients": own.gradients, "optimizer": own.optimizer}
+        staying = sum(parts[part] for part in ("weights", "gradients") if part not in away)
+        engine = engine_memory(found, device, weights=own.engine, actor=staying)
+        if not samples:
+            engine = EngineMemory(held=engine.held | engine.awake, cache=0, rows=0, refit=engine.refit)
+        always = {
+            **{part: size for part, size in parts.items() if part not in away},
+            **engine.held,
+            "refit staging": staging_bytes(config, grid, arriving) if samples else 0,
+            "reference": own.weights if device.is_host and algorithm.needs_reference else 0,
+            "offload buffers": sum(away.values()) if device.is_host else 0,
+            "context and communicators": device.allowance,
+        }
+        kept = {} if config.rollout.free_cache_engine else {"KV cache": engine.cache}
+        used = shape.activations(stage)
+        actor = {part: size for part, size in parts.items() if part in away}
+        weights = {part: size for part, size in actor.items() if part == "weights"}
+        phases = {
+            "refit": {**weights, **always, **engine.awake, **kept, **engine.refit},
+            "rollout": {**always, **engine.awake, "KV cache": engine.cache, **engine.rollout},
+            **({"score": {**weights, **always, **kept, "activations": used.scoring}} if scored else {}),
+            "update": {**actor, **always, **kept, **_update(used)},
+        }
+        phases = {phase: {term: size for term, size in terms.items() if size} for phase, terms in phases.items()}
+        host = 0
+        if not device.is_host:
+            host = sum(away.values()) + (2 * own.weights if algorithm.needs_reference else 0) + engine.host
+        stages.append(StageMemory(stage, stage * (grid.world_size // grid.pp), phases, engine.rows, host))
+    return stages
+
+
+def offloaded(config: Config, own: Memory) -> dict[str, int]:
+    """Parts of the actor that leave the device -> bytes of their copies in host memory (`megatron/offload.py`)."""
+    copies = {
+        "weights": (config.actor.param_offload, own.weights),
+        "gradients": (config.actor.grad_offload, 0),
+        "optimizer": (config.actor.optimizer_offload, own.optimizer),
+    }
+    return {part: size for part, (leaves, size) in copies.items() if leaves}
+
+
+def staging_bytes(config: Config, grid: Grid, moved_bytes: int) -> int:
+    """Buffers of a refit: two to send and two to receive, one of each where a single round does."""
+    if grid.world_size == 1 or not moved_bytes:
+        return 0
+    bucket = config.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
+    each = min(bucket, max(MIN_ROUND_BYTES, math.ceil(moved_bytes / PIPELINE_ROUNDS)))
+    return min(2 * NUM_BUFFERS * each, 2 * moved_bytes)
+
+
+def _update(used: Activations) -> dict[str, int]:
+    """What a pass needs beside the weights; the output layer and the layers below it work one after the other."""
+    if used.logits >= used.backward:
+        return {"activations": used.saved, "logits": used.logits}
+    return {"activations": used.saved, "backward of a layer": used.backward}
+
+
+def _actor_elements(arch: ArchSpec, grid: Grid) -> list[tuple[int, int]]:
+    """(elements, those of experts aside; elements of experts) of a rank of each stage."""
+    layers = chunk_layers(arch, grid)
+    sizes = _actor_parts(arch, grid.tp, grid.ep, grid.expert_tp)
+    found = []
+    for stage in range(grid.pp):
+        count = sum(len(layers[stage, chunk]) for chunk in range(grid.vpp))
+        first, last = stage == 0, stage == grid.pp - 1
+        ends = (sizes.embedding if first else 0) + (sizes.end if last else 0)
+        if last and not first and arch.tie_word_embeddings:
+            ends += sizes.embedding  # the last stage's own copy
+        found.append((count * sizes.layer + ends, count * sizes.experts))
+    return found
+
+
+@dataclass(frozen=True)
+class _Parts:
+    layer: int
+    experts: int
+    embedding: int
+    end: int
+
+
+@functools.cache
+def _actor_parts(arch: ArchSpec, tp: int, ep: int, etp: int) -> _Parts:
+    """Elements of a layer, of its experts, of the embedding, and of the final norm and output layer."""
+    grid = Grid(math.lcm(tp, ep * etp), tp=tp, ep=ep, etp=etp)
+    layout = megatron_layout(replace(arch, num_layers=1), grid, 0, dtype="bfloat16", te=False)
+    layer = {name: stored for name, stored in layout.items() if ".layers." in name}
+    experts = {name: stored for name, stored in layer.items() if ".experts." in name}
+    embedding = {name: stored for name, stored in layout.items() if ".embedding." in name}
+    parts = [_num_elements(each) for each in (layer, experts, embedding, layout)]
+    return _Parts(parts[0] - parts[1], parts[1], parts[2], parts[3] - parts[0] - parts[2])
+
+
+def _num_elements(layout: Layout) -> int:
+    return sum(math.prod(stored.shape) for stored in layout.values())
+
+
+def num_parameters(arch: ArchSpec) -> int:
+    """Elements of the whole model, a tied embedding once."""
+    sizes = _actor_parts(arch, 1, 1, 1)
+    return arch.num_layers * (sizes.layer + sizes.experts) + sizes.embedding + sizes.end

@@ -1,0 +1,1 @@
+"""What is refused before any process group exists."""

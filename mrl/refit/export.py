@@ -1,0 +1,136 @@
+"""The actor as a Hugging Face folder: config.json, sharded safetensors, tokenizer.
+
+Owns `export_to_hf`; what such a folder holds is in `formats/hf.py`. The weights go from all ranks to the writers by the
+same kind of plan as a refit, one file at a time: no rank holds more of the model than its own shard and a file. The
+folder appears whole or not at all: it is written under another name and renamed last.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial as bind
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mrl.data.tokenizer import Tokenizer
+from mrl.distributed.collectives import together
+from mrl.errors import UserError
+from mrl.formats.hf import assign_files, write_companions
+from mrl.models.base import ArchSpec
+from mrl.refit.transfer import Arrival, Transfer
+from mrl.weights.hf import hf_layout
+from mrl.weights.layout import Layout
+from mrl.weights.plan import make_plan
+from mrl.weights.regions import slices
+from mrl.weights.tensors import allocate
+
+
+def export_to_hf(
+    folder: str | Path,
+    arch: ArchSpec,
+    layouts: Mapping[int, Layout],
+    tensors: Mapping[str, Tensor],
+    *,
+    dtype: str,
+    like: str | Path | None = None,
+    max_file_bytes: int = 2 << 30,
+    bucket_bytes: int = 256 << 20,
+    writers: Sequence[int] = (0,),
+) -> None:
+    """Collective over the job: writes the model that the ranks hold together.
+
+    Args:
+        folder: To be made; must not exist.
+        arch: The model.
+        layouts: Rank -> what it holds (`megatron_layouts`), the same on every rank.
+        tensors: What this rank holds, by the names of its layout.
+        dtype: Of the files, "float32" or "bfloat16".
+        like: Model folder whose tokenizer, generation settings and further config.json keys are copied; None: none.
+        max_file_bytes: Largest safetensors file, unless one tensor is larger; also what a writer holds in memory.
+        bucket_bytes: Largest staging buffer.
+        writers: Ranks that write the files, in turn; all see the same file system.
+
+    Raises:
+        UserError: The folder exists, or cannot be written.
+        RuntimeError: A rank failed; on every rank.
+    """
+    rank = dist.get_rank()
+    target = Path(folder)
+    partial = target.with_name(target.name + ".partial")
+    with together(), _disk_errors():
+        if rank == 0:
+            _prepare(target, partial)
+    files = assign_files(hf_layout(arch, dtype), max_file_bytes)
+    writer_of = {file: writers[number % len(writers)] for number, file in enumerate(files)}
+    wanted: dict[int, Layout] = {writer: {} for writer in writers}
+    for file, content in files.items():
+        wanted[writer_of[file]].update(content)
+    copies = make_plan(layouts, wanted).copies
+    names = list(files)
+    for first in range(0, len(names), len(writers)):
+        batch = names[first : first + len(writers)]
+        now = {name for file in batch for name in files[file]}
+        mine = [file for file in batch if writer_of[file] == rank]
+        content = {name: stored for file in mine for name, stored in files[file].items()}
+        arrived = allocate(content)
+        transfer = Transfer(
+            [copy for copy in copies if copy.target_name in now],
+            tensors,
+            {name: stored.dtype for name, stored in content.items()},
+            rank=rank,
+            bucket_bytes=bucket_bytes,
+        )
+        transfer.run(bind(_write, arrived))
+        with together(), _disk_errors():
+            for file in mine:
+                save_file(arrived, partial / file, metadata={"format": "pt"})
+    with together(), _disk_errors():
+        if rank == 0:
+            write_companions(partial, arch, files, None if like is None else Path(like))
+            os.replace(partial, target)
+
+
+def write_model_folder(folder: Path, arch: ArchSpec, dtype: str, tokenizer: Tokenizer) -> None:
+    """A Hugging Face folder without weights, for an engine that a refit fills; one that is there is kept in step.
+
+    Args:
+        folder: Made where it is not there.
+        arch: The model.
+        dtype: Of the weights.
+        tokenizer: Of the model.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    with _disk_errors():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_companions(folder, arch, assign_files(hf_layout(arch, dtype), sys.maxsize), None)
+        tokenizer.save(folder)
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"the export cannot be written: {error}") from error
+
+
+def _prepare(target: Path, partial: Path) -> None:
+    if target.exists():
+        raise UserError(f"the export folder '{target}' exists. Name a new one, or remove it.")
+    if partial.exists():  # left by an export that was cut off
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+
+
+def _write(into: Mapping[str, Tensor], arrivals: Sequence[Arrival]) -> None:
+    for item in arrivals:
+        into[item.name][slices(item.region)].copy_(item.data)

@@ -1,0 +1,1 @@
+"""What is sampled, who samples it, and how samples travel."""

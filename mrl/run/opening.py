@@ -1,0 +1,134 @@
+"""How a job comes up, and how it ends.
+
+Owns the order: watchdog, ranks, process groups, run folder, the commit to go on from, log, job; and that all of it is
+taken down again, also after an error. What can be refused without a process group was refused before (`prepare.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import torch
+
+from mrl.distributed import launch
+from mrl.distributed.collectives import together
+from mrl.errors import UserError, first_line, out_of_memory
+from mrl.files.durable import refusals
+from mrl.formats.hub import check_same_models
+from mrl.megatron import parallel
+from mrl.observe.run_log import RunLog
+from mrl.run.job import Job
+from mrl.run.prepare import Plan, check_resume
+from mrl.run_folder.checkpoint import Checkpoints, Found
+from mrl.run_folder.owner import LONGEST_SILENCE_S, take, this_process
+from mrl.run_folder.run_dir import RunDir
+from mrl.survival import last_words
+from mrl.survival.ending import FAILED
+from mrl.survival.watchdog import MARGIN_S, Watchdog
+
+
+@contextmanager
+def open_job(plan: Plan, *, log: bool = True) -> Iterator[Job]:
+    """Collective over the job: ranks up, job built; ended in order, also after an error.
+
+    Args:
+        plan: From `prepare`.
+        log: False: the run folder is only read.
+    """
+    run, timeout_s = plan.config.run, plan.config.run.collective_timeout_s + MARGIN_S
+    watchdog = Watchdog(
+        launch.environment(),
+        collective_timeout_s=run.collective_timeout_s,
+        heartbeat_timeout_s=run.heartbeat_timeout_s,
+        on_gpu=launch.choose_device(run.device) == "cuda",
+        advice=lambda: _kept(plan.run),
+        secret=launch.job_token,
+    )
+    with watchdog:
+        store = launch.private(launch.meet(timeout_s)) if plan.grid.world_size > 1 else None
+        if store is not None:
+            watchdog.start(store)
+        device = launch.start(run.device, num_threads=run.num_threads, timeout_s=timeout_s, store=store)
+        failed = True
+        try:
+            groups = parallel.initialize(plan.grid, seed=run.seed, timeout_s=timeout_s)
+            check_same_models(plan.config)
+            with refusals(), _run_folder(plan, groups.rank, device, watchdog, log=log) as (checkpoints, found, run_log):
+                job = Job(plan, groups, device, run_log, checkpoints, found)
+                watchdog.where = lambda: job.timers.where
+                try:
+                    with refusals():
+                        yield job
+                except BaseException as error:
+                    if isinstance(error, UserError):
+                        error.at = job.timers.where if job.timers.has_begun else ""
+                    watchdog.tell(error)
+                    raise
+                finally:
+                    job.close()
+            failed = False
+        except BaseException as error:
+            watchdog.tell(error)  # before anything is taken down that the others may wait in
+            if plan.grid.world_size == 1 and out_of_memory(error):
+                raise UserError(
+                    f"the memory of this machine does not hold the run: {first_line(error)}. `mrl plan` says what it "
+                    "needs; take a smaller model, shorter or fewer sequences, or more ranks."
+                ) from error
+            raise
+        finally:
+            parallel.destroy()
+            launch.stop(in_order=not failed)
+
+
+@contextmanager
+def _run_folder(
+    plan: Plan, rank: int, device: torch.device, watchdog: Watchdog, *, log: bool
+) -> Iterator[tuple[Checkpoints, Found | None, RunLog]]:
+    """Collective over the job: inside, the run folder is this job's alone; what it goes on from was read.
+
+    Where it is only read (`log` is False) nobody has to own it.
+    """
+    config, run, size = plan.config, plan.run, plan.grid.world_size
+    if not log:
+        with RunLog(config, run, None, rank=-1) as silent:
+            yield Checkpoints(run.checkpoints, config.checkpoint), None, silent
+        return
+    with together():
+        if rank == 0:
+            run.make()
+    silent_s = min(config.run.heartbeat_timeout_s, LONGEST_SILENCE_S)
+    with take(run.root, this_process(size, silent_s), rank) as owner:
+        owner.keep(silent_s, lambda why: _lose(why, watchdog, run))
+        notes = [*owner.notes]
+        checkpoints = Checkpoints(run.checkpoints, config.checkpoint, notes.append, owner.check)
+        found = checkpoints.newest(mends=True)
+        step = found.step if found else None
+        notes += found.notes if found else []
+        with together():
+            check_resume(config, run, step)
+            if rank == 0:
+                name = launch.device_name(device)
+                changes = run.start(config, resume_step=step, world_size=size, device_name=name)
+                if changes:
+                    notes += ["settings changed since the last start:", *(f"  {change}" for change in changes)]
+        with RunLog(config, run, step, rank=rank) as run_log:
+            checkpoints.tell = run_log.note
+            for note in notes:
+                run_log.note(note)
+            yield checkpoints, found, run_log
+
+
+def _lose(why: str, watchdog: Watchdog, run: RunDir) -> NoReturn:
+    """Ends the job wherever its main thread is: another one writes into its folder."""
+    watchdog.tell(RuntimeError(why))
+    last_words.say(why, lambda: _kept(run))
+    last_words.leave(FAILED)
+
+
+def _kept(run: RunDir) -> str:
+    steps = run.committed_steps()
+    if not steps:
+        return f"There is no checkpoint yet in {run.root}: the same command starts again."
+    return f"The last checkpoint is of step {steps[-1]}, in {run.root}: the same command goes on from there."

@@ -1,0 +1,216 @@
+"""What a run will be, known before any process group exists.
+
+Owns reading and checking everything that needs no other rank: config, model folder, data, rewards, run folder. A
+mistake found here costs no GPU minute. `check_run` is the one refusal: `mrl train`, its dry run, `launch`, `plan` and
+`rehearse` all call it. What only a run that begins can know is in `prepare`. `job.py` brings the job up from it.
+"""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mrl.algorithms import base as algorithms
+from mrl.algorithms.base import Algorithm
+from mrl.config import Config
+from mrl.data.prompts import PromptSource, load_training, load_validation
+from mrl.data.steps import with_num_steps
+from mrl.data.tokenizer import Tokenizer, load_tokenizer
+from mrl.distributed import launch
+from mrl.engines.base import RolloutEngine
+from mrl.engines.trtllm import fields as trtllm
+from mrl.errors import UserError
+from mrl.formats.hf import HfSource
+from mrl.formats.hub import local_models
+from mrl.grid import Grid
+from mrl.models.base import ArchSpec
+from mrl.models.hf_config import arch_from_folder
+from mrl.models.presets import arch_from_preset
+from mrl.observe.metrics import check_is_given, evaluation_names
+from mrl.preflight import preflight
+from mrl.rewards.scorer import Scorer
+from mrl.run.supervised import examples
+from mrl.run_folder.commit import has_record
+from mrl.run_folder.run_dir import RunDir
+from mrl.schema.registry import find, names
+from mrl.types import Prompt
+
+PEEKED_PROMPTS = 256
+"""Training prompts that are encoded before a run begins: a mistake in all rows is found in the first ones."""
+
+Tell = Callable[[str], None]
+"""Takes what could not be looked at on this machine, in words."""
+
+
+@dataclass
+class Resolved:
+    """A config that fits its model and its ranks.
+
+    Attributes:
+        config: The algorithm's nulls are filled.
+        grid: Who sits where.
+    """
+
+    config: Config
+    arch: ArchSpec
+    tokenizer: Tokenizer
+    algorithm: Algorithm
+    grid: Grid
+
+
+@dataclass
+class Checked(Resolved):
+    """A run that nothing on this machine refuses.
+
+    Attributes:
+        source: Training prompts, from the first one.
+        validation: Held-out prompts, maybe none.
+        peeked: The first training prompts.
+    """
+
+    source: PromptSource
+    validation: list[Prompt]
+    peeked: list[Prompt]
+
+
+@dataclass
+class Plan(Checked):
+    """What a job will be, known before any process group exists."""
+
+    run: RunDir
+
+
+def prepare(config: Config) -> Plan:
+    """Reads and checks everything that needs no other rank, of a run that begins now.
+
+    Raises:
+        UserError: A mistake in the config, the model folder, the data, the rewards or the run folder.
+    """
+    here = launch.environment()
+    if config.rollout.name == "trtllm":
+        launch.see_own_device_only()  # before torch looks for devices
+    launch.choose_device(config.run.device)
+    found = check_run(local_models(config, download=True), here.world_size, launcher=here.launcher)
+    check_run_folder(config)
+    return Plan(**vars(found), run=RunDir(Path(config.run.output_dir)))
+
+
+def check_run(config: Config, world_size: int, *, launcher: str | None = None, tell: Tell | None = None) -> Checked:
+    """The one refusal: everything that is wrong with a run wherever it is to be, and all that it names on this machine.
+
+    Args:
+        config: What was asked for.
+        world_size: Ranks that it is for.
+        launcher: Who starts them, as `Environment.launcher` has it; None: not known yet.
+        tell: Given where the run may be on another machine: takes what is not here and needs not be (weights, the
+            disk of the run folder). None: these are refused too.
+
+    Raises:
+        UserError: A mistake in the config, the model folder, the data, the rewards or the run folder.
+    """
+    if launcher is not None and config.rollout.name in trtllm.ENGINES:
+        trtllm.check_launcher(config.rollout, launcher)
+    config = local_models(config)
+    found = resolve(config, world_size)
+    _check_engine(config.rollout.name)
+    _check_output_dir(config.run.output_dir, tell)
+    for key, path in (("model.path", config.model.path), ("reference.path", config.reference.path)):
+        if path is not None:
+            _check_weights(key, path, found.arch, tell)
+    tokenizer, prompt_length = found.tokenizer, config.rollout.prompt_length
+    source = load_training(config.data, tokenizer, prompt_length=prompt_length, seed=config.run.seed)
+    found.config = with_num_steps(found.config, source.num_rows)
+    preflight.check_config(found.config, world_size)  # again, with the steps that the epochs give
+    validation = load_validation(config.data, tokenizer, prompt_length=prompt_length)
+    best = config.checkpoint.best_metric
+    if config.checkpoint.keep_best and best.startswith("val/"):
+        check_is_given(best, evaluation_names(config.rollout.val_kwargs.n))
+    peeked = source.peek(PEEKED_PROMPTS)
+    if found.algorithm.supervised or config.train.warm_start.num_steps:
+        examples(peeked, tokenizer, config)
+    Scorer(replace(config.reward, num_workers=1), tokenizer.decode, tokenizer.eos_ids).close()
+    return Checked(**vars(found), source=source, validation=validation, peeked=peeked)
+
+
+def resolve(config: Config, world_size: int) -> Resolved:
+    """Fills the algorithm's nulls, reads the model's structure and tokenizer, and checks every rule for so many ranks.
+
+    Raises:
+        UserError: A mistake in the config or the model folder.
+    """
+    algorithm = algorithms.build(config.algorithm, config.rollout)
+    config = local_models(replace(config, algorithm=algorithm.config))
+    arch, tokenizer = load_model_facts(config)
+    preflight.check(config, arch, world_size, tokenizer.vocab_size, supervised=algorithm.supervised)
+    return Resolved(config, arch, tokenizer, algorithm, preflight.grid_of(config, world_size))
+
+
+def load_model_facts(config: Config) -> tuple[ArchSpec, Tokenizer]:
+    """Structure and tokenizer of the model that the config names."""
+    model = local_models(config).model
+    if model.path is not None:
+        arch = arch_from_folder(model.path)
+        return arch, load_tokenizer(model, config.data, arch.vocab_size)
+    tokenizer = load_tokenizer(model, config.data)
+    if model.preset is None:
+        raise UserError("model.path and model.preset are both null: there is no model. Set one of them.")
+    return arch_from_preset(model.preset, model.overrides, tokenizer.vocab_size), tokenizer
+
+
+def check_run_folder(config: Config) -> None:
+    """Looks whether `run.resume` allows to go on in the run folder as it is now, as far as the records tell.
+
+    Raises:
+        UserError: `run.resume` wants it otherwise.
+    """
+    run = RunDir(Path(config.run.output_dir))
+    steps = run.committed_steps()
+    if steps or not any(has_record(path) for path in run.checkpoints.glob("step-*")):  # else its damage is told later
+        check_resume(config, run, steps[-1] if steps else None)
+
+
+def check_resume(config: Config, run: RunDir, step: int | None) -> None:
+    """Holds `run.resume` against the step of the run's last whole commit; None: there is none.
+
+    Raises:
+        UserError: run.resume=must and there is none, run.resume=never and there is one.
+    """
+    if config.run.resume == "must" and step is None:
+        raise UserError(
+            f"run.resume=must, but '{run.checkpoints}' has no checkpoint. Use run.resume=auto to start from nothing."
+        )
+    if config.run.resume == "never" and step is not None and not launch.is_restart():
+        raise UserError(
+            f"run.resume=never, but '{run.checkpoints}' has a checkpoint of step {step}. Use another "
+            "run.output_dir, or run.resume=auto to continue."
+        )
+
+
+def _check_engine(name: str) -> None:
+    """Imports an engine of the user's; mrl's own import what a machine that only plans need not have."""
+    if name in names("engines"):
+        return
+    engine = find("engines", name, "ENGINE")
+    if not (isinstance(engine, type) and issubclass(engine, RolloutEngine)):
+        raise UserError(f"rollout.name={name} is {engine!r}, expected a subclass of mrl.engines.base.RolloutEngine.")
+
+
+def _check_output_dir(folder: str, tell: Tell | None) -> None:
+    """The run's folder, without making it; `tell` is given one that is on no disk of this machine."""
+    path = Path(folder).absolute()
+    there = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    if tell is not None and there == Path(path.anchor) != path:
+        tell(f"run.output_dir={folder} is on no disk of this machine: not checked")
+    else:
+        RunDir(Path(folder)).check_writable()
+
+
+def _check_weights(key: str, folder: str, arch: ArchSpec, tell: Tell | None) -> None:
+    """Headers of the weights; `tell` is given a folder that holds only the config and the tokenizer."""
+    if tell is not None and not any(Path(folder).glob("*.safetensors")):
+        tell(f"{key}={folder} has no safetensors here: its weights were not looked at")
+        return
+    with HfSource(folder, arch) as weights:
+        weights.check()

@@ -1,0 +1,1 @@
+"""How a config becomes typed values, and a name in it code."""

@@ -1,0 +1,44 @@
+"""Finds a plugin by name: the folder is the registry, and a path to code outside mrl works too (`own_code.py`).
+
+Owns the lookup only. A family, algorithm, reward, engine or logger is added by adding one file to its folder; the file
+defines the attribute that the folder's `base` names (for example `ALGORITHM`, `REWARD`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from typing import Any
+
+from mrl.errors import UserError
+from mrl.schema import own_code
+
+
+def names(folder: str) -> list[str]:
+    """The plugins in `mrl/<folder>`, sorted; `base` and private modules are none."""
+    package = importlib.import_module(f"mrl.{folder}")
+    found = (module.name for module in pkgutil.iter_modules(package.__path__))
+    return sorted(name for name in found if name != "base" and not name.startswith("_"))
+
+
+def find(folder: str, name: str, attribute: str) -> Any:
+    """The attribute of plugin `name` in `mrl/<folder>`, or what a path to code of a user's own names.
+
+    Raises:
+        UserError: There is no such plugin, or the path does not import; the nearest name is offered.
+    """
+    if own_code.is_own(name):
+        try:
+            return own_code.load(name)
+        except UserError as error:
+            raise UserError(f"{folder}: {error}") from error
+    known = names(folder)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        raise UserError(f"{folder}: there is no '{name}'.{hint} Known: {', '.join(known)}, or a path {own_code.FORMS}.")
+    module = importlib.import_module(f"mrl.{folder}.{name}")
+    if not hasattr(module, attribute):
+        raise UserError(f"{folder}: '{name}' is no plugin: mrl/{folder}/{name}.py defines no {attribute}.")
+    return getattr(module, attribute)

@@ -1,0 +1,1 @@
+"""How a job ends, and that it ends: signals, the watchdog, restarts, last words."""

@@ -1,0 +1,32 @@
+"""`python -m mrl.survival.torchrun ...`: torchrun as mrl wants it, see `agent.py`.
+
+Owns the first moment: SIGUSR1 and SIGTERM are blocked before a library is imported that starts threads. The kernel
+gives a signal to any thread that has it not blocked, and such a thread would let the launcher die without its ranks.
+Until torchrun hands Ctrl-C on to the ranks it ends this process at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from mrl.survival import ending
+
+HANDED_ON = {signal.SIGUSR1, signal.SIGTERM}
+"""Signals that are requests to the ranks."""
+
+
+def main() -> int:
+    """Runs torchrun on the command line's arguments and returns the exit status."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)  # in the ranks too: what comes before they can hear it waits
+    ending.begin_interrupts()
+    from mrl.survival import agent
+
+    try:
+        return agent.run(sys.argv[1:])
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

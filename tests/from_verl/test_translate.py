@@ -1,0 +1,178 @@
+"""Every key of verl's trainer config maps or is told why not; its command lines give configs that resolve."""
+
+import json
+from dataclasses import fields
+
+import pytest
+import yaml
+from trl import GRPOConfig
+
+from mrl.cli import main
+from mrl.config import Config, load
+from mrl.errors import UserError
+from mrl.from_verl.line import read
+from mrl.from_verl.translate import translate
+from mrl.peers.names import MEGATRON, TRL, elsewhere
+from mrl.peers.page import tables
+from mrl.peers.verl_keys import MAPS, MISSING, is_harmless, verdict
+from mrl.run.prepare import resolve
+from mrl.schema.keys import dotted_keys
+from tests.source import ROOT
+
+VERL = json.loads((ROOT / "tests" / "peers" / "verl-0.9.1.json").read_text())
+"""Key -> default, of the trainer config of verl 0.9.1 with each of its four actors (`_generated_ppo_*.yaml`)."""
+
+LINES = json.loads((ROOT / "tests" / "peers" / "verl_lines.json").read_text())
+"""Words of the command lines that verl's examples/grpo_trainer start."""
+
+STAND_IN = (
+    "model.path=null", "model.tokenizer='char:0123456789+'",
+    "model.overrides={num_attention_heads: 32, num_key_value_heads: 32, num_hidden_layers: 48, "
+    "max_position_embeddings: 1000000}",
+)  # fmt: skip
+"""A model that every layout of the examples divides."""
+
+
+def test_each_key_maps_or_is_told_why_not_and_is_answered_in_a_config():
+    known = dotted_keys(Config)
+    for key, default in VERL.items():
+        found = verdict(key)
+        refers = isinstance(default, str) and default.startswith("${")
+        if found.kind == "maps":
+            assert found.to in known and (MAPS[key][1] == default or refers), key
+        else:
+            assert found.text, key
+            assert found.kind == "moot" or is_harmless(key, default), key
+        assert found.to in elsewhere(key) and found.text in elsewhere(key), key
+
+
+def test_defaults_alone_list_nothing_but_the_reward():
+    given = {key: value for key, value in VERL.items() if value != "???"} | {"algorithm.adv_estimator": "grpo"}
+    assert [one.split("=")[0] for one in translate(given).missing] == ["custom_reward_function.path"]
+
+
+def test_patterns_without_a_counterpart_list_another_value():
+    for key in (
+        "actor_rollout_ref.model.lora_rank",
+        "algorithm.gamma",
+        "trainer.val_before_train",
+        "data.train_max_samples",
+    ):
+        other = not VERL[key] if isinstance(VERL[key], bool) else 7
+        (told,) = [one for one in translate({"algorithm.adv_estimator": "grpo", key: other}).missing if key in one]
+        assert told == f"{key}={other}: {verdict(key).text}"
+    assert MISSING
+
+
+def test_the_page_holds_the_table():
+    assert (ROOT / "mrl" / "docs" / "verl.md").read_text().endswith(tables())
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_command_line_of_an_example_resolves(name, tmp_path):
+    found = translate(read(LINES[name]))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1", "answer": "1"}\n' * 2)
+    (tmp_path / "run.yaml").write_text(found.text)
+    preset = "qwen3_moe_tiny" if "expert" in found.text else "qwen3_tiny"
+    changed = [f"model.preset={preset}", f"data.train_files={rows}", f"data.val_files={rows}", *STAND_IN]
+    config = load(tmp_path / "run.yaml", changed)
+    resolve(config, found.num_nodes * found.gpus_per_node)
+    assert config.algorithm.dual_clip == 3.0 and config.algorithm.loss_aggregation == "token_mean"
+    assert config.algorithm.kl_in == "loss" and config.algorithm.proximal == "recompute"
+
+
+def test_values_are_translated():
+    line = (
+        "algorithm.adv_estimator=grpo data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=16 "
+        "+actor_rollout_ref.actor.clip_ratio_c=5.0 actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm "
+        "algorithm.norm_adv_by_std_in_grpo=False actor_rollout_ref.actor.optim.lr_warmup_steps=10 "
+        "actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.val_kwargs.do_sample=True "
+        "actor_rollout_ref.rollout.val_kwargs.temperature=0.6 trainer.total_training_steps=9 trainer.save_freq=-1 "
+        "trainer.test_freq=5 trainer.resume_mode=disable trainer.logger=['console','wandb'] trainer.project_name=p "
+        "trainer.experiment_name=e actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2 data.truncation=left "
+        "custom_reward_function.path=r.py ++custom_reward_function.reward_kwargs.bonus=2"
+    )
+    found = yaml.safe_load(translate(read(["python3", "-m", "verl.trainer.main_ppo", *line.split()])).text)
+    assert found["train"] == {
+        "batch_size": 64, "minibatch_size": 16, "num_epochs": 30, "num_steps": 9, "eval_interval": 5,
+    }  # fmt: skip
+    assert found["actor"]["lr_warmup_steps"] == 40  # of the optimizer, four in a step
+    assert found["actor"]["max_tokens_per_microbatch"] == 2 * 1024
+    assert (found["algorithm"]["dual_clip"], found["algorithm"]["advantage_std"]) == (5.0, "none")
+    assert found["algorithm"]["loss_aggregation"] == "seq_mean_token_sum_norm"
+    assert found["rollout"]["val_kwargs"] == {"do_sample": True, "temperature": 0.6}
+    assert found["reward"] == {"functions": [{"name": "r.py:compute_score", "kwargs": {"bonus": 2}}]}
+    assert found["run"] == {"output_dir": "checkpoints/p/e", "resume": "never"}
+    assert found["observe"] == {"wandb_project": "p"} and found["data"]["overlong_prompts"] == "truncate_left"
+
+
+SCRIPT = """
+set -xeuo pipefail
+MODEL=${MODEL:-models/tiny}
+KIND=$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)
+DATA=(data.train_files="['a.parquet', 'b c.parquet']" algorithm.adv_estimator=grpo)
+case "$KIND" in gpu) DATA+=(trainer.n_gpus_per_node=1) ;; *) DATA+=(trainer.n_gpus_per_node=16) ;; esac
+mkdir -p made; touch made/file
+python3 -m verl.trainer.main_ppo "${DATA[@]}" actor_rollout_ref.model.path=$MODEL \\
+    trainer.total_epochs=$((1 + 1)) "$@" 2>&1 | tee run.log
+"""
+
+
+def test_a_script_is_expanded_and_nothing_in_it_is_started(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    assert main(["from-verl", "run.sh", "-o", "run.yaml"]) == 0
+    config = load(tmp_path / "run.yaml")
+    assert config.data.train_files[1].endswith("b c.parquet") and config.train.num_epochs == 2
+    assert "mrl train CONFIG" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.sh", "run.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "nothing to translate"),
+        (["nowhere.sh"], "'nowhere.sh' cannot be read"),
+        (["nowhere.yaml"], "'nowhere.yaml' cannot be read"),
+        (["data.train_batch_size=4"], "verl's default, needs a critic"),
+        (["algorithm.adv_estimator=remax"], "remax is not in mrl. Choose one of grpo"),
+        (["algorithm.adv_estimator=grpo", "data.train_batch_size=many"], "data.train_batch_size=many came, expected"),
+        (["algorithm.adv_estimator=grpo", "trainer.nnodes=x"], "trainer.nnodes=x came, expected a whole number"),
+        (["algorithm.adv_estimator=grpo", "--force"], "'--force' is no setting"),
+    ],
+)
+def test_what_cannot_be_translated_is_one_message(words, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=said):
+        translate(read(words))
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.train_batch_size=4", "'data.train_batch_size' is verl's name for train.batch_size"),
+        ("actor_rollout_ref.rollout.n=4", "'actor_rollout_ref.rollout.n' is verl's name for rollout.n;"),
+        ("+trainer.total_epochs=4", "verl's name for train.num_epochs"),
+        ("actor_rollout_ref.model.lora_rank=8", "of verl has no place here: no LoRA"),
+        ("train.num_generations=4", "'num_generations' is TRL's name for rollout.n"),
+        ("train.global_batch_size=4", "'global_batch_size' is Megatron's name for train.batch_size"),
+    ],
+)
+def test_an_unknown_key_of_another_trainer_is_answered_with_its_name_here(override, said):
+    with pytest.raises(UserError) as caught:
+        load(ROOT / "configs" / "quickstart.yaml", [override])
+    assert said in str(caught.value)
+
+
+def test_a_key_that_is_near_none_gets_no_hint_and_hydras_plus_sets():
+    with pytest.raises(UserError) as caught:
+        load(ROOT / "configs" / "quickstart.yaml", ["data.train_things=4"])
+    assert "Did you mean" not in str(caught.value)
+    assert load(ROOT / "configs" / "quickstart.yaml", ["++train.batch_size=7"]).train.batch_size == 7
+
+
+def test_names_of_trl_are_its_and_lead_to_keys():
+    own = {field.name for field in fields(GRPOConfig)} | {"reward_funcs", "max_prompt_length"}
+    assert set(TRL) - own == set()
+    assert {*TRL.values(), *MEGATRON.values()} <= set(dotted_keys(Config))

@@ -1,0 +1,106 @@
+"""What the backward pass is said to keep is what autograd keeps, counted in real actors."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mrl.algorithms.base import build
+from mrl.config import ActorConfig, AlgorithmConfig, RolloutConfig, TrainConfig
+from mrl.grid import Grid
+from mrl.plan.activations import ActorShape
+from mrl.types import RolloutBatch
+from tests.megatron.actors import ARCHS, CONSTANT, MIXTURES, config_for, make_policy
+from tests.ranks import run_ranks
+
+PROMPTS, SAMPLES, PROMPT, RESPONSE = 16, 4, 40, 24
+RELATIVE = 0.02  # samples that begin alike by chance, uneven experts
+VOCAB = 101
+
+
+def batch() -> RolloutBatch:
+    """Groups of samples of one prompt, all lengths at their limit."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for _ in range(PROMPTS):
+        prompt = torch.randint(0, VOCAB, (PROMPT,), generator=generator)
+        for _ in range(SAMPLES):
+            rows.append(torch.cat([prompt, torch.randint(0, VOCAB, (RESPONSE,), generator=generator)]))
+    num = PROMPTS * SAMPLES
+    total = num * RESPONSE
+    return RolloutBatch(
+        tokens_P=torch.cat(rows),
+        prompt_lens_B=torch.full((num,), PROMPT),
+        response_lens_B=torch.full((num,), RESPONSE),
+        response_mask_R=torch.ones(total, dtype=torch.bool),
+        rollout_logprobs_R=torch.full((total,), -4.0),
+        group_id_B=torch.arange(num) // SAMPLES,
+        rewards_B=torch.zeros(num),
+        advantages_R=torch.randn(total, generator=generator),
+        weights_R=torch.full((total,), 1 / total),
+        metric_weights_R=torch.full((total,), 1 / total),
+    )
+
+
+def saved_bytes(arch, grid, options) -> int:
+    """Storages, parameters aside, that autograd keeps of one forward pass of the whole batch."""
+    policy = make_policy(arch, grid, **options)
+    policy.start_optimizer(CONSTANT)
+    parameters = {tensor.untyped_storage().data_ptr() for chunk in policy.chunks for tensor in chunk.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+    counted = [0]
+    algorithm = build(AlgorithmConfig(name="grpo"), RolloutConfig(n=SAMPLES))
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage  # held, so that no address comes twice
+        return tensor
+
+    def loss(logprobs_R, entropy_R, micro):
+        value = algorithm.loss(logprobs_R, entropy_R, micro)
+        counted[0] = sum(storage.nbytes() for storage in kept.values())  # the backward recomputes behind this
+        return value
+
+    microbatches = policy._schedule.microbatches(batch(), policy._sampled)
+    for micro in microbatches:
+        for tensor in (micro.tokens, micro.positions, micro.packed.slot_to_token, micro.packed.token_to_slot):
+            keep(tensor)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy._schedule.run(microbatches, loss, backward=True)
+    return counted[0]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_moe", "qwen2_moe"])
+def test_saved_tensors_are_counted(name, recompute):
+    check({**ARCHS, **MIXTURES}[name], Grid(1), recompute, "float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "grid", "dtype"),
+    [
+        ("qwen3", Grid(1), "bfloat16"),
+        ("qwen3", Grid(2, tp=2), "float32"),
+        ("qwen3_moe", Grid(2, tp=2, ep=2, etp=1), "float32"),
+        ("qwen3_moe", Grid(2, tp=2), "float32"),
+    ],
+)
+def test_saved_tensors_are_counted_when_ranks_share_them(name, grid, dtype):
+    check({**ARCHS, **MIXTURES}[name], grid, "none", dtype)
+
+
+def check(arch, grid, recompute, dtype):
+    arch = replace(arch, num_layers=2)
+    options = {"actor": {"recompute": recompute, "max_tokens_per_microbatch": 1 << 16}, "dtype": dtype}
+    config = replace(
+        config_for(grid, **options),
+        train=TrainConfig(batch_size=PROMPTS),
+        rollout=RolloutConfig(n=SAMPLES, prompt_length=PROMPT, response_length=RESPONSE),
+        actor=ActorConfig(recompute=recompute, max_tokens_per_microbatch=1 << 16),
+    )
+    shape = ActorShape(config, arch, grid, te=False)
+    expected = shape.activations(0).saved
+    for found in run_ranks(grid.world_size, saved_bytes, arch, grid, options):
+        assert math.isclose(expected, found, rel_tol=RELATIVE), (expected, found, expected / found)

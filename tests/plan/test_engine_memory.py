@@ -1,0 +1,153 @@
+"""TensorRT-LLM's engines in the prediction of memory: by shapes, and in the phases in which each term is there."""
+
+import json
+import math
+
+import pytest
+
+from mrl.config import load
+from mrl.formats.trtllm_config import TrtllmConfig, to_json
+from mrl.models.presets import arch_from_preset
+from mrl.observe.hardware import HARDWARE
+from mrl.plan.engine_memory import Device, engine_layouts
+from mrl.plan.fit import device_of
+from mrl.plan.memory import memory_by_stage
+from mrl.plan.plan import describe, predict_refit
+from mrl.run.prepare import resolve
+from mrl.weights.hf import hf_layout
+from mrl.weights.native import native_layout
+from mrl.weights.trtllm import TrtllmMapping, trtllm_layout
+
+RUN = """
+model: {preset: qwen3_tiny, tokenizer: "char:0123456789<>+#", dtype: bfloat16}
+rollout: {n: 4, prompt_length: 64, response_length: 64, checkpoint_engine: {update_weights_bucket_megabytes: 1}}
+data: {task: addition}
+reward: {functions: [{name: exact_match}]}
+"""
+OFFLOAD = ("actor.param_offload=true", "actor.grad_offload=true", "actor.optimizer_offload=true")
+GPU = Device(te=True, capacity=9 * 10**8, total=10**9, allowance=10**6, engine_allowance=3 * 10**6)
+BUILT = ("rollout.name=trtllm_engine", "rollout.enable_prefix_caching=false", "rollout.enforce_eager=true")
+
+
+@pytest.fixture
+def resolved(tmp_path):
+    def run(*overrides, ranks=1):
+        path = tmp_path / "run.yaml"
+        path.write_text(RUN)
+        return resolve(load(path, overrides), ranks)
+
+    return run
+
+
+def phases(found, device=GPU):
+    return memory_by_stage(found, device)[0]
+
+
+def bytes_of(layout, dtype_bytes=2):
+    sizes = {"float32": 4, "bfloat16": dtype_bytes}
+    return sum(math.prod(stored.shape) * sizes[stored.dtype] for stored in layout.values())
+
+
+def test_the_llm_api_sleeps_while_the_actor_trains(resolved):
+    found = resolved("rollout.name=trtllm", *OFFLOAD)
+    memory, weights = phases(found), bytes_of(native_layout(found.arch, 1, 0, "bfloat16"))
+    there = {phase: "engine's weights" in terms for phase, terms in memory.phases.items()}
+    assert there == {"refit": True, "rollout": True, "update": False}
+    assert memory.phases["refit"]["engine's weights"] == weights
+    assert all(terms["TensorRT-LLM's own"] == GPU.engine_allowance for terms in memory.phases.values())
+    assert {phase for phase, terms in memory.phases.items() if "KV cache" in terms} == {"rollout"}
+    assert "whole tensors of a refit" in memory.phases["refit"] and "weights" not in memory.phases["rollout"]
+    actor = memory.phases["update"]
+    assert memory.host == actor["weights"] + actor["optimizer"] + weights
+    awake = phases(resolved("rollout.name=trtllm", "rollout.free_cache_engine=false", *OFFLOAD))
+    assert {"engine's weights", "KV cache"} <= awake.phases["update"].keys()
+    assert awake.host == memory.host - weights
+
+
+def test_its_cache_is_a_part_of_all_that_was_free_when_it_was_made(resolved):
+    def cache(*overrides):
+        found = phases(resolved("rollout.name=trtllm", *overrides))
+        return found.phases["rollout"]["KV cache"], found.phases
+
+    taken, terms = cache(*OFFLOAD)
+    engine = terms["refit"]["engine's weights"]
+    free = GPU.total - GPU.allowance - GPU.engine_allowance - engine  # what is filled counts, not what can be
+    assert taken == int(free * 0.5)
+    assert cache(*OFFLOAD, "rollout.gpu_memory_utilization=0.9")[0] == int(free * 0.9)
+    resident, terms = cache()  # the optimizer comes later
+    held = terms["update"]["weights"] + terms["update"]["gradients"]
+    assert resident == int((free - held) * 0.5)
+    few = phases(resolved("rollout.name=trtllm", "rollout.max_num_seqs=3"))
+    assert few.kv_rows == 3 and few.phases["rollout"]["KV cache"] == resident  # used or not
+    (none,) = {phases(resolved("rollout.name=trtllm"), Device(te=True, capacity=10**6)).kv_rows}
+    assert none == 0
+
+
+def test_whole_tensors_wait_for_their_bucket(resolved):
+    small = resolved("rollout.name=trtllm")
+    whole = bytes_of(hf_layout(small.arch, "bfloat16"))
+    assert phases(small).phases["refit"]["whole tensors of a refit"] == whole  # smaller than two buckets
+    wide = "{hidden_size: 512, intermediate_size: 2048, num_hidden_layers: 8}"
+    large = resolved("rollout.name=trtllm", f"model.overrides={wide}")
+    bound = 2 * (2**20 + 2048 * 512 * 2)
+    assert bound < bytes_of(hf_layout(large.arch, "bfloat16"))
+    assert phases(large).phases["refit"]["whole tensors of a refit"] == bound
+
+
+def engines(folder, arch, mapping):
+    build = {
+        "max_batch_size": 256, "max_input_len": 64, "max_seq_len": 128, "max_num_tokens": 8192, "use_refit": True,
+        "kv_cache_type": "continuous",
+    }  # fmt: skip
+    given = {"version": "1.2.1", "pretrained_config": to_json(TrtllmConfig(arch, mapping, "bfloat16"))}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(given | {"build_config": build}))
+    for rank in range(mapping.world_size):
+        (folder / f"rank{rank}.engine").touch()
+    return f"rollout.engine_dir={folder}"
+
+
+@pytest.mark.parametrize("mapping", [TrtllmMapping(2), TrtllmMapping(1, 2)], ids=["tp2", "pp2"])
+def test_a_built_engine_needs_its_weights_twice_in_a_refit_and_keeps_them(resolved, tmp_path, mapping):
+    arch = arch_from_preset("qwen3_tiny", {}, 14)
+    folder = engines(tmp_path / "engines", arch, mapping)
+    sizes = (
+        f"rollout.tensor_model_parallel_size={mapping.tp_size}",
+        f"rollout.pipeline_model_parallel_size={mapping.pp_size}",
+    )
+    found = resolved(*BUILT, folder, *sizes, *OFFLOAD, ranks=2)
+    fullest = max(bytes_of(trtllm_layout(arch, mapping, rank, "bfloat16")) for rank in range(2))
+    memory = phases(found)
+    assert {terms["engine's weights"] for terms in memory.phases.values()} == {fullest}
+    assert memory.phases["refit"]["second copy of the weights"] == fullest
+    assert {phase for phase, terms in memory.phases.items() if "KV cache" in terms} == {"rollout"}
+    row = memory.phases["rollout"]["KV cache"] // memory.kv_rows
+    heads = max(1, arch.num_kv_heads // mapping.tp_size)
+    assert row == 2 * (arch.num_layers // mapping.pp_size) * heads * arch.head_dim * 128 * 2
+    cut = phases(resolved(*BUILT, folder, *sizes, *OFFLOAD, "rollout.top_p=0.9", ranks=2))
+    assert cut.phases["rollout"]["KV cache"] // cut.kv_rows == row + 2 * 4 * 64 * arch.vocab_size
+    assert "TensorRT's activations" in describe(found.config, 2, HARDWARE["h100"])
+
+
+def test_every_rank_of_the_llm_api_is_sent_the_whole_model(resolved):
+    native, llm = (
+        resolved(f"rollout.name={name}", "rollout.tensor_model_parallel_size=2", ranks=4)
+        for name in ("native", "trtllm")
+    )
+    each = bytes_of(hf_layout(llm.arch, "bfloat16"))
+    moved = {
+        name: predict_refit(found.config, found.arch, found.grid, HARDWARE["h100"]).traffic.total
+        for name, found in (("native", native), ("llm", llm))
+    }
+    assert sum(vars(moved["llm"]).values()) == 4 * each
+    assert sum(vars(moved["native"]).values()) < 3 * each
+    layouts = engine_layouts(llm.config, llm.arch, llm.grid)
+    assert layouts.keys() == set(range(4)) and len({id(layout) for layout in layouts.values()}) == 1
+
+
+def test_the_plan_says_what_sleeps_in_host_memory(resolved):
+    found = resolved("rollout.name=trtllm", *OFFLOAD)
+    printed = describe(found.config, 1, HARDWARE["h100"])
+    for said in ("TensorRT-LLM's own", "whole tensors of a refit", "what waits there of actor, engine and reference"):
+        assert said in printed
+    assert device_of(HARDWARE["h100"], found.grid).total == HARDWARE["h100"].memory_bytes

@@ -1,0 +1,167 @@
+"""The prediction of memory is what real actors hold, and adds up over phases."""
+
+import math
+
+import pytest
+import torch
+
+from mrl.config import Config, load
+from mrl.grid import Grid
+from mrl.models.presets import arch_from_preset
+from mrl.plan.engine_memory import Device
+from mrl.plan.memory import memory_by_stage, num_parameters, stage_memory
+from mrl.run.prepare import resolve
+from mrl.weights.megatron import megatron_layouts
+from mrl.weights.native import native_layouts
+from tests.megatron.actors import ARCHS, EXPERT_LAYOUTS, LAYOUTS, MIXTURES, config_for, make_policy, train
+from tests.ranks import run_ranks
+
+RELATIVE = 0.02  # buffers are filled up so that data-parallel ranks own equal parts; Adam's step counters
+
+
+def held(name, grid, options):
+    """Bytes of weights, gradients and optimizer of this rank after an update."""
+    policy = make_policy(ARCHS[name], grid, **options)
+    train(policy, 1)
+    weights = sum(tensor.nbytes for tensor in policy.named_tensors().values())
+    gradients = sum(buffer.grad_data.nbytes for wrapped in policy._wrapped for buffer in wrapped.buffers)
+    parts = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
+    optimizer = 0
+    own = {tensor.untyped_storage().data_ptr() for tensor in policy.named_tensors().values()}
+    own |= {
+        buffer.param_data.untyped_storage().data_ptr()
+        for w in policy._wrapped
+        for buffer in w.buffers
+        if buffer.param_data is not None
+    }
+    for part in parts:
+        for parameter, state in part.optimizer.state.items():
+            optimizer += sum(value.nbytes for value in state.values() if torch.is_tensor(value))
+            if parameter.untyped_storage().data_ptr() not in own:
+                optimizer += parameter.nbytes
+    return weights, gradients, optimizer
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "options"),
+    [
+        ("single", "qwen2", {}),
+        ("dp2", "qwen2", {"dtype": "bfloat16"}),
+        ("dp2", "qwen2", {"actor": {"use_distributed_optimizer": False}}),
+        ("tp2_pp2", "qwen3", {}),
+    ],
+)
+def test_memory_is_what_a_rank_holds(layout, name, options):
+    grid: Grid = LAYOUTS[layout]
+    config: Config = config_for(grid, **options)
+    stages = stage_memory(config, ARCHS[name], grid)
+    for rank, found in enumerate(run_ranks(grid.world_size, held, name, grid, options)):
+        estimate = stages[grid.coords(rank).pp]
+        expected = (estimate.weights, estimate.gradients, estimate.optimizer)
+        for ours, theirs in zip(expected, found, strict=True):
+            assert math.isclose(ours, theirs, rel_tol=RELATIVE), (expected, found)
+
+
+@pytest.mark.parametrize(
+    ("name", "grid"),
+    [
+        *((name, grid) for name in ("qwen2", "qwen2_untied") for grid in LAYOUTS.values()),
+        *(("qwen2_moe", grid) for grid in EXPERT_LAYOUTS.values()),
+        ("qwen3", Grid(4, pp=4, first_stage_layers=1, rollout_tp=2)),
+        ("qwen3_moe", Grid(4, rollout_tp=4, rollout_ep=2)),
+    ],
+    ids=str,
+)
+def test_weights_are_those_of_every_ranks_layout(name, grid):
+    arch = {**ARCHS, **MIXTURES}[name]
+    actors, engines = (
+        {rank: sum(math.prod(stored.shape) for stored in layout.values()) for rank, layout in layouts.items()}
+        for layouts in (
+            megatron_layouts(arch, grid, dtype="float32", te=True),
+            native_layouts(arch, grid, "float32"),
+        )
+    )
+    stages = stage_memory(config_for(grid), arch, grid)
+    for rank in range(grid.world_size):
+        found = stages[grid.coords(rank).pp]
+        assert (found.weights, found.engine) == (4 * actors[rank], 4 * engines[rank])
+
+
+def test_public_models_have_their_number_of_parameters():
+    # from the models' pages, in units of 10^9
+    for preset, size in (("qwen2.5_0.5b", 0.49), ("qwen3_8b", 8.2), ("llama3.1_70b", 70.6), ("qwen3_235b_a22b", 235)):
+        assert math.isclose(num_parameters(arch_from_preset(preset, {}, None)) / 1e9, size, rel_tol=0.01)
+
+
+RUN = """
+model: {preset: qwen3_tiny, tokenizer: "char:0123456789+=#", dtype: bfloat16}
+rollout: {n: 4, prompt_length: 64, response_length: 64}
+data: {task: addition}
+reward: {functions: [{name: exact_match}]}
+"""
+GPU = Device(te=True, capacity=10**9, allowance=10**6)
+
+
+def phases(tmp_path, *overrides: str, device: Device = GPU, ranks: int = 1):
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN)
+    return memory_by_stage(resolve(load(path, overrides), ranks), device)
+
+
+def test_terms_that_are_not_there_are_not_counted(tmp_path):
+    (plain,) = phases(tmp_path)
+    assert set(plain.phases) == {"refit", "rollout", "update"} and plain.host == 0
+    (with_reference,) = phases(tmp_path, "algorithm.kl_in=loss")
+    assert with_reference.phases.keys() - plain.phases.keys() == {"score"}
+    assert with_reference.host == 2 * with_reference.phases["refit"]["weights"]
+    assert "refit staging" not in plain.phases["refit"]
+    assert "refit staging" in phases(tmp_path, ranks=2)[0].phases["refit"]
+    assert "KV cache" not in plain.phases["update"]
+    assert "KV cache" in phases(tmp_path, "rollout.free_cache_engine=false")[0].phases["update"]
+    (on_host,) = phases(tmp_path, "algorithm.kl_in=loss", device=Device(te=False, engine_copies=4, is_host=True))
+    assert on_host.phases["update"]["engine's packed copies"] > on_host.phases["update"]["engine's weights"]
+    assert on_host.phases["update"]["reference"] == on_host.phases["update"]["weights"] and on_host.host == 0
+
+
+def test_what_is_offloaded_is_counted_where_it_is_needed(tmp_path):
+    (plain,) = phases(tmp_path, "algorithm.kl_in=loss")
+    away = (
+        "algorithm.kl_in=loss",
+        "actor.param_offload=true",
+        "actor.grad_offload=true",
+        "actor.optimizer_offload=true",
+    )
+    (found,) = phases(tmp_path, *away)
+    held = {phase: {"weights", "gradients", "optimizer"} & terms.keys() for phase, terms in found.phases.items()}
+    everything = {"weights", "gradients", "optimizer"}
+    assert held == {"refit": {"weights"}, "rollout": set(), "score": {"weights"}, "update": everything}
+    assert found.phases["update"] == plain.phases["update"]
+    before = plain.phases["update"]
+    assert found.host == plain.host + before["weights"] + before["optimizer"]
+    (on_host,) = phases(tmp_path, *away, device=Device(te=False, engine_copies=4, is_host=True))
+    assert on_host.phases["rollout"]["offload buffers"] == before["weights"] + before["optimizer"]
+
+
+def test_the_cache_takes_its_part_of_what_was_free_at_start(tmp_path):
+    (roomy,) = phases(tmp_path)
+    assert roomy.kv_rows == 128  # 32 prompts x 4 samples
+    small = Device(te=True, capacity=12 * 10**6, allowance=10**6)
+    (tight,) = phases(tmp_path, device=small)
+    assert 0 < tight.kv_rows < 128
+    free = small.capacity - sum(
+        size for term, size in tight.phases["refit"].items() if term != "optimizer"
+    )  # made after the cache was measured
+    assert tight.phases["rollout"]["KV cache"] <= free / 2 < tight.phases["rollout"]["KV cache"] * 1.1
+    (wider,) = phases(tmp_path, "actor.param_offload=true", "actor.grad_offload=true", device=small)
+    gained = tight.phases["refit"]["weights"] + tight.phases["refit"]["gradients"]
+    row = tight.phases["rollout"]["KV cache"] // tight.kv_rows
+    assert wider.kv_rows == min(128, int((free + gained) / 2) // row) > tight.kv_rows
+    (none,) = phases(tmp_path, device=Device(te=True, capacity=10**6))
+    assert none.kv_rows == 0 and none.phases["rollout"]["KV cache"] > 0
+
+
+def test_later_stages_hold_fewer_microbatches(tmp_path):
+    stages = phases(tmp_path, "parallel.pipeline_model_parallel_size=4", "actor.max_tokens_per_microbatch=512", ranks=4)
+    activations = [stage.phases["update"]["activations"] for stage in stages[:-1]]  # the last has its final norm too
+    assert activations == sorted(activations, reverse=True) and activations[0] > activations[-1]
+    assert ["logits" in stage.phases["update"] for stage in stages[:-1]] == [False] * 3

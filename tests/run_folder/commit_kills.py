@@ -1,0 +1,123 @@
+"""A process that commits and is killed: before the k-th operation on its files, or not at all.
+
+    with Committer() as committer:
+        reached = committer.run(folder, saves, kill_at=7)      # the saves that were done; None: it was killed
+        step, state, steps = committer.look(folder)            # what the next start finds
+
+Each run is a fork of one process that has imported torch, and ends by SIGKILL: no handler, no `finally`, no atexit.
+"""
+
+import json
+import os
+import signal
+import sys
+import traceback
+from multiprocessing import get_context
+from pathlib import Path
+
+OPERATIONS = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.link", "open")
+"""Python's audit events of what changes a folder; `open` only for writing."""
+
+
+class Committer:
+    def __enter__(self):
+        ours, theirs = get_context("spawn").Pipe()
+        self.process = get_context("spawn").Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        self.pipe = ours
+        return self
+
+    def __exit__(self, *error):
+        self.pipe.send(None)
+        self.process.join(10)
+
+    def run(self, folder, saves, kill_at=0, **settings):
+        """Operations that it took; None: killed. `saves`: (step, text) of each commit."""
+        return self._ask(_save, str(folder), saves, settings, kill_at=kill_at)
+
+    def look(self, folder):
+        """Step and text that a start goes on from, and the steps that look whole."""
+        return self._ask(_look, str(folder))
+
+    def _ask(self, function, *args, kill_at=0):
+        self.pipe.send((function, args, kill_at))
+        assert self.pipe.poll(60), "no answer"
+        status, value = self.pipe.recv()
+        assert status != "error", value
+        return value
+
+
+def _serve(pipe):
+    import torch.distributed as dist  # before the forks
+    from torch._C._distributed_c10d import HashStore
+
+    import mrl.run_folder.checkpoint  # noqa: F401
+
+    while (task := pipe.recv()) is not None:
+        function, args, kill_at = task
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+                answer = ("done", function(*args, count=_count(kill_at)))
+            except BaseException:  # noqa: BLE001 -- whatever it is, the test must see it
+                answer = ("error", traceback.format_exc())
+            os.write(writer, json.dumps(answer).encode())
+            os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader, "rb") as stream:
+            said = stream.read()
+        _, status = os.waitpid(child, 0)
+        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        pipe.send(("killed", None) if killed else json.loads(said or b'["error", "it ended without a word"]'))
+
+
+def _count(kill_at):
+    """Begins to count; the process ends before operation `kill_at` (0: it does not end)."""
+    counted = [0]
+
+    def hear(event, args):
+        if event in OPERATIONS and not (event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR)):
+            counted[0] += 1
+            if counted[0] == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def begin():
+        sys.addaudithook(hear)
+        return counted
+
+    return begin
+
+
+def _save(folder, saves, settings, count):
+    from mrl.config import CheckpointConfig
+    from mrl.run_folder.checkpoint import Checkpoints
+
+    checkpoints = Checkpoints(Path(folder), CheckpointConfig(**settings))
+
+    def write(path):
+        (path / "actor" / "deep").mkdir(parents=True)
+        for name in ("a", "deep/b", "c"):
+            (path / "actor" / name).write_bytes(os.urandom(50))
+
+    counted = count()
+    for step, text in saves:
+        checkpoints.save(step, write, {"step": step, "text": text}, float(step % 3))
+    return counted[0]
+
+
+def _look(folder, count):
+    from mrl.config import CheckpointConfig
+    from mrl.run_folder.checkpoint import Checkpoints
+    from mrl.run_folder.commit import check_files, read_commit
+
+    checkpoints = Checkpoints(Path(folder), CheckpointConfig())
+    for path in Path(folder).glob("step-*"):
+        check_files(path, read_commit(path))  # also one that was about to be removed
+    found = checkpoints.newest(mends=True)
+    steps = checkpoints.steps()
+    for step in steps:
+        checkpoints.read(checkpoints.path(step))
+    left = sorted(path.name for path in Path(folder).iterdir() if path.name.startswith("."))
+    return [found and found.step, found and found.state["text"], steps, left, found.notes if found else []]

@@ -18,6 +18,8 @@ from mrl.observe.hardware import Hardware
 from mrl.plan.engine_memory import Device
 from mrl.plan.memory import StageMemory, memory_by_stage
 from mrl.preflight import preflight
+from mrl.preflight.parallel import grid_of
+from mrl.preflight.rollout import max_model_len
 from mrl.run.prepare import Resolved
 
 GB = 1e9
@@ -217,7 +219,7 @@ def _knobs(config: Config, grid: Grid, hardware: Hardware) -> Iterator[list[Over
     if not (actor.grad_offload and actor.optimizer_offload and actor.param_offload):
         yield [dict.fromkeys(offloads[:count], True) for count in (1, 2, 3)]
     yield [{"actor.recompute": name} for name in RECOMPUTE[RECOMPUTE.index(actor.recompute) + 1 :]]
-    longest = preflight.max_model_len(config)
+    longest = max_model_len(config)
     smaller = (actor.max_tokens_per_microbatch // part for part in (2, 4, 8))
     yield [{"actor.max_tokens_per_microbatch": size} for size in smaller if size >= longest]
     wider = [2**power for power in range(1, 8)]
@@ -255,7 +257,7 @@ def _changed(found: Resolved, overrides: Overrides, world_size: int | None = Non
     except UserError:
         return None
     own = {item.name: getattr(found, item.name) for item in fields(Resolved)}
-    return Resolved(**{**own, "config": config, "grid": preflight.grid_of(config, ranks)})
+    return Resolved(**{**own, "config": config, "grid": grid_of(config, ranks)})
 
 
 def _with(section: Any, path: list[str], value: Any) -> Any:

@@ -11,6 +11,7 @@ from mrl.config import Config
 from mrl.errors import UserError
 from mrl.formats.trtllm_engine import Wanted, mismatches, read_engine_folder
 from mrl.models.base import ArchSpec
+from mrl.preflight.rollout import max_model_len
 
 
 def wanted_engine(config: Config, arch: ArchSpec) -> Wanted:
@@ -24,7 +25,7 @@ def wanted_engine(config: Config, arch: ArchSpec) -> Wanted:
         dtype=rollout.dtype or config.model.dtype,
         batch_size=rollout.max_num_seqs,
         input_len=rollout.prompt_length,
-        seq_len=rollout.max_model_len or rollout.prompt_length + rollout.response_length,
+        seq_len=max_model_len(config),
         num_tokens=rollout.max_num_batched_tokens,
     )
 

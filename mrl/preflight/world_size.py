@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.config import Config
-from mrl.preflight.preflight import grid_of
+from mrl.preflight.parallel import grid_of
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.observe.hardware import Hardware
-from mrl.preflight import preflight
+from mrl.preflight.parallel import grid_of
 from mrl.rehearsal.check import check_real_run
 from mrl.rehearsal.conversion import to_hugging_face, to_trtllm
 from mrl.rehearsal.copies import with_first_rows, write_model
@@ -199,7 +199,7 @@ class _Rehearsal:
                 self.report.stages.append(Stage(name, "not covered", 0.0, "the run itself has no such phase"))
 
     def _resume(self, config: Config, world_size: int) -> None:
-        grid = preflight.grid_of(config, world_size)
+        grid = grid_of(config, world_size)
         ran = self._train("resume", config, world_size, resumes=True)
         self._metrics()
         steps = self._run.committed_steps()
@@ -212,7 +212,7 @@ class _Rehearsal:
         logs = self._folder / f"logs-{name}"
         began = time.monotonic()
         left = max(1.0, self._options.timeout_s - (began - self.began))
-        layout = _layout(preflight.grid_of(config, world_size))
+        layout = _layout(grid_of(config, world_size))
         self._console.print(f"{name} run: {world_size} rank(s), {layout}", highlight=False, soft_wrap=True)
         try:
             ran = run_ranks(

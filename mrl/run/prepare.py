@@ -30,6 +30,7 @@ from mrl.models.hf_config import arch_from_folder
 from mrl.models.presets import arch_from_preset
 from mrl.observe.metrics import check_is_given, evaluation_names
 from mrl.preflight import preflight
+from mrl.preflight.parallel import grid_of
 from mrl.rewards.scorer import Scorer
 from mrl.run.supervised import examples
 from mrl.run_folder.commit import has_record
@@ -144,7 +145,7 @@ def resolve(config: Config, world_size: int) -> Resolved:
     config = local_models(replace(config, algorithm=algorithm.config))
     arch, tokenizer = load_model_facts(config)
     preflight.check(config, arch, world_size, tokenizer.vocab_size, supervised=algorithm.supervised)
-    return Resolved(config, arch, tokenizer, algorithm, preflight.grid_of(config, world_size))
+    return Resolved(config, arch, tokenizer, algorithm, grid_of(config, world_size))
 
 
 def load_model_facts(config: Config) -> tuple[ArchSpec, Tokenizer]:

@@ -12,7 +12,7 @@ from mrl.grid import Grid
 from mrl.models.presets import arch_from_preset
 from mrl.observe.hardware import HARDWARE, load_hardware
 from mrl.plan.plan import describe, one_layer_of_each, predict_refit
-from mrl.preflight.preflight import grid_of
+from mrl.preflight.parallel import grid_of
 from mrl.weights.megatron import megatron_layouts
 from mrl.weights.native import native_layouts
 from mrl.weights.traffic import traffic

@@ -5,7 +5,7 @@ import pytest
 from mrl.errors import UserError
 from mrl.models.presets import arch_from_preset
 from mrl.preflight.preflight import check
-from tests.preflight.test_preflight import ARCH, make, refusal
+from tests.preflight.runs import ARCH, make, refusal
 
 MIXTURE = arch_from_preset("qwen3_moe_tiny", {}, None)
 """4 layers, 4 heads, 4 experts of width 64, two for each token."""

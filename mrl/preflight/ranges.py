@@ -1,0 +1,130 @@
+"""Refuses numbers out of their range, and values that this version cannot take.
+
+Owns what each number outside `algorithm` may be (`RANGES`) and the fields that take one value (`FIXED`). It imports no
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mrl.config import Config
+
+RANGES = {
+    "run.seed": "[0, 4294967296)",
+    "run.num_threads": "[0, 4096]",
+    "run.collective_timeout_s": "[0.001, 31536000]",
+    "run.heartbeat_timeout_s": "[0.001, 31536000]",
+    "run.max_time_s": "[0, 31536000]",
+    "run.stop_timeout_s": "[0.001, 31536000]",
+    "run.term_timeout_s": "[0.001, 31536000]",
+    "train.num_steps": "[0, 1e9]",
+    "train.batch_size": "[1, 1048576]",
+    "train.minibatch_size": "[1, 1048576]",
+    "train.num_epochs": "(0, 1e9]",
+    "train.eval_interval": "[0, 1e9]",
+    "train.warm_start.num_steps": "[0, 1e9]",
+    "train.warm_start.batch_size": "[1, 1048576]",
+    "train.warm_start.lr": "(0, 100]",
+    "train.warm_start.lr_warmup_steps": "[0, 1e9]",
+    "parallel.tensor_model_parallel_size": "[1, 131072]",
+    "parallel.pipeline_model_parallel_size": "[1, 131072]",
+    "parallel.virtual_pipeline_model_parallel_size": "[1, 131072]",
+    "parallel.context_parallel_size": "[1, 131072]",
+    "parallel.expert_model_parallel_size": "[1, 131072]",
+    "parallel.expert_tensor_parallel_size": "[1, 131072]",
+    "parallel.num_layers_in_first_pipeline_stage": "[1, 131072]",
+    "parallel.num_layers_in_last_pipeline_stage": "[1, 131072]",
+    "actor.ppo_epochs": "[1, 1e6]",
+    "actor.lr": "[0, 100]",
+    "actor.min_lr": "[0, 100]",
+    "actor.lr_warmup_steps": "[0, 1e9]",
+    "actor.weight_decay": "[0, 1000]",
+    "actor.adam_beta1": "[0, 1)",
+    "actor.adam_beta2": "[0, 1)",
+    "actor.adam_eps": "[1e-30, 1]",
+    "actor.clip_grad": "[0, 1e9]",
+    "actor.max_tokens_per_microbatch": "[1, 1e9]",
+    "actor.logprob_chunk_tokens": "[1, 1e9]",
+    "actor.moe_aux_loss_coeff": "[0, 1000]",
+    "actor.moe_z_loss_coeff": "[0, 1000]",
+    "reference.update_interval": "[0, 1e9]",
+    "rollout.n": "[1, 65536]",
+    "rollout.temperature": "[1e-6, 1e6]",
+    "rollout.top_k": "-1 or [1, 1e9]",
+    "rollout.top_p": "(0, 1]",
+    "rollout.min_p": "[0, 1)",
+    "rollout.repetition_penalty": "(0, 1000]",
+    "rollout.prompt_length": "[1, 16777216]",
+    "rollout.response_length": "[1, 16777216]",
+    "rollout.max_model_len": "[2, 33554432]",
+    "rollout.tensor_model_parallel_size": "[1, 131072]",
+    "rollout.pipeline_model_parallel_size": "[1, 131072]",
+    "rollout.expert_parallel_size": "[1, 131072]",
+    "rollout.moe_tensor_parallel_size": "[1, 131072]",
+    "rollout.max_num_seqs": "[1, 1048576]",
+    "rollout.max_num_batched_tokens": "[1, 1e9]",
+    "rollout.gpu_memory_utilization": "[1e-9, 1)",
+    "rollout.val_kwargs.n": "[1, 65536]",
+    "rollout.val_kwargs.temperature": "0 or [1e-6, 1e6]",
+    "rollout.val_kwargs.top_k": "-1 or [1, 1e9]",
+    "rollout.val_kwargs.top_p": "(0, 1]",
+    "rollout.val_kwargs.min_p": "[0, 1)",
+    "rollout.checkpoint_engine.update_weights_bucket_megabytes": "[1, 1048576]",
+    "reward.time_limit_s": "[0.001, 31536000]",
+    "reward.num_workers": "[1, 1024]",
+    "reward.memory_limit_mb": "0 or [256, 1e9]",
+    "reward.error_value": "[-1e9, 1e9]",
+    "reward.max_failed_frac": "[0, 1]",
+    "checkpoint.interval": "[0, 1e9]",
+    "checkpoint.keep_last": "[1, 1e9]",
+    "checkpoint.keep_best": "[0, 1e9]",
+    "observe.num_samples": "[0, 1e9]",
+}
+"""Values of every number outside `algorithm`: intervals, or single values. Upper ends are beyond any sensible use: a
+slip is told before processes start, memory is taken or a number overflows."""
+
+WEIGHTS = "[-1e9, 1e9]"
+"""Of a reward function."""
+
+FIXED = {
+    "rollout.repetition_penalty": (1.0, "the log-probabilities that train would not be those that sampled"),
+    "rollout.calculate_log_probs": (True, "log-probabilities captured at sampling time are pi_old"),
+}
+"""Fields that take one value in this version, and why."""
+
+
+def range_rules(config: Config) -> Iterator[str]:
+    """A message for each number out of its range."""
+    for key, allowed in RANGES.items():
+        value = value_at(config, key)
+        if value is not None and not any(_within(value, part) for part in allowed.split(" or ")):
+            yield f"{key}={value} is out of range; expected {allowed}."
+    for index, function in enumerate(config.reward.functions):
+        if not _within(function.weight, WEIGHTS):
+            yield f"reward.functions[{index}].weight={function.weight} is out of range; expected {WEIGHTS}."
+
+
+def fixed_rules(config: Config) -> Iterator[str]:
+    """A message for each field of `FIXED` with another value."""
+    for key, (only, reason) in FIXED.items():
+        value = value_at(config, key)
+        if value != only:
+            yield f"{key}={value} is refused; it must be {only}: {reason}."
+
+
+def value_at(config: Any, key: str) -> Any:
+    """The value at a dotted key."""
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _within(value: float, allowed: str) -> bool:
+    """Whether a number lies in "[low, high)" or is the one given; not-a-number lies nowhere."""
+    if allowed[0] not in "[(":
+        return value == float(allowed)
+    low, high = (float(bound) for bound in allowed[1:-1].split(","))
+    above = low <= value if allowed[0] == "[" else low < value
+    return above and (value <= high if allowed[-1] == "]" else value < high)

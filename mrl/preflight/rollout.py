@@ -1,0 +1,71 @@
+"""Refuses lengths and sampling settings that do not go together, or not with the engine or the model.
+
+Owns the rules of `rollout` and the length of the longest sequence. The engines' own limits stand with them
+(`engines/trtllm/fields.py`), those of built engines in `engine.py`. It imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrl.config import Config
+from mrl.engines.trtllm import fields as trtllm
+from mrl.models.base import ArchSpec
+from mrl.schema import own_code, registry
+
+
+def max_model_len(config: Config) -> int:
+    """Longest sequence of a run, prompt and response, tokens."""
+    rollout = config.rollout
+    return rollout.max_model_len or rollout.prompt_length + rollout.response_length
+
+
+def length_rules(config: Config) -> Iterator[str]:
+    """A message for each length that leaves no room for another."""
+    rollout = config.rollout
+    both = rollout.prompt_length + rollout.response_length
+    longest = max_model_len(config)
+    if longest < both:
+        yield (
+            f"rollout.max_model_len={longest} is below rollout.prompt_length={rollout.prompt_length} + "
+            f"rollout.response_length={rollout.response_length} = {both}."
+        )
+    if config.actor.max_tokens_per_microbatch < both:
+        yield (
+            f"actor.max_tokens_per_microbatch={config.actor.max_tokens_per_microbatch} is below the longest sequence, "
+            f"rollout.prompt_length + rollout.response_length = {both}: a sequence is never split."
+        )
+    if not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < rollout.prompt_length:
+        yield (
+            f"rollout.max_num_batched_tokens={rollout.max_num_batched_tokens} is below rollout.prompt_length="
+            f"{rollout.prompt_length} and rollout.enable_chunked_prefill=false: such a prompt could not be read."
+        )
+
+
+def position_rules(config: Config, arch: ArchSpec) -> Iterator[str]:
+    """A message where sequences are longer than the model can read."""
+    longest = max_model_len(config)
+    if longest > arch.max_position_embeddings:
+        yield (
+            f"sequences of {longest} tokens (rollout.max_model_len, or rollout.prompt_length + "
+            f"rollout.response_length) exceed the model's max_position_embeddings={arch.max_position_embeddings}."
+        )
+
+
+def sampling_rules(config: Config) -> Iterator[str]:
+    """A message for each broken rule about the engine and how it samples."""
+    rollout, val = config.rollout, config.rollout.val_kwargs
+    engines = registry.names("engines")
+    if rollout.name not in engines and not own_code.is_own(rollout.name):
+        yield (
+            f"rollout.name={rollout.name} is no engine of this version; it has {', '.join(engines)}. Or give a path "
+            f"{own_code.FORMS}."
+        )
+    if not rollout.do_sample and rollout.n > 1:
+        yield f"rollout.do_sample=false makes rollout.n={rollout.n} equal samples of a prompt. Set rollout.n=1."
+    if val.greedy and val.n > 1:
+        why = "temperature=0" if val.do_sample else "do_sample=false"
+        yield f"rollout.val_kwargs.n={val.n} with {why} scores the same answer {val.n} times."
+    yield from trtllm.refusals(rollout)
+    if any(not text for text in rollout.stop):
+        yield "rollout.stop holds an empty string, which would end every response at once."

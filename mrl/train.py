@@ -22,7 +22,9 @@ from mrl.observe import data_sources
 from mrl.observe import metrics as measure
 from mrl.observe.report import write_report
 from mrl.observe.run_log import sample_rows
-from mrl.rollout.rollout import StepBatch, gather_facts, gather_table, generate, outcomes, pack
+from mrl.rollout.exchange import StepBatch, pack
+from mrl.rollout.replicas import generate
+from mrl.rollout.table import gather_facts, gather_table, outcomes
 from mrl.run.job import Job
 from mrl.run.opening import open_job
 from mrl.run.prepare import prepare

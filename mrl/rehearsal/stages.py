@@ -29,7 +29,7 @@ STAGE_OF_FUNCTION = {
     ("job.py", "load_initial_weights"): "build",
     ("reference.py", "start"): "build",
     ("job.py", "refit_if_stale"): "refit",
-    ("rollout.py", "generate"): "rollout",
+    ("replicas.py", "generate"): "rollout",
     ("scorer.py", "score"): "reward",
     ("train.py", "optimizer_step"): "update",
     ("train.py", "reinforcement_step"): "update",

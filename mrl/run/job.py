@@ -36,7 +36,8 @@ from mrl.observe.timers import Timers
 from mrl.refit.export import export_to_hf, write_model_folder
 from mrl.refit.refit import Refit, gather_layouts
 from mrl.rewards.scorer import Scorer, part_names
-from mrl.rollout.rollout import LengthHistory, held_out_sampling, training_sampling
+from mrl.rollout.replicas import LengthHistory
+from mrl.rollout.sampling import held_out_sampling, training_sampling
 from mrl.run import canary
 from mrl.run.prepare import Plan
 from mrl.run.progress import Progress, Standing, not_of_a_run, resumed

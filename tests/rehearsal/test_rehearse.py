@@ -316,7 +316,7 @@ def test_other_settings_shrink_to_a_run_that_mrl_allows(setting, max_ranks, tmp_
         ("step 1, gen", [], "rollout"),
         ("step 0, testing/reward", [], "reward"),
         ("", [("train.py", "train"), ("job.py", "__init__"), ("policy.py", "__init__")], "build"),
-        ("", [("train.py", "sample_and_score"), ("rollout.py", "generate"), ("engine.py", "generate")], "rollout"),
+        ("", [("train.py", "sample_and_score"), ("replicas.py", "generate"), ("engine.py", "generate")], "rollout"),
         ("", [("job.py", "commit"), ("checkpoint.py", "save"), ("checkpoint.py", "_together")], "checkpoint"),
     ],
 )

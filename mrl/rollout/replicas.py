@@ -1,0 +1,78 @@
+"""Who samples: prompts spread over the engine's replicas.
+
+Owns which replica samples a prompt (`assign`), by the response lengths seen so far (`LengthHistory`). What is sampled
+does not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mrl.data.packing import balance
+from mrl.distributed.groups import ProcessGroups
+from mrl.engines.base import RolloutEngine, SamplingConfig
+from mrl.types import Prompt, Rollout, SampleTable
+
+HISTORY_LIMIT = 200_000
+"""Data rows whose response length is remembered; the oldest are forgotten."""
+
+
+class LengthHistory:
+    """Mean response length of each data row seen so far: long answers start first and spread over the replicas.
+
+    Every rank keeps the same history, since each is fed from the same table.
+    """
+
+    def __init__(self, default_length: float) -> None:
+        self._default = default_length
+        self._lengths: dict[str, float] = {}
+
+    def expected(self, prompt: Prompt) -> float:
+        """Tokens that a response to this prompt is expected to have."""
+        return self._lengths.get(prompt.source, self._default)
+
+    def update(self, prompts: Iterable[Prompt], table: SampleTable) -> None:
+        """Takes in the lengths of a step's samples."""
+        by_uid: dict[int, list[float]] = {}
+        for uid, length in zip(table["uid"].tolist(), table["response_len"].tolist(), strict=True):
+            by_uid.setdefault(int(uid), []).append(length)
+        for prompt in prompts:
+            lengths = by_uid.get(prompt.uid)
+            if lengths:
+                self._lengths.pop(prompt.source, None)
+                self._lengths[prompt.source] = sum(lengths) / len(lengths)
+        if by_uid:
+            self._default = sum(map(sum, by_uid.values())) / sum(map(len, by_uid.values()))
+        while len(self._lengths) > HISTORY_LIMIT:
+            del self._lengths[next(iter(self._lengths))]
+
+    def state_dict(self) -> dict[str, object]:
+        """JSON-able state."""
+        return {"default": self._default, "lengths": dict(self._lengths)}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Takes back what `state_dict` gave."""
+        self._default = float(state["default"])  # type: ignore[arg-type]
+        self._lengths = dict(state["lengths"])  # type: ignore[call-overload]
+
+
+def assign(prompts: Sequence[Prompt], num_replicas: int, samples: int, history: LengthHistory) -> list[list[Prompt]]:
+    """Prompts of each replica: expected tokens are balanced, and within a replica the longest start first."""
+    costs = [len(prompt.prompt_ids) + samples * history.expected(prompt) for prompt in prompts]
+    bins = balance([round(cost) for cost in costs], num_replicas)
+    return [[prompts[i] for i in sorted(rows, key=lambda i: (-costs[i], prompts[i].uid))] for rows in bins]
+
+
+def generate(
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    sampling: SamplingConfig,
+    groups: ProcessGroups,
+    history: LengthHistory,
+) -> list[Rollout]:
+    """Collective over the job: the rollouts of this rank's replica for its part of the prompts.
+
+    All ranks pass the same prompts. The ranks of one replica get the same rollouts.
+    """
+    mine = assign(prompts, groups.grid.num_replicas, sampling.n, history)[groups.grid.replica(groups.rank)]
+    return engine.generate(mine, sampling) if mine else []

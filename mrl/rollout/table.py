@@ -1,0 +1,76 @@
+"""What every rank knows of all samples: a few numbers each, and what reward functions said besides.
+
+Owns the table of a step (`gather_table`) and what algorithms see of it. No rank ever holds all tokens; `exchange.py`
+moves them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from array import array
+from collections.abc import Sequence
+
+import torch
+
+from mrl.algorithms.base import Outcomes
+from mrl.distributed.collectives import all_gather_ragged, everyone
+from mrl.distributed.groups import ProcessGroups
+from mrl.observe.metrics import is_correct
+from mrl.types import Rollout, SampleTable
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def gather_table(rollouts: Sequence[Rollout], groups: ProcessGroups, reward_names: Sequence[str]) -> SampleTable:
+    """Collective over the job: the facts of all samples; the first rank of each replica speaks for it.
+
+    Args:
+        rollouts: Scored, on the first rank of each replica; ignored on the others.
+        groups: Who sits where.
+        reward_names: Keys of `Rollout.reward_parts`, in the config's order.
+    """
+    rows = [
+        [
+            groups.rank,
+            rollout.prompt.uid,
+            rollout.sample_index,
+            len(rollout.prompt.prompt_ids),
+            len(rollout.response_ids),
+            rollout.reward,
+            float(is_correct(rollout)),
+            float(rollout.reward_error is not None),
+            float(rollout.finish_reason == "length"),
+            float(zlib.crc32(array("q", rollout.response_ids))),
+            *(rollout.reward_parts.get(name, math.nan) for name in reward_names),
+        ]
+        for rollout in (rollouts if groups.leads_replica else ())
+    ]
+    columns = (*SampleTable.FACTS, *(f"reward/{name}" for name in reward_names))
+    local = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(columns))
+    return SampleTable(columns, all_gather_ragged(local, everyone()))
+
+
+def gather_facts(rollouts: Sequence[Rollout], groups: ProcessGroups) -> dict[tuple[int, int], dict[str, float | str]]:
+    """Collective over the job: (uid, sample index) of each sample -> its `reward_facts`, where there are any."""
+    mine = [
+        [rollout.prompt.uid, rollout.sample_index, rollout.reward_facts]
+        for rollout in (rollouts if groups.leads_replica else ())
+        if rollout.reward_facts
+    ]
+    lines = "".join(json.dumps(row) + "\n" for row in mine).encode()
+    own = torch.frombuffer(bytearray(lines), dtype=torch.uint8) if lines else _NOTHING
+    gathered = all_gather_ragged(own, everyone())
+    rows = (json.loads(line) for line in bytes(gathered.tolist()).splitlines())
+    return {(uid, sample): facts for uid, sample, facts in rows}
+
+
+def outcomes(table: SampleTable) -> Outcomes:
+    """What algorithms see of the table."""
+    return Outcomes(
+        rewards_N=table["reward"],
+        group_id_N=table["uid"].long(),
+        response_lens_N=table["response_len"].long(),
+        truncated_N=table["truncated"].bool(),
+    )

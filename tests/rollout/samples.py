@@ -1,0 +1,50 @@
+"""Samples that follow from their prompts alone, whoever makes them."""
+
+import torch
+import torch.distributed as dist
+
+from mrl.distributed.groups import ProcessGroups, make_rollout_group
+from mrl.grid import Grid
+from mrl.rollout.replicas import LengthHistory, assign
+from mrl.types import Prompt, Rollout
+
+SAMPLES = 3
+
+ROUTING = (2, 3)
+"""Layers and experts of a token of the engine's record."""
+
+
+def prompts(count):
+    return [Prompt(uid, tuple(range(uid % 5 + 1)), f"p{uid}", source=f"data:{uid}") for uid in range(count)]
+
+
+def rollouts_of(prompt):
+    """What any replica would sample for the prompt: lengths and values follow from the ids alone."""
+    for sample in range(SAMPLES):
+        length = (prompt.uid * 7 + sample * 3) % 6 + 1
+        ids = [100 * prompt.uid + 10 * sample + i for i in range(length)]
+        yield Rollout(
+            prompt, sample, ids, [-0.5 * i for i in ids], "length" if length == 6 else "stop", 0,
+            reward=float(length), reward_parts={"r": float(length)}, routed_experts=routed([*prompt.prompt_ids, *ids]),
+        )  # fmt: skip
+
+
+def routed(ids):
+    """A record in which every entry tells its token, layer and place."""
+    tokens = torch.tensor(ids, dtype=torch.int16)[:, None, None] * 10
+    return tokens + torch.arange(6, dtype=torch.int16).view(ROUTING)
+
+
+def groups_of(grid_args):
+    """This rank's groups in a job of that layout."""
+    rank = dist.get_rank()
+    grid = Grid(dist.get_world_size(), **grid_args)
+    world = dist.group.WORLD
+    return ProcessGroups(rank, grid, world, world, world, world, world, make_rollout_group(grid, rank))
+
+
+def sampled(groups, count):
+    """What this rank's replica samples for its part of the prompts."""
+    grid = groups.grid
+    mine = assign(prompts(count), grid.num_replicas, SAMPLES, LengthHistory(4.0))[grid.replica(groups.rank)]
+    return [rollout for prompt in mine for rollout in rollouts_of(prompt)]

@@ -1,0 +1,75 @@
+"""Samples arrive, balanced, at the ranks that train on them: over real ranks."""
+
+import pytest
+import torch
+
+from mrl.rollout.exchange import pack
+from mrl.rollout.table import gather_table
+from tests.ranks import run_ranks
+from tests.rollout.samples import ROUTING, groups_of, prompts, rollouts_of, routed, sampled
+
+
+def packed(grid_args, count, minibatch_size, routing=None):
+    groups = groups_of(grid_args)
+    rollouts = sampled(groups, count)
+    table = gather_table(rollouts, groups, ["r"])
+    data = pack(rollouts, table, groups, minibatch_size, routing=routing)
+    if routing is None:
+        assert data.batch.routed_experts_P is None
+    else:
+        assert torch.equal(data.batch.routed_experts_P, routed(data.batch.tokens_P.tolist()))
+    tokens = torch.split(data.batch.tokens_P, data.batch.seq_lens_B.tolist())
+    logprobs = torch.split(data.batch.rollout_logprobs_R, data.batch.response_lens_B.tolist())
+    rows = [
+        (int(table["uid"][i]), int(table["sample_index"][i]), t.tolist(), p.tolist(), float(r))
+        for i, t, p, r in zip(data.index_B.tolist(), tokens, logprobs, data.batch.rewards_B, strict=True)
+    ]
+    return groups.coords, [[rows[i] for i in minibatch] for minibatch in data.minibatches]
+
+
+def expected_rows(uids):
+    rows = []
+    for prompt in prompts(max(uids) + 1):
+        if prompt.uid in uids:
+            for r in rollouts_of(prompt):
+                tokens = [*prompt.prompt_ids, *r.response_ids]
+                rows.append((prompt.uid, r.sample_index, tokens, r.rollout_logprobs, r.reward))
+    return rows
+
+
+@pytest.mark.parametrize(
+    "grid_args", [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"rollout_tp": 2}, {"tp": 4, "rollout_tp": 4}]
+)
+def test_minibatches_hold_the_same_samples_at_every_layout(grid_args):
+    results = run_ranks(4, packed, grid_args, 7, 3)
+    for minibatch, uids in enumerate([{0, 1, 2}, {3, 4, 5}, {6}]):
+        by_dp = {}
+        for coords, minibatches in results:
+            by_dp.setdefault(coords.dp, minibatches[minibatch])
+            assert by_dp[coords.dp] == minibatches[minibatch], "ranks of one data-parallel index differ"
+        assert sorted(row for rows in by_dp.values() for row in rows) == expected_rows(uids)
+
+
+@pytest.mark.parametrize("grid_args", [{}, {"tp": 2, "rollout_tp": 2}])
+def test_the_engines_choices_travel_with_their_tokens(grid_args):
+    assert len(run_ranks(4, packed, grid_args, 7, 3, ROUTING)) == 4
+    assert len(run_ranks(4, packed, grid_args, 1, 1, ROUTING)) == 4  # some ranks get nothing
+
+
+def misses_a_record(routing):
+    try:
+        packed({}, 3, 3, routing)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_missing_record_makes_every_rank_raise():
+    for message in run_ranks(4, misses_a_record, (5, 3)):
+        assert "the engine did not keep them" in message
+
+
+def test_a_rank_without_samples_gets_empty_minibatches():
+    results = run_ranks(4, packed, {}, 1, 1)
+    assert sorted(row for _, minibatches in results for row in minibatches[0]) == expected_rows({0})
+    assert any(not minibatches[0] for _, minibatches in results)

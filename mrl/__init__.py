@@ -1,3 +1,85 @@
-"""mrl: reinforcement learning of language models at scale."""
+"""mrl: reinforcement learning of language models at scale.
+
+    import mrl
+    mrl.train(mrl.load_config("configs/quickstart.yaml", ["train.num_steps=2"]))
+
+Owns the names that scripts, notebooks and code of a user's own import: they stay where they are when files move. Each
+is looked up where it lives when it is first used (PEP 562), so that `import mrl` itself loads no torch.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mrl.algorithms.base import Algorithm, Outcomes
+    from mrl.config import Config
+    from mrl.config import load as load_config
+    from mrl.data.tasks import Task
+    from mrl.engines.base import RolloutEngine, SamplingConfig, Surroundings, WeightSlice
+    from mrl.errors import ClusterError, UserError
+    from mrl.observe.loggers.base import Logger, Opening
+    from mrl.rewards.base import RewardFunction
+    from mrl.train import evaluate, train
+    from mrl.types import Prompt, Rollout, RolloutBatch
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Algorithm",
+    "ClusterError",
+    "Config",
+    "Logger",
+    "Opening",
+    "Outcomes",
+    "Prompt",
+    "RewardFunction",
+    "Rollout",
+    "RolloutBatch",
+    "RolloutEngine",
+    "SamplingConfig",
+    "Surroundings",
+    "Task",
+    "UserError",
+    "WeightSlice",
+    "evaluate",
+    "load_config",
+    "train",
+]
+
+_HOMES = {
+    "mrl.algorithms.base": ("Algorithm", "Outcomes"),
+    "mrl.config": ("Config", "load_config"),
+    "mrl.data.tasks": ("Task",),
+    "mrl.engines.base": ("RolloutEngine", "SamplingConfig", "Surroundings", "WeightSlice"),
+    "mrl.errors": ("ClusterError", "UserError"),
+    "mrl.observe.loggers.base": ("Logger", "Opening"),
+    "mrl.rewards.base": ("RewardFunction",),
+    "mrl.train": ("evaluate", "train"),
+    "mrl.types": ("Prompt", "Rollout", "RolloutBatch"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            found = getattr(importlib.import_module(module), "load" if name == "load_config" else name)
+            globals()[name] = found
+            return found
+    raise AttributeError(f"module 'mrl' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """`mrl.train` is the function, also once mrl/train.py is imported, which Python would put in its place."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in __all__ and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

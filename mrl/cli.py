@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import shlex
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from mrl import __version__
 from mrl.config import Config, load
 from mrl.distributed.launch import become, environment, variables
 from mrl.distributed.scripts import SCRIPTS, Start, line
-from mrl.errors import ClusterError, UserError
+from mrl.errors import ClusterError, UserError, printable
 from mrl.run_folder.run_dir import RunDir
 from mrl.schema.paths import expanded
 from mrl.survival import ending
@@ -61,7 +61,6 @@ def _run(words: Sequence[str]) -> int:
     arguments.words = words
     arguments.to_go_on = ""
     arguments.if_ended = str
-    _quieten()
     _write_any_text()
     try:
         with ending.raising(_is_first, lambda: str(arguments.if_ended())):
@@ -122,12 +121,6 @@ def _to_go_on(config: Config, words: Sequence[str], at: str) -> str:
     return f"{happened}\n{kept}, in {config.run.output_dir}. {'Continue' if steps else 'Start again'} with: {command}"
 
 
-def _quieten() -> None:
-    """Megatron warns that optional packages are not installed and of names that torch has deprecated, on every rank."""
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch\.distributed|megatron)\.")
-
-
 def _write_any_text() -> None:
     """A character that the terminal's encoding lacks is written as an escape."""
     for stream in (sys.stdout, sys.stderr):
@@ -160,6 +153,8 @@ def _train(arguments: argparse.Namespace) -> int:
             print(f"mrl: {what}.{_to_go_on(config, arguments.words, '')}", file=sys.stderr, flush=True)
 
     arguments.if_ended = lambda: _to_go_on(config, arguments.words, "")
+    if environment().rank == 0 and config.observe.console != "off":
+        _show(_beginning(config))
     from mrl.train import train  # before SIGTERM is a request: imports lose exceptions
 
     stop = Stop(config.run, ends=limits(config.run, variables(END_TIME)), keeps_time=environment().rank == 0, say=say)
@@ -173,10 +168,19 @@ def _train(arguments: argparse.Namespace) -> int:
     return REQUEUE if stop.why else 0
 
 
+def _beginning(config: Config) -> str:
+    """The first line of a run, before torch is imported: on a busy machine nothing else is shown for a while."""
+    model, ranks = config.model.path or config.model.preset, environment().world_size
+    what = f"{config.algorithm.name} on {model}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    return printable(f"mrl {__version__}: starting {what}, in {config.run.output_dir}")
+
+
 def _evaluate(arguments: argparse.Namespace) -> None:
     from mrl.train import evaluate
 
-    evaluate(load(arguments.config, arguments.overrides), arguments.checkpoint)
+    metrics = evaluate(load(arguments.config, arguments.overrides), arguments.checkpoint)
+    if environment().rank == 0:
+        _show(json.dumps(metrics, indent=1))
 
 
 def _plan(arguments: argparse.Namespace) -> None:

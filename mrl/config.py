@@ -10,14 +10,14 @@ algorithm defines"; the resolved value is written into the run folder.
 from __future__ import annotations
 
 import os.path
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Optional
 
 from omegaconf import OmegaConf
 
-from mrl.errors import UserError
+from mrl.errors import UserError, shown
 from mrl.schema.paths import FilePath, TokenizerPath
 from mrl.schema.values import Values
 from mrl.schema.yaml_file import read_yaml
@@ -457,8 +457,8 @@ OWN_CODE = ("rollout.name", "algorithm.name", "reward.functions[*].name", "data.
 """Fields that may name code of a user's own."""
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The config of a YAML file and overrides in their order, every field typed and known.
+def load(source: str | Path | Mapping[str, Any], overrides: str | Sequence[str] = ()) -> Config:
+    """The config of a YAML file, or of nested dicts, and overrides in their order, every field typed and known.
 
     - `section.key=value` sets a field; `reward.functions[0].weight=2` reaches into a list.
     - A list is replaced whole (`data.val_files=[a.jsonl,b.jsonl]`); `data.val_files=a.jsonl` is a list of one.
@@ -471,11 +471,17 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             of code does not exist.
     """
     values = Values(Config)
-    values.update(_read(path), f"in '{path}'")
-    for item in overrides:
+    if isinstance(source, Mapping):
+        where, raw, folders = "in the mapping", dict(source), (Path(),)
+    elif isinstance(source, (str, Path)):
+        where, raw, folders = f"in '{source}'", _read(source), (Path(source).parent, Path())
+    else:
+        raise UserError(f"{shown(source)} is no config. Give the path of a YAML file, or a dict of sections.")
+    values.update(raw, where)
+    for item in [overrides] if isinstance(overrides, str) else overrides:
         values.override(item)
-    values.locate(OWN_CODE, (Path(path).parent, Path()))
-    config: Config = values.made(f"in '{path}' or an override")
+    values.locate(OWN_CODE, folders)
+    config: Config = values.made(f"{where} or an override")
     return config
 
 

@@ -9,9 +9,9 @@ metric. All ranks call every function here together.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from mrl.algorithms.base import Algorithm
 from mrl.config import Config
@@ -224,12 +224,15 @@ def is_due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def evaluate(config: Config, checkpoint: str | None) -> None:
-    """Scores a checkpoint on the held-out prompts and prints the metrics as JSON (`mrl evaluate`).
+def evaluate(config: Config, checkpoint: str | None = None) -> dict[str, Any]:
+    """Scores a checkpoint on the held-out prompts (`mrl evaluate`).
 
     Args:
         config: Of the run.
         checkpoint: A step, a checkpoint folder, or None: the newest of the run folder, else the initial model.
+
+    Returns:
+        "checkpoint", which says what was scored, and the metrics; the same on every rank.
 
     Raises:
         UserError: There are no held-out prompts, or no such checkpoint.
@@ -239,5 +242,4 @@ def evaluate(config: Config, checkpoint: str | None) -> None:
             raise UserError("there are no held-out prompts to evaluate on: set data.val_files or data.task.")
         loaded = job.load_for_evaluation(checkpoint)
         metrics, _ = held_out(job)
-        if job.groups.rank == 0:
-            print(json.dumps({"checkpoint": loaded, **metrics}, indent=1))  # noqa: T201 -- the command's output
+        return {"checkpoint": loaded, **metrics}

@@ -24,11 +24,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mrl import train as loop
-from mrl.cli import _quieten
 from mrl.config import Config, load
 from mrl.data.prompts import load_training, load_validation
 from mrl.errors import UserError
+from mrl.megatron import quieten
 from mrl.megatron.model import transformer_config
 from mrl.observe.metrics import is_wall_clock
 from mrl.plan.engine_memory import engine_layouts
@@ -37,6 +36,7 @@ from mrl.run.opening import open_job
 from mrl.run.prepare import prepare, resolve
 from mrl.run.supervised import examples
 from mrl.survival.stop import Stop, limits
+from mrl.train import held_out, one_step, train, warm_start
 from mrl.weights.megatron import megatron_layouts
 
 CONFIG = """
@@ -92,7 +92,7 @@ def of_a_config(observe: Callable[[Config], Facts]) -> Callable[..., Facts]:
 @cache
 def _settle() -> None:
     """Megatron collects garbage again and again: what there is from the start, modules above all, is left out."""
-    _quieten()
+    quieten()
     gc.collect()
     gc.freeze()
 
@@ -103,14 +103,14 @@ def course(config: Config) -> Facts:
     _settle()
     with open_job(prepare(config), log=False) as job:
         job.resume()
-        loop.warm_start(job)
+        warm_start(job)
         job.reference.start(0)
         facts: Facts = {"threads": torch.get_num_threads(), **_held_out(job)}
         step = 0
         while not job.is_last(step):
             step += 1
             with Operators() as ran, job.progress.step(step):
-                metrics = loop.one_step(job, step)
+                metrics = one_step(job, step)
             facts |= {f"{step} {name}": value for name, value in metrics.items() if not is_wall_clock(name)}
             facts |= {f"{step} engine {name}": value for name, value in job.engine.stats().items() if name[-2:] != "_s"}
             facts |= {f"{step} operators": (ran.count, ran.elements)}
@@ -120,7 +120,7 @@ def course(config: Config) -> Facts:
 def _held_out(job: Job) -> Facts:
     if not job.validation:
         return {}
-    metrics, rollouts = loop.held_out(job)
+    metrics, rollouts = held_out(job)
     kept = {name: value for name, value in metrics.items() if not is_wall_clock(name)}
     return {**kept, "held out": [(rollout.response_ids, rollout.finish_reason) for rollout in rollouts]}
 
@@ -149,7 +149,7 @@ def files(config: Config) -> Facts:
     _settle()
     root, printed = Path(config.run.output_dir), io.StringIO()
     with contextlib.redirect_stdout(printed):
-        loop.train(config)
+        train(config)
     lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
     return {
         "metrics": [{name: value for name, value in line.items() if not is_wall_clock(name)} for line in lines],

@@ -4,8 +4,18 @@ Importing it corrects megatron-core for this machine first (`distributed/device.
 too late.
 """
 
+import warnings
+
 import torch
 
 from mrl.distributed.device import prepare
 
+
+def quieten() -> None:
+    """Megatron warns that optional packages are not installed and of names that torch has deprecated, on every rank."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch\.distributed|megatron)\.")
+
+
+quieten()
 prepare("cuda" if torch.cuda.is_available() else "cpu")

@@ -21,7 +21,7 @@ from mrl.data.tokenizer import Tokenizer, load_tokenizer
 from mrl.distributed import launch
 from mrl.engines.base import RolloutEngine
 from mrl.engines.trtllm import fields as trtllm
-from mrl.errors import UserError
+from mrl.errors import UserError, shown
 from mrl.formats.hf import HfSource
 from mrl.formats.hub import local_models
 from mrl.grid import Grid
@@ -89,6 +89,8 @@ def prepare(config: Config) -> Plan:
     Raises:
         UserError: A mistake in the config, the model folder, the data, the rewards or the run folder.
     """
+    if not isinstance(config, Config):
+        raise UserError(f"{shown(config)} is no config. Give what `mrl.load_config` returns.")
     here = launch.environment()
     if config.rollout.name == "trtllm":
         launch.see_own_device_only()  # before torch looks for devices

@@ -21,10 +21,13 @@ setup(
     description="Reinforcement learning of language models at scale on Megatron-Core.",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=[".github/LICENSE"],
     packages=find_packages(include=["mrl", "mrl.*"]),
     package_dir={
         "": "."
     },  # an editable install is then a folder on the path, and wins over a clone named mrl in the cwd
+    package_data={"mrl": ["py.typed", "docs/*.md", "docs/mkdocs.yml"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.6,<3",

@@ -65,13 +65,16 @@ def test_requirements_have_ranges():
 def test_the_wheel_holds_every_module_and_imports(tmp_path):
     source = tmp_path / "source"
     shutil.copytree(PACKAGE, source / "mrl", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "README.md"):
+    for name in ("setup.py", "README.md", ".github/LICENSE"):
+        (source / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, source / name)
     build = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("mrl-*.whl")
     held = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("mrl/")}
-    assert held == {path.relative_to(ROOT).as_posix() for path in modules()}
+    others = {PACKAGE / "py.typed", *(PACKAGE / "docs").iterdir()}
+    assert held == {path.relative_to(ROOT).as_posix() for path in [*modules(), *others]}
+    assert any(name.endswith("/LICENSE") for name in zipfile.ZipFile(wheel).namelist())
 
     code = f"import sys; sys.path.insert(0, {str(wheel)!r}); import mrl.cli, mrl; print(mrl.__file__)"
     done = subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)

@@ -8,6 +8,7 @@ import pytest
 
 from mrl import cli
 from mrl.config import Config, load
+from mrl.preflight.reference import reference
 from mrl.schema.keys import dotted_keys
 from tests.source import ROOT
 from tests.test_packaging import setup_keyword
@@ -25,7 +26,7 @@ def ticked(text: str) -> list[str]:
 
 
 TICKED = ticked(TEXT.replace(VERL, ""))
-TOP = ("mrl/", "configs/", "launch/", "tools/", "tests/", ".ci/")
+TOP = ("mrl/", "configs/", "launch/", "tools/", "tests/", ".ci/", ".github/")
 
 
 def first_command(marker: str) -> str:
@@ -92,11 +93,24 @@ def test_links_lead_to_pages_and_every_page_is_linked():
     links = set(re.findall(r"\]\(([^)#:]+)\)", README))
     assert {f"mrl/docs/{name}" for name in PAGES} <= links
     assert {link for link in links if not (ROOT / link).is_file()} == set()
+    between = {link for page in PAGES.values() for link in re.findall(r"\]\(([^)#:]+)\)", page)}
+    assert between and between <= set(PAGES)
+    contents = (ROOT / "mrl" / "docs" / "mkdocs.yml").read_text(encoding="utf-8")
+    assert set(re.findall(r"\S+\.md", contents)) == set(PAGES)
+
+
+def test_the_reference_of_the_config_is_that_of_the_code():
+    assert PAGES["config.md"] == reference()
+    keys = re.findall(r"^\| `(\S+)` \|", PAGES["config.md"], re.MULTILINE)
+    assert set(dotted_keys(Config)) == {key for key in keys if "[*]" not in key}
+    assert [line for line in PAGES["config.md"].splitlines() if line.startswith("| `") and line.endswith("|  |")] == []
 
 
 def test_overrides_in_the_table_are_accepted():
     rows = [
-        line.split("|")[1] for line in README.splitlines() if line.startswith("| `") and ("=" in line or "~" in line)
+        line.split("|")[1]
+        for line in PAGES["configuring.md"].splitlines()
+        if line.startswith("| `") and ("=" in line or "~" in line)
     ]
     overrides = [text.strip("'") for row in rows for text in ticked(row) if "=" in text or "~" in text]
     assert len(overrides) >= 7
@@ -106,11 +120,11 @@ def test_overrides_in_the_table_are_accepted():
 
 def test_every_section_is_in_the_table():
     sections = {key.split(".")[0] for key in dotted_keys(Config)}
-    assert {section for section in sections if f"| `{section}` |" not in README} == set()
+    assert {section for section in sections if f"| `{section}` |" not in PAGES["configuring.md"]} == set()
 
 
 def test_extras_exist():
-    named = {extra for text in re.findall(r"\.\[([\w,]+)\]", README) for extra in text.split(",")}
+    named = {extra for text in re.findall(r"\.\[([\w,]+)\]", TEXT) for extra in text.split(",")}
     assert named and named <= set(setup_keyword("extras_require"))
 
 

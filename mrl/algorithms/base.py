@@ -240,12 +240,12 @@ def _refuse_idle(config: AlgorithmConfig, idle: dict[str, str]) -> None:
 
 def _check_ranges(config: AlgorithmConfig) -> None:
     """Raise for the first value out of its range; null fields are not in use."""
-    for name, value, holds, expected in _ranges(config):
+    for name, value, holds, expected in ranges(config):
         if value is not None and not (-LARGEST <= value <= LARGEST and holds(value)):
             raise UserError(f"algorithm.{name}={value} is out of range, expected {expected}, up to {LARGEST:g}.")
 
 
-def _ranges(config: AlgorithmConfig) -> list[tuple[str, float | None, Callable[[float], bool], str]]:
+def ranges(config: AlgorithmConfig) -> list[tuple[str, float | None, Callable[[float], bool], str]]:
     """Each number with its rule and the words for it."""
     overlong = config.overlong
     return [

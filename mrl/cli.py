@@ -302,85 +302,97 @@ def _positive(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mrl", description="Reinforcement learning of language models at scale.")
     parser.add_argument("--version", action="version", version=f"mrl {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    add = parser.add_subparsers(metavar="COMMAND", required=True).add_parser
+    _train_words(add("train", help="train; continue where the run folder's last checkpoint is"))
+    _evaluate_words(add("evaluate", help="score a checkpoint, or the initial model, on held-out prompts"))
+    _plan_words(add("plan", help="print memory, times and the refit's bytes on a cluster of any size, start nothing"))
+    _rehearse_words(add("rehearse", help="run it small but whole on this machine's CPU, with a report"))
+    _launch_words(add("launch", help="start `mrl train` on several ranks or hosts, by a script of launch/"))
+    _doctor_words(add("doctor", help="look for what is wrong on this machine, or between a job's ranks"))
+    _from_verl_words(add("from-verl", help="write the config of a verl run, and list what has no place in it"))
+    _report_words(add("report", help="write report.html of a run folder"))
+    return parser
 
-    train = commands.add_parser("train", help="train; continue where the run folder's last checkpoint is")
-    _add_config(train)
-    train.add_argument("--dry-run", action="store_true", help="print config, ranks and the refit's cost, start nothing")
-    train.add_argument("--world-size", type=_positive, metavar="N", help=f"with --dry-run: {RANKS}")
-    train.set_defaults(command=_train)
 
-    evaluate = commands.add_parser("evaluate", help="score a checkpoint, or the initial model, on held-out prompts")
-    _add_config(evaluate)
-    evaluate.add_argument(
+def _train_words(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print config, ranks and the refit's cost, start nothing"
+    )
+    parser.add_argument("--world-size", type=_positive, metavar="N", help=f"with --dry-run: {RANKS}")
+    parser.set_defaults(command=_train)
+
+
+def _evaluate_words(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument(
         "--checkpoint", type=_path, metavar="STEP|PATH", help="which one; default: the run folder's newest"
     )
-    evaluate.set_defaults(command=_evaluate)
+    parser.set_defaults(command=_evaluate)
 
-    plan = commands.add_parser(
-        "plan", help="print memory, times and the refit's bytes on a cluster of any size, start nothing"
-    )
-    _add_config(plan)
-    plan.add_argument("--world-size", type=_positive, metavar="N", help=RANKS)
-    plan.add_argument(
+
+def _plan_words(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument("--world-size", type=_positive, metavar="N", help=RANKS)
+    parser.add_argument(
         "--hardware",
         type=_path,
         metavar="NAME|FILE",
         default="h100",
         help="a row of mrl/observe/hardware.py, or YAML",
     )
-    plan.add_argument("--gpus-per-node", type=_positive, metavar="N", help="default: what the hardware says")
-    plan.set_defaults(command=_plan)
+    parser.add_argument("--gpus-per-node", type=_positive, metavar="N", help="default: what the hardware says")
+    parser.set_defaults(command=_plan)
 
-    rehearse = commands.add_parser("rehearse", help="run it small but whole on this machine's CPU, with a report")
-    _add_config(rehearse)
-    rehearse.add_argument("--world-size", type=_positive, metavar="N", help=RANKS)
-    rehearse.add_argument(
-        "--max-ranks", type=_positive, metavar="N", help="ranks here; default: up to 8, by free memory"
-    )
-    rehearse.add_argument("--stand-ins", action="store_true", help="let presets and sums stand in for files not here")
-    rehearse.add_argument("--output-dir", type=_path, metavar="FOLDER", help="default: runs/rehearse-CONFIG")
-    rehearse.add_argument(
+
+def _rehearse_words(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument("--world-size", type=_positive, metavar="N", help=RANKS)
+    parser.add_argument("--max-ranks", type=_positive, metavar="N", help="ranks here; default: up to 8, by free memory")
+    parser.add_argument("--stand-ins", action="store_true", help="let presets and sums stand in for files not here")
+    parser.add_argument("--output-dir", type=_path, metavar="FOLDER", help="default: runs/rehearse-CONFIG")
+    parser.add_argument(
         "--hardware", type=_path, metavar="NAME|FILE", default="h100", help="of the real run, as for mrl plan"
     )
-    rehearse.add_argument("--timeout-s", type=_positive, metavar="S", default=600, help="for everything; default: 600")
-    rehearse.add_argument("--dry-run", action="store_true", help="check and shrink, start nothing")
-    rehearse.set_defaults(command=_rehearse)
+    parser.add_argument("--timeout-s", type=_positive, metavar="S", default=600, help="for everything; default: 600")
+    parser.add_argument("--dry-run", action="store_true", help="check and shrink, start nothing")
+    parser.set_defaults(command=_rehearse)
 
-    launch = commands.add_parser("launch", help="start `mrl train` on several ranks or hosts, by a script of launch/")
-    _add_config(launch)
-    launch.add_argument("--via", choices=list(SCRIPTS), required=True, help="who starts the ranks")
-    launch.add_argument("--nodes", type=_positive, metavar="N", default=1, help="hosts; default: 1")
-    launch.add_argument("--gpus-per-node", type=_positive, metavar="G", default=1, help="ranks of a host; default: 1")
-    launch.add_argument("--node-rank", type=int, metavar="K", help="torchrun, several hosts: which one this is")
-    launch.add_argument("--master-addr", metavar="HOST", default="", help="torchrun, several hosts: the first one")
-    launch.add_argument("--mode", choices=["torchrun", "srun"], default="torchrun", help="sbatch: who starts ranks")
-    launch.add_argument("--container-image", metavar="IMAGE", default="", help="sbatch: run in it, by pyxis")
-    launch.add_argument("--container-mounts", metavar="FROM:TO", default="", help="sbatch: folders it shares")
-    launch.add_argument("--launcher-args", metavar="TEXT", default="", help="more arguments of mpirun or sbatch")
-    launch.add_argument("--dry-run", action="store_true", help="print the commands, start nothing")
-    launch.set_defaults(command=_launch)
 
-    doctor = commands.add_parser("doctor", help="look for what is wrong on this machine, or between a job's ranks")
-    doctor.add_argument("config", type=_path, metavar="CONFIG", nargs="?", help="also look at the files that it names")
-    doctor.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="section.key=value, after the file's")
-    doctor.add_argument("--json", action="store_true", help="print JSON")
-    doctor.add_argument("--timeout-s", type=_positive, metavar="S", default=60, help="wait for a rank; default: 60")
-    doctor.set_defaults(command=_doctor)
+def _launch_words(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument("--via", choices=list(SCRIPTS), required=True, help="who starts the ranks")
+    parser.add_argument("--nodes", type=_positive, metavar="N", default=1, help="hosts; default: 1")
+    parser.add_argument("--gpus-per-node", type=_positive, metavar="G", default=1, help="ranks of a host; default: 1")
+    parser.add_argument("--node-rank", type=int, metavar="K", help="torchrun, several hosts: which one this is")
+    parser.add_argument("--master-addr", metavar="HOST", default="", help="torchrun, several hosts: the first one")
+    parser.add_argument("--mode", choices=["torchrun", "srun"], default="torchrun", help="sbatch: who starts ranks")
+    parser.add_argument("--container-image", metavar="IMAGE", default="", help="sbatch: run in it, by pyxis")
+    parser.add_argument("--container-mounts", metavar="FROM:TO", default="", help="sbatch: folders it shares")
+    parser.add_argument("--launcher-args", metavar="TEXT", default="", help="more arguments of mpirun or sbatch")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands, start nothing")
+    parser.set_defaults(command=_launch)
 
-    from_verl = commands.add_parser(
-        "from-verl", help="write the config of a verl run, and list what has no place in it"
-    )
-    from_verl.add_argument(
+
+def _doctor_words(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=_path, metavar="CONFIG", nargs="?", help="also look at the files that it names")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="section.key=value, after the file's")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--timeout-s", type=_positive, metavar="S", default=60, help="wait for a rank; default: 60")
+    parser.set_defaults(command=_doctor)
+
+
+def _from_verl_words(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "words_of_verl", metavar="[-o FILE] FILE|WORD", nargs=argparse.REMAINDER,
         help="verl's config file, a script that starts it, or its command line",
     )  # fmt: skip
-    from_verl.set_defaults(command=_from_verl)
+    parser.set_defaults(command=_from_verl)
 
-    report = commands.add_parser("report", help="write report.html of a run folder")
-    report.add_argument("run", type=_path, metavar="RUN", help="run folder")
-    report.set_defaults(command=_report)
-    return parser
+
+def _report_words(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=_path, metavar="RUN", help="run folder")
+    parser.set_defaults(command=_report)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,29 @@ def test_imports_point_down(path):
         if part in HEIGHT and part != own and HEIGHT[part] >= HEIGHT.get(own, 1):
             above.add(target)
     assert not above, f"{relative(path)} ({own}) imports its neighbours, or what stands above"
+
+
+def circle(imported: dict[str, set[str]]) -> list[str]:
+    """Names that import each other in turn, [] where there are none."""
+    try:
+        TopologicalSorter(imported).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_neither_rooms_nor_files_import_each_other():
+    """Type checkers' imports count too. The package's own front door, `mrl`, opens onto everything."""
+    names = {name_of(path): path for path in modules()}
+    files, rooms = {}, {}
+    for name, path in names.items():
+        found = {target if target in names else target.rpartition(".")[0] for target in imports(path)}
+        files[name] = (found & names.keys()) - {"mrl", name}
+        rooms.setdefault(part_of(name), set()).update({part_of(target) for target in files[name]} - {part_of(name)})
+    del rooms[""]
+    assert len(files["mrl.train"]) > 5 < len(rooms["run"])
+    assert circle(files) == circle(rooms) == []
+    assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == {"a", "b", "c"}
 
 
 @pytest.mark.parametrize("package", ROOMS)

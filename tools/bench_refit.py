@@ -114,6 +114,22 @@ def main() -> int:
     return 0
 
 
+def refit_of(args: argparse.Namespace, arch: ArchSpec, grid: Grid, rank: int) -> tuple[Refit, TimedEngine]:
+    """Collective over the job: a refit of random weights, and the engine that it fills."""
+    layout = megatron_layout(arch, grid, rank, dtype=args.dtype, te=False)
+    sources = allocate(layout)
+    random_init(arch, layout, sources, seed=0)
+    engine = TimedEngine(
+        RolloutConfig(gpu_memory_utilization=0.01, expert_parallel_size=grid.rollout_ep),
+        arch,
+        tp_group=make_rollout_group(grid, rank),
+        device=torch.device("cpu"),
+        dtype=getattr(torch, args.dtype),
+        decode=str,
+    )
+    return Refit(layout, sources, engine, CheckpointEngineConfig(args.bucket_megabytes)), engine
+
+
 def run_case(args: argparse.Namespace) -> dict[str, Any]:
     """Collective over the job: one layout."""
     rank = dist.get_rank()
@@ -127,18 +143,7 @@ def run_case(args: argparse.Namespace) -> dict[str, Any]:
         rollout_tp=args.rollout_tp,
         rollout_ep=args.rollout_ep,
     )
-    layout = megatron_layout(arch, grid, rank, dtype=args.dtype, te=False)
-    sources = allocate(layout)
-    random_init(arch, layout, sources, seed=0)
-    engine = TimedEngine(
-        RolloutConfig(gpu_memory_utilization=0.01, expert_parallel_size=grid.rollout_ep),
-        arch,
-        tp_group=make_rollout_group(grid, rank),
-        device=torch.device("cpu"),
-        dtype=getattr(torch, args.dtype),
-        decode=str,
-    )
-    refit = Refit(layout, sources, engine, CheckpointEngineConfig(args.bucket_megabytes))
+    refit, engine = refit_of(args, arch, grid, rank)
     given = torch.empty(
         sum(copy.num_bytes for copy in refit.plan.copies if copy.target_rank == rank), dtype=torch.uint8
     )

@@ -226,34 +226,11 @@ def mrl_step(job: Job, case: Case, step: int) -> dict[str, float]:
 # ---- TRL
 
 
-def run_trl(
-    case: Case,
-    dtype: str,
-    folder: Path,
-    rows: list[dict[str, str]],
-    steps: int,
-    after_step: Callable[[int, float], None],
-) -> None:
-    """TRL's training; `after_step` gets each step's number, from 1, and its seconds."""
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
+def trl_config(case: Case, dtype: str, folder: Path, steps: int) -> Any:
+    """A `GRPOConfig` that asks for what mrl's config asks for."""
+    from trl import GRPOConfig
 
-    class Clock(transformers.TrainerCallback):  # type: ignore[misc]  # transformers has no types
-        """From the end of one step, and of what `after_step` does, to the end of the next."""
-
-        began = 0.0
-
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.began = time.perf_counter()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            after_step(state.global_step, time.perf_counter() - self.began)
-            self.began = time.perf_counter()
-
-    def reward(completions: list[str], **kwargs: Any) -> list[float]:
-        return [regex(prompt="", response=text, answer=None, extra={}, pattern=PATTERN) for text in completions]
-
-    config = GRPOConfig(
+    return GRPOConfig(
         output_dir=str(folder / "trl"),
         use_cpu=True,
         bf16=False,  # the weights are in the dtype already; autocast would be slower
@@ -277,10 +254,39 @@ def run_trl(
         logging_steps=1,
         seed=SEED,
     )
+
+
+def run_trl(
+    case: Case,
+    dtype: str,
+    folder: Path,
+    rows: list[dict[str, str]],
+    steps: int,
+    after_step: Callable[[int, float], None],
+) -> None:
+    """TRL's training; `after_step` gets each step's number, from 1, and its seconds."""
+    from datasets import Dataset
+    from trl import GRPOTrainer
+
+    class Clock(transformers.TrainerCallback):  # type: ignore[misc]  # transformers has no types
+        """From the end of one step, and of what `after_step` does, to the end of the next."""
+
+        began = 0.0
+
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.began = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            after_step(state.global_step, time.perf_counter() - self.began)
+            self.began = time.perf_counter()
+
+    def reward(completions: list[str], **kwargs: Any) -> list[float]:
+        return [regex(prompt="", response=text, answer=None, extra={}, pattern=PATTERN) for text in completions]
+
     trainer = GRPOTrainer(
         model=str(folder / "model"),
         reward_funcs=reward,
-        args=config,
+        args=trl_config(case, dtype, folder, steps),
         train_dataset=Dataset.from_list(rows),
         processing_class=transformers.PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"),
         callbacks=[Clock()],

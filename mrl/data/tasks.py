@@ -81,17 +81,11 @@ class Addition(Task):
             ("num_val", num_val, 0, 10**5),
             ("wrong_by", wrong_by, 1, 10**9),
         ):
-            # Config values come untyped: 2.5 or "3" is a user's mistake.
-            if type(value) is not int or not low <= value <= high:
-                raise UserError(f"data.task_kwargs.{name} is {value!r}, expected a whole number from {low} to {high}.")
+            _check_whole(name, value, low, high)
         if min_terms > max_terms:
             raise UserError(f"data.task_kwargs.min_terms={min_terms} is above max_terms={max_terms}.")
-        for name, part, least, most in (
-            ("held_out_frac", held_out_frac, 0.01, 0.9),
-            ("wrong_frac", wrong_frac, 0, 1),
-        ):
-            if type(part) not in (int, float) or not least <= part <= most:
-                raise UserError(f"data.task_kwargs.{name} is {part!r}, expected a number from {least} to {most}.")
+        _check_part("held_out_frac", held_out_frac, 0.01, 0.9)
+        _check_part("wrong_frac", wrong_frac, 0, 1)
         possible = sum((max_value + 1) ** count for count in range(min_terms, max_terms + 1))
         if possible < num_val:
             raise UserError(
@@ -156,6 +150,17 @@ class Addition(Task):
 def _number(*key: object) -> int:
     """A number below 2**512 that looks random and depends on the key alone."""
     return int.from_bytes(blake2b(repr(key).encode(), digest_size=64).digest(), "little")
+
+
+def _check_whole(name: str, value: object, low: int, high: int) -> None:
+    """Config values come untyped: 2.5 or "3" is a user's mistake."""
+    if type(value) is not int or not low <= value <= high:
+        raise UserError(f"data.task_kwargs.{name} is {value!r}, expected a whole number from {low} to {high}.")
+
+
+def _check_part(name: str, value: object, low: float, high: float) -> None:
+    if not (type(value) is int or type(value) is float) or not low <= value <= high:
+        raise UserError(f"data.task_kwargs.{name} is {value!r}, expected a number from {low} to {high}.")
 
 
 def _sum_row(terms: tuple[int, ...]) -> dict[str, Any]:

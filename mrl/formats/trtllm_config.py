@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import UserError
-from mrl.models.base import ArchSpec
+from mrl.models.base import ArchSpec, MoeSpec
 from mrl.models.hf_config import arch_from_config, families, family_of, read_json
 from mrl.weights.trtllm import TrtllmMapping
 
@@ -164,10 +164,7 @@ def to_json(config: TrtllmConfig) -> dict[str, Any]:
     arch, mapping = config.arch, config.mapping
     architecture = family_of(arch).trtllm_architecture
     qwen = str(architecture).startswith("Qwen")
-    scaling = None
-    if arch.rope_scaling is not None:
-        scaling = {"type": "llama3", "rope_type": "llama3", **vars(arch.rope_scaling)}
-    moe = arch.moe
+    scaling = arch.rope_scaling
     return {
         "architecture": architecture,
         "dtype": config.dtype,
@@ -179,13 +176,13 @@ def to_json(config: TrtllmConfig) -> dict[str, Any]:
         "num_attention_heads": arch.num_heads,
         "num_key_value_heads": arch.num_kv_heads,
         "head_size": arch.head_dim,
-        "hidden_act": "swiglu" if moe else "silu",
+        "hidden_act": "swiglu" if arch.moe else "silu",
         "norm_epsilon": arch.rms_norm_eps,
         "position_embedding_type": "rope_gpt_neox",
         "max_position_embeddings": arch.max_position_embeddings,
         "rotary_embedding_dim": arch.head_dim,
         "rotary_base": arch.rope_theta,
-        "rotary_scaling": scaling,
+        "rotary_scaling": {"type": "llama3", "rope_type": "llama3", **vars(scaling)} if scaling else None,
         "qk_layernorm": arch.qk_norm,
         "attn_bias": arch.qkv_bias,
         "mlp_bias": False,
@@ -193,13 +190,7 @@ def to_json(config: TrtllmConfig) -> dict[str, Any]:
         "embedding_sharding_dim": mapping.embedding_sharding_dim,
         "disable_weight_only_quant_plugin": False,
         "tie_word_embeddings": arch.tie_word_embeddings,
-        "moe": {
-            "num_experts": moe.num_experts if moe else 0,
-            "top_k": moe.top_k if moe else 0,
-            "normalization_mode": _RENORMALIZE if (moe.norm_topk_prob if moe else not qwen) else 0,
-            "sparse_mixer_epsilon": 0.01,
-            "tp_mode": 0,
-        },
+        "moe": _moe_keys(arch.moe, renormalizes=arch.moe.norm_topk_prob if arch.moe else not qwen),
         **(_qwen_keys(arch) if qwen else {"residual_mlp": False, "remove_duplicated_kv_heads": False}),
         "mapping": {
             "world_size": mapping.world_size,
@@ -221,6 +212,17 @@ def to_json(config: TrtllmConfig) -> dict[str, Any]:
             "exclude_modules": list(EXCLUDED) if config.fp8 else None,
         },
         "mrl": {"family": arch.family},
+    }
+
+
+def _moe_keys(moe: MoeSpec | None, *, renormalizes: bool) -> dict[str, Any]:
+    """What the file of a dense model says too."""
+    return {
+        "num_experts": moe.num_experts if moe else 0,
+        "top_k": moe.top_k if moe else 0,
+        "normalization_mode": _RENORMALIZE if renormalizes else 0,
+        "sparse_mixer_epsilon": 0.01,
+        "tp_mode": 0,
     }
 
 

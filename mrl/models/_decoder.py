@@ -189,15 +189,7 @@ def arch_from_config(
         raise UserError(f"config.json: {layers} layers of {moe.num_experts} experts; expected at most {MOST_EXPERTS}.")
     heads = whole(config, "num_attention_heads", defaults)
     hidden = whole(config, "hidden_size", defaults)
-    kv_heads = (
-        heads
-        if value_of(config, "num_key_value_heads", defaults) is None
-        else whole(config, "num_key_value_heads", defaults)
-    )
-    if heads % kv_heads:
-        raise UserError(
-            f"config.json: num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv_heads})."
-        )
+    kv_heads = _kv_heads(config, defaults, heads)
     theta, scaling = read_rope(config, {"rope_theta": 10000.0, **defaults}, rope_types)
     return ArchSpec(
         family=family,
@@ -217,6 +209,16 @@ def arch_from_config(
         rope_scaling=scaling,
         moe=moe,
     )
+
+
+def _kv_heads(config: Mapping[str, Any], defaults: Mapping[str, Any], heads: int) -> int:
+    missing = value_of(config, "num_key_value_heads", defaults) is None
+    kv_heads = heads if missing else whole(config, "num_key_value_heads", defaults)
+    if heads % kv_heads:
+        raise UserError(
+            f"config.json: num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv_heads})."
+        )
+    return kv_heads
 
 
 def _head_dim(config: Mapping[str, Any], defaults: Mapping[str, Any], hidden: int, heads: int) -> int:

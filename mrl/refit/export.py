@@ -25,6 +25,7 @@ from mrl.errors import UserError
 from mrl.formats.hf import assign_files, write_companions
 from mrl.models.base import ArchSpec
 from mrl.refit.transfer import Arrival, Transfer
+from mrl.weights.copies import Copy
 from mrl.weights.hf import hf_layout
 from mrl.weights.layout import Layout
 from mrl.weights.plan import make_plan
@@ -75,26 +76,28 @@ def export_to_hf(
     copies = make_plan(layouts, wanted).copies
     names = list(files)
     for first in range(0, len(names), len(writers)):
-        batch = names[first : first + len(writers)]
-        now = {name for file in batch for name in files[file]}
-        mine = [file for file in batch if writer_of[file] == rank]
-        content = {name: stored for file in mine for name, stored in files[file].items()}
-        arrived = allocate(content)
-        transfer = Transfer(
-            [copy for copy in copies if copy.target_name in now],
-            tensors,
-            {name: stored.dtype for name, stored in content.items()},
-            rank=rank,
-            bucket_bytes=bucket_bytes,
-        )
-        transfer.run(bind(_write, arrived))
-        with together(), _disk_errors():
-            for file in mine:
-                save_file(arrived, partial / file, metadata={"format": "pt"})
+        batch = {file: files[file] for file in names[first : first + len(writers)]}
+        now = {name for content in batch.values() for name in content}
+        due = [copy for copy in copies if copy.target_name in now]
+        mine = {file: content for file, content in batch.items() if writer_of[file] == rank}
+        _write_files(partial, mine, due, tensors, bucket_bytes)
     with together(), _disk_errors():
         if rank == 0:
             write_companions(partial, arch, files, None if like is None else Path(like))
             os.replace(partial, target)
+
+
+def _write_files(
+    folder: Path, mine: Mapping[str, Layout], copies: Sequence[Copy], tensors: Mapping[str, Tensor], bucket_bytes: int
+) -> None:
+    """Collective over the job: the copies arrive, and this rank writes its own files of them."""
+    content = {name: stored for layout in mine.values() for name, stored in layout.items()}
+    arrived = allocate(content)
+    dtypes = {name: stored.dtype for name, stored in content.items()}
+    Transfer(copies, tensors, dtypes, rank=dist.get_rank(), bucket_bytes=bucket_bytes).run(bind(_write, arrived))
+    with together(), _disk_errors():
+        for file in mine:
+            save_file(arrived, folder / file, metadata={"format": "pt"})
 
 
 def write_model_folder(folder: Path, arch: ArchSpec, dtype: str, tokenizer: Tokenizer) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mrl.errors import UserError
-from mrl.rewards._signatures import Signature
+from mrl.rewards._signatures import Sample, Signature
 from mrl.schema import registry
 
 Facts = dict[str, float | str]
@@ -31,24 +31,6 @@ MAX_FACTS = 32
 
 MAX_FACT_CHARS = 2000
 """Of a longer text the rest is cut off."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What a reward function sees; see `base.RewardFunction`."""
-
-    prompt: str
-    response: str
-    answer: str | None
-    extra: dict[str, Any]
-    text: str = ""
-    """The response without special tokens, as verl and TRL give it."""
-    response_ids: tuple[int, ...] = ()
-    question: str | list[dict[str, Any]] = ""
-    """The prompt as the data have it: a text, or chat messages."""
-    data_source: str = ""
-    row: dict[str, Any] = field(default_factory=dict)
-    """All columns of the data row."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any
 
 from mrl.errors import UserError
-from mrl.rewards._call import Outcome, Sample
+from mrl.rewards._call import Outcome
 from mrl.rewards._remote import Worker, wait_for
+from mrl.rewards._signatures import Sample
 
 _LOOK_S = 0.5  # between two questions whether to stop
 _MAX_CHUNK = 64  # samples in one message

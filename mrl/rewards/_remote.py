@@ -20,8 +20,9 @@ from typing import Any
 
 from mrl.errors import UserError
 from mrl.rewards import _wire
-from mrl.rewards._call import Outcome, Sample
+from mrl.rewards._call import Outcome
 from mrl.rewards._keeper import IGNORED
+from mrl.rewards._signatures import Sample
 
 STARTUP_LIMIT_S = 120.0
 """Imports of a worker may take this long: a reward function may import large packages."""

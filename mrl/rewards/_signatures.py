@@ -1,8 +1,9 @@
 """How a reward function is called: by mrl's signature, verl's or TRL's, told apart by the names of its parameters.
 
-Owns what each of the three is given and what it may return. verl 0.9.1 (`reward_manager/naive.py` of its reward loop)
-calls `compute_score(data_source, solution_str, ground_truth, extra_info)`; TRL 1.16 (`GRPOTrainer._calculate_rewards`)
-calls `reward(prompts, completions, completion_ids, **columns)` with lists, here with lists of one. Imports no torch.
+Owns the sample, what each of the three is given of it, and what it may return. verl 0.9.1
+(`reward_manager/naive.py` of its reward loop) calls `compute_score(data_source, solution_str, ground_truth,
+extra_info)`; TRL 1.16 (`GRPOTrainer._calculate_rewards`) calls `reward(prompts, completions, completion_ids,
+**columns)` with lists, here with lists of one. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,10 +11,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from mrl.rewards._call import Sample
+from dataclasses import dataclass, field
+from typing import Any
 
 Arguments = dict[str, Any]
 
@@ -22,6 +21,24 @@ TURNS = 2
 
 UNKNOWN_HERE = ("trainer_state", "environments")
 """What TRL also gives, and a worker process cannot know."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a reward function sees; see `base.RewardFunction`."""
+
+    prompt: str
+    response: str
+    answer: str | None
+    extra: dict[str, Any]
+    text: str = ""
+    """The response without special tokens, as verl and TRL give it."""
+    response_ids: tuple[int, ...] = ()
+    question: str | list[dict[str, Any]] = ""
+    """The prompt as the data have it: a text, or chat messages."""
+    data_source: str = ""
+    row: dict[str, Any] = field(default_factory=dict)
+    """All columns of the data row."""
 
 
 class Signature:

@@ -14,8 +14,9 @@ from typing import Any, BinaryIO
 
 from mrl.errors import UserError
 from mrl.rewards import _wire
-from mrl.rewards._call import Outcome, RewardCall, Sample
+from mrl.rewards._call import Outcome, RewardCall
 from mrl.rewards._keeper import Bounds, keep
+from mrl.rewards._signatures import Sample
 
 
 def run() -> None:

@@ -12,8 +12,9 @@ from types import TracebackType
 
 from mrl.config import RewardConfig
 from mrl.errors import UserError
-from mrl.rewards._call import Outcome, RewardCall, Sample
+from mrl.rewards._call import Outcome, RewardCall
 from mrl.rewards._pool import WorkerPool
+from mrl.rewards._signatures import Sample
 from mrl.schema import registry
 from mrl.schema.own_code import is_own
 from mrl.types import Rollout

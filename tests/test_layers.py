@@ -1,6 +1,7 @@
 """Imports point down, neighbours do not import each other, and heavy packages stay in their rooms."""
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -38,6 +39,21 @@ ROOMS = {
 """Which files may import a package."""
 
 
+ARCHITECTURE = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## Architecture\n")[1].split("\n## ")[0]
+
+NUMBERS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+
+
+def rows_of_readme() -> list[tuple[str, str, str, str]]:
+    """Layer, name, "/" or ".py", and words of each row of the table; a row without a layer stands in the last one."""
+    found, layer = [], ""
+    for line in ARCHITECTURE.splitlines():
+        if row := re.fullmatch(r"\| (\w*) ?\| `(\w+)(/|\.py)` \| (.+) \|", line):
+            layer = row[1] or layer
+            found.append((layer, row[2], row[3], row[4]))
+    return found
+
+
 def part_of(module: str) -> str:
     """mrl.weights.plan -> weights; the package itself -> ''"""
     parts = module.split(".")
@@ -51,6 +67,28 @@ def relative(path: Path) -> str:
 def test_every_part_of_the_package_has_a_layer():
     parts = {part_of(name_of(path)) for path in modules()} - {""}
     assert parts - set(HEIGHT) == set()
+
+
+def test_readme_tells_every_room_in_the_order_of_the_layers():
+    told = [(layer, name) for layer, name, _, _ in rows_of_readme()]
+    assert told == [(layer, part) for layer, rows in LAYERS.items() for part in rows.replace(">", "").split()]
+    assert {name + end for _, name, end, _ in rows_of_readme() if not (PACKAGE / (name + end)).exists()} == set()
+    assert f" {NUMBERS[len(LAYERS)]} layers" in ARCHITECTURE
+
+
+def test_readme_and_a_room_say_the_same_of_it():
+    words = {name: text for _, name, end, text in rows_of_readme() if end == "/"}
+    docs = {path.parent.name: ast.get_docstring(tree_of(path)) or "" for path in PACKAGE.glob("*/__init__.py")}
+    said = {name: doc.partition("\n\n")[0].removesuffix(".") for name, doc in docs.items()}
+    assert {name: text[:1].lower() + text[1:] for name, text in said.items()} == {
+        name: text[:1].lower() + text[1:] for name, text in words.items()
+    }
+
+
+def test_files_of_the_drawing_exist():
+    named = set(re.findall(r"[\w/]*\w(?:/|\.py)(?!\w)", ARCHITECTURE.split("```")[1]))
+    assert len(named) > 8
+    assert {name for name in named if not (PACKAGE / name).exists()} == set()
 
 
 @pytest.mark.parametrize("path", modules(), ids=relative)

@@ -1,1 +1,1 @@
-"""What a user runs on a GPU to see whether TensorRT-LLM does what mrl was written for: `tools/accept_trtllm.py`."""
+"""`tools/accept_trtllm.py`: does TensorRT-LLM on your GPU do what mrl expects of it? The checks and their page."""

@@ -1,1 +1,1 @@
-"""Random runs, each as one process and as a random layout: do they agree? `tools/campaign.py` is the command."""
+"""`tools/campaign.py`: random configs and data, each as one process and as a random layout, compared."""

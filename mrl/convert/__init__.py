@@ -1,1 +1,1 @@
-"""One checkpoint format into another: the conversion, its proof, its command line."""
+"""Checkpoints converted from one format into another and compared, with the proof that nothing was lost."""

@@ -1,1 +1,1 @@
-"""Processes: launch environment, groups, collectives, device."""
+"""Processes: what launchers say, where ranks meet, groups, collectives; Megatron-Core made to run on a CPU."""

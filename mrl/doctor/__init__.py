@@ -1,1 +1,1 @@
-"""`mrl doctor`: what is wrong here, between the hosts and with a config."""
+"""`mrl doctor`: what is wrong on this machine, between the hosts, and with what a config names."""

@@ -1,1 +1,1 @@
-"""Rollout engines behind the interface in `base`."""
+"""The engines that generate text, `native/` and `trtllm/`, and the interface of a new one (`base.py`)."""

@@ -1,1 +1,4 @@
-"""Checkpoints on disk, format by format: each is read and written tensor by tensor in Hugging Face coordinates."""
+"""Checkpoint formats, read and written tensor by tensor: Hugging Face, Megatron, TensorRT-LLM; the hub.
+
+Tensors have the names and shapes that they have in a Hugging Face folder.
+"""

@@ -1,1 +1,1 @@
-"""`mrl from-verl`: a config of mrl from a verl run."""
+"""`mrl from-verl`: a verl run's script or settings translated into a config."""

@@ -1,1 +1,4 @@
-"""Pure tensor maths: torch only, no process state, no config."""
+"""Formulas on tensors: log-probabilities, advantages, KL estimates, policy losses, importance ratios, sampling.
+
+They know no process and no config: torch only.
+"""

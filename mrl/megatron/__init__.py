@@ -1,7 +1,7 @@
-"""The one folder that imports megatron.core: actor, reference, schedules, checkpoints.
+"""Megatron-Core, all of it: model, optimizer, update, pipeline schedule, expert router, offloading, checkpoint.
 
-Importing it corrects megatron-core for this machine first (`distributed/device.py`): after megatron is imported it is
-too late.
+The one folder that imports megatron.core. Importing it corrects megatron-core for this machine first
+(`distributed/device.py`): after megatron is imported it is too late.
 """
 
 import warnings

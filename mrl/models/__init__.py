@@ -1,1 +1,1 @@
-"""Model families: `base` and one table per family."""
+"""Model families (llama, qwen2 ...), one table of parameters each; config.json; presets with random weights."""

@@ -1,1 +1,1 @@
-"""Names that other trainers have for what mrl has: facts, no code of theirs."""
+"""What other trainers call what mrl has: verl's keys, TRL's, Megatron's."""

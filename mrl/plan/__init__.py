@@ -1,1 +1,1 @@
-"""What a run takes before it runs: memory, time, traffic, and whether it fits; the dry run."""
+"""`mrl plan` and `--dry-run`: memory of a rank, time and traffic of a step, whether it fits, before it runs."""

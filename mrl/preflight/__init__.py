@@ -1,1 +1,1 @@
-"""What is refused before any process group exists."""
+"""What is refused before anything starts: ranges and rules, one file for each section of the config."""

@@ -1,1 +1,1 @@
-"""The actor's weights to where they are wanted: into the engine, and into a folder."""
+"""The actor's weights copied into the engine in place, or out of the ranks into a Hugging Face folder."""

@@ -1,1 +1,1 @@
-"""`mrl rehearse`: a production config on this machine's CPU, shrunk but whole."""
+"""`mrl rehearse`: a cluster's config on this machine's CPU, shrunk but whole."""

@@ -1,1 +1,1 @@
-"""Reward functions: `base` and one file each."""
+"""Reward functions, one file each; calling your own, verl's or TRL's in worker processes under a time limit."""

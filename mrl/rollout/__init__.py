@@ -1,1 +1,1 @@
-"""What is sampled, who samples it, and how samples travel."""
+"""What is sampled, which replica samples which prompt, and how samples get to the ranks that train on them."""

@@ -1,1 +1,1 @@
-"""A run put together: what it will be, its job, how far it has come."""
+"""One run put together: its job, warm start, the reference's weights, commit and resume, how far it has come."""

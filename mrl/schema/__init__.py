@@ -1,1 +1,1 @@
-"""How a config becomes typed values, and a name in it code."""
+"""How YAML and `key=value` become typed values, and how a name or a path becomes code (`registry.py`)."""

@@ -1,1 +1,1 @@
-"""How a job ends, and that it ends: signals, the watchdog, restarts, last words."""
+"""How a job ends, and that it ends: stop signals, time limits, the watchdog for ranks that hang, restarts."""

@@ -1,1 +1,4 @@
-"""The one home of layout arithmetic: layouts, pieces, plans. No process group, no GPU."""
+"""How tensors are cut over ranks (layouts), which copies lead from one layout to another (plans), random weights.
+
+The one home of layout arithmetic: no process group, no GPU.
+"""

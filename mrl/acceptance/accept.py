@@ -86,7 +86,7 @@ class Acceptance:
 
     Attributes:
         folder: Of everything that is written.
-        tools: Folder with the converters and build_trtllm_engine.py.
+        tools: Folder with the converters and tools/build_trtllm_engine.py.
         engines: Of `ENGINES`.
         checks: Of `CHECKS`.
         overrides: Of the config, for all sessions.

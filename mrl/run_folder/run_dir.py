@@ -1,7 +1,7 @@
 """The self-describing run folder: where each file is, and what it says about the run.
 
 Owns `RunDir`: paths, config.yaml, run.json (who ran this, on what, from which step) and the refusal of a folder that
-holds another run. It reads no metrics and no checkpoint: `files.py` and `checkpoint.py` do.
+holds another run. It reads no metrics and no checkpoint: `files/step_file.py` and `checkpoint.py` do.
 """
 
 from __future__ import annotations

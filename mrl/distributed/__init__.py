@@ -1,1 +1,1 @@
-"""Processes: what launchers say, where ranks meet, groups, collectives; Megatron-Core made to run on a CPU."""
+"""Processes: `mrl launch`, what launchers say, where ranks meet, groups, collectives; Megatron-Core on a CPU."""

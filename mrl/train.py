@@ -28,7 +28,9 @@ from mrl.rollout.table import gather_facts, gather_table, outcomes
 from mrl.run.job import Job
 from mrl.run.opening import open_job
 from mrl.run.prepare import prepare
+from mrl.run.schedule import learning_rate
 from mrl.run.supervised import supervised_batch
+from mrl.run.warm_start import begin_warm_start
 from mrl.survival.stop import Stop
 from mrl.types import Prompt, Rollout, RolloutBatch, SampleTable
 
@@ -45,16 +47,16 @@ def train(config: Config, stop: Stop | None = None) -> None:
     Raises:
         UserError: A mistake that the user can mend; every rank raises it.
     """
-    with open_job(prepare(config)) as job, job.progress.stops_in_order(stop):
+    with open_job(prepare(config)) as job, job.progress.stops_in_order(stop, job.commits.write_standing):
         config = job.config
         done = job.resume()
         if done is None:
             done = 0
             warm_start(job)
             with job.progress.step(done):
-                job.reference.start(done)
+                job.state.reference.start(done)
                 held_out_metrics = evaluate_if_due(job, done)
-            job.commit(done, held_out_metrics)
+            job.commits.write(done, held_out_metrics)
         if job.is_last(done):
             job.log.note(f"all {done} steps are done; raise train.num_steps or train.num_epochs to go on")
         step = done
@@ -64,10 +66,10 @@ def train(config: Config, stop: Stop | None = None) -> None:
                 metrics = job.progress.unlogged(step) or one_step(job, step)
                 job.progress.reached(step, unlogged=metrics)
                 held_out_metrics = evaluate_if_due(job, step)
-            job.log.step(step, metrics | job.rates())
+            job.log.step(step, metrics | job.rates.metrics())
             job.progress.reached(step, metrics | held_out_metrics)
             if job.is_last(step) or is_due(step, config.checkpoint.interval):
-                job.commit(step, metrics | held_out_metrics)
+                job.commits.write(step, metrics | held_out_metrics)
         if job.groups.rank == 0 and config.observe.report:
             job.log.note(f"report {write_report(job.run.root)}")
 
@@ -88,7 +90,7 @@ def reinforcement_step(job: Job, step: int) -> Metrics:
 
     with phase("pack"):
         minibatch_size = config.train.minibatch_size or config.train.batch_size
-        data = pack(rollouts, table, job.groups, minibatch_size, routing=job.routing)
+        data = pack(rollouts, table, job.groups, minibatch_size, routing=job.sampler.routing)
     if algorithm.needs_proximal:
         with phase("old_log_prob"):
             data.batch.proximal_logprobs_R, _ = job.policy.score(data.batch)
@@ -104,12 +106,12 @@ def reinforcement_step(job: Job, step: int) -> Metrics:
     with job.timers.phase("update_actor"):
         metrics |= update(job, data)
 
-    job.reference.update(step)
-    job.trained_tokens(table["prompt_len"], table["response_len"])
+    job.state.reference.update(step)
+    job.rates.trained(table["prompt_len"], table["response_len"])
     metrics |= metrics_of_sampling | measure.outcome_metrics(
         table, rewards_N=facts.rewards_N, advantages_N=advantages_N
     )
-    return metrics | measure.progress_metrics(global_step=step, epoch=job.source.epoch)
+    return metrics | measure.progress_metrics(global_step=step, epoch=job.state.source.epoch)
 
 
 def sample(job: Job) -> tuple[list[Rollout], SampleTable, Metrics]:
@@ -118,24 +120,24 @@ def sample(job: Job) -> tuple[list[Rollout], SampleTable, Metrics]:
     Dynamic sampling drops groups that teach nothing and draws as many new prompts, up to `max_sampling_rounds` times.
     """
     config = job.config
-    dynamic = config.algorithm.dynamic_sampling
+    dynamic, sampling = config.algorithm.dynamic_sampling, job.sampler.training
     rollouts: list[Rollout] = []
     kept: list[SampleTable] = []
     names: dict[int, str] = {}
     missing, drawn, rounds = config.train.batch_size, 0, 0
     while missing and rounds < (config.algorithm.max_sampling_rounds if dynamic else 1):
-        prompts = job.source.next(missing)
-        fresh, table = sample_and_score(job, prompts, job.sampling)
-        job.history.update(prompts, table)
+        prompts = job.state.source.next(missing)
+        fresh, table = sample_and_score(job, prompts, sampling)
+        job.state.history.update(prompts, table)
         rounds, drawn = rounds + 1, drawn + len(prompts)
         rollouts += fresh
         names |= {prompt.uid: prompt.data_source for prompt in prompts}
         kept.append(table.keep(job.algorithm.informative_groups(outcomes(table))) if dynamic else table)
-        missing -= len(kept[-1]) // job.sampling.n
+        missing -= len(kept[-1]) // sampling.n
     joined = SampleTable.join(kept)
     facts = {
         "rollout/num_sampling_rounds": float(rounds),
-        "rollout/num_dropped_groups": float(drawn - len(joined) // job.sampling.n),
+        "rollout/num_dropped_groups": float(drawn - len(joined) // sampling.n),
     }
     joined = joined if len(joined) else table  # with nothing to learn from, all advantages are 0
     return rollouts, joined, facts | data_sources.training_metrics(joined, names)
@@ -145,8 +147,8 @@ def sample_and_score(
     job: Job, prompts: Sequence[Prompt], sampling: SamplingConfig
 ) -> tuple[list[Rollout], SampleTable]:
     """Rollouts of this replica with rewards, and the table of all samples."""
-    with job.progress.phase("gen"), together(), job.engine_awake():
-        rollouts = generate(job.engine, prompts, sampling, job.groups, job.history)
+    with job.progress.phase("gen"), together(), job.sampler.awake() as engine:
+        rollouts = generate(engine, prompts, sampling, job.groups, job.state.history)
     with job.progress.phase("reward"), together():
         if job.scorer is not None:
             job.scorer.score(rollouts, job.progress.told_to_stop)
@@ -165,7 +167,7 @@ def update(job: Job, data: StepBatch) -> Metrics:
 def optimizer_step(job: Job, minibatch: RolloutBatch, algorithm: Algorithm, *, on_policy: bool = False) -> Metrics:
     """One step of the optimizer on a minibatch; `on_policy`: the weights are still those that sampled."""
     algorithm.weigh(minibatch, job.sum_over_dp)
-    job.policy_version += 1
+    job.state.policy_version += 1
     return job.policy.update(minibatch, algorithm, on_policy=on_policy)
 
 
@@ -175,7 +177,7 @@ def warm_start(job: Job) -> None:
     if not config.num_steps:
         return
     job.log.note(f"warm start: {config.num_steps} supervised steps")
-    algorithm, source, done = job.begin_warm_start()
+    algorithm, source, done = begin_warm_start(job)
     for step in range(done + 1, config.num_steps + 1):
         with job.progress.step(step), job.timers.phase("warm_start"):
             prompts = source.next(config.batch_size)
@@ -183,15 +185,15 @@ def warm_start(job: Job) -> None:
             metrics = optimizer_step(job, batch, algorithm)
         job.log.warm_start(step, metrics | job.timers.metrics())
         job.progress.reached(0, warm_start={"step": step, "source": source.state_dict()})
-    job.policy.start_optimizer(job.learning_rate())
+    job.policy.start_optimizer(learning_rate(job.config))
 
 
 def supervised_step(job: Job) -> Metrics:
     """One step of `algorithm.name=sft`."""
     with job.timers.phase("update_actor"):
-        prompts = job.source.next(job.config.train.batch_size)
+        prompts = job.state.source.next(job.config.train.batch_size)
         batch, lens_N2 = supervised_batch(prompts, job.tokenizer, job.groups, job.config)
-        job.trained_tokens(lens_N2[:, 0], lens_N2[:, 1])
+        job.rates.trained(lens_N2[:, 0], lens_N2[:, 1])
         return optimizer_step(job, batch, job.algorithm)
 
 
@@ -212,7 +214,7 @@ def evaluate_if_due(job: Job, step: int) -> Metrics:
 def held_out(job: Job) -> tuple[Metrics, list[Rollout]]:
     """Metrics on the held-out prompts, and this replica's rollouts in the order of the prompts."""
     job.refit_if_stale()
-    rollouts, table = sample_and_score(job, job.validation, job.val_sampling)
+    rollouts, table = sample_and_score(job, job.validation, job.sampler.held_out)
     rollouts.sort(key=lambda rollout: (rollout.prompt.uid, rollout.sample_index))
     names = {prompt.uid: prompt.data_source for prompt in job.validation}
     by_source = data_sources.held_out_metrics(table, names, gather_facts(rollouts, job.groups))
@@ -240,6 +242,6 @@ def evaluate(config: Config, checkpoint: str | None = None) -> dict[str, Any]:
     with open_job(prepare(config), log=False) as job:
         if not job.validation:
             raise UserError("there are no held-out prompts to evaluate on: set data.val_files or data.task.")
-        loaded = job.load_for_evaluation(checkpoint)
+        loaded = job.commits.load_for_evaluation(checkpoint)
         metrics, _ = held_out(job)
         return {"checkpoint": loaded, **metrics}

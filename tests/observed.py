@@ -104,7 +104,7 @@ def course(config: Config) -> Facts:
     with open_job(prepare(config), log=False) as job:
         job.resume()
         warm_start(job)
-        job.reference.start(0)
+        job.state.reference.start(0)
         facts: Facts = {"threads": torch.get_num_threads(), **_held_out(job)}
         step = 0
         while not job.is_last(step):
@@ -112,9 +112,13 @@ def course(config: Config) -> Facts:
             with Operators() as ran, job.progress.step(step):
                 metrics = one_step(job, step)
             facts |= {f"{step} {name}": value for name, value in metrics.items() if not is_wall_clock(name)}
-            facts |= {f"{step} engine {name}": value for name, value in job.engine.stats().items() if name[-2:] != "_s"}
+            facts |= {
+                f"{step} engine {name}": value
+                for name, value in job.sampler.engine.stats().items()
+                if name[-2:] != "_s"
+            }
             facts |= {f"{step} operators": (ran.count, ran.elements)}
-        return facts | {"steps": step, "position": job.source.position, **_machinery(job)}
+        return facts | {"steps": step, "position": job.state.source.position, **_machinery(job)}
 
 
 def _held_out(job: Job) -> Facts:
@@ -128,13 +132,13 @@ def _held_out(job: Job) -> Facts:
 def _machinery(job: Job) -> Facts:
     """What stands behind the numbers: kinds, sizes, what is asleep."""
     optimizer = job.policy.optimizer
-    asleep = getattr(job.engine, "_cache").allocated_bytes  # noqa: B009
+    asleep = getattr(job.sampler.engine, "_cache").allocated_bytes  # noqa: B009
     job.policy.offload()
     return {
         "optimizer": type(optimizer.chained_optimizers[0]).__name__,
         "updates": job.policy.num_updates,
         "gradients reduced in the backward": job.policy.chunks[0].config.grad_sync_func is not None,
-        "engine": sorted({stored.dtype for stored in job.engine.layout().values()}),
+        "engine": sorted({stored.dtype for stored in job.sampler.engine.layout().values()}),
         "cache": asleep,
         "away": {
             part: sum(tensor.untyped_storage().nbytes() for tensor in job.policy._tensors_of(part))

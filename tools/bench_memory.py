@@ -117,12 +117,12 @@ def run_rank(layout: str, folder: Path) -> None:
     with open_job(plan, log=False) as job:
         job.resume()
         with job.timers.step(0):
-            job.reference.start(0)
+            job.state.reference.start(0)
         for step in (1, 2):
             with job.timers.step(step):
                 reinforcement_step(job, step)
         rank, stage = job.groups.rank, job.groups.coords.pp
-        moved = most_moved_bytes(job.refit.plan.copies)
+        moved = most_moved_bytes(job.sampler.refit.plan.copies)
     code = resident_bytes("RssFile") - code
     predicted = memory_by_stage(plan, device, moved_bytes=moved)[stage]
     measured = {ours: job.timers.ledger.peaks[theirs] - baseline for theirs, ours in PHASES.items()}

@@ -217,7 +217,7 @@ def mrl_step(job: Job, case: Case, step: int) -> dict[str, float]:
     with job.timers.step(step):
         metrics = reinforcement_step(job, step)
     timings = job.timers.metrics()
-    job.log.step(step, metrics | job.rates())
+    job.log.step(step, metrics | job.rates.metrics())
     if metrics["response_length/min"] != case.response_len:
         raise RuntimeError("a response of mrl is short")
     return {name.removeprefix("timing_s/"): seconds for name, seconds in timings.items()}

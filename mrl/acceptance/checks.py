@@ -72,7 +72,7 @@ class Bench:
     def __init__(self, job: Job, folder: Path) -> None:
         """Args: job: Come up, nothing loaded. folder: Exists."""
         self.job, self.folder = job, folder
-        job.load_initial_weights()
+        job.weights.load_initial()
 
     @property
     def tolerance(self) -> float:
@@ -81,13 +81,13 @@ class Bench:
 
     def refit(self) -> None:
         """The actor's weights into the engine, also where it holds them."""
-        self.job.policy_version += 1
+        self.job.state.policy_version += 1
         self.job.refit_if_stale()
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
         """Awake for as long as it takes."""
-        with together(), self.job.engine_awake():
-            return self.job.engine.generate(prompts, sampling)
+        with together(), self.job.sampler.awake() as engine:
+            return engine.generate(prompts, sampling)
 
     def answers(self) -> list[Rollout]:
         """To the canary's prompts."""
@@ -131,9 +131,9 @@ def device(bench: Bench) -> Facts:
             )
         if len(set(uuids)) != len(uuids):
             raise CheckError(f"ranks share a GPU: {uuids}")
-    if inspection.is_llm(job.engine):
-        facts["features"] = inspection.features(job.engine)
-        facts["parameters on"] = found = inspection.devices(job.engine)
+    if inspection.is_llm(job.sampler.engine):
+        facts["features"] = inspection.features(job.sampler.engine)
+        facts["parameters on"] = found = inspection.devices(job.sampler.engine)
         if found and found != [str(job.device)]:
             raise CheckError(f"the engine's parameters are on {found}, the rank's device is {job.device}")
     return facts
@@ -164,7 +164,7 @@ def refit(bench: Bench) -> Facts:
 def qkv(bench: Bench) -> Facts:
     """(ii) The first and the last layer's fused matrix against the model's files."""
     job = bench.job
-    if not inspection.is_llm(job.engine):
+    if not inspection.is_llm(job.sampler.engine):
         raise NotHereError("only the LLM API's model can be read; 'refit' and 'logprobs' stand for it")
     bench.refit()
     rollout, grid = job.config.rollout, job.groups.grid
@@ -177,7 +177,7 @@ def qkv(bench: Bench) -> Facts:
             expected = torch.zeros(stored.shape, dtype=DTYPES[dtype])
             for piece in stored.pieces:
                 expected[slices(piece.dst)] = source.read(piece.hf_name, piece.src).to(expected.dtype)
-            facts |= _same(f"layer {layer}", inspection.fused_qkv(job.engine, layer), expected)
+            facts |= _same(f"layer {layer}", inspection.fused_qkv(job.sampler.engine, layer), expected)
     return facts
 
 
@@ -201,17 +201,17 @@ def sleep(bench: Bench) -> Facts:
     job = bench.job
     bench.refit()
     job.policy.offload()
-    job.engine.wake()
+    job.sampler.engine.wake()
     rollout = job.config.rollout
-    first = canary.answers(job.engine.generate, job.arch, rollout)
+    first = canary.answers(job.sampler.engine.generate, job.arch, rollout)
     awake = bench.used()
-    job.engine.sleep()
+    job.sampler.engine.sleep()
     asleep = bench.used()
     trainer = torch.cuda.memory_reserved(job.device) if job.device.type == "cuda" else 0
-    job.engine.wake()
-    moved = canary.compare(first, canary.answers(job.engine.generate, job.arch, rollout))
+    job.sampler.engine.wake()
+    moved = canary.compare(first, canary.answers(job.sampler.engine.generate, job.arch, rollout))
     again = bench.used()
-    job.engine.sleep()
+    job.sampler.engine.sleep()
     freed = awake - asleep
     weights = weight_bytes(job.config, job.arch, job.groups.grid)
     facts: Facts = {"answers": str(moved)}
@@ -227,7 +227,7 @@ def sleep(bench: Bench) -> Facts:
         facts["memory"] = "a CPU: nothing to measure"
     if not moved.within(bench.tolerance):
         raise CheckError(f"the answers moved over sleeping and waking: {moved}", facts)
-    if job.device.type == "cuda" and freed < (FREED * weights if inspection.is_llm(job.engine) else 1):
+    if job.device.type == "cuda" and freed < (FREED * weights if inspection.is_llm(job.sampler.engine) else 1):
         raise CheckError(f"sleeping freed {freed / GIB:.3f} GiB; the weights take {weights / GIB:.3f}", facts)
     return facts
 
@@ -236,7 +236,7 @@ def logprobs(bench: Bench) -> Facts:
     """(v) Samples under the session's distribution, scored by the actor."""
     job = bench.job
     bench.refit()
-    sampled = bench.generate(job.source.next(NUM_PROMPTS), job.sampling)
+    sampled = bench.generate(job.state.source.next(NUM_PROMPTS), job.sampler.training)
     box = [sampled]
     dist.broadcast_object_list(box, src=0)  # the actor's ranks score the same sequences
     rollouts = box[0]
@@ -252,7 +252,7 @@ def logprobs(bench: Bench) -> Facts:
         "99 of 100 below, nats": float(apart.quantile(0.99)),
         "histogram, nats": dict(zip(edges, counts, strict=True)),
     }
-    found = inspection.verdict(job.engine)
+    found = inspection.verdict(job.sampler.engine)
     if found is not None:
         facts["probe"] = f"scores {found.scores.value}; logits are {'' if found.has_logits else 'not '}returned"
     if not mean <= MEAN_NATS:
@@ -276,7 +276,7 @@ def contract(bench: Bench) -> Facts:
 
 def graphs(bench: Bench) -> Facts:
     """(iv) Refits and answers with CUDA graphs, against those without."""
-    if bench.job.device.type != "cuda" and not inspection.is_llm(bench.job.engine):
+    if bench.job.device.type != "cuda" and not inspection.is_llm(bench.job.sampler.engine):
         raise NotHereError("a CPU has no CUDA graphs")
     file = bench.folder / "answers.json"
     if not file.is_file():

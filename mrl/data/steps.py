@@ -1,7 +1,7 @@
 """How long a run is: its steps, by number or by passes over the data, and the optimizer steps in them.
 
 Owns `train.num_steps`, `train.num_epochs` and `actor.ppo_epochs` as counts. The end by passes is asked of the prompt
-stream itself (`run/job.py`), since dropped prompts and dynamic sampling use it up faster than steps do.
+stream itself (`run/schedule.py`), since dropped prompts and dynamic sampling use it up faster than steps do.
 """
 
 from __future__ import annotations

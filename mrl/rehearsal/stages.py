@@ -26,14 +26,14 @@ STAGE_OF_PHASE = {
 }
 STAGE_OF_FUNCTION = {
     ("job.py", "__init__"): "build",
-    ("job.py", "load_initial_weights"): "build",
+    ("actor_weights.py", "load_initial"): "build",
     ("reference.py", "start"): "build",
-    ("job.py", "refit_if_stale"): "refit",
+    ("sampler.py", "refit_if_stale"): "refit",
     ("replicas.py", "generate"): "rollout",
     ("scorer.py", "score"): "reward",
     ("train.py", "optimizer_step"): "update",
     ("train.py", "reinforcement_step"): "update",
-    ("job.py", "commit"): "checkpoint",
+    ("commits.py", "write"): "checkpoint",
     ("checkpoint.py", "save"): "checkpoint",
 }
 """(file, function) on a rank's stack -> stage, for errors that do not say where they were."""

@@ -124,8 +124,9 @@ def check_run(config: Config, world_size: int, *, launcher: str | None = None, t
             _check_weights(key, path, found.arch, tell)
     tokenizer, prompt_length = found.tokenizer, config.rollout.prompt_length
     source = load_training(config.data, tokenizer, prompt_length=prompt_length, seed=config.run.seed)
-    found.config = with_num_steps(found.config, source.num_rows)
-    preflight.check_config(found.config, world_size)  # again, with the steps that the epochs give
+    found.config, asked = with_num_steps(found.config, source.num_rows), found.config
+    if found.config.train.num_steps != asked.train.num_steps:
+        preflight.check_config(found.config, world_size)  # again, with the steps that the epochs give
     validation = load_validation(config.data, tokenizer, prompt_length=prompt_length)
     best = config.checkpoint.best_metric
     if config.checkpoint.keep_best and best.startswith("val/"):

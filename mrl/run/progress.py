@@ -1,7 +1,7 @@
 """How far a run has come, so that it can stop between any two questions and go on as if it never had.
 
 Owns the steps that can be abandoned: what a commit made now would hold, the points at which all ranks ask whether to
-stop, and what happens then. Signals and clocks are `survival/stop.py`'s, the commit itself is `job.py`'s.
+stop, and what happens then. Signals and clocks are `survival/stop.py`'s, the commit itself is `commits.py`'s.
 
 A step that is abandoned before its update leaves the state of the step before; once the update has begun it is
 finished. An evaluation that is abandoned after the update is made again when the run goes on, before the step's line is
@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from mrl.errors import UserError
 from mrl.observe.timers import Timers
+from mrl.run.training_state import Standing
 from mrl.survival.stop import LIMITS, Stop, Stopped
 
 MARGIN = 1.25
@@ -28,94 +27,36 @@ RECENT = 10
 """Steps whose times are remembered."""
 
 
-@dataclass
-class Standing:
-    """What a run has reached, as a commit holds it beside the weights of now.
-
-    Attributes:
-        state: JSON-able. `step`: steps done. `unlogged`: metrics of that step where its evaluation and its line in the
-            log are still to come. `warm_start`: before step 0, warm start steps done and where their prompts stand.
-        metrics: Of the step; `checkpoint.best_metric` is looked up in it.
-        committed: Whether a commit of exactly this is there.
-    """
-
-    state: dict[str, Any]
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    committed: bool = False
-
-
-STATE_KINDS: dict[str, tuple[type, ...]] = {
-    "step": (int,),
-    "policy_version": (int,),
-    "source": (dict,),
-    "history": (dict,),
-    "reference": (str, type(None)),
-    "unlogged": (dict, type(None)),
-    "warm_start": (dict, type(None)),
-}
-"""What a commit's state must have."""
-
-
-def resumed(state: Mapping[str, Any], path: Path) -> Standing:
-    """What a commit in folder `path` holds.
-
-    Raises:
-        UserError: Its state was not written by a run.
-    """
-    state = {"unlogged": None, "warm_start": None, **state}
-    wrong = [name for name, kinds in STATE_KINDS.items() if type(state.get(name)) not in kinds]
-    warm = state["warm_start"]
-    if not wrong and warm is not None and not (type(warm.get("step")) is int and isinstance(warm.get("source"), dict)):
-        wrong = ["warm_start"]
-    if wrong:
-        raise _strange(path, f"lacks {', '.join(wrong)}, or has something else there")
-    return Standing(dict(state), committed=True)
-
-
-@contextmanager
-def not_of_a_run(path: Path) -> Iterator[None]:
-    """Inside, a part of the state of a commit in folder `path` that does not fit is a UserError."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise _strange(path, f"has something else than a run leaves there ({type(error).__name__}: {error})") from error
-
-
-def _strange(path: Path, what: str) -> UserError:
-    return UserError(f"checkpoint '{path}' is of no run of mrl: its state.json {what}. Give another checkpoint.")
-
-
 class Progress:
     """Where the loop stands, and whether it may go on.
 
     Args:
         timers: Of the job.
         snapshot: JSON-able state of all that the loop moves on.
-        commit: Collective over the job: writes a commit.
     """
 
-    def __init__(
-        self, timers: Timers, snapshot: Callable[[], dict[str, Any]], commit: Callable[[Standing], None]
-    ) -> None:
+    def __init__(self, timers: Timers, snapshot: Callable[[], dict[str, Any]]) -> None:
         self.stop: Stop | None = None
         self.standing: Standing | None = None
         self._commit_s = 0.0
         self._steps_s: deque[float] = deque(maxlen=RECENT)
         self._timers = timers
         self._snapshot = snapshot
-        self._commit = commit
 
     @contextmanager
-    def stops_in_order(self, stop: Stop | None) -> Iterator[None]:
-        """Collective over the job: a request to stop ends the work inside at the next question; what stands is kept."""
+    def stops_in_order(self, stop: Stop | None, commit: Callable[[Standing], None]) -> Iterator[None]:
+        """Collective over the job: a request to stop ends the work inside at the next question; what stands is kept.
+
+        Args:
+            stop: Heard; None: nothing stops the work.
+            commit: Collective over the job: writes a commit.
+        """
         self.stop = stop
         self.took(commit_s=self._commit_s)
         try:
             yield
         except Stopped:
-            self._stop_here()
+            self._stop_here(commit)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -164,7 +105,7 @@ class Progress:
         metrics: dict[str, float] | None = self.standing.state["unlogged"]
         return metrics
 
-    def _stop_here(self) -> None:
+    def _stop_here(self, commit: Callable[[Standing], None]) -> None:
         """Commits what stands, unless it is committed, and says so."""
         stop, standing = self.stop, self.standing
         if stop is None:
@@ -181,7 +122,7 @@ class Progress:
             stop.say(" before there was anything to keep")
             return
         if is_new:
-            self._commit(standing)
+            commit(standing)
         warm = standing.state["warm_start"]
         where = f"step {standing.state['step']}" if warm is None else f"warm start step {warm['step']}"
         stop.say(f" after {where}, which {'is' if is_new else 'was already'} committed")

@@ -1,7 +1,7 @@
 """The request to stop: by SIGUSR1, by SIGTERM, or because the time is nearly over; and that all ranks agree on it.
 
 Owns the two signals of a training process, the clock, and the last way out. What is saved and said is the caller's
-(`run/job.py`, `cli.py`).
+(`run/progress.py`, `cli.py`).
 
     SIGUSR1     a warning: the end comes in minutes (SLURM: --signal=USR1@120). Done within `run.stop_timeout_s`
     SIGTERM     the end comes in seconds: launchers send SIGKILL 30 s later. Done within `run.term_timeout_s`

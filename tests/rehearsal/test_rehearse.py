@@ -1,5 +1,6 @@
 """`mrl rehearse`: every production config passes, small but whole; mistakes end it with a message to act on."""
 
+import ast
 import json
 import shutil
 
@@ -14,10 +15,10 @@ from mrl.errors import UserError
 from mrl.observe.hardware import HARDWARE
 from mrl.rehearsal.rehearse import FIRST, RESUME, Options, rehearse
 from mrl.rehearsal.report import FILE
-from mrl.rehearsal.stages import STAGES, spent_in, stage_of
+from mrl.rehearsal.stages import STAGE_OF_FUNCTION, STAGES, spent_in, stage_of
 from mrl.run.prepare import resolve
 from tests.data.folders import byte_bpe_folder
-from tests.source import ROOT
+from tests.source import ROOT, modules, tree_of
 
 CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.yaml"))}
 SMALL, DENSE, STAGED = (name for part in ("0.5b", "8b_1x8", "70b") for name in CONFIGS if part in name)
@@ -317,11 +318,21 @@ def test_other_settings_shrink_to_a_run_that_mrl_allows(setting, max_ranks, tmp_
         ("step 0, testing/reward", [], "reward"),
         ("", [("train.py", "train"), ("job.py", "__init__"), ("policy.py", "__init__")], "build"),
         ("", [("train.py", "sample_and_score"), ("replicas.py", "generate"), ("engine.py", "generate")], "rollout"),
-        ("", [("job.py", "commit"), ("checkpoint.py", "save"), ("checkpoint.py", "_together")], "checkpoint"),
+        ("", [("commits.py", "write"), ("checkpoint.py", "save"), ("checkpoint.py", "_together")], "checkpoint"),
     ],
 )
 def test_an_error_has_the_stage_of_its_phase_or_else_of_its_stack(at, frames, stage):
     assert stage_of(RankError("", rank=0, is_mistake=bool(at), at=at, frames=frames)) == stage
+
+
+def test_each_function_that_names_a_stage_is_one_of_mrl():
+    known = {
+        (path.name, node.name)
+        for path in modules()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert set(STAGE_OF_FUNCTION) - known == set()
 
 
 def test_what_an_evaluation_does_beside_sampling_counts_as_its_refit():

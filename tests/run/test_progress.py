@@ -22,9 +22,9 @@ def run_until(left_s):
     rank = dist.get_rank()
     said, commits = [], []
     stop = Stop(replace(RunConfig(), stop_timeout_s=5.0), ends={}, keeps_time=rank == 0, say=said.append)
-    progress = Progress(Timers(), dict, lambda standing: commits.append(standing.state["step"]))
+    progress = Progress(Timers(), dict)
     done = 0
-    with progress.stops_in_order(stop):
+    with progress.stops_in_order(stop, lambda standing: commits.append(standing.state["step"])):
         for step in range(1, 5):
             with progress.step(step):
                 time.sleep(STEP_S)
@@ -49,9 +49,9 @@ def test_a_step_whose_time_is_over_is_abandoned():
 
 def refused():
     stop = Stop(RunConfig(), ends={LIMITS[1]: 0.0}, keeps_time=dist.get_rank() == 0, say=print)
-    progress = Progress(Timers(), dict, print)
+    progress = Progress(Timers(), dict)
     try:
-        with progress.stops_in_order(stop), progress.step(1):
+        with progress.stops_in_order(stop, print), progress.step(1):
             return "began"
     except UserError as error:
         return str(error)

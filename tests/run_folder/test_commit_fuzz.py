@@ -154,8 +154,8 @@ def fuzz(folder, changes, tell=lambda text: None):
     plan = prepare(load(words[0], words[1:]))
     with open_job(plan) as job:
         job.resume()
-        job.commit(0, {})
-        job.commit(1, {})
+        job.commits.write(0, {})
+        job.commits.write(1, {})
         whole = job.run.checkpoints
         counts, wrong = Counter(), []
         signal.signal(signal.SIGALRM, hang)
@@ -165,12 +165,12 @@ def fuzz(folder, changes, tell=lambda text: None):
             shutil.rmtree(copy, ignore_errors=True)
             shutil.copytree(whole, copy)
             what = change_folder(copy / "step-00000001")
-            job.checkpoints = Checkpoints(copy, CheckpointConfig())
+            job.commits.checkpoints = Checkpoints(copy, CheckpointConfig())
             signal.alarm(LIMIT_S)
             try:
-                job.found = job.checkpoints.newest(mends=True)
+                job.commits.found = job.commits.checkpoints.newest(mends=True)
                 job.resume()
-                counts[f"resumed from step {job.found.step}"] += 1
+                counts[f"resumed from step {job.commits.found.step}"] += 1
             except UserError:
                 counts["refused"] += 1
             except BaseException:  # noqa: BLE001 -- what is looked for
@@ -180,7 +180,7 @@ def fuzz(folder, changes, tell=lambda text: None):
                 signal.alarm(0)
             if case % 100 == 99:
                 tell(f"{case + 1} cases: {dict(counts)}, {len(wrong)} wrong")
-        job.checkpoints = Checkpoints(whole, CheckpointConfig())
+        job.commits.checkpoints = Checkpoints(whole, CheckpointConfig())
     return dict(counts), wrong
 
 

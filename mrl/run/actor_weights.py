@@ -1,0 +1,61 @@
+"""The actor's weights, from and to Hugging Face folders, on the ranks that train.
+
+Owns where the first weights and the reference's come from, and what a folder with the actor's has beside its tensors.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mrl.distributed.collectives import together
+from mrl.formats.hf import load_from_hf
+from mrl.megatron.policy import Policy
+from mrl.models.presets import initializer_range
+from mrl.refit.export import export_to_hf, write_model_folder
+from mrl.refit.refit import gather_layouts
+from mrl.run.prepare import Plan
+from mrl.weights.init import random_init
+
+
+class ActorWeights:
+    """Of one run; every rank holds one and calls each method together with all of the job."""
+
+    def __init__(self, plan: Plan, policy: Policy, rank: int) -> None:
+        """Args: plan: The run's. policy: Of this rank. rank: Global."""
+        self._plan, self._policy, self._rank = plan, policy, rank
+
+    def load_initial(self) -> None:
+        """Collective over the job: fills the actor from the model folder, or at random."""
+        config, arch = self._plan.config, self._plan.arch
+        layout, tensors = self._policy.layout(), self._policy.named_tensors()
+        with together():
+            if config.model.path is not None:
+                load_from_hf(config.model.path, arch, layout, tensors)
+            else:
+                random_init(arch, layout, tensors, config.run.seed, initializer_range(config.model.overrides))
+        self._policy.weights_changed()
+
+    def load_reference(self, path: str) -> None:
+        """Collective over the job: fills the reference's tensors from a Hugging Face folder."""
+        with together():
+            load_from_hf(path, self._plan.arch, self._policy.layout(), self._policy.reference_tensors())
+
+    def export(self, folder: Path) -> None:
+        """Collective over the job: the actor as a Hugging Face folder."""
+        layouts, model = gather_layouts(self._policy.layout()), self._plan.config.model
+        tensors = self._policy.named_tensors()
+        export_to_hf(folder, self._plan.arch, layouts, tensors, dtype=model.dtype, like=model.path)
+        with together():
+            if self._rank == 0:
+                self._plan.tokenizer.save(folder)
+
+    def model_folder(self) -> Path:
+        """Collective over the job: config.json and tokenizer of the model, in the run folder for a preset."""
+        plan, model = self._plan, self._plan.config.model
+        if model.path is not None:
+            return Path(model.path)
+        folder = plan.run.root / "model"
+        with together():
+            if self._rank == 0:
+                write_model_folder(folder, plan.arch, plan.config.rollout.dtype or model.dtype, plan.tokenizer)
+        return folder

@@ -1,0 +1,149 @@
+"""Commit points of a run: actor, optimizer and training state written together, and taken up again.
+
+Owns what goes into a commit's folder and the order in which it comes back. That a folder is whole or not there is
+`run_folder/checkpoint.py`'s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mrl.config import CheckpointConfig
+from mrl.distributed.collectives import together
+from mrl.errors import UserError
+from mrl.megatron import checkpoint as megatron_checkpoint
+from mrl.megatron.policy import Policy
+from mrl.observe.run_log import RunLog
+from mrl.observe.timers import Timers
+from mrl.run.actor_weights import ActorWeights
+from mrl.run.progress import Progress
+from mrl.run.training_state import Standing, TrainingState, not_of_a_run, resumed
+from mrl.run_folder.checkpoint import Checkpoints, Found
+from mrl.run_folder.commit import STATE, read_object
+
+
+class Commits:
+    """Of one run; every rank holds one and calls each method together.
+
+    Attributes:
+        checkpoints: The run's folders.
+        found: The commit that the run goes on from; None: from nothing.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        checkpoints: Checkpoints,
+        found: Found | None,
+        *,
+        policy: Policy,
+        weights: ActorWeights,
+        state: TrainingState,
+        progress: Progress,
+        timers: Timers,
+        log: RunLog,
+    ) -> None:
+        """Args: config: What a commit has beside the actor. The others: the run's."""
+        self.checkpoints, self.found = checkpoints, found
+        self._config, self._policy, self._weights, self._state = config, policy, weights, state
+        self._progress, self._timers, self._log = progress, timers, log
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Collective over the job: everything that `resume` needs to go on after `step` as if nothing had happened.
+
+        Args:
+            step: Steps done.
+            metrics: Of that step; `checkpoint.best_metric` is looked up in it.
+        """
+        self.write_standing(self._progress.reached(step, metrics))
+        self._log.step(step, self._timers.metrics())
+
+    def write_standing(self, standing: Standing) -> None:
+        """Collective over the job: what stands, and the weights of now."""
+
+        def write(folder: Path) -> None:
+            megatron_checkpoint.save(folder / "actor", self._policy)
+            if self._config.export_hf:
+                self._weights.export(folder / "hf")
+
+        metric = standing.metrics.get(self._config.best_metric)
+        began = time.monotonic()
+        self._log.sync()
+        with self._timers.phase("save_checkpoint"):
+            path = self.checkpoints.save(standing.state["step"], write, standing.state, metric)
+            if self.checkpoints.rank == 0:
+                self._drop_unused_references()
+        standing.committed = True
+        self._progress.took(commit_s=time.monotonic() - began)
+        self._log.note(f"checkpoint {path}")
+
+    def resume(self) -> int | None:
+        """Collective over the job: takes up the run's last commit, else the initial weights.
+
+        Returns:
+            Steps done, with their lines in the log; None: step 0 is still to be committed.
+        """
+        if self.found is None:
+            self._weights.load_initial()
+            return None
+        path = self.checkpoints.path(self.found.step)
+        began = time.monotonic()
+        self._progress.standing = resumed(self.found.state, path)
+        state = self._progress.standing.state
+        self._load(path, state)
+        loaded_s = self.found.compared_s + time.monotonic() - began
+        self._progress.took(commit_s=loaded_s)  # the best guess before the first commit
+        if state["warm_start"] is not None:
+            self._log.note(f"resumed from {path}, in the warm start")
+            return None
+        with together(), not_of_a_run(path):
+            record = self._state.restore(state)
+        self._log.note(f"resumed from {path}")
+        changed = self._state.reference.resume(state["step"], record)
+        if changed:
+            self._log.note(changed)
+        return int(state["step"]) - (state["unlogged"] is not None)
+
+    def load_for_evaluation(self, which: str | None) -> str:
+        """Collective over the job: the weights of a checkpoint; returns what was loaded, in words.
+
+        Args:
+            which: A step of this run, a checkpoint folder, or None: the run's newest, else the initial weights.
+
+        Raises:
+            UserError: There is no such checkpoint.
+        """
+        if which is None:
+            found = self.checkpoints.newest(mends=False)
+            if found is None:
+                self._weights.load_initial()
+                return "the initial model"
+            path, state = self.checkpoints.path(found.step), found.state
+        else:
+            is_step = which.isascii() and which.isdigit()
+            path = self.checkpoints.path(int(which)) if is_step else Path(which)
+            if is_step and not path.is_dir():
+                raise UserError(
+                    f"there is no checkpoint of step {which} in '{self.checkpoints.folder}'; it has "
+                    f"{', '.join(map(str, self.checkpoints.steps())) or 'none'}."
+                )
+            state = self.checkpoints.read(path)
+        self._load(path, resumed(state, path).state)
+        return str(path)
+
+    def _load(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Actor and optimizer of a commit, whose state and hashes were read."""
+        with together():
+            megatron_checkpoint.load(path / "actor", self._policy)
+        self._state.policy_version = int(state["policy_version"])
+
+    def _drop_unused_references(self) -> None:
+        """Deletes the references that no commit needs any more."""
+        try:
+            used = {read_object(self.checkpoints.path(step), STATE)["reference"] for step in self.checkpoints.steps()}
+        except (UserError, KeyError):
+            return  # a commit that was changed since: what it needs is not known
+        self._state.reference.drop_unused(used, self.checkpoints.discard)

@@ -1,0 +1,54 @@
+"""How fast the step that just ran was: its times, tokens per second, use of the device, and memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mrl.distributed import launch
+from mrl.engines.base import RolloutEngine
+from mrl.observe import metrics as measure
+from mrl.observe.timers import Timers
+from mrl.run.prepare import Plan
+
+
+class Rates:
+    """Of one run.
+
+    Args:
+        plan: The run's.
+        device: Of this rank.
+        timers: Of the job.
+        engine: Tells what it did.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device, timers: Timers, engine: RolloutEngine) -> None:
+        self._plan, self._device, self._timers, self._engine = plan, device, timers, engine
+        self._seq_lens: list[int] = []
+        self._num_response_tokens = 0
+
+    def trained(self, prompt_lens_N: Tensor, response_lens_N: Tensor) -> None:
+        """Notes the sequences of a step, over all ranks."""
+        self._seq_lens = (prompt_lens_N + response_lens_N).long().tolist()
+        self._num_response_tokens = int(response_lens_N.sum())
+
+    def metrics(self) -> dict[str, float]:
+        """Of the step that just ran."""
+        timings, config, size = self._timers.metrics(), self._plan.config, self._plan.grid.world_size
+        rates = measure.throughput_metrics(
+            timings,
+            num_tokens=sum(self._seq_lens),
+            num_response_tokens=self._num_response_tokens,
+            world_size=size,
+        )
+        known = self._device.type == "cuda" and config.model.dtype == "bfloat16"
+        rates |= measure.mfu_metrics(
+            self._plan.arch,
+            self._seq_lens,
+            update_s=timings.get("timing_s/update_actor", 0.0),
+            num_passes=config.actor.ppo_epochs,
+            world_size=size,
+            device_name=launch.device_name(self._device) if known else "",
+        )
+        engine = {f"perf/rollout/{name}": value for name, value in self._engine.stats().items()}
+        return timings | rates | engine | self._timers.ledger.metrics()

@@ -1,0 +1,114 @@
+"""The engine in the run: built beside the actor, filled by refits, awake while it samples.
+
+Owns who has the device when: the actor is away while the engine generates. What is sampled is `rollout/`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from mrl.distributed.groups import ProcessGroups
+from mrl.engines.base import RolloutEngine, SamplingConfig, Surroundings
+from mrl.megatron.policy import Policy
+from mrl.refit.refit import Refit
+from mrl.rollout.sampling import held_out_sampling, training_sampling
+from mrl.run import canary
+from mrl.run.actor_weights import ActorWeights
+from mrl.run.prepare import Plan
+from mrl.schema.registry import find
+from mrl.types import Prompt, Rollout
+from mrl.weights.tensors import DTYPES
+
+
+class Sampler:
+    """This rank's part of the engine, and its turns with the actor.
+
+    Attributes:
+        training: The distribution of training rollouts.
+        held_out: The distribution of held-out rollouts.
+        routing: (layers, experts of a token) where the engine keeps its choices of experts.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        groups: ProcessGroups,
+        device: torch.device,
+        policy: Policy,
+        weights: ActorWeights,
+        tell: Callable[[str], None],
+    ) -> None:
+        """Collective over the job: builds the engine.
+
+        Args:
+            plan: The run's.
+            groups: Who sits where.
+            device: Of this rank.
+            policy: Offloaded, so that the engine sees how much memory is free.
+            weights: Know the model's folder.
+            tell: Hears what the canary found.
+        """
+        config, rollout = plan.config, plan.config.rollout
+        self._rollout, self._arch, self._device, self._policy, self._tell = rollout, plan.arch, device, policy, tell
+        self.engine: RolloutEngine = find("engines", rollout.name, "ENGINE").build(
+            rollout,
+            plan.arch,
+            tp_group=groups.rollout_tp,
+            device=device,
+            dtype=DTYPES[rollout.dtype or config.model.dtype],
+            decode=plan.tokenizer.decode,
+            surroundings=Surroundings(
+                model_folder=weights.model_folder,
+                timeout_s=config.run.collective_timeout_s,
+                trains_on_logprobs=config.algorithm.proximal == "rollout" or config.algorithm.tis_clip > 0,
+            ),
+        )
+        self.refit = Refit(policy.layout(), policy.named_tensors(), self.engine, rollout.checkpoint_engine)
+        self._canary_is_due = canary.is_wanted(rollout)
+        self.training = training_sampling(config, plan.tokenizer.eos_ids)
+        self.held_out = held_out_sampling(config, plan.tokenizer.eos_ids)
+        self.routing: tuple[int, int] | None = None
+        if rollout.enable_rollout_routing_replay and plan.arch.moe is not None:
+            self.routing = (plan.arch.num_layers, plan.arch.moe.top_k)
+
+    @contextmanager
+    def awake(self) -> Iterator[RolloutEngine]:
+        """Inside, the actor is away and the engine generates; then `rollout.free_cache_engine` frees its KV cache."""
+        self._policy.offload()
+        self.engine.wake()
+        yield self.engine
+        if self._rollout.free_cache_engine:
+            self.engine.sleep()
+
+    def refit_if_stale(self, policy_version: int) -> dict[str, float]:
+        """Collective over the job: the engine holds the actor's weights of now; what a refit costs.
+
+        After an evaluation it held them already. A resumed run must log the same: bytes are told either way.
+
+        Args:
+            policy_version: Of the actor.
+        """
+        if self.engine.policy_version == policy_version:
+            return self.refit.cost()
+        cost = self._refit(policy_version)
+        if self._canary_is_due:
+            self._canary_is_due = False
+            moved = canary.check(
+                partial(self._refit, policy_version), self._generate, self._arch, self._rollout, self._device
+            )
+            if moved is not None:
+                self._tell(f"canary: a second refit of the same weights: {moved}")
+        return cost
+
+    def _refit(self, policy_version: int) -> dict[str, float]:
+        self._policy.offload(keep=["weights"])
+        self._policy.bring("weights")
+        return self.refit(policy_version)
+
+    def _generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
+        with self.awake() as engine:
+            return engine.generate(prompts, sampling)

@@ -1,0 +1,116 @@
+"""What the loop moves on beside the weights, as a commit's `state.json` holds it, and how it comes back.
+
+Owns its keys and what each must be. Weights and the folders of commits are `commits.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mrl.data.prompts import PromptSource
+from mrl.errors import UserError
+from mrl.rollout.replicas import LengthHistory
+from mrl.run.reference import Reference
+
+
+@dataclass
+class TrainingState:
+    """Where the loop's parts stand.
+
+    Attributes:
+        source: The training prompts.
+        history: Lengths of responses.
+        reference: Of the KL.
+        policy_version: Optimizer steps taken in this run.
+    """
+
+    source: PromptSource
+    history: LengthHistory
+    reference: Reference
+    policy_version: int = 0
+
+    def snapshot(self) -> dict[str, Any]:
+        """JSON-able: all of it."""
+        return {
+            "policy_version": self.policy_version,
+            "source": self.source.state_dict(),
+            "history": self.history.state_dict(),
+            "reference": self.reference.record,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> str | None:
+        """Takes back source and history of a `snapshot`.
+
+        Returns:
+            Its record of the reference, for `Reference.resume`.
+
+        Raises:
+            UserError: They are of other data. What no run leaves there raises the errors of `not_of_a_run`.
+        """
+        self.source.load_state_dict(state["source"])
+        self.history.load_state_dict(state["history"])
+        record: str | None = state["reference"]
+        return record
+
+
+@dataclass
+class Standing:
+    """What a run has reached, as a commit holds it beside the weights of now.
+
+    Attributes:
+        state: JSON-able. `step`: steps done. `unlogged`: metrics of that step where its evaluation and its line in the
+            log are still to come. `warm_start`: before step 0, warm start steps done and where their prompts stand.
+        metrics: Of the step; `checkpoint.best_metric` is looked up in it.
+        committed: Whether a commit of exactly this is there.
+    """
+
+    state: dict[str, Any]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    committed: bool = False
+
+
+STATE_KINDS: dict[str, tuple[type, ...]] = {
+    "step": (int,),
+    "policy_version": (int,),
+    "source": (dict,),
+    "history": (dict,),
+    "reference": (str, type(None)),
+    "unlogged": (dict, type(None)),
+    "warm_start": (dict, type(None)),
+}
+"""What a commit's state must have."""
+
+
+def resumed(state: Mapping[str, Any], path: Path) -> Standing:
+    """What a commit in folder `path` holds.
+
+    Raises:
+        UserError: Its state was not written by a run.
+    """
+    state = {"unlogged": None, "warm_start": None, **state}
+    wrong = [name for name, kinds in STATE_KINDS.items() if type(state.get(name)) not in kinds]
+    warm = state["warm_start"]
+    if not wrong and warm is not None and not (type(warm.get("step")) is int and isinstance(warm.get("source"), dict)):
+        wrong = ["warm_start"]
+    if wrong:
+        raise _strange(path, f"lacks {', '.join(wrong)}, or has something else there")
+    return Standing(dict(state), committed=True)
+
+
+@contextmanager
+def not_of_a_run(path: Path) -> Iterator[None]:
+    """Inside, a part of the state of a commit in folder `path` that does not fit is a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise _strange(path, f"has something else than a run leaves there ({type(error).__name__}: {error})") from error
+
+
+def _strange(path: Path, what: str) -> UserError:
+    return UserError(f"checkpoint '{path}' is of no run of mrl: its state.json {what}. Give another checkpoint.")

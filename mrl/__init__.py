@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mrl.config import Config
     from mrl.config import load as load_config
     from mrl.data.tasks import Task
-    from mrl.engines.base import RolloutEngine, SamplingConfig, Surroundings, WeightSlice
+    from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
     from mrl.errors import ClusterError, UserError
     from mrl.observe.loggers.base import Logger, Opening
     from mrl.rewards.base import RewardFunction
@@ -30,6 +30,7 @@ __all__ = [
     "Algorithm",
     "ClusterError",
     "Config",
+    "EngineSpec",
     "Logger",
     "Opening",
     "Outcomes",
@@ -39,7 +40,6 @@ __all__ = [
     "RolloutBatch",
     "RolloutEngine",
     "SamplingConfig",
-    "Surroundings",
     "Task",
     "UserError",
     "WeightSlice",
@@ -52,7 +52,7 @@ _HOMES = {
     "mrl.algorithms.base": ("Algorithm", "Outcomes"),
     "mrl.config": ("Config", "load_config"),
     "mrl.data.tasks": ("Task",),
-    "mrl.engines.base": ("RolloutEngine", "SamplingConfig", "Surroundings", "WeightSlice"),
+    "mrl.engines.base": ("EngineSpec", "RolloutEngine", "SamplingConfig", "WeightSlice"),
     "mrl.errors": ("ClusterError", "UserError"),
     "mrl.observe.loggers.base": ("Logger", "Opening"),
     "mrl.rewards.base": ("RewardFunction",),

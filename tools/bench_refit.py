@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ import torch.distributed as dist
 from mrl.config import CheckpointEngineConfig, RolloutConfig
 from mrl.distributed import launch
 from mrl.distributed.groups import make_rollout_group
+from mrl.engines.base import EngineSpec
 from mrl.engines.native.engine import NativeEngine
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
@@ -120,12 +122,17 @@ def refit_of(args: argparse.Namespace, arch: ArchSpec, grid: Grid, rank: int) ->
     sources = allocate(layout)
     random_init(arch, layout, sources, seed=0)
     engine = TimedEngine(
-        RolloutConfig(gpu_memory_utilization=0.01, expert_parallel_size=grid.rollout_ep),
-        arch,
-        tp_group=make_rollout_group(grid, rank),
-        device=torch.device("cpu"),
-        dtype=getattr(torch, args.dtype),
-        decode=str,
+        EngineSpec(
+            config=RolloutConfig(gpu_memory_utilization=0.01, expert_parallel_size=grid.rollout_ep),
+            arch=arch,
+            tp_group=make_rollout_group(grid, rank),
+            device=torch.device("cpu"),
+            dtype=getattr(torch, args.dtype),
+            decode=str,
+            model_folder=Path,
+            timeout_s=60.0,
+            trains_on_logprobs=False,
+        )
     )
     return Refit(layout, sources, engine, CheckpointEngineConfig(args.bucket_megabytes)), engine
 

@@ -19,13 +19,14 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
 from mrl.config import RolloutConfig
-from mrl.engines.base import SamplingConfig, WeightSlice
+from mrl.engines.base import EngineSpec, SamplingConfig, WeightSlice
 from mrl.engines.native.engine import NativeEngine
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_config, family_of
@@ -131,7 +132,19 @@ def native_runner(
 ) -> Callable[[], None]:
     """The engine, refitted with the weights."""
     config = RolloutConfig(prompt_length=PROMPT_LEN, response_length=NEW_TOKENS, gpu_memory_utilization=0.2)
-    engine = NativeEngine(config, arch, tp_group=None, device=torch.device("cpu"), dtype=dtype, decode=str)
+    engine = NativeEngine(
+        EngineSpec(
+            config=config,
+            arch=arch,
+            tp_group=None,
+            device=torch.device("cpu"),
+            dtype=dtype,
+            decode=str,
+            model_folder=Path,
+            timeout_s=60.0,
+            trains_on_logprobs=False,
+        )
+    )
     engine.begin_update()
     for name, stored in engine.layout().items():
         pieces = [WeightSlice(name, piece.dst, weights[piece.hf_name][slices(piece.src)]) for piece in stored.pieces]

@@ -1,6 +1,6 @@
 """The interface of a rollout engine.
 
-Owns `RolloutEngine`, `SamplingConfig`, `WeightSlice` and `Surroundings`. An engine is one object per rank; the ranks of
+Owns `RolloutEngine`, `EngineSpec`, `SamplingConfig` and `WeightSlice`. An engine is one object per rank; the ranks of
 a replica call each method together, with the same arguments. Engines know no Megatron and no prompt source.
 """
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.config import RolloutConfig
+from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.types import Prompt, Rollout
 from mrl.weights.layout import Layout, Region
@@ -81,19 +82,49 @@ class WeightSlice:
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What an engine may want to know of the run that it serves.
+class EngineSpec:
+    """What every engine is built from.
 
     Attributes:
+        config: `rollout` section.
+        arch: The model.
+        tp_group: Ranks of the replica, in the order of their shards; None: this rank alone.
+        device: Where weights and cache are.
+        dtype: Of the stored weights.
+        decode: Token ids -> text, for stop strings.
         model_folder: Collective over the job: a Hugging Face folder with the model's config.json and tokenizer, which
             every rank can read; it is written on the first call where the model is a preset.
         timeout_s: Longest wait for another rank or process, s.
         trains_on_logprobs: Whether the loss reads `rollout_logprobs`; False where only metrics do.
     """
 
+    config: RolloutConfig
+    arch: ArchSpec
+    tp_group: dist.ProcessGroup | None
+    device: torch.device
+    dtype: torch.dtype
+    decode: Callable[[Sequence[int]], str]
     model_folder: Callable[[], Path]
     timeout_s: float
     trains_on_logprobs: bool
+
+    @property
+    def dtype_name(self) -> str:
+        """As layouts and checkpoints spell it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.config.max_model_len or self.config.prompt_length + self.config.response_length
+
+    def check_ids(self, prompt: Prompt) -> None:
+        """Raises UserError where a token of a prompt is none of the model's."""
+        if not 0 <= min(prompt.prompt_ids) <= max(prompt.prompt_ids) < self.arch.vocab_size:
+            raise UserError(
+                f"prompt {prompt.source or prompt.uid} has a token id outside the model's vocabulary of "
+                f"{self.arch.vocab_size}. The tokenizer and the model do not belong together."
+            )
 
 
 class RolloutEngine(ABC):
@@ -106,33 +137,10 @@ class RolloutEngine(ABC):
     """Whether this rank was told to stop. `generate` asks it now and then, for the replica: if any of its ranks was
     told, it returns at once with what has ended, which is not used. An engine that does not ask delays the stop."""
 
-    @classmethod
-    def build(
-        cls,
-        config: RolloutConfig,
-        arch: ArchSpec,
-        *,
-        tp_group: dist.ProcessGroup | None,
-        device: torch.device,
-        dtype: torch.dtype,
-        decode: Callable[[Sequence[int]], str],
-        surroundings: Surroundings,
-    ) -> RolloutEngine:
-        """Collective over the job: this rank's part of its replica's engine.
-
-        An engine that needs no surroundings has a constructor with the other arguments.
-
-        Args:
-            config: `rollout` section.
-            arch: The model.
-            tp_group: Ranks of the replica, in the order of their shards; None: this rank alone.
-            device: Where weights and cache are.
-            dtype: Of the stored weights.
-            decode: Token ids -> text.
-            surroundings: Of the run.
-        """
-        make: Callable[..., RolloutEngine] = cls
-        return make(config, arch, tp_group=tp_group, device=device, dtype=dtype, decode=decode)
+    def __init__(self, spec: EngineSpec) -> None:
+        """Collective over the job: this rank's part of its replica's engine; it holds no weights yet."""
+        self.spec = spec
+        self.policy_version = -1
 
     @abstractmethod
     def layout(self) -> Layout:

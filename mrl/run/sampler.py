@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from mrl.distributed.groups import ProcessGroups
-from mrl.engines.base import RolloutEngine, SamplingConfig, Surroundings
+from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.megatron.policy import Policy
 from mrl.refit.refit import Refit
 from mrl.rollout.sampling import held_out_sampling, training_sampling
@@ -54,18 +54,18 @@ class Sampler:
         """
         config, rollout = plan.config, plan.config.rollout
         self._rollout, self._arch, self._device, self._policy, self._tell = rollout, plan.arch, device, policy, tell
-        self.engine: RolloutEngine = find("engines", rollout.name, "ENGINE").build(
-            rollout,
-            plan.arch,
-            tp_group=groups.rollout_tp,
-            device=device,
-            dtype=DTYPES[rollout.dtype or config.model.dtype],
-            decode=plan.tokenizer.decode,
-            surroundings=Surroundings(
+        self.engine: RolloutEngine = find("engines", rollout.name, "ENGINE")(
+            EngineSpec(
+                config=rollout,
+                arch=plan.arch,
+                tp_group=groups.rollout_tp,
+                device=device,
+                dtype=DTYPES[rollout.dtype or config.model.dtype],
+                decode=plan.tokenizer.decode,
                 model_folder=weights.model_folder,
                 timeout_s=config.run.collective_timeout_s,
                 trains_on_logprobs=config.algorithm.proximal == "rollout" or config.algorithm.tis_clip > 0,
-            ),
+            )
         )
         self.refit = Refit(policy.layout(), policy.named_tensors(), self.engine, rollout.checkpoint_engine)
         self._canary_is_due = canary.is_wanted(rollout)

@@ -18,6 +18,7 @@ from mrl.weights.init import random_init
 from mrl.weights.megatron import megatron_layout
 from mrl.weights.native import native_layout
 from mrl.weights.tensors import allocate
+from tests.engines.specs import spec_of
 from tests.ranks import run_ranks
 from tests.weights.archs import ARCHS, small
 from tests.weights.test_experts import MOE
@@ -48,14 +49,8 @@ class Side:
             gpu_memory_utilization=0.01,
             expert_parallel_size=grid.rollout_ep,
         )
-        self.engine = engine(
-            config,
-            arch,
-            tp_group=rollout_group(dist.group.WORLD, grid.rollout_tp),
-            device=torch.device("cpu"),
-            dtype=getattr(torch, target_dtype),
-            decode=str,
-        )
+        group = rollout_group(dist.group.WORLD, grid.rollout_tp)
+        self.engine = engine(spec_of(config, arch, tp_group=group, dtype=getattr(torch, target_dtype)))
         self.refit = Refit(
             self.layout, self.sources, self.engine, CheckpointEngineConfig(update_weights_bucket_megabytes=1)
         )

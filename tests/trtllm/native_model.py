@@ -20,6 +20,7 @@ from mrl.weights.hf import hf_layout
 from mrl.weights.native import native_layout
 from mrl.weights.regions import slices, whole
 from mrl.weights.tensors import DTYPES, allocate
+from tests.engines.specs import spec_of
 
 MASK = (1 << 64) - 1
 
@@ -76,9 +77,7 @@ class NativeModel:
             prompt_length=max_len - 1, response_length=1, max_num_seqs=64, gpu_memory_utilization=0.02,
             enable_prefix_caching=False,
         )  # fmt: skip
-        self._engine = NativeEngine(
-            config, arch, tp_group=None, device=torch.device("cpu"), dtype=DTYPES[dtype], decode=str
-        )
+        self._engine = NativeEngine(spec_of(config, arch, dtype=DTYPES[dtype]))
 
     def fill(self, hf):
         self._engine.begin_update()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mrl.config import RolloutConfig
-from mrl.engines.base import SamplingConfig, Surroundings, WeightSlice
+from mrl.engines.base import SamplingConfig, WeightSlice
 from mrl.engines.native.engine import NativeEngine
 from mrl.engines.trtllm.built import BuiltEngine
 from mrl.engines.trtllm.contract import Scores
@@ -19,6 +19,7 @@ from mrl.functional.sampling import stream_key
 from mrl.types import Prompt
 from mrl.weights.regions import whole
 from mrl.weights.trtllm import TrtllmMapping
+from tests.engines.specs import spec_of
 from tests.formats.trtllm_cases import ARCHS, weights
 from tests.trtllm.conftest import FAULTS
 from tests.trtllm.engines import build_engines
@@ -51,11 +52,8 @@ def made(standin, tmp_path):
     def make(*, refitted=True, trained=True, **config):
         folder = build_engines(tmp_path / str(next(numbers)), ARCH, TrtllmMapping())
         given = {"prompt_length": 8, "response_length": 8, "gpu_memory_utilization": 0.02, "max_num_seqs": 5} | config
-        engine = BuiltEngine.build(
-            RolloutConfig(name="trtllm_engine", engine_dir=str(folder), **given), ARCH,
-            tp_group=None, device=torch.device("cpu"), dtype=torch.float32, decode=decode,
-            surroundings=Surroundings(lambda: tmp_path, 60.0, trained),
-        )  # fmt: skip
+        config = RolloutConfig(name="trtllm_engine", engine_dir=str(folder), **given)
+        engine = BuiltEngine(spec_of(config, ARCH, decode=decode, trains_on_logprobs=trained))
         if refitted:
             fill(engine)
         return engine
@@ -66,9 +64,7 @@ def made(standin, tmp_path):
 @pytest.fixture(scope="module")
 def native():
     config = RolloutConfig(prompt_length=8, response_length=8, gpu_memory_utilization=0.02, max_num_seqs=5)
-    engine = NativeEngine(
-        config, ARCH, tp_group=None, device=torch.device("cpu"), dtype=torch.float32, decode=decode
-    )  # fmt: skip
+    engine = NativeEngine(spec_of(config, ARCH, decode=decode))
     fill(engine)
     return engine
 
@@ -130,9 +126,8 @@ def test_a_mixture_of_experts_too(standin, tmp_path):
     arch, sampling = ARCHS["qwen2_moe"], replace(PLAIN, temperature=0.9)
     folder = build_engines(tmp_path, arch, TrtllmMapping())
     given = {"prompt_length": 8, "response_length": 8, "gpu_memory_utilization": 0.02}
-    how = {"tp_group": None, "device": torch.device("cpu"), "dtype": torch.float32, "decode": decode}
-    built = BuiltEngine(RolloutConfig(engine_dir=str(folder), **given), arch, **how)
-    plain = NativeEngine(RolloutConfig(**given), arch, **how)
+    built = BuiltEngine(spec_of(RolloutConfig(engine_dir=str(folder), **given), arch, decode=decode))
+    plain = NativeEngine(spec_of(RolloutConfig(**given), arch, decode=decode))
     for engine in (built, plain):
         fill(engine, arch=arch)
     assert_same(built.generate(PROMPTS, sampling), plain.generate(PROMPTS, sampling))
@@ -223,14 +218,14 @@ def test_a_response_without_its_end_is_an_error(made, standin):
 def test_other_versions_are_refused(made, standin, version, said):
     import tensorrt_llm
 
-    folder = made(refitted=False)._config.engine_dir
+    folder = made(refitted=False).spec.config.engine_dir
     standin.setattr(tensorrt_llm, "__version__", version)
     with pytest.raises(UserError, match=said):
         Runner(read_engine_folder(folder), replica=Replica(None), device=torch.device("cpu"))
 
 
 def test_without_tensorrt_llm_it_says_what_is_needed(made, standin):
-    folder = made(refitted=False)._config.engine_dir
+    folder = made(refitted=False).spec.config.engine_dir
     standin.setitem(__import__("sys").modules, "tensorrt_llm", None)
     with pytest.raises(UserError, match="needs TensorRT-LLM >= 1.0, < 1.3, which is not installed"):
         Runner(read_engine_folder(folder), replica=Replica(None), device=torch.device("cpu"))

@@ -20,6 +20,7 @@ from mrl.refit.refit import Refit
 from mrl.weights.megatron import megatron_layout
 from mrl.weights.tensors import allocate
 from mrl.weights.trtllm import TrtllmMapping
+from tests.engines.specs import spec_of
 from tests.formats.test_hf import write_folder
 from tests.ranks import run_ranks
 from tests.trtllm import tiny
@@ -96,10 +97,8 @@ def refits_built_engines(cases):
         config = RolloutConfig(
             engine_dir=str(root / "engines"), prompt_length=8, response_length=8, gpu_memory_utilization=0.01
         )
-        engine = BuiltEngine(
-            config, arch, tp_group=make_rollout_group(grid, dist.get_rank()), device=torch.device("cpu"),
-            dtype=getattr(torch, dtype), decode=str,
-        )  # fmt: skip
+        group = make_rollout_group(grid, dist.get_rank())
+        engine = BuiltEngine(spec_of(config, arch, tp_group=group, dtype=getattr(torch, dtype)))
         Refit(*actor(arch, grid, root), engine, MIB)(1)
         from tensorrt_llm.builder import packed
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from contextlib import closing, contextmanager
 
-import torch
-
 from mrl.config import CheckpointEngineConfig, RolloutConfig
 from mrl.data.tokenizer import CharTokenizer
-from mrl.engines.base import SamplingConfig, Surroundings, WeightSlice
+from mrl.engines.base import SamplingConfig, WeightSlice
 from mrl.engines.native.engine import NativeEngine
 from mrl.engines.trtllm.engine import LlmEngine
 from mrl.refit.export import write_model_folder
@@ -17,6 +15,7 @@ from mrl.weights.hf import hf_layout
 from mrl.weights.init import random_init
 from mrl.weights.regions import whole
 from mrl.weights.tensors import allocate
+from tests.engines.specs import spec_of
 from tests.weights.archs import filled, small
 
 TOKENIZER = CharTokenizer("0123456789<>+#")
@@ -47,10 +46,11 @@ def engine(folder, arch=ARCH, *, timeout_s=20.0, trains_on_logprobs=True, **sett
         write_model_folder(folder, arch, "float32", TOKENIZER)
         return folder
 
-    made = LlmEngine.build(
-        rollout(**settings), arch, tp_group=None, device=torch.device("cpu"), dtype=torch.float32,
-        decode=TOKENIZER.decode,
-        surroundings=Surroundings(model_folder, timeout_s=timeout_s, trains_on_logprobs=trains_on_logprobs),
+    made = LlmEngine(
+        spec_of(
+            rollout(**settings), arch, decode=TOKENIZER.decode, model_folder=model_folder, timeout_s=timeout_s,
+            trains_on_logprobs=trains_on_logprobs,
+        )
     )  # fmt: skip
     with closing(made):
         yield made
@@ -75,10 +75,8 @@ def refit(engine, tensors, version=0):
 
 def native(tensors, arch=ARCH, **settings):
     """The native engine with the same weights."""
-    made = NativeEngine(
-        rollout(name="native", gpu_memory_utilization=0.02, **settings), arch, tp_group=None,
-        device=torch.device("cpu"), dtype=torch.float32, decode=TOKENIZER.decode,
-    )  # fmt: skip
+    config = rollout(name="native", gpu_memory_utilization=0.02, **settings)
+    made = NativeEngine(spec_of(config, arch, decode=TOKENIZER.decode))
     layout = made.layout()
     made.begin_update()
     for name, tensor in filled(layout, tensors).items():

@@ -11,14 +11,13 @@ On CPU it is tested against transformers. On CUDA the same code runs, decoding t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.config import RolloutConfig
-from mrl.engines.base import RolloutEngine, SamplingConfig, WeightSlice
+from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
 from mrl.engines.native.attention import DecodeAttention
 from mrl.engines.native.cuda_graphs import DecodeGraphs
 from mrl.engines.native.generation import Generation
@@ -30,7 +29,6 @@ from mrl.engines.native.rows import ROUTED, Rows
 from mrl.engines.native.scheduler import Scheduler
 from mrl.engines.native.stopping import Stopping
 from mrl.errors import UserError
-from mrl.models.base import ArchSpec
 from mrl.types import Prompt, Rollout
 from mrl.weights.checksum import MODULUS, bit_sum
 from mrl.weights.layout import Layout
@@ -38,45 +36,27 @@ from mrl.weights.native import native_layout
 
 
 class NativeEngine(RolloutEngine):
-    """One rank of a replica.
+    """One rank of a replica; activations and cache have `linear.compute_dtype` of `spec.dtype`."""
 
-    Args:
-        config: `rollout` section.
-        arch: The model.
-        tp_group: Ranks of the replica, in the order of their shards; None: this rank alone.
-        device: Where weights and cache are.
-        dtype: Of the stored weights, torch.float32 or torch.bfloat16; `linear.compute_dtype` of everything else.
-        decode: Token ids -> text, for stop strings.
+    def __init__(self, spec: EngineSpec) -> None:
+        """Collective over the job.
 
-    Raises:
-        UserError: The ranks of the replica cannot share the model.
-    """
+        Args:
+            spec: Its dtype is torch.float32 or torch.bfloat16.
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        arch: ArchSpec,
-        *,
-        tp_group: dist.ProcessGroup | None,
-        device: torch.device,
-        dtype: torch.dtype,
-        decode: Callable[[Sequence[int]], str],
-    ) -> None:
-        self.policy_version = -1
-        self._config = config
-        self._arch = arch
-        self._device = device
-        self._decode = decode
-        self._tp_group = tp_group
+        Raises:
+            UserError: The ranks of the replica cannot share the model.
+        """
+        super().__init__(spec)
+        config, arch, device, tp_group = spec.config, spec.arch, spec.device, spec.tp_group
         tp_size = 1 if tp_group is None else dist.get_world_size(tp_group)
         tp_rank = 0 if tp_group is None else dist.get_rank(tp_group)
         ep_size = config.expert_parallel_size
-        self._layout = native_layout(arch, tp_size, tp_rank, str(dtype).removeprefix("torch."), ep_size=ep_size)
+        self._layout = native_layout(arch, tp_size, tp_rank, spec.dtype_name, ep_size=ep_size)
         self._weights = {
-            name: torch.zeros(stored.shape, dtype=dtype, device=device) for name, stored in self._layout.items()
+            name: torch.zeros(stored.shape, dtype=spec.dtype, device=device) for name, stored in self._layout.items()
         }
-        self._max_len = config.max_model_len or config.prompt_length + config.response_length
-        self._model = Decoder(arch, self._weights, tp_group=tp_group, max_positions=self._max_len, ep_size=ep_size)
+        self._model = Decoder(arch, self._weights, tp_group=tp_group, max_positions=spec.max_len, ep_size=ep_size)
         later_bytes = self._model.later_bytes(config.max_num_batched_tokens)
         if device.type == "cpu":  # a CPU gives zeros their memory when they are written
             later_bytes += sum(weight.nbytes for weight in self._weights.values())
@@ -171,7 +151,7 @@ class NativeEngine(RolloutEngine):
         if not prompts:
             return []
         self._check(prompts, sampling)
-        limit = min(self._config.max_num_seqs, self._config.max_num_batched_tokens, len(prompts) * sampling.n)
+        limit = min(self.spec.config.max_num_seqs, self.spec.config.max_num_batched_tokens, len(prompts) * sampling.n)
         longest = max(len(prompt.prompt_ids) for prompt in prompts)
         self._rows = self._reserve(limit, longest + sampling.max_tokens, sampling.max_tokens)
         try:
@@ -181,13 +161,13 @@ class NativeEngine(RolloutEngine):
                 rows=self._rows,
                 decode_step=self._graphs.run if self._graphs is not None else self._decode_eagerly,
                 scheduler=Scheduler(
-                    prompts, sampling.n, self._cache.num_rows, share_prefill=self._config.enable_prefix_caching
+                    prompts, sampling.n, self._cache.num_rows, share_prefill=self.spec.config.enable_prefix_caching
                 ),
                 sampling=sampling,
-                stopping=Stopping(sampling, self._decode, self._device),
-                max_prefill_tokens=self._config.max_num_batched_tokens,
-                cut_prompts=self._config.enable_chunked_prefill,
-                abandoned=Poll(self.told_to_stop, self._tp_group),
+                stopping=Stopping(sampling, self.spec.decode, self.spec.device),
+                max_prefill_tokens=self.spec.config.max_num_batched_tokens,
+                cut_prompts=self.spec.config.enable_chunked_prefill,
+                abandoned=Poll(self.told_to_stop, self.spec.tp_group),
             )
             rollouts = generation.run(self.policy_version)
         except (RuntimeError, UserError):
@@ -198,41 +178,37 @@ class NativeEngine(RolloutEngine):
 
     def _check(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> None:
         """Raises UserError for a prompt that cannot be generated from."""
-        config = self._config
+        config = self.spec.config
         for prompt in prompts:
             length = len(prompt.prompt_ids)
             where = f"prompt {prompt.source or prompt.uid}"
             if length == 0:
                 raise UserError(f"{where} has no tokens.")
-            if length + sampling.max_tokens > self._max_len:
+            if length + sampling.max_tokens > self.spec.max_len:
                 raise UserError(
                     f"{where} has {length} tokens; with a response of {sampling.max_tokens} it exceeds the engine's "
-                    f"{self._max_len}. Raise rollout.max_model_len or rollout.prompt_length, or shorten the prompt."
+                    f"{self.spec.max_len}. Raise rollout.max_model_len or rollout.prompt_length, or shorten the prompt."
                 )
             if not config.enable_chunked_prefill and length > config.max_num_batched_tokens:
                 raise UserError(
                     f"{where} has {length} tokens, more than rollout.max_num_batched_tokens="
                     f"{config.max_num_batched_tokens}. Raise it, or set rollout.enable_chunked_prefill=true."
                 )
-            if not 0 <= min(prompt.prompt_ids) <= max(prompt.prompt_ids) < self._arch.vocab_size:
-                raise UserError(
-                    f"{where} has a token id outside the model's vocabulary of {self._arch.vocab_size}. "
-                    "The tokenizer and the model do not belong together."
-                )
+            self.spec.check_ids(prompt)
 
     def _reserve(self, wanted_rows: int, row_len: int, max_tokens: int) -> Rows:
         """Cache and row state for the call; kept from the last call where the shape is the same."""
         before = (self._cache.num_rows, self._cache.row_len)
-        moe, routing, routed_bytes = self._arch.moe, None, 0
-        if self._config.enable_rollout_routing_replay and moe is not None:
-            routing = (self._arch.num_layers, moe.top_k)
+        moe, routing, routed_bytes = self.spec.arch.moe, None, 0
+        if self.spec.config.enable_rollout_routing_replay and moe is not None:
+            routing = (self.spec.arch.num_layers, moe.top_k)
             routed_bytes = row_len * math.prod(routing) * ROUTED.itemsize
         num_rows = self._cache.reserve(wanted_rows, row_len, routed_bytes)
         rows = self._rows
         if rows is None or rows.shape != (num_rows, max_tokens) or before != (num_rows, self._cache.row_len):
-            rows = Rows(num_rows, max_tokens, self._device, routing)
+            rows = Rows(num_rows, max_tokens, self.spec.device, routing)
             self._graphs = None
-        capture = self._device.type == "cuda" and self._model.is_capturable and not self._config.enforce_eager
+        capture = self.spec.device.type == "cuda" and self._model.is_capturable and not self.spec.config.enforce_eager
         if self._graphs is None and capture:
             self._graphs = DecodeGraphs(self._decode_eagerly, num_rows, self._cache.row_len)
         return rows

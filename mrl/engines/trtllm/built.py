@@ -13,7 +13,7 @@ Tested behind a stand-in for TensorRT-LLM; nothing of this has been run with Ten
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -22,9 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.config import RolloutConfig
 from mrl.distributed.collectives import together
-from mrl.engines.base import RolloutEngine, SamplingConfig, Surroundings, WeightSlice
+from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
 from mrl.engines.native.memory import kv_budget
 from mrl.engines.trtllm.contract import PROBE, TOLERANCE, Scores, Verdict, judge, needs_logits
 from mrl.engines.trtllm.refitter import EngineWeights
@@ -36,7 +35,6 @@ from mrl.engines.trtllm.side_by_side import side_by_side
 from mrl.errors import UserError
 from mrl.formats.trtllm_engine import read_engine_folder
 from mrl.functional.sampling import stream_key
-from mrl.models.base import ArchSpec
 from mrl.types import Prompt, Rollout
 from mrl.weights.layout import Layout
 from mrl.weights.trtllm import trtllm_layout
@@ -46,40 +44,24 @@ PROMPTS = ((1,), (1, 2))
 
 
 class BuiltEngine(RolloutEngine):
-    """One rank of a replica.
+    """One rank of a replica, in TensorRT-LLM's order of ranks."""
 
-    Args:
-        config: `rollout` section.
-        arch: The model.
-        tp_group: Ranks of the replica, in TensorRT-LLM's order; None: this rank alone.
-        device: Of this rank.
-        dtype: Of the weights; the engines', as preflight made sure.
-        decode: Token ids -> text, for stop strings.
-        trains_on_logprobs: Whether anything but metrics reads the log-probabilities.
+    def __init__(self, spec: EngineSpec) -> None:
+        """Collective over the job.
 
-    Raises:
-        UserError: There is no TensorRT-LLM that can run the engines, or they are not those of the model.
-    """
+        Args:
+            spec: Its dtype is the engines', as preflight made sure.
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        arch: ArchSpec,
-        *,
-        tp_group: dist.ProcessGroup | None,
-        device: torch.device,
-        dtype: torch.dtype,
-        decode: Callable[[Sequence[int]], str],
-        trains_on_logprobs: bool = True,
-    ) -> None:
+        Raises:
+            UserError: There is no TensorRT-LLM that can run the engines, or they are not those of the model.
+        """
+        super().__init__(spec)
+        config, device = spec.config, spec.device
         if config.engine_dir is None:
             raise UserError("rollout.name=trtllm_engine needs rollout.engine_dir, a folder of built engines.")
-        self.policy_version = -1
-        self._config, self._arch, self._decode, self._group = config, arch, decode, tp_group
-        self._device, self._dtype, self._trained = device, dtype, trains_on_logprobs
-        replica = Replica(tp_group)
+        replica = Replica(spec.tp_group)
         folder = read_engine_folder(config.engine_dir)
-        mapping, name = folder.config.mapping, str(dtype).removeprefix("torch.")
+        mapping, name = folder.config.mapping, spec.dtype_name
         if (mapping.world_size, folder.config.dtype) != (replica.size, name):
             raise UserError(
                 f"rollout.engine_dir: the engines in '{folder.path}' are {mapping.world_size} ranks of "
@@ -88,34 +70,15 @@ class BuiltEngine(RolloutEngine):
         self._mapping = mapping
         with self._together():
             self._runner = Runner(folder, replica=replica, device=device)
-            layout = trtllm_layout(arch, mapping, replica.rank, name)
+            layout = trtllm_layout(spec.arch, mapping, replica.rank, name)
             where = f"'{folder.path}/rank{replica.rank}.engine'"
             self._weights = EngineWeights(self._runner.engine, layout, device, where)
-        self._max_len = config.max_model_len or config.prompt_length + config.response_length
-        self._budget = kv_budget(device, config.gpu_memory_utilization, tp_group)
+        self._budget = kv_budget(device, config.gpu_memory_utilization, spec.tp_group)
         self._verdict: Verdict | None = None
         self._greedy_is_exact = False
         self._asleep = False
         self._whole = False
         self._stats: dict[str, float] = {}
-
-    @classmethod
-    def build(
-        cls,
-        config: RolloutConfig,
-        arch: ArchSpec,
-        *,
-        tp_group: dist.ProcessGroup | None,
-        device: torch.device,
-        dtype: torch.dtype,
-        decode: Callable[[Sequence[int]], str],
-        surroundings: Surroundings,
-    ) -> RolloutEngine:
-        """See `RolloutEngine.build`."""
-        trained = surroundings.trains_on_logprobs
-        return cls(
-            config, arch, tp_group=tp_group, device=device, dtype=dtype, decode=decode, trains_on_logprobs=trained
-        )
 
     # weights ----------------------------------------------------------------------------------------------------------
 
@@ -215,7 +178,7 @@ class BuiltEngine(RolloutEngine):
         seeds = [stream_key(sampling.seed, sample.prompt.uid, sample.index) for sample in batch]
         prompts = [sample.prompt.prompt_ids for sample in batch]
         answers, tokens_BT = self._call(prompts, sampling, seeds, by_logits)
-        ends = end_rows(batch, tokens_BT.tolist(), sampling, self._arch.vocab_size, self._decode)
+        ends = end_rows(batch, tokens_BT.tolist(), sampling, self.spec.arch.vocab_size, self.spec.decode)
         lens = [end for end, _ in ends]
         logprobs_BT = self._share(self._logprobs(answers, tokens_BT, lens, sampling), -1)
         return to_rollouts(batch, tokens_BT.tolist(), logprobs_BT.tolist(), ends, self.policy_version)
@@ -225,7 +188,9 @@ class BuiltEngine(RolloutEngine):
     ) -> tuple[Answers, Tensor]:
         """Collective over the replica: one batch; and what the first stage sampled, int64 [B, T]."""
         answers = side_by_side(
-            lambda: self._runner.generate(prompts, sampling, seeds, with_logits=with_logits), self._group, self._device
+            lambda: self._runner.generate(prompts, sampling, seeds, with_logits=with_logits),
+            self.spec.tp_group,
+            self.spec.device,
         )
         tokens_BT: Tensor = self._share(None if answers.tokens_BT is None else answers.tokens_BT.long(), 0)
         return answers, tokens_BT
@@ -236,7 +201,7 @@ class BuiltEngine(RolloutEngine):
         """On the last stage: fp32 [B, T]."""
         if answers.logits is None:
             return answers.decoder_logprobs_BT
-        return score_steps(answers.logits, tokens_BT, lens, self._arch.vocab_size, sampling)
+        return score_steps(answers.logits, tokens_BT, lens, self.spec.arch.vocab_size, sampling)
 
     def _batches(self, samples: Sequence[Sample], max_tokens: int, by_logits: bool) -> Iterator[Sequence[Sample]]:
         """Rows that go through the runtime together.
@@ -244,7 +209,7 @@ class BuiltEngine(RolloutEngine):
         Raises:
             UserError: Memory holds not even one row.
         """
-        config, first = self._config, 0
+        config, first = self.spec.config, 0
         while first < len(samples):
             stop, longest, num_tokens = first, 0, 0
             while stop < len(samples) and stop - first < config.max_num_seqs:
@@ -264,9 +229,9 @@ class BuiltEngine(RolloutEngine):
 
     def _row_bytes(self, length: int, num_logits: int) -> int:
         """Bytes of one row: keys and values of this rank's layers; logits, twice while they are stacked."""
-        arch, mapping = self._arch, self._mapping
+        arch, mapping = self.spec.arch, self._mapping
         heads = max(1, arch.num_kv_heads // mapping.tp_size)
-        cache = 2 * (arch.num_layers // mapping.pp_size) * heads * arch.head_dim * length * self._dtype.itemsize
+        cache = 2 * (arch.num_layers // mapping.pp_size) * heads * arch.head_dim * length * self.spec.dtype.itemsize
         return cache + 2 * 4 * num_logits * arch.vocab_size
 
     # what the decoder's log-probabilities mean ------------------------------------------------------------------------
@@ -277,7 +242,7 @@ class BuiltEngine(RolloutEngine):
         Raises:
             UserError: They cannot be exact under this setting.
         """
-        if not self._trained:
+        if not self.spec.trains_on_logprobs:
             return False
         if self._verdict is None or self._verdict.scores is Scores.UNKNOWN:  # other weights may tell more
             self._verdict, self._greedy_is_exact = self._probe(sampling.seed)
@@ -289,8 +254,8 @@ class BuiltEngine(RolloutEngine):
         Raises:
             UserError: The logits are not the model's.
         """
-        prompts = PROMPTS[: self._config.max_num_seqs]
-        max_tokens = min(PROBE.max_tokens, self._max_len - max(map(len, prompts)))
+        prompts = PROMPTS[: self.spec.config.max_num_seqs]
+        max_tokens = min(PROBE.max_tokens, self.spec.max_len - max(map(len, prompts)))
         sampled = replace(PROBE, max_tokens=max_tokens, seed=seed)
         greedy = replace(sampled, greedy=True, temperature=2 * PROBE.temperature, top_p=1.0)
         seeds = list(range(len(prompts)))
@@ -301,14 +266,14 @@ class BuiltEngine(RolloutEngine):
             theirs, greedy_theirs = first.decoder_logprobs_BT, second.decoder_logprobs_BT
             if first.logits and second.logits and theirs is not None and greedy_theirs is not None:
                 check_raw(first.logits[0], second.logits[0])
-                logits_BTV = torch.stack(first.logits, 1)[:, :, : self._arch.vocab_size].cpu()
+                logits_BTV = torch.stack(first.logits, 1)[:, :, : self.spec.arch.vocab_size].cpu()
                 verdicts = [
                     judge(reported.tolist(), logits_TV, tokens.tolist())
                     for reported, logits_TV, tokens in zip(theirs, logits_BTV, tokens_BT, strict=True)
                 ]
                 agreed = all(verdict == verdicts[0] for verdict in verdicts)
                 lens = [max_tokens] * len(prompts)
-                ours = score_steps(second.logits, greedy_BT, lens, self._arch.vocab_size, greedy)
+                ours = score_steps(second.logits, greedy_BT, lens, self.spec.arch.vocab_size, greedy)
                 is_exact = float((greedy_theirs - ours).abs().max()) <= TOLERANCE
                 found = (verdicts[0] if agreed else Verdict(Scores.UNKNOWN, True), is_exact)
         told: tuple[Verdict, bool] = self._share(found, -1)
@@ -317,44 +282,42 @@ class BuiltEngine(RolloutEngine):
     # the replica ------------------------------------------------------------------------------------------------------
 
     def _together(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._group is None else together(self._group)
+        return nullcontext() if self.spec.tp_group is None else together(self.spec.tp_group)
 
     def _told_to_stop(self) -> bool:
         """Collective over the replica: whether any of its ranks was told to stop."""
-        if self._group is None:
+        if self.spec.tp_group is None:
             return self.told_to_stop()
         flag = torch.tensor([int(self.told_to_stop())])
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.spec.tp_group)
         return bool(flag)
 
     def _share(self, value: Any, stage: int) -> Any:
         """Collective over the replica: the value of the first rank of a pipeline stage, 0 or -1."""
-        if self._group is None:
+        if self.spec.tp_group is None:
             return value
         position = 0 if stage == 0 else self._mapping.world_size - self._mapping.tp_size
         box = [value]
-        dist.broadcast_object_list(box, src=dist.get_global_rank(self._group, position), group=self._group)
+        dist.broadcast_object_list(
+            box, src=dist.get_global_rank(self.spec.tp_group, position), group=self.spec.tp_group
+        )
         return box[0]
 
     def _check(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> None:
         """Raises UserError for a prompt that cannot be generated from."""
-        config = self._config
+        config = self.spec.config
         for prompt in prompts:
             length, where = len(prompt.prompt_ids), f"prompt {prompt.source or prompt.uid}"
             if length == 0:
                 raise UserError(f"{where} has no tokens.")
-            if length + sampling.max_tokens > self._max_len or length > config.prompt_length:
+            if length + sampling.max_tokens > self.spec.max_len or length > config.prompt_length:
                 raise UserError(
                     f"{where} has {length} tokens; with a response of {sampling.max_tokens} it exceeds the engine's "
-                    f"{self._max_len}, or rollout.prompt_length={config.prompt_length}."
+                    f"{self.spec.max_len}, or rollout.prompt_length={config.prompt_length}."
                 )
             if length > config.max_num_batched_tokens:
                 raise UserError(
                     f"{where} has {length} tokens, more than rollout.max_num_batched_tokens="
                     f"{config.max_num_batched_tokens}: the engine reads a prompt in one pass."
                 )
-            if not 0 <= min(prompt.prompt_ids) <= max(prompt.prompt_ids) < self._arch.vocab_size:
-                raise UserError(
-                    f"{where} has a token id outside the model's vocabulary of {self._arch.vocab_size}. The tokenizer "
-                    "and the model do not belong together."
-                )
+            self.spec.check_ids(prompt)

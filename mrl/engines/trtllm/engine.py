@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from mrl.config import RolloutConfig
 from mrl.distributed import launch
-from mrl.engines.base import RolloutEngine, SamplingConfig, Surroundings, WeightSlice
+from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
 from mrl.engines.trtllm import contract
 from mrl.engines.trtllm.contract import Verdict
 from mrl.engines.trtllm.llm import SETTINGS, Host, refusal
@@ -32,7 +30,6 @@ from mrl.engines.trtllm.sampling import arguments, logits_of, logprobs_of, to_ro
 from mrl.engines.trtllm.tensors import Assembler
 from mrl.errors import UserError
 from mrl.functional.sampling import stream_key
-from mrl.models.base import ArchSpec
 from mrl.types import Prompt, Rollout
 from mrl.weights.checksum import MODULUS, bit_sum
 from mrl.weights.hf import hf_layout
@@ -48,48 +45,30 @@ CLOSE_S, FAILED_CLOSE_S = 30.0, 2.0
 
 
 class LlmEngine(RolloutEngine):
-    """One rank of a replica. `build` makes it."""
+    """One rank of a replica."""
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        arch: ArchSpec,
-        *,
-        tp_group: dist.ProcessGroup | None,
-        device: torch.device,
-        dtype: torch.dtype,
-        decode: Callable[[Sequence[int]], str],
-        surroundings: Surroundings,
-    ) -> None:
+    def __init__(self, spec: EngineSpec) -> None:
         """Collective over the job: starts TensorRT-LLM in this process.
 
         Args:
-            config: `rollout` section.
-            arch: The model.
-            tp_group: Ranks of the replica; None: this rank alone.
-            device: Of this rank.
-            dtype: Of the weights.
-            decode: Token ids -> text, for stop strings.
-            surroundings: The run's model folder and bounds.
+            spec: The replica's.
 
         Raises:
             UserError: TensorRT-LLM is not there, or cannot start in this job.
         """
-        self.policy_version = -1
-        self._config, self._arch, self._device, self._decode = config, arch, device, decode
-        self._timeout_s, self._trained = surroundings.timeout_s, surroundings.trains_on_logprobs
-        self._replica = Replica(tp_group)
-        self._layout = hf_layout(arch, str(dtype).removeprefix("torch."))
-        self._max_len = config.max_model_len or config.prompt_length + config.response_length
+        super().__init__(spec)
+        config, arch, device = spec.config, spec.arch, spec.device
+        self._replica = Replica(spec.tp_group)
+        self._layout = hf_layout(arch, spec.dtype_name)
         self._bucket_bytes = config.checkpoint_engine.update_weights_bucket_megabytes * MIB
         self._host = Host(
             config,
             arch,
-            surroundings.model_folder(),
+            spec.model_folder(),
             replica=self._replica,
             device=device,
-            dtype=dtype,
-            timeout_s=surroundings.timeout_s,
+            dtype=spec.dtype,
+            timeout_s=spec.timeout_s,
         )
         model = self._host.executor.model_engine.model
         self._in_parts = "allow_partial_loading" in inspect.signature(model.load_weights).parameters
@@ -101,23 +80,6 @@ class LlmEngine(RolloutEngine):
         self._broken, self._failed = "", False
         self._verdict: Verdict | None = None
         self._stats: dict[str, float] = {}
-
-    @classmethod
-    def build(
-        cls,
-        config: RolloutConfig,
-        arch: ArchSpec,
-        *,
-        tp_group: dist.ProcessGroup | None,
-        device: torch.device,
-        dtype: torch.dtype,
-        decode: Callable[[Sequence[int]], str],
-        surroundings: Surroundings,
-    ) -> RolloutEngine:
-        """See `RolloutEngine.build`."""
-        return cls(
-            config, arch, tp_group=tp_group, device=device, dtype=dtype, decode=decode, surroundings=surroundings
-        )
 
     # weights ----------------------------------------------------------------------------------------------------------
 
@@ -139,7 +101,7 @@ class LlmEngine(RolloutEngine):
         if self._broken:
             self._leave_update()
             return
-        self._assembler = Assembler(self._layout, self._device)
+        self._assembler = Assembler(self._layout, self.spec.device)
         self._given, self._num_buckets = 0, 0
         self._wake(self._host.features.weight_tags)
         update = ExitStack()
@@ -232,8 +194,8 @@ class LlmEngine(RolloutEngine):
             update.close()
 
     def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.spec.device.type == "cuda":
+            torch.cuda.synchronize(self.spec.device)
 
     # memory -----------------------------------------------------------------------------------------------------------
 
@@ -243,7 +205,7 @@ class LlmEngine(RolloutEngine):
         The weights wait in pinned memory of the host.
         """
         features = self._host.features
-        if not self._config.free_cache_engine or self._asleep:
+        if not self.spec.config.free_cache_engine or self._asleep:
             return
         from tensorrt_llm._torch import virtual_memory
 
@@ -316,29 +278,26 @@ class LlmEngine(RolloutEngine):
 
     def _check(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> None:
         """Raises UserError for a prompt that TensorRT-LLM would refuse, or read otherwise."""
+        most = self.spec.config.prompt_length
         for prompt in prompts:
             length, where = len(prompt.prompt_ids), f"prompt {prompt.source or prompt.uid}"
             if length == 0:
                 raise UserError(f"{where} has no tokens.")
-            if length > self._config.prompt_length or length + sampling.max_tokens > self._max_len:
+            if length > most or length + sampling.max_tokens > self.spec.max_len:
                 raise UserError(
-                    f"{where} has {length} tokens; the engine takes {self._config.prompt_length} and, with a response "
-                    f"of {sampling.max_tokens}, {self._max_len} in all. Raise rollout.prompt_length or "
+                    f"{where} has {length} tokens; the engine takes {most} and, with a response "
+                    f"of {sampling.max_tokens}, {self.spec.max_len} in all. Raise rollout.prompt_length or "
                     "rollout.max_model_len, or shorten the prompt."
                 )
-            if not 0 <= min(prompt.prompt_ids) <= max(prompt.prompt_ids) < self._arch.vocab_size:
-                raise UserError(
-                    f"{where} has a token id outside the model's vocabulary of {self._arch.vocab_size}. The tokenizer "
-                    "and the model do not belong together."
-                )
+            self.spec.check_ids(prompt)
 
     def _lead(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> Generator[None, None, list[Rollout]]:
         """On the first rank: every sample as a request, a few at a time where logits come back with them."""
         if self._verdict is None:
             self._verdict = yield from self._probe(prompts[0])
-        with_logits = contract.needs_logits(self._verdict, sampling, trained=self._trained)
+        with_logits = contract.needs_logits(self._verdict, sampling, trained=self.spec.trains_on_logprobs)
         samples = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
-        wave = self._config.max_num_seqs if with_logits else len(samples)
+        wave = self.spec.config.max_num_seqs if with_logits else len(samples)
         rollouts: list[Rollout] = []
         for first in range(0, len(samples), wave):
             part = samples[first : first + wave]
@@ -362,11 +321,11 @@ class LlmEngine(RolloutEngine):
     ) -> Rollout:
         where = f"prompt {prompt.source or prompt.uid}, sample {index}"
         tokens = list(output.token_ids)
-        if not all(0 <= token < self._arch.vocab_size for token in tokens):
+        if not all(0 <= token < self.spec.arch.vocab_size for token in tokens):
             raise RuntimeError(f"{where}: TensorRT-LLM sampled a token outside the vocabulary: {max(tokens)}")
         try:
             if with_logits:
-                logits = logits_of(output, self._arch.vocab_size)
+                logits = logits_of(output, self.spec.arch.vocab_size)
                 if logits is None:
                     raise RuntimeError("TensorRT-LLM returned no logits for its tokens")
                 logprobs: list[float] | None = contract.corrected(logits, tokens, sampling)
@@ -374,18 +333,18 @@ class LlmEngine(RolloutEngine):
                 logprobs = logprobs_of(output)
             if logprobs is None:
                 raise RuntimeError("TensorRT-LLM gave no log-probability for a token that it sampled")
-            return to_rollout(prompt, index, output, logprobs, sampling, self.policy_version, self._decode)
+            return to_rollout(prompt, index, output, logprobs, sampling, self.policy_version, self.spec.decode)
         except RuntimeError as error:
             raise RuntimeError(f"{where}: {error}") from error
 
     def _probe(self, prompt: Prompt) -> Generator[None, None, Verdict]:
         """Samples once with log-probabilities and logits, and compares them."""
-        probe = replace(contract.PROBE, max_tokens=min(contract.PROBE.max_tokens, self._config.response_length))
+        probe = replace(contract.PROBE, max_tokens=min(contract.PROBE.max_tokens, self.spec.config.response_length))
         features = self._host.features
         asked = arguments(probe, stream_key(0, prompt.uid, 0), features, with_logits=True)
         asked |= {"logprobs": 1, **features.processed_logprobs}
         output = yield from self._next(self._ask([prompt], [asked]), "the probe of the log-probabilities")
-        return contract.judge(logprobs_of(output), logits_of(output, self._arch.vocab_size), list(output.token_ids))
+        return contract.judge(logprobs_of(output), logits_of(output, self.spec.arch.vocab_size), list(output.token_ids))
 
     def _ask(self, prompts: Sequence[Prompt], asked: Sequence[dict[str, Any]]) -> list[Any]:
         """Requests that are on their way, in the order of the prompts."""
@@ -405,13 +364,13 @@ class LlmEngine(RolloutEngine):
         request, began = requests.pop(0), time.monotonic()
         try:
             while request.queue.empty():  # `result` would wait for ever: some versions do not pass its timeout on
-                if time.monotonic() - began > self._timeout_s:
+                if time.monotonic() - began > self.spec.timeout_s:
                     raise RuntimeError(
-                        f"{what}: TensorRT-LLM gave no answer in {self._timeout_s:g} s (run.collective_timeout_s)"
+                        f"{what}: TensorRT-LLM gave no answer in {self.spec.timeout_s:g} s (run.collective_timeout_s)"
                     )
                 time.sleep(POLL_S)
                 yield
-            return request.result(timeout=self._timeout_s).outputs[0]
+            return request.result(timeout=self.spec.timeout_s).outputs[0]
         except BaseException as error:
             for each in (request, *requests):
                 with suppress(Exception):  # the first failure is the one to tell

@@ -12,6 +12,7 @@ from mrl.models.hf_config import arch_from_folder
 from mrl.types import Prompt
 from mrl.weights.regions import whole
 from tests.engines.native.tiny import FAMILIES, VOCAB, make_checkpoint, make_engine, make_prompts, reference, refit
+from tests.engines.specs import spec_of
 from tests.ranks import run_ranks
 
 LOGPROB_ATOL = 1e-4
@@ -249,14 +250,7 @@ def test_prompts_that_do_not_fit_are_refused(qwen):
 
 def test_it_refuses_to_generate_asleep_or_without_whole_weights(qwen):
     prompts, greedy = make_prompts([4]), SamplingConfig(n=1, max_tokens=4, greedy=True)
-    bare = NativeEngine(
-        RolloutConfig(prompt_length=8, response_length=8),
-        arch_from_folder(qwen),
-        tp_group=None,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        decode=str,
-    )
+    bare = NativeEngine(spec_of(RolloutConfig(prompt_length=8, response_length=8), arch_from_folder(qwen)))
     assert bare.policy_version == -1
     with pytest.raises(RuntimeError, match="not whole"):
         bare.generate(prompts, greedy)

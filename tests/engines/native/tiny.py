@@ -12,6 +12,7 @@ from mrl.formats.hf import load_from_hf
 from mrl.models.hf_config import arch_from_folder
 from mrl.types import Prompt
 from mrl.weights.regions import whole
+from tests.engines.specs import spec_of
 
 VOCAB = 99
 
@@ -71,9 +72,7 @@ def make_engine(folder, *, tp_group=None, dtype=torch.float32, decode=str, **con
     """An engine with the checkpoint's weights, as a refit would leave it."""
     arch = arch_from_folder(folder)
     settings = {"prompt_length": 64, "response_length": 64, "gpu_memory_utilization": 0.01, **config}
-    engine = NativeEngine(
-        RolloutConfig(**settings), arch, tp_group=tp_group, device=torch.device("cpu"), dtype=dtype, decode=decode
-    )
+    engine = NativeEngine(spec_of(RolloutConfig(**settings), arch, tp_group=tp_group, dtype=dtype, decode=decode))
     refit(engine, folder, arch)
     return engine
 

@@ -165,6 +165,23 @@ def test_only_weights_knows_how_tensors_are_cut():
     assert knowing == {"models", "weights"}
 
 
+TENSOR_NAME = re.compile(r"\w\.(weight|bias)$")
+
+
+def test_only_weights_and_the_tables_spell_tensors_names():
+    """Beside them only what looks into TensorRT-LLM's own modules, for `mrl/acceptance/`."""
+    spelling = {
+        relative(path)
+        for path in modules()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and TENSOR_NAME.search(node.value)
+    }
+    assert {path for path in spelling if not path.startswith(("mrl/models/", "mrl/weights/"))} <= {
+        "mrl/engines/trtllm/inspection.py"
+    }
+    assert {"mrl/models/_decoder.py", "mrl/weights/trtllm.py"} <= spelling
+
+
 def test_no_assert_in_the_package():
     asserting = {relative(p) for p in modules() if any(isinstance(n, ast.Assert) for n in ast.walk(tree_of(p)))}
     assert asserting == set()

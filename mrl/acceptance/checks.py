@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.distributed import launch
-from mrl.distributed.collectives import together
+from mrl.distributed.collectives import from_first_rank, together
 from mrl.engines.base import SamplingConfig
 from mrl.engines.trtllm import inspection
 from mrl.errors import UserError
@@ -237,9 +237,7 @@ def logprobs(bench: Bench) -> Facts:
     job = bench.job
     bench.refit()
     sampled = bench.generate(job.state.source.next(NUM_PROMPTS), job.sampler.training)
-    box = [sampled]
-    dist.broadcast_object_list(box, src=0)  # the actor's ranks score the same sequences
-    rollouts = box[0]
+    rollouts = from_first_rank(sampled)  # the actor's ranks score the same sequences
     scored, _ = job.policy.score(batch_of(rollouts))
     apart = (scored - torch.tensor([x for each in rollouts for x in each.rollout_logprobs])).abs()
     counts = [int(((apart >= low) & (apart < high)).sum()) for low, high in itertools.pairwise(BINS)]

@@ -41,8 +41,13 @@ def everyone() -> dist.ProcessGroup:
 
 def from_first_rank(value: Any) -> Any:
     """Collective over the job: rank 0's value, on every rank; plain data (`objects.py`)."""
+    return from_rank(0, value)
+
+
+def from_rank(source: int, value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Collective over `group`: the value of the rank of the job `source`, on every rank; plain data (`objects.py`)."""
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=source, group=group)
     return box[0]
 
 

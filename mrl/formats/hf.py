@@ -24,15 +24,13 @@ from mrl.formats.safetensors_file import SafetensorsFile, write_safetensors
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import TOKENIZER_FILES, arch_from_folder, family_of, read_config
 from mrl.weights.copies import ITEM_BYTES, num_bytes
-from mrl.weights.hf import hf_layout
+from mrl.weights.hf import EMBEDDINGS, HEAD, hf_layout
 from mrl.weights.layout import Layout, Region
 from mrl.weights.regions import slices
 from mrl.weights.tensors import check_tensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-TIED_HEAD = "lm_head.weight"
-EMBEDDINGS = "model.embed_tokens.weight"
 _ROWS_AT_ONCE = 4096
 """Rows of the vocabulary that are compared at a time, so that no copy of a whole matrix is made."""
 
@@ -98,7 +96,7 @@ class HfSource(Source):
                     f"model folder '{self.folder}': '{name}' is stored as {header.dtype}; expected one of "
                     f"{', '.join(_DTYPES)}. Use a release of the model that is not quantized."
                 )
-        if arch.tie_word_embeddings and TIED_HEAD in self._file_of:
+        if arch.tie_word_embeddings and HEAD in self._file_of:
             self._check_tied_head()
 
     def describe(self) -> dict[str, Any]:
@@ -136,7 +134,7 @@ class HfSource(Source):
 
     def _check_tied_head(self) -> None:
         """Versions of transformers differ on a head of its own in a tied model: some take it, some drop it."""
-        head, embeddings = (self._file(name).tensor(name) for name in (TIED_HEAD, EMBEDDINGS))
+        head, embeddings = (self._file(name).tensor(name) for name in (HEAD, EMBEDDINGS))
         same = head.shape == embeddings.shape and all(
             torch.equal(ours.float(), theirs.float())
             for ours, theirs in zip(
@@ -145,13 +143,13 @@ class HfSource(Source):
         )
         if not same:
             raise UserError(
-                f"model folder '{self.folder}': config.json says tie_word_embeddings=true, but '{TIED_HEAD}' differs "
+                f"model folder '{self.folder}': config.json says tie_word_embeddings=true, but '{HEAD}' differs "
                 f"from '{EMBEDDINGS}'. Set tie_word_embeddings to false where the head in the file is meant, or "
                 "remove the head from the file."
             )
 
     def _is_optional(self, name: str) -> bool:
-        return name.endswith("rotary_emb.inv_freq") or (name == TIED_HEAD and self.arch.tie_word_embeddings)
+        return name.endswith("rotary_emb.inv_freq") or (name == HEAD and self.arch.tie_word_embeddings)
 
     def _find(self) -> dict[str, str]:
         index = self.folder / INDEX

@@ -46,6 +46,7 @@ from mrl.weights.dist_checkpoint import (
     spellings,
 )
 from mrl.weights.layout import Layout, Region
+from mrl.weights.megatron import VOCABULARY
 from mrl.weights.regions import intersect, slices, translate, volume, whole
 from mrl.weights.tensors import DTYPES
 
@@ -55,7 +56,6 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 _ACTOR = "actor"
 _MODEL_KEYS = ("embedding.", "decoder.", "output_layer.")
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _COMMON = {
     "checkpoint_version": 3.0,
     "iteration": 0,
@@ -165,7 +165,7 @@ class MegatronSource(Source):
     def _check_tensor(self, key: str, expected: tuple[int, ...]) -> None:
         tensor = self._tensors[key]
         fits = tensor.shape == expected
-        if key in _VOCABULARY:  # padded to whatever the job that saved it wanted
+        if key in VOCABULARY:  # padded to whatever the job that saved it wanted
             fits = len(tensor.shape) == 2 and tensor.shape[0] >= expected[0] and tensor.shape[1:] == expected[1:]
         if not fits:
             raise UserError(

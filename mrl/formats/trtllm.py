@@ -29,12 +29,12 @@ from mrl.formats.trtllm_config import CONFIG, TrtllmConfig, read_config, to_json
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import read_json
 from mrl.weights.copies import ITEM_BYTES
+from mrl.weights.hf import EMBEDDINGS
 from mrl.weights.layout import Layout, Piece, Region, StoredTensor
 from mrl.weights.regions import intersect, slices, translate, volume, whole, without
 from mrl.weights.tensors import DTYPES
 from mrl.weights.trtllm import HEAD, TrtllmMapping, linear_modules, trtllm_layout
 
-_EMBEDDINGS = "model.embed_tokens.weight"
 _FP8 = "float8_e4m3fn"
 _WEIGHT_SCALE = "weights_scaling_factor"
 _ACTIVATION_SCALE = "activation_scaling_factor"
@@ -282,7 +282,7 @@ class TrtllmSource(Source):
                         f"{list(expected[name][0])} {expected[name][1]}."
                     )
         if self.arch.tie_word_embeddings:
-            self._check_copies((_EMBEDDINGS,))
+            self._check_copies((EMBEDDINGS,))
         if deep:
             self._check_copies(self._holders)
             self._check_padding()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mrl.algorithms.base import Algorithm, required
 from mrl.config import Config
+from mrl.distributed.collectives import from_rank
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.functional.logprobs import Distribution
@@ -269,7 +270,7 @@ class Policy:
         on_policy: bool,
     ) -> dict[str, float]:
         """Collective over the actor's replicas: reports summed over microbatches and data-parallel ranks."""
-        found: list[dict[str, float] | None] = [None]
+        found: dict[str, float] | None = None
         if self._is_last_stage:
             names = [name for name in reports[0] if not name.endswith("_R")]
             metrics = {name: torch.stack([report[name].double() for report in reports]) for name in names}
@@ -280,9 +281,9 @@ class Policy:
                 dist.all_reduce(sums, group=self._groups.dp)
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._groups.dp)
                 reduced |= mismatch_metrics(sums, largest)
-            found = [reduced]
-        dist.broadcast_object_list(found, src=self._last_stage_rank, group=self._groups.pp)
-        return found[0] or {}
+            found = reduced
+        told: dict[str, float] = from_rank(self._last_stage_rank, found, self._groups.pp)
+        return told
 
     def _over_dp(self, name: str, values: Tensor) -> float:
         """Collective over data-parallel: the sum, or the extreme where the name ends in max or min."""

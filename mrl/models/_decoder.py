@@ -13,7 +13,7 @@ from mrl.errors import UserError
 from mrl.models._keys import refuse_windows
 from mrl.models._rope import read_rope, write_rope
 from mrl.models._values import flag, real, value_of, whole
-from mrl.models.base import ArchSpec, Kind, MoeSpec, ParamSpec, Place
+from mrl.models.base import ArchSpec, ConfigKeys, Family, Kind, MoeSpec, ParamSpec, Place
 
 ATTENTION: tuple[ParamSpec, ...] = (
     ParamSpec(
@@ -152,6 +152,9 @@ HEAD: tuple[ParamSpec, ...] = (
 DECODER = ATTENTION + DENSE_MLP + HEAD
 """A whole dense model."""
 
+DEFAULTS: Mapping[str, Any] = {"head_dim": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+"""What transformers assumes in most families for keys that config.json may leave out."""
+
 MOST_LAYERS, MOST_EXPERTS = 2000, 200_000
 """Bounds on a model's layers and its experts in all layers; tables name the tensors of each."""
 
@@ -173,7 +176,7 @@ def arch_from_config(
         config: The parsed file.
         family: File in `mrl/models`.
         defaults: What transformers assumes for keys that the file may leave out.
-        qkv_bias: As in `ArchSpec`.
+        qkv_bias: As in `ArchSpec`; `defaults` may have it as a key of config.json.
         qk_norm: As in `ArchSpec`.
         moe: As in `ArchSpec`.
         slides: (config.json, layers) -> whether some layer attends to the last `sliding_window` tokens only.
@@ -204,7 +207,7 @@ def arch_from_config(
         rms_norm_eps=real(config, "rms_norm_eps", defaults),
         rope_theta=theta,
         tie_word_embeddings=flag(config, "tie_word_embeddings", defaults),
-        qkv_bias=qkv_bias,
+        qkv_bias=flag(config, "qkv_bias", defaults) if "qkv_bias" in defaults else qkv_bias,
         qk_norm=qk_norm,
         rope_scaling=scaling,
         moe=moe,
@@ -219,6 +222,51 @@ def _kv_heads(config: Mapping[str, Any], defaults: Mapping[str, Any], heads: int
             f"config.json: num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv_heads})."
         )
     return kv_heads
+
+
+def decoder_family(
+    model_type: str,
+    architecture: str,
+    *,
+    keys: ConfigKeys,
+    defaults: Mapping[str, Any],
+    fixed: Callable[[ArchSpec], Mapping[str, Any]],
+    params: tuple[ParamSpec, ...] = DECODER,
+    moe: Callable[..., MoeSpec] | None = None,
+    trtllm_architecture: str | None = None,
+    **structure: Any,
+) -> Family:
+    """The table of a family.
+
+    Args:
+        model_type: As `Family.hf_model_type`; the file in `mrl/models` has the same name.
+        architecture: As `Family.hf_architecture`.
+        keys: As in `Family`.
+        defaults: What transformers assumes for keys that the file may leave out, where it is not `DEFAULTS`.
+        fixed: The family's own keys of config.json for a model.
+        params: As in `Family`.
+        moe: `_moe.moe_spec` with the family's keys; None: the family is dense.
+        trtllm_architecture: As in `Family`, where it is not `architecture`.
+        **structure: As `arch_from_config` takes it.
+    """
+    known = {**DEFAULTS, **defaults}
+
+    def arch_from_hf(config: Mapping[str, Any]) -> ArchSpec:
+        experts = None if moe is None else moe(config, defaults=known)
+        return arch_from_config(config, family=model_type, defaults=known, moe=experts, **structure)
+
+    def arch_to_hf(arch: ArchSpec) -> dict[str, Any]:
+        return config_from_arch(arch, model_type=model_type, architecture=architecture, fixed=fixed(arch))
+
+    return Family(
+        hf_model_type=model_type,
+        hf_architecture=architecture,
+        params=params,
+        keys=keys,
+        arch_from_hf=arch_from_hf,
+        arch_to_hf=arch_to_hf,
+        trtllm_architecture=trtllm_architecture or architecture,
+    )
 
 
 def _head_dim(config: Mapping[str, Any], defaults: Mapping[str, Any], hidden: int, heads: int) -> int:

@@ -5,13 +5,14 @@ Owns what mixtral, qwen2_moe and qwen3_moe have in common; how a family spells i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mrl.errors import UserError, shown
 from mrl.models._decoder import DENSE_MLP
 from mrl.models._keys import OF_TRANSFORMERS
-from mrl.models._values import whole
+from mrl.models._values import flag, whole
 from mrl.models.base import Kind, MoeSpec, ParamSpec, Place
 
 ROUTER_WITHOUT_EFFECT: Mapping[str, str] = {
@@ -47,18 +48,9 @@ def moe_layer(
         up: Of the projection into the other branch.
         down: Of the projection back.
     """
-    norm = DENSE_MLP[0]
     experts = "decoder.layers.{layer}.mlp.experts"
     return (
-        ParamSpec(
-            hf=norm.hf,
-            shapes=norm.shapes,
-            megatron=norm.megatron,
-            native=norm.native,
-            trtllm=norm.trtllm,
-            kind=norm.kind,
-            place=norm.place,
-        ),
+        replace(DENSE_MLP[0], megatron_te=None),
         ParamSpec(
             hf=(f"{prefix}gate.weight",),
             shapes=("experts hidden",),
@@ -130,19 +122,17 @@ def moe_spec(
     config: Mapping[str, Any],
     *,
     defaults: Mapping[str, Any],
-    num_experts: str,
-    intermediate_size: str,
-    norm_topk_prob: bool,
+    key_of_number: Callable[[Mapping[str, Any]], str],
+    intermediate_size: str = "moe_intermediate_size",
     shared_intermediate_size: str | None = None,
 ) -> MoeSpec:
     """config.json -> MoeSpec.
 
     Args:
         config: The parsed file.
-        defaults: What transformers assumes for keys that the file may leave out.
-        num_experts: The family's key for the number of experts.
-        intermediate_size: Its key for the width of an expert.
-        norm_topk_prob: As in `MoeSpec`.
+        defaults: What transformers assumes for keys that the file may leave out; without `norm_topk_prob` it is true.
+        key_of_number: config.json -> its key for the number of experts.
+        intermediate_size: The family's key for the width of an expert.
         shared_intermediate_size: Its key for the width of the shared expert; None: there is none.
 
     Raises:
@@ -154,17 +144,15 @@ def moe_spec(
             f"{shown(config.get('mlp_only_layers'))}: some layers have a dense MLP. mrl builds "
             "experts in all layers or none."
         )
-    experts, top_k = (
-        whole(config, num_experts, defaults),
-        whole(config, "num_experts_per_tok", defaults),
-    )
+    num_experts = key_of_number(config)
+    experts, top_k = whole(config, num_experts, defaults), whole(config, "num_experts_per_tok", defaults)
     if top_k > experts:
         raise UserError(f"config.json: num_experts_per_tok ({top_k}) is above {num_experts} ({experts}).")
     return MoeSpec(
         num_experts=experts,
         top_k=top_k,
         intermediate_size=whole(config, intermediate_size, defaults),
-        norm_topk_prob=norm_topk_prob,
+        norm_topk_prob="norm_topk_prob" not in defaults or flag(config, "norm_topk_prob", defaults),
         shared_intermediate_size=whole(config, shared_intermediate_size, defaults) if shared_intermediate_size else 0,
     )
 

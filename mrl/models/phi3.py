@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
-from mrl.models._decoder import DECODER, arch_from_config, config_from_arch
+from mrl.models._decoder import DECODER, decoder_family
 from mrl.models._keys import TRAINING, config_keys
-from mrl.models.base import Family, Kind, ParamSpec
+from mrl.models.base import Kind, ParamSpec
 
 _FUSED = {
     Kind.QKV: "model.layers.{layer}.self_attn.qkv_proj.weight",
@@ -19,33 +18,15 @@ def _fused(row: ParamSpec) -> ParamSpec:
     return replace(row, hf=(_FUSED[row.kind],)) if row.kind in _FUSED else row
 
 
-FAMILY = Family(
-    hf_model_type="phi3",
-    hf_architecture="Phi3ForCausalLM",
-    keys=config_keys(
-        without_effect={
-            "embd_pdrop": "transformers builds no such dropout",
-            "resid_pdrop": TRAINING,
-        }
-    ),
+FAMILY = decoder_family(
+    "phi3",
+    "Phi3ForCausalLM",
     params=tuple(_fused(row) for row in DECODER if row.hf[0].rsplit(".", 1)[1] != "bias"),
-    arch_from_hf=partial(
-        arch_from_config,
-        family="phi3",
-        rope_types=("default",),
-        defaults={
-            "num_key_value_heads": None,
-            "head_dim": None,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": False,
-        },
+    keys=config_keys(
+        without_effect={"embd_pdrop": "transformers builds no such dropout", "resid_pdrop": TRAINING},
     ),
-    arch_to_hf=partial(
-        config_from_arch,
-        model_type="phi3",
-        architecture="Phi3ForCausalLM",
-        fixed={"sliding_window": None, "pad_token_id": None},
-    ),
+    defaults={"num_key_value_heads": None, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    fixed=lambda arch: {"sliding_window": None, "pad_token_id": None},
     trtllm_architecture="LlamaForCausalLM",
+    rope_types=("default",),
 )

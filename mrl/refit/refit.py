@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.config import CheckpointEngineConfig
-from mrl.distributed.collectives import together
+from mrl.distributed.collectives import from_rank, together
 from mrl.engines.base import RolloutEngine, WeightSlice
 from mrl.refit.transfer import Arrival, Transfer
 from mrl.weights.layout import Layout
@@ -135,7 +135,6 @@ def gather_layouts(layout: Layout) -> dict[int, Layout]:
     shared: dict[str, Layout] = {}
     for rank, found in enumerate(digests):
         if found not in shared:
-            box = [layout if found == digest else None]
-            dist.broadcast_object_list(box, src=rank)
-            shared[found] = layout if box[0] is None else box[0]
+            sent = from_rank(rank, layout if found == digest else None)
+            shared[found] = layout if sent is None else sent
     return {rank: shared[found] for rank, found in enumerate(digests)}

@@ -108,42 +108,28 @@ class Verl(Signature):
     """verl's `compute_score`; parameters that it lacks are not given."""
 
     style = "verl"
+    names = ("data_source", "solution_str", "ground_truth", "extra_info")
 
     def check(self) -> None:
         """See `Signature.check`."""
-        names = ("data_source", "solution_str", "ground_truth", "extra_info")
-        self.parameters.bind(**{**self._taken(dict.fromkeys(names)), **self._kwargs})
+        self.parameters.bind(**{**self._taken(dict.fromkeys(self.names)), **self._kwargs})
 
     def given(self, sample: Sample) -> Arguments:
         """See `Signature.given`."""
-        one = {
-            "data_source": sample.data_source,
-            "solution_str": sample.text,
-            "ground_truth": _ground_truth(sample),
-            "extra_info": _extra_info(sample),
-        }
-        return {**self._taken(one), **self._kwargs}
+        values = (sample.data_source, sample.text, _ground_truth(sample), _extra_info(sample))
+        return {**self._taken(dict(zip(self.names, map(self._as_given, values), strict=True))), **self._kwargs}
+
+    def _as_given(self, value: Any) -> Any:
+        return value
 
 
-class VerlBatch(Signature):
+class VerlBatch(Verl):
     """The function of verl's batch reward manager: lists in, a list out; here of one."""
 
-    style = "verl"
+    names = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
-    def check(self) -> None:
-        """See `Signature.check`."""
-        names = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-        self.parameters.bind(**{**self._taken(dict.fromkeys(names)), **self._kwargs})
-
-    def given(self, sample: Sample) -> Arguments:
-        """See `Signature.given`."""
-        many = {
-            "data_sources": [sample.data_source],
-            "solution_strs": [sample.text],
-            "ground_truths": [_ground_truth(sample)],
-            "extra_infos": [_extra_info(sample)],
-        }
-        return {**self._taken(many), **self._kwargs}
+    def _as_given(self, value: Any) -> Any:
+        return [value]
 
     def __call__(self, sample: Sample) -> Any:
         """See `Signature.__call__`."""

@@ -7,6 +7,9 @@ from mrl.weights.layout import Layout, Piece, StoredTensor
 from mrl.weights.regions import whole
 from mrl.weights.shards import hf_tensors, table
 
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""The two that a tied model has as one."""
+
 
 def hf_layout(arch: ArchSpec, dtype: str) -> Layout:
     """Every tensor of the checkpoint of `arch`, in the order of the table, layer by layer.

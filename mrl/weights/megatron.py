@@ -32,6 +32,8 @@ from mrl.weights.shards import (
 )
 
 _OUTPUT = "output_layer.weight"
+VOCABULARY = ("embedding.word_embeddings.weight", _OUTPUT)
+"""Their rows are padded."""
 
 
 def padded_vocab(arch: ArchSpec, tp: int) -> int:

@@ -5,12 +5,17 @@ then its value heads; a dense MLP keeps its branches apart (`mlp.fc` is the acti
 `mlp.gate` is up_proj); experts and the shared expert are [up; gate], the opposite of Megatron's order. Names stand in
 the families' tables; layers are counted from the first one of the pipeline stage.
 
+A built engine may store otherwise. Two things of `trtllm-build` were read in its sources and have not been seen
+running: it fuses the MLP of a dense layer (`mlp.fused_fc` is [mlp.gate; mlp.fc], unless `use_fused_mlp` is off), and
+with refit on it may offer the rotary tables, which are no weights of a checkpoint and stay as they were built.
+
 Sources, NVIDIA/TensorRT-LLM: `mapping.py`, `models/llama/convert.py`, `models/qwen/model.py`, `models/convert_utils.py:
 dup_kv_weight`, `layers/moe.py`, `layers/embedding.py`. They were read; nothing of this has been loaded by TensorRT-LLM.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from mrl.errors import UserError
@@ -34,6 +39,14 @@ from mrl.weights.shards import (
 
 HEAD = "lm_head.weight"
 """With tied embeddings a padded copy of them."""
+
+FUSED = ".mlp.fused_fc.weight"
+"""[up_proj; gate_proj] of a dense layer, as `fuse_gate_mlp` of TensorRT-LLM's models/modeling_utils.py makes it."""
+
+UNFUSED = (".mlp.gate.weight", ".mlp.fc.weight")
+
+CONSTANTS = ("embed_positions", "embed_positions_for_gpt_attention", "rotary_inv_freq")
+"""Last part of the names of tables that follow from config.json alone."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +152,21 @@ def trtllm_layout(arch: ArchSpec, mapping: TrtllmMapping, rank: int, dtype: str)
         embedding = next(spec for spec in table(arch) if spec.kind is Kind.VOCAB)
         layout[HEAD] = shard_row(embedding, arch, shard, layer=None, dtype=dtype, qkv_rows=by_projection)
     return dict(sorted(layout.items(), key=lambda item: item[1].dtype != "float32"))
+
+
+def parts_in_engine(name: str) -> tuple[str, ...]:
+    """The checkpoint's tensors that a built engine's weight is made of, in its order; () for a constant table."""
+    if name.rpartition(".")[2] in CONSTANTS:
+        return ()
+    return tuple(name.removesuffix(FUSED) + suffix for suffix in UNFUSED) if name.endswith(FUSED) else (name,)
+
+
+def is_shared_head(name: str, layout: Layout, used: Collection[str]) -> bool:
+    """Whether a tensor is the head, and a copy of one of `used`: an engine may hold the tied embedding once."""
+    if name != HEAD:
+        return False
+    copied = {piece.hf_name for piece in layout[HEAD].pieces}
+    return any({piece.hf_name for piece in layout[other].pieces} == copied for other in used if other in layout)
 
 
 def linear_modules(arch: ArchSpec, mapping: TrtllmMapping, rank: int) -> dict[str, str]:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.distributed.collectives import together
+from mrl.distributed.collectives import from_rank, together
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
 from mrl.engines.native.memory import kv_budget
 from mrl.engines.trtllm.contract import PROBE, TOLERANCE, Scores, Verdict, judge, needs_logits
@@ -297,11 +297,7 @@ class BuiltEngine(RolloutEngine):
         if self.spec.tp_group is None:
             return value
         position = 0 if stage == 0 else self._mapping.world_size - self._mapping.tp_size
-        box = [value]
-        dist.broadcast_object_list(
-            box, src=dist.get_global_rank(self.spec.tp_group, position), group=self.spec.tp_group
-        )
-        return box[0]
+        return from_rank(dist.get_global_rank(self.spec.tp_group, position), value, self.spec.tp_group)
 
     def _check(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> None:
         """Raises UserError for a prompt that cannot be generated from."""

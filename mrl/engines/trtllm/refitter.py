@@ -5,14 +5,12 @@ that the engine has gets exactly one buffer, and each tensor of the checkpoint g
 anything else is refused when the engine is loaded. Buffers exist from `begin` to `commit` only, so that a refit needs a
 second copy of the rank's weights and generation does not.
 
-Two things of TensorRT-LLM's `trtllm-build` were read in its sources and have not been seen running: it fuses the MLP of
-a dense layer (`mlp.fused_fc` is [mlp.gate; mlp.fc], unless `use_fused_mlp` is off), and with refit on it may offer the
-rotary tables, which are no weights of a checkpoint and stay as they were built.
+What a weight of an engine is made of is `weights/trtllm.py`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,15 +22,7 @@ from mrl.weights.checksum import MODULUS, bit_sum
 from mrl.weights.layout import Layout
 from mrl.weights.regions import volume, whole
 from mrl.weights.tensors import DTYPES
-from mrl.weights.trtllm import HEAD
-
-FUSED = ".mlp.fused_fc.weight"
-"""[up_proj; gate_proj] of a dense layer, as `fuse_gate_mlp` of TensorRT-LLM's models/modeling_utils.py makes it."""
-
-UNFUSED = (".mlp.gate.weight", ".mlp.fc.weight")
-
-CONSTANTS = ("embed_positions", "embed_positions_for_gpt_attention", "rotary_inv_freq")
-"""Last part of the names of tables that follow from config.json alone."""
+from mrl.weights.trtllm import is_shared_head, parts_in_engine
 
 
 class EngineWeights:
@@ -166,25 +156,14 @@ def _account(names: Sequence[str], layout: Layout, where: str) -> tuple[Layout, 
     Raises:
         UserError: Names are missing on either side.
     """
-    parts: dict[str, tuple[str, ...]] = {}
-    for name in names:
-        if name.rpartition(".")[2] in CONSTANTS:
-            continue
-        fused = tuple(name.removesuffix(FUSED) + suffix for suffix in UNFUSED) if name.endswith(FUSED) else (name,)
-        parts[name] = fused
+    parts = {name: found for name in names if (found := parts_in_engine(name))}
     used = {part for fused in parts.values() for part in fused}
     extra = sorted(name for name, fused in parts.items() if not set(fused) <= set(layout))
-    missing = sorted(name for name in set(layout) - used if not (name == HEAD and _is_shared(layout, used)))
-    for what, found in (("has weights that the model lacks", extra), ("lacks weights of the model", missing)):
-        if found:
+    missing = sorted(name for name in set(layout) - used if not is_shared_head(name, layout, used))
+    for what, which in (("has weights that the model lacks", extra), ("lacks weights of the model", missing)):
+        if which:
             raise UserError(
-                f"{where} {what}: {len(found)}, first '{found[0]}'. Was it built for another model or number of ranks, "
+                f"{where} {what}: {len(which)}, first '{which[0]}'. Was it built for another model or number of ranks, "
                 "or with plugins that change its layers?"
             )
     return {name: stored for name, stored in layout.items() if name in used}, parts
-
-
-def _is_shared(layout: Layout, used: Collection[str]) -> bool:
-    """Whether the head is a copy of a tensor that the engine has."""
-    copied = {piece.hf_name for piece in layout[HEAD].pieces}
-    return any({piece.hf_name for piece in layout[name].pieces} == copied for name in used if name in layout)

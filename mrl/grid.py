@@ -122,7 +122,3 @@ class Grid:
     def rollout_tp_rank(self, rank: int) -> int:
         """Position of a rank among those that share a layer inside its rollout replica."""
         return rank % self.rollout_tp
-
-    def data_ranks(self, dp: int) -> list[int]:
-        """All ranks (every tp, cp and pp) that train on the data of data-parallel index `dp`."""
-        return [rank for rank in range(self.world_size) if self.coords(rank).dp == dp]

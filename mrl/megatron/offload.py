@@ -79,11 +79,6 @@ class Offload:
                 if item.host is not None:
                     _bytes_of(item.storage, item.num_bytes).copy_(item.host, non_blocking=True)
 
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the buffers in host memory; they are kept from the first time on."""
-        return sum(host.numel() for hosts in self._hosts.values() for host in hosts.values())
-
     def _storages(self, tensors: Callable[[Part], Iterable[Tensor]]) -> dict[Part, list[torch.UntypedStorage]]:
         """Each storage once, under the first part that has it; those that are away already are not among them."""
         seen: set[int] = set()

@@ -88,7 +88,6 @@ class Kind(Enum):
 
     REPLICATED = "replicated"
     VOCAB = "vocab"
-    COLUMN = "column"
     ROW = "row"
     QKV = "qkv"
     GATE_UP = "gate_up"

@@ -46,8 +46,8 @@ def test_file_is_short_enough_to_read(path):
 @pytest.mark.parametrize("path", [path for path in FILES if relative(path).split("/")[0] != "tests"], ids=relative)
 def test_functions_are_short_enough_to_read(path):
     functions = [node for node in ast.walk(tree_of(path)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    lengths = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions}
-    assert {name: length for name, length in lengths.items() if length > FUNCTION_LIMIT} == {}
+    lengths = [(node.name, (node.end_lineno or 0) - node.lineno + 1) for node in functions]
+    assert [(name, length) for name, length in lengths if length > FUNCTION_LIMIT] == []
 
 
 def test_the_top_of_the_package_is_what_one_reads_first():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os.path
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Optional
 
@@ -487,7 +487,7 @@ def load(source: str | Path | Mapping[str, Any], overrides: str | Sequence[str] 
 
 def to_yaml(config: Config) -> str:
     """Every field of the config as YAML; `load` reads it back to an equal config."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
 
 
 def _read(path: str | Path) -> Any:

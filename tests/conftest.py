@@ -1,10 +1,11 @@
-"""One thread per process, and tests that need hardware only where it is."""
+"""One thread per process, long files first, and tests that need hardware only where it is."""
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in every child process
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for the network
 
+import compileall
 import importlib.util
 import shutil
 import subprocess
@@ -15,8 +16,21 @@ import pytest
 import torch
 
 from tests.launch.cluster import missing_programs
+from tests.source import PACKAGE, ROOT
 
 torch.set_num_threads(1)
+if sys.dont_write_bytecode and "PYTEST_XDIST_WORKER" not in os.environ:
+    compileall.compile_dir(PACKAGE, quiet=2)  # once, not in each of hundreds of processes
+
+LONGEST = (
+    "launch/test_slurm.py", "rehearsal/test_rehearse.py", "launch/test_survival.py", "e2e/test_stop.py",
+    "e2e/test_layouts.py", "e2e/test_resume.py", "launch/test_stop.py", "trtllm/test_refit.py", "test_fields.py",
+    "launch/test_strangers.py", "survival/test_ending.py", "launch/test_hosts.py", "launch/test_mpirun.py",
+    "doctor/test_doctor.py", "trtllm/test_runs.py", "trtllm/test_built_ranks.py", "run_folder/test_commit_kills.py",
+    "fuzz/test_fixed.py", "test_wiring.py",
+)  # fmt: skip
+"""Begun first, in this order: one of them at the end would keep one worker busy while the others are done. Those that
+mostly wait stand between those that mostly compute."""
 
 MARKERS = ("gpu", "multigpu", "trtllm", "mpi", "slurm", "netns")
 
@@ -45,6 +59,8 @@ def _has_mpi() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {ROOT / "tests" / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
     for item in items:
         for marker in MARKERS:
             if item.get_closest_marker(marker) and (reason := _missing(marker)):

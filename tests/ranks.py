@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes over gloo, started once per world size and reused by every test.
+"""Real ranks for tests: processes over gloo, forked once per world size and reused by every test.
 
     from tests.ranks import run_ranks
     results = run_ranks(4, function, *args)     # [function(*args) on rank 0, ..., on rank 3]
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import multiprocessing
+import gc
 import os
 import traceback
 import warnings
@@ -22,10 +22,12 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from mrl.distributed.local_ranks import free_port
+from mrl.distributed.local_ranks import TOKENIZERS, TRAINING, forks, free_port
 
+PRELOAD = (*TRAINING, TOKENIZERS)
+"""Of the one server that a test process has: whatever a test forks comes from it."""
 START_TIMEOUT_S = 120
-CALL_TIMEOUT_S = 120
+CALL_TIMEOUT_S = 240
 
 
 class RankError(AssertionError):
@@ -44,6 +46,7 @@ def _worker(rank: int, size: int, port: int, pipe: Connection) -> None:
     from mrl.distributed import launch
 
     launch.start("cpu", num_threads=1, timeout_s=2 * CALL_TIMEOUT_S)
+    gc.freeze()  # Megatron collects garbage again and again: what was imported is none
     pipe.send(("ok", None))
     while True:
         try:
@@ -62,7 +65,7 @@ def _worker(rank: int, size: int, port: int, pipe: Connection) -> None:
 
 class _Pool:
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forks(PRELOAD)
         port = free_port()
         self.pipes: list[Connection] = []
         self.processes = []
@@ -133,6 +136,11 @@ def _pool(size: int) -> _Pool:
     if size not in _POOLS:
         _POOLS[size] = _Pool(size)
     return _POOLS[size]
+
+
+def pids() -> set[int]:
+    """Of the ranks that are up."""
+    return {process.pid for pool in _POOLS.values() for process in pool.processes}
 
 
 @atexit.register

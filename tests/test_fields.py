@@ -239,13 +239,13 @@ ROWS = {
 
 ELSEWHERE = {
     # where it is observed, and why not by a short run in this process
-    "run.output_dir": ("observe/test_run_dir.py", "every run of this test has a folder of its own"),
+    "run.output_dir": ("run_folder/test_run_dir.py", "every run of this test has a folder of its own"),
     "run.device": ("test_bad_input.py", "what there is besides a CPU depends on the machine"),
     "run.collective_timeout_s": ("launch/test_survival.py", "needs ranks that wait for one that hangs"),
     "run.heartbeat_timeout_s": ("launch/test_survival.py", "needs a rank that stands still"),
     "reference.path": ("e2e/test_resume.py", "needs a second model"),
     "rollout.enforce_eager": ("trtllm/test_fields.py", "CUDA graphs are on a GPU only: gpu/ when one is lent"),
-    "rollout.checkpoint_engine.update_weights_bucket_megabytes": ("test_refit.py", "a small model fits one bucket"),
+    "rollout.checkpoint_engine.update_weights_bucket_megabytes": ("refit/test_refit.py", "a small model fits one"),
     "reward.time_limit_s": ("rewards/test_scorer.py", "needs a function that hangs, in a process of its own"),
     "reward.num_workers": ("rewards/test_scorer.py", "needs functions in processes of their own"),
     "reward.error_value": ("rewards/test_scorer.py", "needs a function that fails"),

@@ -6,7 +6,6 @@ from one server that has imported everything (`distributed/local_ranks.py`), so 
 
 from __future__ import annotations
 
-import gc
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from mrl.campaign.cases import Case, Settings, Start
 from mrl.campaign.data import CHAT_TEMPLATE, TEMPLATE_FILE, write_rows
 from mrl.config import Config, load
 from mrl.data.tokenizer import CharTokenizer
-from mrl.distributed.local_ranks import RankError, run_ranks
+from mrl.distributed.local_ranks import TOKENIZERS, TRAINING, RankError, run_ranks
 from mrl.errors import UserError
 from mrl.models.presets import arch_from_preset
 from mrl.refit.export import write_model_folder
@@ -28,7 +27,7 @@ from mrl.weights.hf import hf_layout
 from mrl.weights.init import random_init
 from mrl.weights.tensors import allocate
 
-PRELOAD = ("mrl.train", "torch._dynamo", "transformers.models.auto.tokenization_auto", "pyarrow.parquet")
+PRELOAD = (*TRAINING, TOKENIZERS, "pyarrow.parquet")
 ALONE, SPREAD = "alone", "spread"
 
 
@@ -92,7 +91,6 @@ def train_on_rank(config: Config) -> None:
     """What a rank does: `mrl train`."""
     from mrl.train import train
 
-    gc.freeze()  # a checkpoint collects garbage: what was imported is none
     train(config)
 
 

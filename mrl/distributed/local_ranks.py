@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import random
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,10 @@ LAST_LINES = 3
 """Of a rank that died without telling why."""
 PORTS = range(20_000, 32_000)
 """Below those that Linux gives to whoever asks for any: one of these is still free when the first rank is up."""
+TRAINING = ("mrl.train", "torch._dynamo")
+"""Modules of a rank that trains; torch imports the second with the first optimizer, in half of the first one's time."""
+TOKENIZERS = "transformers.models.auto.tokenization_auto"
+"""Module of a rank that reads a tokenizer's folder."""
 _STACK_SIGNAL = signal.SIGUSR2
 
 
@@ -102,13 +107,7 @@ def run_ranks(
     """
     logs.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
-    found_in = os.pathsep.join(path for path in sys.path if path)  # older servers do not ask for sys.path
-    with launch.changed_variables(
-        OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=found_in, PYTHONWARNINGS="ignore"
-    ):
-        forkserver.ensure_running()
+    context = forks(preload)
     port = free_port()
     secret = secrets.token_hex()
     ranks: list[ForkServerProcess] = []
@@ -132,6 +131,22 @@ def run_ranks(
             for process in ranks:
                 process.join()
     return Ran(time.monotonic() - started, cpu_s, memory.peak)
+
+
+def forks(preload: Sequence[str]) -> ForkServerContext:
+    """What starts processes without a GPU from this process's server, which has imported `preload`.
+
+    Args:
+        preload: Modules; the first call of this process decides.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    found_in = os.pathsep.join(path for path in sys.path if path)  # older servers do not ask for sys.path
+    with launch.changed_variables(
+        OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=found_in, PYTHONWARNINGS="ignore"
+    ):
+        forkserver.ensure_running()
+    return context
 
 
 def free_port() -> int:
@@ -251,6 +266,7 @@ def _rank(
     faulthandler.register(_STACK_SIGNAL, all_threads=False)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     launch.become_rank(*place)
+    gc.freeze()  # a checkpoint collects garbage: what the server imported is none
     try:
         function(*arguments)
         answer: Any = sum(os.times()[:4])

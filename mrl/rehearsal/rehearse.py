@@ -26,7 +26,7 @@ from rich.console import Console
 from mrl.config import Config, load, to_yaml
 from mrl.data.tasks import make_task
 from mrl.data.tokenizer import HFTokenizer
-from mrl.distributed.local_ranks import Ran, RankError, run_ranks
+from mrl.distributed.local_ranks import TOKENIZERS, TRAINING, Ran, RankError, run_ranks
 from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
@@ -50,9 +50,6 @@ RANK_BYTES = 500_000_000
 """A rank with a vocabulary of a few tokens; measured 0.25 to 0.4 GB."""
 TOKEN_BYTES = 5_000
 """What an id of the vocabulary adds to a rank: embedding, head, their gradients and moments, and logits."""
-PRELOAD = ("mrl.train", "torch._dynamo")
-"""The second one is what torch imports with the first optimizer, in half of the time that the first one takes."""
-PRELOAD_TOKENIZER = "transformers.models.auto.tokenization_auto"
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,7 @@ class _Rehearsal:
         self._file, self._overrides, self._options = file, overrides, options
         self._folder, self._console = folder, console
         self._run = RunDir(folder / "run")
-        self._preload: tuple[str, ...] = PRELOAD
+        self._preload: tuple[str, ...] = TRAINING
 
     def run(self) -> None:
         options, report = self._options, self.report
@@ -127,7 +124,7 @@ class _Rehearsal:
                 config, self._file, options.world_size, options.hardware, report, stand_ins=options.stand_ins
             )
             if isinstance(real.found.tokenizer, HFTokenizer):
-                self._preload = (*PRELOAD, PRELOAD_TOKENIZER)
+                self._preload = (*TRAINING, TOKENIZERS)
             self._done("check", f"{real.ranks}, as mrl train and mrl plan check them")
         small, tokens = self._shrink(real.config, real.found, real.prompt_length)
         changed, world_size = other_layout(small.config, small.arch, small.grid, tokens)

@@ -10,6 +10,7 @@ import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from mrl.errors import UserError
@@ -102,5 +103,10 @@ def _nearest(key: str, path: str, siblings: list[str], schema: type) -> str | No
 
 
 def _members(schema: Any) -> dict[str, Any]:
-    hints = get_type_hints(schema)
+    hints = _hints(schema)
     return {item.name: hints[item.name] for item in fields(schema)}
+
+
+@cache
+def _hints(schema: Any) -> dict[str, Any]:
+    return get_type_hints(schema)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os.path
 import re
 from dataclasses import dataclass, is_dataclass
+from functools import cache
 from pathlib import PurePath
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -38,6 +39,7 @@ FilePath = Annotated[str, IsPath()]
 TokenizerPath = Annotated[str, IsPath(but=CHAR_PREFIX)]
 
 
+@cache
 def path_keys(schema: type, prefix: str = "") -> dict[str, IsPath]:
     """Every dotted key of a schema of dataclasses that is a path or a list of paths; indices of lists are left out."""
     found: dict[str, IsPath] = {}

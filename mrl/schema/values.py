@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -39,9 +41,8 @@ class Values:
 
     def __init__(self, schema: type) -> None:
         self._schema = schema
-        self._node: Any = OmegaConf.structured(schema)
+        self._node: Any = deepcopy(_defaults(schema))
         self._paths = path_keys(schema)
-        _make_writable(self._node)
 
     def update(self, raw: Any, where: str) -> None:
         """Sets what nested dicts and lists give; `where` says in messages where they come from."""
@@ -93,9 +94,9 @@ class Values:
     def _take_back(self, key: str, where: str) -> None:
         """The default of a field or section; an item of a mapping is removed."""
         if is_key(key, self._schema):
-            default = OmegaConf.select(OmegaConf.structured(self._schema), key)
+            default = OmegaConf.select(deepcopy(_defaults(self._schema)), key)
             OmegaConf.update(self._node, key, default, merge=False)
-            _make_writable(self._node)
+            self._open(key)
             return
         ((leaf, _, kind),) = leaves(nested(key, {}), self._schema) or [(key, None, None)]  # refuses an unknown key
         above, _, last = key.rpartition(".")
@@ -120,7 +121,13 @@ class Values:
         except UNREADABLE as error:
             came = "null" if value is None else _cut(repr(value))
             raise UserError(f"config key '{key}' {where}: {came} came, expected {expected(kind)}.") from error
-        _make_writable(self._node)
+        self._open(key)
+
+    def _open(self, key: str) -> None:
+        """Makes the section writable that a change of this key gave new nodes."""
+        node = self._node._get_node(re.split(r"[.[]", key)[0])
+        if OmegaConf.is_config(node) and not node._is_none():
+            _make_writable(node)
 
 
 def expected(kind: Any) -> str:
@@ -194,6 +201,14 @@ def _meant(value: Any, kind: Any) -> Any:
     if isinstance(value, list) and any(isinstance(item, (list, dict)) for item in value):
         raise ValidationError("a list in a list of texts")  # which OmegaConf would take
     return [value] if isinstance(value, str) else value
+
+
+@cache
+def _defaults(schema: type) -> Any:
+    """A writable node of a schema at its defaults, to be copied."""
+    node = OmegaConf.structured(schema)
+    _make_writable(node)
+    return node
 
 
 def _make_writable(node: Any) -> None:

@@ -14,7 +14,7 @@ from mrl.distributed import local_ranks
 from mrl.distributed.launch import environment
 from mrl.distributed.local_ranks import PORTS, RankError, free_port, run_ranks
 from mrl.errors import UserError
-from mrl.rehearsal.rehearse import PRELOAD
+from tests.ranks import PRELOAD
 from tests.source import ROOT
 
 LIMIT_S = 60

@@ -75,7 +75,9 @@ def test_a_store_that_is_gone_ends_the_others():
         meeting.stage("work", lambda: None)
 
 
+@pytest.mark.timing
 def test_a_stage_that_hangs_is_ended_from_outside():
+    """A quick stage that gets no processor for the 0.2 s of its time is late."""
     late = []
     deadline = Deadline(0.2, late.append)
     with deadline.stage("quick"):
@@ -85,14 +87,16 @@ def test_a_stage_that_hangs_is_ended_from_outside():
     assert late == ["hangs"]
 
 
+@pytest.mark.timing
 def test_a_stage_inside_of_a_stage_has_its_own_time():
+    """A stage of 0.3 s that lasts 0.9 s is late."""
     late = []
-    deadline = Deadline(0.3, late.append)
+    deadline = Deadline(0.9, late.append)
     with deadline.stage("outer", times=20):
-        for _ in range(3):
+        for _ in range(4):
             with deadline.stage("inner"):
-                time.sleep(0.15)
+                time.sleep(0.3)
         assert late == []
         with deadline.stage("hangs"):
-            time.sleep(1)
+            time.sleep(1.5)
     assert late == ["hangs"]

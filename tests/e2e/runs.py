@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mrl.distributed.local_ranks import free_port
-from tests.ranks import run_ranks
+from mrl.distributed.local_ranks import forks, free_port
+from tests.ranks import PRELOAD, run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 240
@@ -66,6 +66,26 @@ def train(folder, overrides=(), ranks=1):
     status = start(folder, overrides, ranks).wait(TIMEOUT_S)
     assert status == 0, (Path(folder) / "output.txt").read_text()[-4000:]
     return metrics(folder)
+
+
+def fork(folder, overrides=(), **variables):
+    """The process of a run of one rank, as `start` has it, that was spared the imports."""
+    process = forks(PRELOAD).Process(target=_alone, args=(str(folder), arguments(folder, overrides), variables))
+    process.start()
+    return process
+
+
+def _alone(folder, words, variables):
+    os.environ.update(variables)
+    os.setsid()
+    os.chdir(REPOSITORY)
+    with open(Path(folder) / "output.txt", "ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    sys.argv = ["mrl", *words]
+    from mrl.__main__ import main
+
+    sys.exit(main())
 
 
 def train_in_pool(folder, overrides, ranks):

@@ -4,6 +4,9 @@ import contextlib
 import io
 import os
 import signal
+import time
+
+import psutil
 
 from tests.e2e import runs
 from tests.e2e.told import OWN, TELL, reset
@@ -25,18 +28,20 @@ def two_ranks(folder):
     return run_ranks(2, start, str(folder), [runs.free_port(), runs.free_port()])
 
 
-def test_a_second_start_says_who_has_the_folder_and_follows_when_that_one_is_killed(tmp_path, monkeypatch):
+def test_a_second_start_says_who_has_the_folder_and_follows_when_that_one_is_killed(tmp_path):
     folder = tmp_path
-    monkeypatch.setenv(TELL, "0 loss 5 SIGSTOP")  # in its third step, of which nothing is kept
-    first = runs.start(folder, STEPS)
-    os.waitpid(first.pid, os.WUNTRACED)
+    first = runs.fork(folder, STEPS, **{TELL: "0 loss 5 SIGSTOP"})  # in its third step, of which nothing is kept
+    deadline = time.monotonic() + runs.TIMEOUT_S
+    while psutil.Process(first.pid).status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline and first.is_alive(), (folder / "output.txt").read_text()
+        time.sleep(0.02)
     before = {path.name: path.stat().st_mtime_ns for path in (folder / "run").iterdir() if path.is_file()}
     (status, said), (other, silent) = two_ranks(folder)
     assert (status, other, silent) == (2, 2, "")
     assert f"'{folder}/run' is in use: process {first.pid} on host" in said and said.count("mrl: error") == 1
     assert before == {path.name: path.stat().st_mtime_ns for path in (folder / "run").iterdir() if path.is_file()}
     os.killpg(first.pid, signal.SIGKILL)
-    first.wait()
+    first.join()
     assert two_ranks(folder)[0] == (0, "")
     rows = [(row["phase"], row["step"]) for row in runs.metrics(folder)]
     assert rows == [("warm_start", step) for step in range(1, 5)] + [("train", step) for step in range(5)]

@@ -8,6 +8,8 @@ MRL_TEST_TELL="RANK PLACE COUNT SIGNAL": at the COUNTth time that this rank come
     hang        as `loss`, which then sleeps
 The file of MRL_TEST_MARK is there then. They compute what they compute without it. SIGCONT changes nothing: the place
 is only held. A job that SLURM has queued again is left alone.
+
+The reward's worker imports this file: what needs torch is in `told_run.py`.
 """
 
 import os
@@ -17,14 +19,10 @@ from pathlib import Path
 
 import psutil
 
-from mrl.algorithms.grpo import Grpo
-from mrl.data.tasks import Addition
-from mrl.run.prepare import PEEKED_PROMPTS
-
 TELL, MARK = "MRL_TEST_TELL", "MRL_TEST_MARK"
 LONG_S = 600
 OWN = (
-    "data.task=tests.e2e.told:Sums", "algorithm.name=tests.e2e.told:Policy", "observe.console=off",
+    "data.task=tests.e2e.told_run:Sums", "algorithm.name=tests.e2e.told_run:Policy", "observe.console=off",
     "reward.functions=[{name: 'tests.e2e.told:reward'}]",
 )  # fmt: skip
 _counts = {}
@@ -36,7 +34,7 @@ def reset(tell):
     _counts.clear()
 
 
-def _tells(place, number, process):
+def tells(place, number, process):
     """Sends the signal, once, if this is the place and the time."""
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
         return False
@@ -51,34 +49,16 @@ def _tells(place, number, process):
     return True
 
 
-def _number(place):
+def number(place):
     _counts[place] = _counts.get(place, 0) + 1
     return _counts[place]
-
-
-class Sums(Addition):
-    def train_row(self, index):
-        _tells("draw", _number("draw") - PEEKED_PROMPTS, os.getpid())
-        return super().train_row(index)
-
-    def val_row(self, index):
-        return super().val_row(index) | {"held_out": True}
 
 
 def reward(*, prompt, response, answer, extra):
     """Runs in a worker: its parent is its keeper, whose parent is the rank."""
     rank = psutil.Process().parents()[1].pid
     if "held_out" in extra:
-        _tells("held_out", _counts.get("sample", 0), rank)
-    elif _tells("score", _number("sample"), rank):
+        tells("held_out", _counts.get("sample", 0), rank)
+    elif tells("score", number("sample"), rank):
         time.sleep(LONG_S)
     return len(set(response) & set(answer)) - 0.1 * len(response)
-
-
-class Policy(Grpo):
-    def loss(self, logprobs_R, entropy_R, microbatch):
-        number = _number("loss")
-        _tells("loss", number, os.getpid())
-        if _tells("hang", number, os.getpid()):
-            time.sleep(LONG_S)
-        return super().loss(logprobs_R, entropy_R, microbatch)

@@ -3,7 +3,6 @@
 More of it, for as long as one likes: `python -m tests.fuzz.campaign --count 3000`.
 """
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -11,9 +10,11 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
+from mrl.distributed.local_ranks import forks
 from tests.fuzz import cases, configs, data_files, values
 from tests.fuzz.campaign import warm_up
 from tests.fuzz.cases import ROWS, Case
+from tests.ranks import PRELOAD
 from tests.source import ROOT
 
 NUM_DRAWN = 7
@@ -66,8 +67,7 @@ DRAWN = [kind.case(number) for kind in (configs, values, data_files) for number 
 @pytest.fixture(scope="module")
 def outcome_of():
     """`cases.run` in a process of its own: what forks must not hold the threads of earlier tests."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, warm_up) as process:
+    with ProcessPoolExecutor(1, forks(PRELOAD), warm_up) as process:
         yield lambda case, folder: process.submit(cases.run, case, folder).result()
 
 

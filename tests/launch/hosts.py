@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 NET = "10.77.31"
-COMMAND_TIMEOUT_S = 10
-ALONE_S = 10
+COMMAND_TIMEOUT_S = 30
+ALONE_S = 30
 """A host that waits so long for one that has failed waits in vain."""
 STACKS_S = 0.5
 """Python prints the stacks of an aborted process in this time: those of two are not mixed."""

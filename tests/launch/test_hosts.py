@@ -11,7 +11,7 @@ from tests.launch.hosts import Hosts, NoRightsError
 from tests.source import ROOT
 
 pytestmark = pytest.mark.netns
-TIMEOUT_S = 90
+TIMEOUT_S = 240
 
 
 @pytest.fixture

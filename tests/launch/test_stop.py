@@ -55,7 +55,7 @@ class Run:
     def end(self):
         """Status and the message; no process is left."""
         status = self.process.wait(TIMEOUT_S)
-        _, alive = psutil.wait_procs(self.tree, timeout=10)
+        _, alive = psutil.wait_procs(self.tree, timeout=30)
         assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
         assert self.output().count("mrl: ") == 1, self.output()
         return status, self.output().partition("mrl: ")[2].splitlines()[0]

@@ -17,6 +17,7 @@ from mrl.rehearsal.rehearse import FIRST, RESUME, Options, rehearse
 from mrl.rehearsal.report import FILE
 from mrl.rehearsal.stages import STAGE_OF_FUNCTION, STAGES, spent_in, stage_of
 from mrl.run.prepare import resolve
+from tests import ranks
 from tests.data.folders import byte_bpe_folder
 from tests.source import ROOT, modules, tree_of
 
@@ -73,7 +74,7 @@ def test_every_config_passes_with_its_structure_kept(name, tmp_path):
 def ranks_left():
     """Ranks are children of the server of forks, which lives on."""
     servers = [child for child in psutil.Process().children() if "forkserver" in " ".join(child.cmdline())]
-    return [rank for server in servers for rank in server.children()]
+    return [rank for server in servers for rank in server.children() if rank.pid not in ranks.pids()]
 
 
 MISTAKES = {

@@ -1,8 +1,8 @@
-"""A process that commits and is killed: before the k-th operation on its files, or not at all.
+"""A process that commits and is killed: before the k-th operation on the files of its last commit, or not at all.
 
     with Committer() as committer:
-        reached = committer.run(folder, saves, kill_at=7)      # the saves that were done; None: it was killed
-        step, state, steps = committer.look(folder)            # what the next start finds
+        count = committer.run(folder, saves, kill_at=7)        # operations that it took; None: it was killed
+        found, later = committer.go_on(folder, save)           # what the next start finds, and what the one after it
 
 Each run is a fork of one process that has imported torch, and ends by SIGKILL: no handler, no `finally`, no atexit.
 """
@@ -12,8 +12,10 @@ import os
 import signal
 import sys
 import traceback
-from multiprocessing import get_context
 from pathlib import Path
+
+from mrl.distributed.local_ranks import forks
+from tests.ranks import PRELOAD
 
 OPERATIONS = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.link", "open")
 """Python's audit events of what changes a folder; `open` only for writing."""
@@ -21,8 +23,9 @@ OPERATIONS = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "
 
 class Committer:
     def __enter__(self):
-        ours, theirs = get_context("spawn").Pipe()
-        self.process = get_context("spawn").Process(target=_serve, args=(theirs,), daemon=True)
+        context = forks(PRELOAD)
+        ours, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()
         self.pipe = ours
         return self
@@ -32,12 +35,15 @@ class Committer:
         self.process.join(10)
 
     def run(self, folder, saves, kill_at=0, **settings):
-        """Operations that it took; None: killed. `saves`: (step, text) of each commit."""
+        """Operations of the last commit; None: killed. `saves`: (step, text) of each commit."""
         return self._ask(_save, str(folder), saves, settings, kill_at=kill_at)
 
-    def look(self, folder):
-        """Step and text that a start goes on from, and the steps that look whole."""
-        return self._ask(_look, str(folder))
+    def go_on(self, folder, save, **settings):
+        """What a start finds, which then commits, and what is found after it.
+
+        Step and text to go on from, the steps that are whole, files left over, and notes.
+        """
+        return self._ask(_go_on, str(folder), save, settings)
 
     def _ask(self, function, *args, kill_at=0):
         self.pipe.send((function, args, kill_at))
@@ -91,23 +97,34 @@ def _count(kill_at):
 
 
 def _save(folder, saves, settings, count):
+    for each in saves[:-1]:
+        _commit(folder, each, settings)
+    counted = count()
+    _commit(folder, saves[-1], settings)
+    return counted[0]
+
+
+def _commit(folder, save, settings):
     from mrl.config import CheckpointConfig
     from mrl.run_folder.checkpoint import Checkpoints
-
-    checkpoints = Checkpoints(Path(folder), CheckpointConfig(**settings))
 
     def write(path):
         (path / "actor" / "deep").mkdir(parents=True)
         for name in ("a", "deep/b", "c"):
             (path / "actor" / name).write_bytes(os.urandom(50))
 
-    counted = count()
-    for step, text in saves:
-        checkpoints.save(step, write, {"step": step, "text": text}, float(step % 3))
-    return counted[0]
+    step, text = save
+    state = {"step": step, "text": text}
+    Checkpoints(Path(folder), CheckpointConfig(**settings)).save(step, write, state, float(step % 3))
 
 
-def _look(folder, count):
+def _go_on(folder, save, settings, count):
+    found = _look(folder)
+    _commit(folder, save, settings)
+    return found, _look(folder)
+
+
+def _look(folder):
     from mrl.config import CheckpointConfig
     from mrl.run_folder.checkpoint import Checkpoints
     from mrl.run_folder.commit import check_files, read_commit

@@ -19,16 +19,14 @@ def check(committer, folder, saves, kill_at, **config):
     """Whether the kill came at all; what a start finds is the last commit or the one before it, and all is whole."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    kept = committer.run(folder, saves[:-1], **config)
-    assert kept is not None
-    killed = committer.run(folder, saves[-1:], kill_at, **config) is None
-    step, text, steps, left, notes = committer.look(folder)
+    killed = committer.run(folder, saves, kill_at, **config) is None
+    found, later = committer.go_on(folder, (saves[-1][0] + 1, "later"), **config)
+    step, text, steps, left, notes = found
     may = [saves[-1]] if not killed else [saves[-1], *saves[-2:-1]]
     assert (step, text) in may or (killed and len(saves) == 1 and step is None), (kill_at, saves, step, text)
     assert left == [] and notes == []
     assert steps[-1:] == ([step] if step is not None else [])
-    assert committer.run(folder, [(saves[-1][0] + 1, "later")], **config) is not None
-    assert committer.look(folder)[:2] == [saves[-1][0] + 1, "later"]
+    assert later[:2] == [saves[-1][0] + 1, "later"]
     return killed
 
 

@@ -119,7 +119,9 @@ class Looks:
         self.thread.join()
 
 
+@pytest.mark.timing
 def test_a_wait_in_native_code_for_another_rank_is_seen_and_grows(store):
+    """The looks come every tenth of a second: starved ones would see none of a wait of 1.5 s."""
     with Looks() as looks, pytest.raises(RuntimeError) as raised:
         store.wait(["never"], timedelta(seconds=1.5))
     assert max(seen for seen in looks.seen if seen is not None) > 0.8
@@ -127,7 +129,9 @@ def test_a_wait_in_native_code_for_another_rank_is_seen_and_grows(store):
     assert failed_in_collective(raised.value)
 
 
+@pytest.mark.timing
 def test_many_short_waits_are_not_one_long_wait(store):
+    """A process that gets no processor for half a second waits that long indeed."""
     other = store.clone()
 
     def answer():

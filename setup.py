@@ -45,6 +45,7 @@ setup(
         "math-verify>=0.8,<1",
         "psutil>=5.9,<8",
         "rich>=13,<16",
+        "bokeh>=3.4,<4",
         "tensorboard>=2.16,<3",
         "isal>=1.6,<2",
         "xxhash>=3.4,<5",

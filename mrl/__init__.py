@@ -27,26 +27,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Algorithm",
-    "ClusterError",
-    "Config",
-    "EngineSpec",
-    "Logger",
-    "Opening",
-    "Outcomes",
-    "Prompt",
-    "RewardFunction",
-    "Rollout",
-    "RolloutBatch",
-    "RolloutEngine",
-    "SamplingConfig",
-    "Task",
-    "UserError",
-    "WeightSlice",
-    "evaluate",
-    "load_config",
-    "train",
-]
+    "Algorithm", "ClusterError", "Config", "EngineSpec", "Logger", "Opening", "Outcomes", "Prompt", "RewardFunction",
+    "Rollout", "RolloutBatch", "RolloutEngine", "SamplingConfig", "Task", "UserError", "WeightSlice", "evaluate",
+    "load_config", "train",
+]  # fmt: skip
 
 _HOMES = {
     "mrl.algorithms.base": ("Algorithm", "Outcomes"),

@@ -471,10 +471,12 @@ def load(source: str | Path | Mapping[str, Any], overrides: str | Sequence[str] 
             of code does not exist.
     """
     values = Values(Config)
+    folders = [Path()]
     if isinstance(source, Mapping):
-        where, raw, folders = "in the mapping", dict(source), (Path(),)
+        where, raw = "in the mapping", dict(source)
     elif isinstance(source, (str, Path)):
-        where, raw, folders = f"in '{source}'", _read(source), (Path(source).parent, Path())
+        where, raw = f"in '{source}'", _read(source)
+        folders.insert(0, Path(source).parent)
     else:
         raise UserError(f"{shown(source)} is no config. Give the path of a YAML file, or a dict of sections.")
     values.update(raw, where)

@@ -20,7 +20,6 @@ from mrl.engines.base import SamplingConfig
 from mrl.errors import UserError
 from mrl.observe import data_sources
 from mrl.observe import metrics as measure
-from mrl.observe.report import write_report
 from mrl.observe.run_log import sample_rows
 from mrl.rollout.exchange import StepBatch, pack
 from mrl.rollout.replicas import generate
@@ -71,6 +70,8 @@ def train(config: Config, stop: Stop | None = None) -> None:
             if job.is_last(step) or is_due(step, config.checkpoint.interval):
                 job.commits.write(step, metrics | held_out_metrics)
         if job.groups.rank == 0 and config.observe.report:
+            from mrl.observe.report import write_report  # one rank's need: bokeh takes a second to import
+
             job.log.note(f"report {write_report(job.run.root)}")
 
 

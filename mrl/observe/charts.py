@@ -1,7 +1,8 @@
-"""Charts as SVG text: lines and stacked bars, with axes and a legend, in the colours of the page's theme.
+"""Charts of the report, drawn by bokeh in the reader's browser: lines and stacked bars, with hover and zoom.
 
-Owns the drawing. It knows no metric; `report.py` says what is drawn. Colours are the CSS variables --c0 .. --c7 of
-`page.py`, whose script reads `data-chart` to show values under the pointer.
+Owns what a chart holds: which points are kept of a long run, the smoothed line, the scale, what is shown of values that
+are not finite. It knows no metric; `report.py` says what is drawn. A chart is a figure of HTML with bokeh's JSON in an
+attribute, which `page.py` draws when it is scrolled to. Names are written as HTML text: bokeh would read some as TeX.
 """
 
 from __future__ import annotations
@@ -9,19 +10,25 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from bokeh.embed import json_item
+from bokeh.models import BasicTicker, ColumnDataSource, HoverTool, Range1d
+from bokeh.plotting import figure
 
 from mrl.observe.words import markup
 
-WIDTH, HEIGHT = 520, 230
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 30
-MOST_POINTS = 500
+HEIGHT = 230
+MOST_POINTS = 1000
 MOST_BARS = 80
 SMOOTH_FROM = 30
 FLAT = 1e-3
 """Values that differ by less than this part of their size make a flat line, not a magnified one."""
-NUM_COLOURS = 8
+COLOURS = ("#4a84e4", "#e07f2c", "#27a375", "#bd5bae", "#a3852f", "#7773dc", "#d6575c", "#4d9db4")
+"""Readable on a light and on a dark page, as are the two below."""
+TEXT, BAD = "#7f8a9a", "#d9453b"
 
 Point = tuple[float, float]
 
@@ -44,20 +51,17 @@ class Series:
 def line_chart(title: str, series: Sequence[Series], *, x_label: str = "step", include: Sequence[float] = ()) -> str:
     """A figure with one or more lines; "" where no series has a point. `include`: values that the scale must hold."""
     series = [line for line in series if line.points]
-    finite = [point for line in series for point in line.points if math.isfinite(point[1])]
-    lost = sum(not math.isfinite(y) for line in series for _, y in line.points)
     if not series:
         return ""
+    values = [y for line in series for _, y in line.points]
+    low, high = _range([*include, *filter(math.isfinite, values)])
     xs = [x for line in series for x, _ in line.points]
-    frame = Frame(min(xs), max(xs), *_range([*include, *(y for _, y in finite)]))
-    parts = [frame.axes(x_label)]
+    plot = _plot(x_label, (min(xs), max(xs)), (low, high))
     for index, line in enumerate(series):
-        parts.append(_line(frame, line, index))
-        bad = [x for x, y in line.points if not math.isfinite(y)]
-        parts += [f'<path class="bad" d="M{frame.x(x):.1f} {HEIGHT - BOTTOM}v-9"/>' for x in bad]
-    hover = [{"name": line.name, "points": [[x, _hover(y)] for x, y in _thin(line.points)]} for line in series]
+        _draw(plot, line, index, x_label if index == 0 else "", low)
+    lost = sum(not math.isfinite(y) for y in values)
     caption = f'<p class="warn">{lost} values are not finite (red ticks).</p>' if lost else ""
-    return _figure(title, "".join(parts), series_names(series), frame, hover, caption)
+    return _figure(title, plot, [line.name for line in series], caption)
 
 
 def stacked_bars(
@@ -68,82 +72,28 @@ def stacked_bars(
         return ""
     size = math.ceil(len(xs) / MOST_BARS)
     chunks = [range(first, min(first + size, len(xs))) for first in range(0, len(xs), size)]
-    means = [[sum(values[i] for i in chunk) / len(chunk) for chunk in chunks] for _, values in layers]
-    highest = max(sum(column) for column in zip(*means, strict=True)) or 1.0
-    frame = Frame(xs[0] - 0.5, xs[-1] + 0.5, 0.0, highest * 1.05)
-    parts = [frame.axes("step")]
-    for column, chunk in enumerate(chunks):
-        left, right = frame.x(xs[chunk[0]] - 0.5), frame.x(xs[chunk[-1]] + 0.5)
-        base = 0.0
-        for index, values in enumerate(means):
-            top = base + values[column]
-            y = frame.y(top)
-            parts.append(
-                f'<rect x="{left:.2f}" y="{y:.2f}" width="{max(0.5, (right - left) * 0.92):.2f}" '
-                f'height="{max(0.0, frame.y(base) - y):.2f}" fill="{colour(index)}"/>'
-            )
-            base = top
-    centres = [sum(xs[i] for i in chunk) / len(chunk) for chunk in chunks]
-    hover = [
-        {"name": name, "points": [[x, _hover(y)] for x, y in zip(centres, values, strict=True)]}
-        for (name, _), values in zip(layers, means, strict=True)
-    ]
-    return _figure(f"{title}, {y_label}", "".join(parts), [name for name, _ in layers], frame, hover, "")
+    columns = {
+        f"y{index}": [sum(values[i] for i in chunk) / len(chunk) for chunk in chunks]
+        for index, (_, values) in enumerate(layers)
+    }
+    highest = max(map(sum, zip(*columns.values(), strict=True))) or 1.0
+    plot = _plot("step", (xs[0] - 0.5, xs[-1] + 0.5), (0.0, highest * 1.05))
+    edges = {
+        "x": [(xs[chunk[0]] + xs[chunk[-1]]) / 2 for chunk in chunks],
+        "width": [0.92 * (xs[chunk[-1]] - xs[chunk[0]] + 1) for chunk in chunks],
+    }
+    colours = [colour(index) for index in range(len(layers))]
+    bars = plot.vbar_stack(
+        list(columns), x="x", width="width", color=colours, line_color=None, source=ColumnDataSource(columns | edges)
+    )
+    names = [name for name, _ in layers]
+    _hover(plot, bars[-1:], [("step", "@x{%.5g}"), *zip(names, [f"@{key}{{%.3g}}" for key in columns], strict=True)])
+    return _figure(f"{title}, {y_label}", plot, names, "")
 
 
 def colour(index: int) -> str:
     """CSS colour of the index-th series."""
-    return f"var(--c{index % NUM_COLOURS})"
-
-
-def series_names(series: Iterable[Series]) -> list[str]:
-    """Legend entries."""
-    return [line.name for line in series]
-
-
-class Frame:
-    """The plot area and its scales."""
-
-    def __init__(self, x_low: float, x_high: float, y_low: float, y_high: float) -> None:
-        """A scale of one single value is widened."""
-        self.x_low, self.x_high = (x_low, x_high) if x_high > x_low else (x_low - 0.5, x_high + 0.5)
-        self.y_low, self.y_high = y_low, y_high
-
-    def x(self, value: float) -> float:
-        """Horizontal position in the picture."""
-        return LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (WIDTH - LEFT - RIGHT)
-
-    def y(self, value: float) -> float:
-        """Vertical position in the picture."""
-        return HEIGHT - BOTTOM - (value - self.y_low) / (self.y_high - self.y_low) * (HEIGHT - TOP - BOTTOM)
-
-    def axes(self, x_label: str) -> str:
-        """Grid lines with their numbers."""
-        parts = []
-        y_ticks = ticks(self.y_low, self.y_high, 5)
-        for tick, words in zip(y_ticks, tick_words(y_ticks), strict=True):
-            y = self.y(tick)
-            parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-            parts.append(f'<text x="{LEFT - 7}" y="{y + 3.5:.1f}" text-anchor="end">{words}</text>')
-        for tick in ticks(self.x_low, self.x_high, 6):
-            if tick == int(tick):
-                parts.append(
-                    f'<text x="{self.x(tick):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{int(tick)}</text>'
-                )
-        parts.append(f'<path class="axis" d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
-        parts.append(
-            f'<text class="label" x="{WIDTH - RIGHT}" y="{HEIGHT - 2}" text-anchor="end">{markup(x_label)}</text>'
-        )
-        return "".join(parts)
-
-
-def ticks(low: float, high: float, most: int) -> list[float]:
-    """About `most` round numbers within [low, high], 1, 2, 2.5 or 5 times a power of ten apart."""
-    raw = (high - low) / most
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * (1 - 1e-9))
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [round(index * step, 12) if step > 1e-9 else index * step for index in range(first, last + 1)]
+    return COLOURS[index % len(COLOURS)]
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
@@ -158,46 +108,50 @@ def smooth(points: Sequence[Point]) -> list[Point]:
     return result
 
 
-def tick_words(values: Sequence[float]) -> list[str]:
-    """Numbers of an axis, with as many digits as tell them apart."""
-    largest = max((abs(value) for value in values), default=0.0)
-    gap = min((b - a for a, b in itertools.pairwise(values)), default=largest or 1.0)
-    unit, letter = next(((u, c) for u, c in ((1e9, "G"), (1e6, "M"), (1e4, "k")) if largest >= u), (1.0, ""))
-    unit = 1e3 if letter == "k" else unit
-    digits = max(0, math.ceil(-math.log10(gap / unit) - 1e-9))
-    if round(gap / unit * 10**digits) != round(gap / unit * 10 ** (digits + 1)) / 10:
-        digits += 1
-    if digits > 4 and largest < 1e-2:
-        return [f"{value:.1e}" if value else "0" for value in values]
-    return [f"{value / unit:.{digits}f}{letter if value else ''}" for value in values]
+def _plot(x_label: str, xs: tuple[float, float], ys: tuple[float, float]) -> Any:
+    """An empty plot with its scales; one of a single x is widened."""
+    margin = 0.02 * (xs[1] - xs[0]) or 0.5
+    plot = figure(
+        height=HEIGHT, sizing_mode="stretch_width", tools="box_zoom,xpan,reset,save", active_drag="box_zoom",
+        x_range=Range1d(xs[0] - margin, xs[1] + margin), y_range=Range1d(*ys), x_axis_label=x_label,
+        background_fill_color=None, border_fill_color=None, outline_line_color=None,
+    )  # fmt: skip
+    plot.toolbar.logo, plot.toolbar.autohide = None, True
+    plot.grid.grid_line_color, plot.grid.grid_line_alpha = TEXT, 0.25
+    plot.xgrid.visible = False
+    plot.xaxis.ticker = BasicTicker(min_interval=1)
+    for part in ("axis_label_text_color", "major_label_text_color", "axis_line_color", "major_tick_line_color"):
+        setattr(plot.axis, part, TEXT)
+    plot.axis.minor_tick_line_color = None
+    return plot
 
 
-def _line(frame: Frame, line: Series, index: int) -> str:
-    stroke = f'stroke="{colour(index)}"'
+def _draw(plot: Any, line: Series, index: int, x_label: str, bottom: float) -> None:
+    """A line, faint below a smoothed one where it is long; a value that is not finite breaks it and is marked."""
+    smoothed = not line.dots and len(line.points) >= SMOOTH_FROM
+    kept = list(line.points) if line.dots else _thin(line.points)
+    values = [y if math.isfinite(y) else math.nan for _, y in kept]
+    style = {"alpha": 0.35, "line_width": 1} if smoothed else {"line_width": 2}
+    raw = plot.line([x for x, _ in kept], values, color=colour(index), name="raw" if smoothed else "line", **style)
+    if smoothed:
+        xs, ys = zip(*_thin(smooth(line.points)) or [(math.nan, math.nan)], strict=True)
+        plot.line(xs, ys, color=colour(index), line_width=2, name="line")
     if line.dots:
-        dots = "".join(
-            f'<circle cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3" fill="{colour(index)}"/>'
-            for x, y in line.points
-            if math.isfinite(y)
-        )
-        return f'<path class="line" {stroke} d="{_path(frame, line.points)}"/>{dots}'
-    thin = _thin(line.points)
-    if len(line.points) < SMOOTH_FROM:
-        return f'<path class="line" {stroke} d="{_path(frame, thin)}"/>'
-    raw = f'<path class="raw" {stroke} d="{_path(frame, thin)}"/>'
-    return f'{raw}<path class="line" {stroke} d="{_path(frame, _thin(smooth(line.points)))}"/>'
+        plot.scatter([x for x, _ in kept], values, color=colour(index), size=6, name="dots")
+    _hover(plot, [raw], [*([(x_label, "@x{%.5g}")] if x_label else []), (line.name, "@y{%.4g}")])
+    bad = [(x, str(y)) for x, y in line.points if not math.isfinite(y)]
+    if bad:
+        xs, words = zip(*bad[:MOST_POINTS], strict=True)
+        source = ColumnDataSource({"x": xs, "y": [bottom] * len(xs), "value": words})
+        marks = plot.scatter("x", "y", source=source, marker="dash", angle=math.pi / 2, size=18, color=BAD, name="bad")
+        _hover(plot, [marks], [(line.name, "@value")], mode="mouse")
 
 
-def _path(frame: Frame, points: Sequence[Point]) -> str:
-    """Path data; a value that is not finite breaks the line."""
-    parts, pen = [], "M"
-    for x, y in points:
-        if math.isfinite(y):
-            parts.append(f"{pen}{frame.x(x):.1f} {frame.y(y):.1f}")
-            pen = "L"
-        else:
-            pen = "M"
-    return "".join(parts)
+def _hover(plot: Any, renderers: list[Any], tooltips: list[tuple[str, str]], mode: str = "vline") -> None:
+    formatters = {f"@{key}": "printf" for _, text in tooltips for key in [text[1:].partition("{")[0]] if "{" in text}
+    plot.add_tools(
+        HoverTool(renderers=renderers, tooltips=tooltips, formatters=formatters, mode=mode, line_policy="nearest")
+    )
 
 
 def _thin(points: Sequence[Point]) -> list[Point]:
@@ -226,19 +180,11 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     return (low if low == 0.0 and high > 0 else low - margin), high + margin
 
 
-def _hover(value: float) -> float | str:
-    return float(f"{value:.4g}") if math.isfinite(value) else str(value)
-
-
-def _figure(title: str, body: str, names: Sequence[str], frame: Frame, hover: object, caption: str) -> str:
+def _figure(title: str, plot: Any, names: Sequence[str], caption: str) -> str:
     legend = ""
     if len(names) > 1:
         keys = (f'<span><i style="background:{colour(i)}"></i>{markup(name)}</span>' for i, name in enumerate(names))
         legend = f'<div class="legend">{"".join(keys)}</div>'
-    scale = {"low": frame.x_low, "high": frame.x_high, "left": LEFT, "right": WIDTH - RIGHT, "series": hover}
-    data = markup(json.dumps(scale))
-    svg = (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{markup(title)}" '
-        f'data-chart="{data}">{body}<path class="cursor" d=""/></svg>'
-    )
-    return f"<figure><figcaption>{markup(title)}</figcaption>{legend}{svg}{caption}</figure>"
+    drawing = markup(json.dumps(json_item(plot)))
+    chart = f'<div class="chart" role="img" aria-label="{markup(title)}" data-chart="{drawing}"></div>'
+    return f"<figure><figcaption>{markup(title)}</figcaption>{legend}{chart}{caption}</figure>"

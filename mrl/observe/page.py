@@ -1,21 +1,23 @@
-"""The shell of the report: style, script and small pieces of HTML. Nothing is loaded from outside.
+"""The shell of the report: style, scripts and small pieces of HTML. Nothing is loaded from outside.
 
 Owns how the page looks. All text passes through `markup`: model output is never markup.
 """
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Sequence
+from hashlib import sha256
+
+from bokeh.resources import Resources
 
 from mrl.observe.words import markup
 
 STYLE = """
 :root { color-scheme:light dark; --bg:#f6f7f9; --card:#fff; --ink:#1b2330; --soft:#667085; --line:#e3e7ee;
-  --good:#0a7d4f; --bad:#c0352b;
-  --c0:#2f6fde; --c1:#e07b24; --c2:#1d9a6c; --c3:#b0469f; --c4:#8a6d1f; --c5:#5b57c9; --c6:#c8454a; --c7:#4a93a8 }
+  --good:#0a7d4f; --bad:#c0352b; }
 @media screen and (prefers-color-scheme:dark) {
-  :root { --bg:#12151b; --card:#1b2029; --ink:#e6e9ef; --soft:#98a2b3; --line:#2c333f; --good:#4cc38a; --bad:#ff7b72;
-  --c0:#6ea3ff; --c1:#f5a25d; --c2:#4cc9a0; --c3:#d987cc; --c4:#cfb25c; --c5:#9d9af0; --c6:#f08589; --c7:#7cc3d6 }
+  :root { --bg:#12151b; --card:#1b2029; --ink:#e6e9ef; --soft:#98a2b3; --line:#2c333f; --good:#4cc38a; --bad:#ff7b72 }
 }
 * { box-sizing:border-box }
 body { margin:0; background:var(--bg); color:var(--ink);
@@ -38,18 +40,9 @@ p.warn { color:var(--bad); font-size:12px; margin:4px 0 0 }
 .grid2 + .grid2 { margin-top:14px }
 figure { margin:0; padding:12px 12px 8px; position:relative; break-inside:avoid }
 figcaption { font-weight:600; font-size:14px; padding-left:4px; overflow-wrap:anywhere }
-svg { width:100%; height:auto; display:block }
-svg text { fill:var(--soft); font-size:11px; font-variant-numeric:tabular-nums }
-svg .grid { stroke:var(--line); stroke-width:1 }
-svg .axis { stroke:var(--soft); stroke-width:1; opacity:.6 }
-svg .line { fill:none; stroke-width:2; stroke-linejoin:round }
-svg .raw { fill:none; stroke-width:1; opacity:.35 }
-svg .bad { stroke:var(--bad); stroke-width:2 }
-svg .cursor { stroke:var(--soft); stroke-width:1; stroke-dasharray:3 3 }
+.chart { min-height:230px }
 .legend { display:flex; flex-wrap:wrap; gap:2px 14px; font-size:12px; color:var(--soft); padding:2px 4px }
 .legend i, .key { display:inline-block; width:10px; height:10px; border-radius:3px; margin-right:6px }
-.tip { position:absolute; pointer-events:none; background:var(--ink); color:var(--card); font-size:12px;
-  line-height:1.4; padding:4px 8px; border-radius:6px; white-space:pre; z-index:2; display:none }
 .box { overflow-x:auto }
 table { border-collapse:collapse; width:100%; font-size:13.5px }
 th { text-align:left; color:var(--soft); font-weight:500; font-size:12.5px }
@@ -81,39 +74,31 @@ details summary { cursor:pointer; color:var(--soft); margin:32px 0 12px }
 """
 
 SCRIPT = """
-for (const svg of document.querySelectorAll('svg[data-chart]')) {
-  const chart = JSON.parse(svg.dataset.chart), figure = svg.closest('figure'), cursor = svg.querySelector('.cursor');
-  const tip = figure.appendChild(document.createElement('div'));
-  tip.className = 'tip';
-  svg.addEventListener('pointermove', event => {
-    const box = svg.getBoundingClientRect(), view = svg.viewBox.baseVal, scale = view.width / box.width;
-    const at = chart.low + ((event.clientX - box.left) * scale - chart.left) / (chart.right - chart.left)
-      * (chart.high - chart.low);
-    const nearest = points => points.reduce((a, b) => Math.abs(b[0] - at) < Math.abs(a[0] - at) ? b : a);
-    const found = chart.series.map(s => [s.name, ...nearest(s.points)]);
-    const x = found.reduce((a, b) => Math.abs(b[1] - at) < Math.abs(a[1] - at) ? b : a)[1];
-    const px = chart.left + (x - chart.low) / (chart.high - chart.low) * (chart.right - chart.left);
-    cursor.setAttribute('d', `M${px} 8V${view.height - 30}`);
-    tip.textContent = `step ${+x.toFixed(1)}\\n` + found.map(f => `${f[0]}: ${f[2]}`).join('\\n');
-    tip.style.display = 'block';
-    const room = figure.clientWidth - tip.offsetWidth - 12;
-    tip.style.left = Math.max(4, Math.min(px / scale + 24, room)) + 'px';
-    tip.style.top = svg.offsetTop + 14 + 'px';
-  });
-  svg.addEventListener('pointerleave', () => { tip.style.display = 'none'; cursor.setAttribute('d', ''); });
+const watch = new IntersectionObserver(entries => {
+  for (const entry of entries) if (entry.isIntersecting) draw(entry.target);
+}, { rootMargin: '400px' });
+function draw(chart) {
+  watch.unobserve(chart);
+  Bokeh.embed.embed_item(JSON.parse(chart.dataset.chart), chart);
+  delete chart.dataset.chart;
 }
+for (const chart of document.querySelectorAll('[data-chart]')) watch.observe(chart);
+addEventListener('beforeprint', () => document.querySelectorAll('[data-chart]').forEach(draw));
 """
+"""A chart is drawn when it comes near the window: a page of a hundred is usable at once."""
 
 
 def page(title: str, body: str) -> str:
-    """A whole document; `body` is HTML."""
+    """A whole document; `body` is HTML. The browser runs no script in it but bokeh's and ours, and loads nothing."""
+    scripts = (Resources(mode="inline", components=["bokeh"]).js_raw[0], SCRIPT)
+    allowed = " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts)
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {allowed}"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
-        "script-src 'unsafe-inline'\">"
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f"<title>{markup(title)}</title><style>{STYLE}</style></head>\n<body><main>{body}</main>"
-        f"<script>{SCRIPT}</script></body></html>\n"
+        f"{''.join(f'<script>{script}</script>' for script in scripts)}</body></html>\n"
     )
 
 

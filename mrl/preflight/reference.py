@@ -11,7 +11,7 @@ import inspect
 import itertools
 import json
 import sys
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
 from mrl.algorithms.base import ranges
@@ -31,29 +31,29 @@ def reference() -> str:
     return HEAD + "".join(_section(item.name, get_type_hints(Config)[item.name]) for item in fields(Config))
 
 
-def _section(path: str, kind: type) -> str:
+def _section(path: str, kind: Any) -> str:
     """A heading with the section's fields; sections inside it, also those of a list, follow."""
     rows, inner, hints, lines = [], [], get_type_hints(kind), _documentation(kind)
     for item in fields(kind):
         key, of_field = f"{path}.{item.name}", hints[item.name]
-        entries = next(filter(is_dataclass, get_args(of_field)), None)
+        entries: Any = next(filter(is_dataclass, get_args(of_field)), None)
         if is_dataclass(of_field):
-            inner.append(_section(key, of_field))  # type: ignore[arg-type]
+            inner.append(_section(key, of_field))
             continue
         if entries is not None:
             inner.append(_section(f"{key}[*]", entries))
-        default = item.default if item.default is not MISSING else item.default_factory()  # type: ignore[misc]
+        default = item.default if item.default_factory is MISSING else item.default_factory()
         words = (f"`{key}`", expected(of_field), f"`{_yaml(default)}`", _range(key), lines.get(item.name, ""))
         rows.append("| " + " | ".join(word.replace("|", "\\|") for word in words) + " |")
     table = "\n".join(["| Key | Takes | Default | Range | |", "|---|---|---|---|---|", *rows])
     return f"\n## {path}\n\n{inspect.getdoc(kind)}\n" + (f"\n{table}\n" if rows else "") + "".join(inner)
 
 
-def _documentation(kind: type) -> dict[str, str]:
+def _documentation(kind: Any) -> dict[str, str]:
     """The text under each field of a dataclass, on one line."""
     body = ast.parse(inspect.getsource(kind)).body[0].body  # type: ignore[attr-defined]
     return {
-        above.target.id: " ".join(below.value.value.split())
+        ast.unparse(above.target): " ".join(str(ast.literal_eval(below.value)).split())
         for above, below in itertools.pairwise(body)
         if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr)
     }
@@ -66,8 +66,7 @@ def _range(key: str) -> str:
 
 def _yaml(value: Any) -> str:
     """A default as YAML would have it."""
-    entries = [asdict(item) if is_dataclass(item) else item for item in value] if isinstance(value, list) else value
-    return entries if isinstance(entries, str) and entries else json.dumps(entries)
+    return value if isinstance(value, str) and value else json.dumps(value, default=vars)
 
 
 if __name__ == "__main__":

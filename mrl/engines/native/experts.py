@@ -63,8 +63,7 @@ class Experts:
             and all(stack.size(2) % GROUPED_MULTIPLE == 0 for stack in self._stacks)
         )
         self._gate_up, self._down = (
-            [] if self.is_capturable else [Linear(weight, None, dtype, few_rows=True) for weight in stack]
-            for stack in self._stacks
+            [] if self.is_capturable else [Linear(weight, None, dtype) for weight in stack] for stack in self._stacks
         )
 
     def _linears(self) -> list[Linear]:

@@ -1,43 +1,48 @@
 """A rank that fails where the others wait for it in a collective ends the job, with its own message, in seconds."""
 
-import subprocess
+import os
 import sys
 import time
+from datetime import timedelta
 
 import pytest
-
-from tests.e2e.runs import free_port
-from tests.source import ROOT
-
-RANK = """
-import sys, torch.distributed as dist
-from datetime import timedelta
+import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
-from mrl.cli import main
+
 from mrl.distributed.collectives import together
 from mrl.distributed.environment import Environment
-from mrl.survival.watchdog import Watchdog
+from mrl.distributed.local_ranks import forks, free_port
 from mrl.errors import UserError
+from mrl.survival.watchdog import Watchdog
+from tests.ranks import PRELOAD
 
-rank, port, failing, kind = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-store = TCPStore("127.0.0.1", port, 2, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=400))
-environment = Environment(rank, 2, rank, 2, 1, "torchrun")
-errors = {"disk": OSError(28, "No space left on device", "common.pt"), "user": UserError("a wrong key"),
-          "defect": KeyError("lost")}
-try:
-    with Watchdog(environment, collective_timeout_s=400, heartbeat_timeout_s=60, advice=lambda: "advice") as watchdog:
-        watchdog.start(store)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=400))
-        with together():
-            if rank == failing:
-                raise errors[kind]
-            dist.barrier()
-except UserError as error:
-    print(f"mrl: error: {error}", file=sys.stderr)
-    sys.exit(2)
-"""
+COLLECTIVE = timedelta(seconds=400)
 SECONDS = 120
-"""ALONE_S, the alarm, the others' leave, the import of torch on a busy machine; the collective's own time is 400 s."""
+"""ALONE_S, the alarm, the others' leave, a busy machine; the collective's own time is 400 s."""
+
+
+def be_rank(rank, port, failing, kind, file):
+    """A rank's whole life, what it says in a file."""
+    with file.open("wb") as output:
+        os.dup2(output.fileno(), 2)
+    store = TCPStore("127.0.0.1", port, 2, is_master=rank == 0, wait_for_workers=False, timeout=COLLECTIVE)
+    environment = Environment(rank, 2, rank, 2, 1, "torchrun")
+    errors = {
+        "disk": OSError(28, "No space left on device", "common.pt"), "user": UserError("a wrong key"),
+        "defect": KeyError("lost"),
+    }  # fmt: skip
+    limits = {"collective_timeout_s": COLLECTIVE.seconds, "heartbeat_timeout_s": 60}
+    try:
+        with Watchdog(environment, **limits, advice=lambda: "advice") as watchdog:
+            watchdog.start(store)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=COLLECTIVE)
+            with together():
+                if rank == failing:
+                    raise errors[kind]
+                dist.barrier()
+    except UserError as error:
+        sys.stderr.write(f"mrl: error: {error}\n")
+        sys.exit(2)
 
 
 @pytest.mark.parametrize(
@@ -48,15 +53,19 @@ SECONDS = 120
         (1, "defect", 70, "KeyError: 'lost'"),
     ],
 )
-def test_it_ends_all_ranks_with_one_message(failing, kind, status, said):
-    port = str(free_port())
-    words = [port, str(failing), kind]
+def test_it_ends_all_ranks_with_one_message(failing, kind, status, said, tmp_path):
+    port, files = free_port(), [tmp_path / f"rank{rank}.txt" for rank in range(2)]
     began = time.monotonic()
     ranks = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(rank), *words], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
+        forks(PRELOAD).Process(target=be_rank, args=(rank, port, failing, kind, file))
+        for rank, file in enumerate(files)
     ]
-    told = [each.communicate(timeout=200)[1] for each in ranks]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(SECONDS)
+        each.kill()
+    told = "".join(file.read_text() for file in files)
     assert time.monotonic() - began < SECONDS, told
-    assert [each.returncode for each in ranks] == [status] * 2, told
-    assert "".join(told).count("mrl: error") == 1 and said in "".join(told), told
+    assert [each.exitcode for each in ranks] == [status] * 2, told
+    assert told.count("mrl: error") == 1 and said in told, told

@@ -123,7 +123,7 @@ class PromptEncoder:
             return value
         if isinstance(value, float) and value.is_integer():
             return str(int(value))
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        if type(value) is int or (isinstance(value, float) and math.isfinite(value)):
             return str(value)
         if key == VERL_ANSWER:
             return json.dumps(value, ensure_ascii=False, default=str)

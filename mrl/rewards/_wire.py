@@ -87,7 +87,7 @@ def read(line: bytes, key: int, num_calls: int) -> Answer | None:
                 return Answer(ended=ended)
             case {"key": _, "serial": int(serial), "outcomes": [*outcomes]} if len(outcomes) == num_calls:
                 return Answer(serial=serial, outcomes=tuple(map(_outcome, outcomes)))
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         pass
     return None
 

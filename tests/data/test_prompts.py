@@ -163,7 +163,16 @@ def test_parquet_with_messages_and_nested_answers_reads_like_jsonl(tmp_path, cha
 
 
 @pytest.mark.parametrize(
-    ("answer", "text"), [(49, "49"), (49.0, "49"), (0.5, "0.5"), ("049", "049"), (None, None), (-3, "-3")]
+    ("answer", "text"),
+    [
+        (49, "49"),
+        (49.0, "49"),
+        (0.5, "0.5"),
+        ("049", "049"),
+        (None, None),
+        (-3, "-3"),
+        pytest.param(10**400, "1" + "0" * 400, id="401 digits"),
+    ],
 )
 def test_answers_are_strings(tmp_path, digits, answer, text):
     assert only(digits, tmp_path, {"prompt": "1", "answer": answer}).answer == text

@@ -1,0 +1,28 @@
+"""What a line from a worker's pipe is taken for."""
+
+import json
+import math
+
+import pytest
+
+from mrl.rewards import _wire
+
+KEY = 7
+OUTCOME = {"value": 1.0, "error": "", "lost": False, "facts": {}}
+
+
+def line(**changed):
+    return json.dumps({"key": KEY, "serial": 0, "outcomes": [OUTCOME | changed]}).encode()
+
+
+def test_an_answer_is_read():
+    assert _wire.read(line(), KEY, 1).outcomes[0].value == 1.0
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"value": 10**400}, {"value": math.nan}, {"value": "1"}, {"facts": {"a": 10**400}}, {"facts": 3}, {"error": 1}],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_what_no_worker_writes_is_not_believed(changed):
+    assert _wire.read(line(**changed), KEY, 1) is None

@@ -25,9 +25,9 @@ from mrl.rollout.exchange import StepBatch, pack
 from mrl.rollout.replicas import generate
 from mrl.rollout.table import gather_facts, gather_table, outcomes
 from mrl.run.job import Job
+from mrl.run.learning_rate import learning_rate
 from mrl.run.opening import open_job
 from mrl.run.prepare import prepare
-from mrl.run.schedule import learning_rate
 from mrl.run.supervised import supervised_batch
 from mrl.run.warm_start import begin_warm_start
 from mrl.survival.stop import Stop

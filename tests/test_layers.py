@@ -79,7 +79,7 @@ def test_readme_tells_every_room_in_the_order_of_the_layers():
 def test_readme_and_a_room_say_the_same_of_it():
     words = {name: text for _, name, end, text in rows_of_readme() if end == "/"}
     docs = {path.parent.name: ast.get_docstring(tree_of(path)) or "" for path in PACKAGE.glob("*/__init__.py")}
-    said = {name: doc.partition("\n\n")[0].removesuffix(".") for name, doc in docs.items()}
+    said = {name: " ".join(doc.partition("\n\n")[0].split()).removesuffix(".") for name, doc in docs.items()}
     assert {name: text[:1].lower() + text[1:] for name, text in said.items()} == {
         name: text[:1].lower() + text[1:] for name, text in words.items()
     }

@@ -1,1 +1,1 @@
-"""Prompts from files or made by a task, tokenizers and chat templates, shuffling, packing into microbatches."""
+"""Prompts from files or made by a task, in an order that a resume repeats (`prompts.py`); tokenizers; packing."""

@@ -1,7 +1,7 @@
 """How long a run is: its steps, by number or by passes over the data, and the optimizer steps in them.
 
 Owns `train.num_steps`, `train.num_epochs` and `actor.ppo_epochs` as counts. The end by passes is asked of the prompt
-stream itself (`run/schedule.py`), since dropped prompts and dynamic sampling use it up faster than steps do.
+stream itself, since dropped prompts and dynamic sampling use it up faster than steps do.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 
-from mrl.config import Config
+from mrl.config import Config, TrainConfig
 from mrl.errors import UserError
 
 UNASKED_STEPS = 100
@@ -57,3 +57,17 @@ def optimizer_steps(config: Config) -> int | None:
     """Of the whole run, the warm start aside; None while `train.num_steps` is open."""
     steps = config.train.num_steps
     return None if steps is None else steps * config.actor.ppo_epochs * minibatches_of_a_step(config)
+
+
+def is_over(train: TrainConfig, step: int, *, position: int, num_rows: int) -> bool:
+    """Whether a run ends after so many steps: it has its number, or less than a batch of its epochs is left.
+
+    Args:
+        train: Of the config.
+        step: The last one that is done.
+        position: Prompts that were drawn.
+        num_rows: Of a pass over the training data.
+    """
+    if train.num_epochs is not None and prompts_of(train.num_epochs, num_rows) - position < train.batch_size:
+        return True
+    return train.num_steps is not None and step >= train.num_steps

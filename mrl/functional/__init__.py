@@ -1,4 +1,4 @@
-"""Formulas on tensors: log-probabilities, advantages, KL estimates, policy losses, importance ratios, sampling.
+"""Formulas: log-probabilities, advantages, KL estimates, losses, importance ratios, sampling, the learning rate.
 
 They know no process and no config: torch only.
 """

@@ -1,49 +1,20 @@
-"""The optimizer of the actor: Megatron's AdamW over fp32 master weights, and its learning rate.
+"""The optimizer of the actor: Megatron's AdamW over fp32 master weights.
 
-Owns how config becomes Megatron's optimizer, and the schedule. What a checkpoint holds of it is in `checkpoint.py`.
+Owns how config becomes Megatron's optimizer. What a checkpoint holds of it is in `optimizer_state.py`; its learning
+rate is in `functional/learning_rate.py`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
 from mrl.config import ActorConfig
-
-
-@dataclass(frozen=True)
-class LearningRate:
-    """Linear warm-up from 0, then constant, or down to `minimum` at the last step.
-
-    Attributes:
-        peak: After warm-up.
-        minimum: At the end of linear and cosine.
-        shape: After warm-up.
-        warmup_steps: Optimizer steps of the warm-up.
-        num_steps: Optimizer steps in all.
-    """
-
-    peak: float
-    minimum: float
-    shape: Literal["constant", "linear", "cosine"]
-    warmup_steps: int
-    num_steps: int
-
-    def at(self, step: int) -> float:
-        """The rate of optimizer step `step`, counted from 0."""
-        if step < self.warmup_steps:
-            return self.peak * (step + 1) / self.warmup_steps
-        if self.shape == "constant":
-            return self.peak
-        progress = min(1.0, (step - self.warmup_steps) / max(1, self.num_steps - 1 - self.warmup_steps))
-        factor = 1 - progress if self.shape == "linear" else (1 + math.cos(math.pi * progress)) / 2
-        return self.minimum + (self.peak - self.minimum) * factor
 
 
 def build_optimizer(chunks: list[Any], actor: ActorConfig, *, bf16: bool, dtype: Any) -> Any:

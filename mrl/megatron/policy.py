@@ -21,13 +21,14 @@ from mrl.config import Config
 from mrl.distributed.collectives import from_rank
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
+from mrl.functional.learning_rate import LearningRate
 from mrl.functional.logprobs import Distribution
 from mrl.functional.mismatch import mismatch_metrics, mismatch_sums
 from mrl.functional.sampling import keep_threshold
 from mrl.megatron.model import build_chunks, named_tensors, uses_te
 from mrl.megatron.moe import load_balance
 from mrl.megatron.offload import PARTS, Offload, Part
-from mrl.megatron.optimizer import LearningRate, build_optimizer, optimizer_tensors
+from mrl.megatron.optimizer import build_optimizer, optimizer_tensors
 from mrl.megatron.schedule import Microbatch, Schedule
 from mrl.models.base import ArchSpec
 from mrl.types import RolloutBatch

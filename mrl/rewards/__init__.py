@@ -1,1 +1,1 @@
-"""Reward functions, one file each; calling your own, verl's or TRL's in worker processes under a time limit."""
+"""Reward functions, one file each; yours run in workers with limits of time (`_remote.py`), memory (`_keeper.py`)."""

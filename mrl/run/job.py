@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mrl.data.steps import is_over
 from mrl.distributed.collectives import sum_over
 from mrl.distributed.groups import ProcessGroups
 from mrl.megatron.policy import Policy
@@ -18,12 +19,12 @@ from mrl.rewards.scorer import Scorer, part_names
 from mrl.rollout.replicas import LengthHistory
 from mrl.run.actor_weights import ActorWeights
 from mrl.run.commits import Commits
+from mrl.run.learning_rate import learning_rate
 from mrl.run.prepare import Plan
 from mrl.run.progress import Progress
 from mrl.run.rates import Rates
 from mrl.run.reference import Reference
 from mrl.run.sampler import Sampler
-from mrl.run.schedule import is_over, learning_rate
 from mrl.run.training_state import TrainingState
 from mrl.run_folder.checkpoint import Checkpoints, Found
 
@@ -103,7 +104,9 @@ class Job:
 
     def is_last(self, step: int) -> bool:
         """Whether the run ends after so many steps; not if the next one is done and has no line in the log yet."""
-        return self.progress.unlogged(step + 1) is None and is_over(self.config.train, self.state.source, step)
+        source = self.state.source
+        over = is_over(self.config.train, step, position=source.position, num_rows=source.num_rows)
+        return over and self.progress.unlogged(step + 1) is None
 
     def refit_if_stale(self) -> dict[str, float]:
         """Collective over the job: see `Sampler.refit_if_stale`."""

@@ -8,7 +8,7 @@ from mrl.config import AlgorithmConfig
 from mrl.data.prompts import PromptSource, load_training
 from mrl.distributed.collectives import together
 from mrl.run.job import Job
-from mrl.run.schedule import warm_start_learning_rate
+from mrl.run.learning_rate import warm_start_learning_rate
 from mrl.run.training_state import not_of_a_run
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from mrl.algorithms.base import build
 from mrl.config import ActorConfig, AlgorithmConfig, Config, ModelConfig, ParallelConfig, RolloutConfig
 from mrl.distributed.groups import ProcessGroups
+from mrl.functional.learning_rate import LearningRate
 from mrl.grid import Grid
 from mrl.megatron import parallel
-from mrl.megatron.optimizer import LearningRate
 from mrl.megatron.policy import Policy
 from mrl.models.base import ArchSpec
 from mrl.models.presets import arch_from_preset

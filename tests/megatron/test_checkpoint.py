@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mrl.errors import UserError
+from mrl.functional.learning_rate import LearningRate
 from mrl.megatron import checkpoint
-from mrl.megatron.optimizer import LearningRate
 from tests.megatron.actors import ARCHS, CONSTANT, LAYOUTS, full_weights, make_policy, train
 from tests.ranks import run_ranks
 

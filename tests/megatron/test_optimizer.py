@@ -1,41 +1,14 @@
-"""The learning rate by hand; the steps of the optimizer against torch's AdamW."""
+"""The steps of the optimizer against torch's AdamW."""
 
 import pytest
 import torch
 
-from mrl.megatron.optimizer import LearningRate
 from tests.megatron.actors import ARCHS, LAYOUTS, PEAK, make_policy, train
 from tests.ranks import run_ranks
 
-EXACT = 1e-12  # fp64
 ROUNDING = 2e-7  # fp32 weights of order 1, three steps of 1e-3 in another order of operations
 STEPS = 3
 SETTINGS = {"adam_beta1": 0.7, "adam_beta2": 0.6, "adam_eps": 1e-3, "weight_decay": 0.3}
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        ("constant", [2.5, 5.0, 7.5, 10.0, 10.0, 10.0, 10.0, 10.0]),
-        ("linear", [2.5, 5.0, 7.5, 10.0, 10.0, 7.0, 4.0, 1.0]),
-        ("cosine", [2.5, 5.0, 7.5, 10.0, 10.0, 7.75, 3.25, 1.0]),
-    ],
-)
-def test_warm_up_is_linear_and_the_last_step_has_the_minimum(shape, expected):
-    rate = LearningRate(10.0, 1.0, shape, warmup_steps=4, num_steps=8)
-    assert [rate.at(step) for step in range(8)] == pytest.approx(expected, rel=EXACT)
-
-
-@pytest.mark.parametrize("shape", ["linear", "cosine"])
-def test_behind_the_last_step_the_minimum_stays(shape):
-    rate = LearningRate(10.0, 1.0, shape, warmup_steps=0, num_steps=3)
-    assert rate.at(0) == 10.0
-    assert rate.at(2) == pytest.approx(1.0, rel=EXACT)
-    assert rate.at(50) == pytest.approx(1.0, rel=EXACT)
-
-
-def test_a_schedule_of_one_step_starts_at_the_peak():
-    assert LearningRate(10.0, 1.0, "linear", 0, 1).at(0) == 10.0
 
 
 def distance_to_torch(settings):

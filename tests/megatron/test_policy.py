@@ -9,8 +9,8 @@ import torch
 from mrl.algorithms.base import build
 from mrl.config import AlgorithmConfig, RolloutConfig
 from mrl.errors import UserError
+from mrl.functional.learning_rate import LearningRate
 from mrl.grid import Grid
-from mrl.megatron.optimizer import LearningRate
 from tests.megatron.actors import (
     ARCHS,
     CONSTANT,

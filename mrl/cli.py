@@ -251,8 +251,8 @@ def _from_verl(arguments: argparse.Namespace) -> None:
     from mrl.from_verl.line import read
     from mrl.from_verl.translate import translate
 
-    words, output = list(arguments.words_of_verl), None
-    if "-o" in words[:-1]:
+    words, output = list(arguments.words_of_verl), arguments.output
+    if "-o" in words[:-1]:  # behind the file
         at = words.index("-o")
         output = words[at + 1]
         del words[at : at + 2]
@@ -388,8 +388,9 @@ def _doctor_words(parser: argparse.ArgumentParser) -> None:
 
 
 def _from_verl_words(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--output", metavar="FILE", help="where the config goes; default: the terminal")
     parser.add_argument(
-        "words_of_verl", metavar="[-o FILE] FILE|WORD", nargs=argparse.REMAINDER,
+        "words_of_verl", metavar="FILE|WORD", nargs=argparse.REMAINDER,
         help="verl's config file, a script that starts it, or its command line",
     )  # fmt: skip
     parser.set_defaults(command=_from_verl)

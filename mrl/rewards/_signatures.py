@@ -137,7 +137,7 @@ class VerlBatch(Verl):
 
 
 class Trl(Signature):
-    """TRL's reward function; the other columns of the row go to it as lists of one."""
+    """TRL's reward function; the other columns of the row go to it as lists of one, and the answer."""
 
     style = "TRL"
 
@@ -156,7 +156,7 @@ class Trl(Signature):
         chat = not isinstance(sample.question, str)
         said = [{"role": "assistant", "content": sample.text}] if chat else sample.text
         names = {name for name in sample.row if name not in ("prompt", "completion", "completion_ids")}
-        many: Arguments = {name: [sample.row[name]] for name in names}
+        many: Arguments = {"answer": [sample.answer]} | {name: [sample.row[name]] for name in names}
         many |= {"prompts": [sample.question], "completions": [said], "completion_ids": [list(sample.response_ids)]}
         many |= {"log_metric": self._log_metric, "log_extra": self._log_extra}
         return {**self._taken(many), **self._kwargs}

@@ -2,8 +2,8 @@
 
 A reward is a file in this folder that defines
 
-- `REWARD`, the function, and
-- `IN_PROCESS`: True where it is quick and cannot hang whatever the model writes, so that it needs no worker process;
+- `REWARD`, the function, and perhaps
+- `IN_PROCESS = True`, where it is quick and cannot hang whatever the model writes, so that it needs no worker process;
 
 or any importable function of the same signature, named "package.module:function", which always runs in a worker.
 Nothing here runs model output. Scoring with time limits is in `scorer.py`. This folder's functions and `_worker.py`

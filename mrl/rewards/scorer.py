@@ -164,7 +164,7 @@ class Scorer:
 
 def _runs_in_process(name: str) -> bool:
     """Whether a built-in says so of itself; a dotted path is foreign code and never does."""
-    return not is_own(name) and bool(registry.find("rewards", name, "IN_PROCESS"))
+    return not is_own(name) and bool(registry.find("rewards", name, "IN_PROCESS", default=False))
 
 
 def part_names(config: RewardConfig) -> list[str]:

@@ -22,7 +22,10 @@ def names(folder: str) -> list[str]:
     return sorted(name for name in found if name != "base" and not name.startswith("_"))
 
 
-def find(folder: str, name: str, attribute: str) -> Any:
+_REQUIRED = object()
+
+
+def find(folder: str, name: str, attribute: str, default: Any = _REQUIRED) -> Any:
     """The attribute of plugin `name` in `mrl/<folder>`, or what a path to code of a user's own names.
 
     Raises:
@@ -39,6 +42,6 @@ def find(folder: str, name: str, attribute: str) -> Any:
         hint = f" Did you mean '{near[0]}'?" if near else ""
         raise UserError(f"{folder}: there is no '{name}'.{hint} Known: {', '.join(known)}, or a path {own_code.FORMS}.")
     module = importlib.import_module(f"mrl.{folder}.{name}")
-    if not hasattr(module, attribute):
+    if not hasattr(module, attribute) and default is _REQUIRED:
         raise UserError(f"{folder}: '{name}' is no plugin: mrl/{folder}/{name}.py defines no {attribute}.")
-    return getattr(module, attribute)
+    return getattr(module, attribute, default)

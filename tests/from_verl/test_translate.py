@@ -119,14 +119,22 @@ python3 -m verl.trainer.main_ppo "${DATA[@]}" actor_rollout_ref.model.path=$MODE
 """
 
 
-def test_a_script_is_expanded_and_nothing_in_it_is_started(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("words", [["run.sh", "-o", "run.yaml"], ["-o", "run.yaml", "run.sh"]], ids=["behind", "first"])
+def test_a_script_is_expanded_and_nothing_in_it_is_started(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.sh").write_text(SCRIPT)
-    assert main(["from-verl", "run.sh", "-o", "run.yaml"]) == 0
+    assert main(["from-verl", *words]) == 0
     config = load(tmp_path / "run.yaml")
     assert config.data.train_files[1].endswith("b c.parquet") and config.train.num_epochs == 2
     assert "mrl train CONFIG" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.sh", "run.yaml"]
+
+
+def test_the_line_of_readme_works(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=a.parquet"
+    assert main(["from-verl", "-o", "my_run.yaml", *line.split(), "actor_rollout_ref.model.path=tiny"]) == 0
+    assert load(tmp_path / "my_run.yaml").algorithm.name == "grpo"
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,9 @@ def sometimes(completions, completion_ids, extra_info, log_metric, log_extra):
 async def later(completions, **kwargs):
     return [1.0 for _ in completions]
 
+def asked(completions, answer):
+    return [float(text[0]["content"].endswith(one)) for text, one in zip(completions, answer)]
+
 def two(completions, **kwargs):
     return [1.0, 2.0]
 
@@ -165,6 +168,7 @@ def test_a_failure_of_verls_function_fails_its_sample(folder, tokenizer, functio
 def test_functions_of_trl_run_as_they_are(folder, tokenizer):
     assert [one.reward for one in scored(folder, tokenizer, f"{folder}/trls.py:mine", ["1", "3", "3"])] == [1, 0, 1]
     assert [one.reward for one in scored(folder, tokenizer, f"{folder}/trls.py:later", ["1"])] == [1.0]
+    assert [one.reward for one in scored(folder, tokenizer, f"{folder}/trls.py:asked", ["1", "3"])] == [1, 0]
 
 
 def test_no_opinion_of_a_trl_function_counts_nothing_and_its_logs_are_facts(folder, tokenizer):

@@ -69,7 +69,7 @@ def open_wandb(opening: Opening) -> WandB | None:
     except ImportError as error:
         raise UserError(
             f"observe.wandb_project is '{opening.config.observe.wandb_project}', and the package 'wandb' is not "
-            "installed. Run `pip install mrl[wandb]`, or set observe.wandb_project=null."
+            "installed. Run `pip install wandb`, or set observe.wandb_project=null."
         ) from error
     return WandB(opening, wandb)
 

@@ -224,13 +224,14 @@ class Claims:
 
     def last(self) -> Claim | None:
         """The one with the highest number; None: there is none."""
-        found = self._numbers()
-        if not found:
-            return None
-        number = max(found)
-        if found[number] == "free":
-            return Claim(number, True, None)
-        return Claim(number, False, _decode(self._path(number)))
+        while found := self._numbers():
+            number = max(found)
+            if found[number] == "free":
+                return Claim(number, True, None)
+            owner = _decode(self._path(number))
+            if owner is not None or self._numbers() == found:  # else it has been followed since it was listed
+                return Claim(number, False, owner)
+        return None
 
     def add(self, number: int, owner: Owner) -> int:
         """Adds the file of this number; 0: another job was faster.

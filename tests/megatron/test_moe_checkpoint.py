@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from mrl.functional.learning_rate import LearningRate
 from mrl.grid import Grid
 from mrl.megatron import checkpoint
-from mrl.megatron.optimizer import LearningRate
 from tests.megatron.actors import EXPERT_LAYOUTS, SHALLOW_MIXTURE, full_weights, make_policy, train
 from tests.ranks import run_ranks
 

@@ -185,6 +185,20 @@ def test_of_many_that_start_at_once_one_gets_the_folder(tmp_path):
         assert len(os.listdir(tmp_path / "owner")) == 1
 
 
+def test_a_claim_that_is_followed_while_it_is_read_is_not_one_that_cannot_be_read(tmp_path):
+    claims, ended = Claims(tmp_path / "owner"), threading.Event()
+
+    def follow():
+        for number in range(2, 200):
+            claims.add(number, this_process(1, 60))
+        ended.set()
+
+    claims.add(1, this_process(1, 60))
+    threading.Thread(target=follow).start()
+    while not ended.is_set():
+        assert claims.last().owner is not None
+
+
 VALUES = st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(), st.lists, max_leaves=3)
 
 

@@ -15,6 +15,7 @@ import importlib.machinery
 import queue
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
@@ -342,9 +343,35 @@ def _fix_jit(module: Any) -> None:
 
 
 def _fix_filesystem(module: Any) -> None:
-    # results of a synchronous save come back to this very process; the original spawns a manager process for them,
-    # which runs __main__ again and outlives a killed rank
+    # a synchronous save forks a writer for each file, which waits for ever when its rank is killed, and spawns a manager
+    # for their results, which runs __main__ again; here the files are written by threads of the rank
     module._get_write_results_queue = queue.SimpleQueue
+    writer = module.FileSystemWriterAsync
+    writer.write_preloaded_data_multiproc = staticmethod(functools.partial(_write_files, writer.write_preloaded_data))
+
+
+def _write_files(
+    write: Callable[..., None],
+    transforms: list[Any],
+    use_msc: bool,
+    rank: int,
+    buckets: list[Any],
+    results: queue.SimpleQueue[Any],
+) -> None:
+    """Writes each bucket to its file; what came of it goes into `results` as Megatron reads it from there."""
+    written: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+    unfinished: queue.Queue[int] = queue.Queue()  # each writer takes one when it is done
+    with ThreadPoolExecutor(len(buckets), "write") as threads:
+        writers = []
+        for index, bucket in enumerate(buckets):
+            unfinished.put(index)
+            given = (transforms, index, bucket, written, unfinished)
+            writers.append(threads.submit(write, *given, use_fsync=True, use_msc=use_msc))
+        for each in writers:
+            each.result()
+    found = dict(written.get() for _ in buckets)
+    failed = [result for _, result in sorted(found.items()) if isinstance(result, Exception)]
+    results.put(failed[0] if failed else found)
 
 
 _ANY_DEVICE_FIXES: dict[str, Callable[[ModuleType], None]] = {

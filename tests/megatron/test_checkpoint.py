@@ -1,18 +1,25 @@
 """The actor's checkpoint loads at any layout and training goes on with the same numbers; it cannot carry code."""
 
+import contextlib
+import errno
 import math
 import os
 import pickle
 import shutil
+import signal
+import time
 
+import psutil
 import pytest
 import torch
 
+from mrl.distributed import launch
+from mrl.distributed.local_ranks import forks
 from mrl.errors import UserError
 from mrl.functional.learning_rate import LearningRate
 from mrl.megatron import checkpoint
 from tests.megatron.actors import ARCHS, CONSTANT, LAYOUTS, full_weights, make_policy, train
-from tests.ranks import run_ranks
+from tests.ranks import PRELOAD, RankError, run_ranks
 
 RELATIVE = 1e-4  # fp32 sums in another order, over two steps of Adam
 ABSOLUTE = 2e-6  # losses around zero
@@ -224,3 +231,59 @@ def test_broken_metadata_is_a_users_error(harm, copy):
 def test_a_missing_shard_is_a_users_error(copy):
     next(copy.glob("*.distcp")).unlink()
     assert "does not fit" in run_ranks(1, refusal, copy)[0]
+
+
+def killed_while_it_writes(folder):
+    os.setsid()
+    launch.start("cpu", num_threads=1)
+    policy = make_policy(ARCHS["qwen2"], LAYOUTS["single"])
+    rank = os.getpid()
+
+    def fsync(file):
+        os.kill(rank, signal.SIGKILL)
+        time.sleep(1)  # the kernel takes a moment
+
+    os.fsync = fsync
+    checkpoint.save(folder, policy)
+
+
+def test_a_rank_that_is_killed_while_it_writes_leaves_no_process(tmp_path):
+    rank = forks(PRELOAD).Process(target=killed_while_it_writes, args=(tmp_path / "actor",))
+    rank.start()
+    rank.join(60)
+    assert rank.exitcode == -signal.SIGKILL
+    assert list(tmp_path.glob("actor/*.distcp"))
+    time.sleep(1)
+    assert left_of_session(rank.pid) == []
+
+
+def left_of_session(session):
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(process.pid) == session:
+                found.append(process)
+    return found
+
+
+def test_what_a_writer_meets_is_told(tmp_path):
+    """Megatron writes with more than one writer; the second one's disk is full."""
+    with pytest.raises(RankError, match=r"OSError: \[Errno 28\] No space left on device: '.*actor'"):
+        run_ranks(1, saved_on_a_full_disk, tmp_path / "actor")
+
+
+def saved_on_a_full_disk(folder):
+    policy = make_policy(ARCHS["qwen2"], LAYOUTS["single"])
+    synced, done = os.fsync, []
+
+    def fsync(file):
+        done.append(file)
+        if len(done) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        synced(file)
+
+    os.fsync = fsync
+    try:
+        checkpoint.save(folder, policy)
+    finally:
+        os.fsync = synced

@@ -343,8 +343,8 @@ def _fix_jit(module: Any) -> None:
 
 
 def _fix_filesystem(module: Any) -> None:
-    # a synchronous save forks a writer for each file, which waits for ever when its rank is killed, and spawns a manager
-    # for their results, which runs __main__ again; here the files are written by threads of the rank
+    # a synchronous save forks a writer for each file, which waits for ever when its rank is killed, and spawns a
+    # manager for their results, which runs __main__ again; here the files are written by threads of the rank
     module._get_write_results_queue = queue.SimpleQueue
     writer = module.FileSystemWriterAsync
     writer.write_preloaded_data_multiproc = staticmethod(functools.partial(_write_files, writer.write_preloaded_data))

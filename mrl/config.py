@@ -284,6 +284,11 @@ class RolloutConfig:
     val_kwargs: ValConfig = field(default_factory=ValConfig)
     checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, prompt and response."""
+        return self.max_model_len or self.prompt_length + self.response_length
+
 
 @dataclass(frozen=True)
 class OverlongConfig:

@@ -183,7 +183,7 @@ def start(
     from torch._C._distributed_c10d import HashStore
 
     from mrl.distributed import device as device_module
-    from mrl.distributed import objects, rendezvous
+    from mrl.distributed import gloo, objects, rendezvous
 
     env = environment()
     kind = choose_device(device)
@@ -201,6 +201,7 @@ def start(
         _set_until_stop(NCCL_INTERFACE, name)
     device_module.prepare(kind)
     objects.install()
+    gloo.share_device(name)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if env.world_size == 1:

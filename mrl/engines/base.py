@@ -116,7 +116,7 @@ class EngineSpec:
     @property
     def max_len(self) -> int:
         """Tokens of the longest sequence."""
-        return self.config.max_model_len or self.config.prompt_length + self.config.response_length
+        return self.config.longest
 
     def check_ids(self, prompt: Prompt) -> None:
         """Raises UserError where a token of a prompt is none of the model's."""

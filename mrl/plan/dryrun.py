@@ -14,7 +14,6 @@ from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.plan.engine_memory import engine_layouts
 from mrl.plan.memory import num_parameters, stage_memory
-from mrl.preflight.rollout import max_model_len
 from mrl.preflight.world_size import WorldSize
 from mrl.run.prepare import Resolved, check_run, check_run_folder
 from mrl.weights.megatron import megatron_layouts
@@ -75,7 +74,7 @@ def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
     )
     warm = train.warm_start.num_steps
     yield "steps", f"{_steps(train)} of {config.algorithm.name}" + (f" after {warm} supervised" if warm else "")
-    each = max_model_len(config)
+    each = config.rollout.longest
     supervised = found.algorithm.supervised
     num_samples = train.batch_size * (1 if supervised else rollout.n)
     product = "examples" if supervised else f"prompts x {rollout.n} samples = {num_samples:,} sequences"
@@ -117,7 +116,7 @@ def _steps(train: TrainConfig) -> str:
 
 def _num_microbatches(found: Resolved, num_sequences: int) -> int:
     """Of the longest sequences, whole ones in each; an interleaved pipeline needs a multiple of its stages."""
-    together = found.config.actor.max_tokens_per_microbatch // max_model_len(found.config)
+    together = found.config.actor.max_tokens_per_microbatch // found.config.rollout.longest
     count = math.ceil(num_sequences / max(1, together))
     multiple = found.grid.pp if found.grid.vpp > 1 else 1
     return -(-count // multiple) * multiple

@@ -19,7 +19,6 @@ from mrl.plan.engine_memory import Device
 from mrl.plan.memory import StageMemory, memory_by_stage
 from mrl.preflight import preflight
 from mrl.preflight.parallel import grid_of
-from mrl.preflight.rollout import max_model_len
 from mrl.run.prepare import Resolved
 
 GB = 1e9
@@ -219,7 +218,7 @@ def _knobs(config: Config, grid: Grid, hardware: Hardware) -> Iterator[list[Over
     if not (actor.grad_offload and actor.optimizer_offload and actor.param_offload):
         yield [dict.fromkeys(offloads[:count], True) for count in (1, 2, 3)]
     yield [{"actor.recompute": name} for name in RECOMPUTE[RECOMPUTE.index(actor.recompute) + 1 :]]
-    longest = max_model_len(config)
+    longest = config.rollout.longest
     smaller = (actor.max_tokens_per_microbatch // part for part in (2, 4, 8))
     yield [{"actor.max_tokens_per_microbatch": size} for size in smaller if size >= longest]
     wider = [2**power for power in range(1, 8)]

@@ -11,7 +11,6 @@ from mrl.config import Config
 from mrl.errors import UserError
 from mrl.formats.trtllm_engine import Wanted, mismatches, read_engine_folder
 from mrl.models.base import ArchSpec
-from mrl.preflight.rollout import max_model_len
 
 
 def wanted_engine(config: Config, arch: ArchSpec) -> Wanted:
@@ -25,7 +24,7 @@ def wanted_engine(config: Config, arch: ArchSpec) -> Wanted:
         dtype=rollout.dtype or config.model.dtype,
         batch_size=rollout.max_num_seqs,
         input_len=rollout.prompt_length,
-        seq_len=max_model_len(config),
+        seq_len=config.rollout.longest,
         num_tokens=rollout.max_num_batched_tokens,
     )
 

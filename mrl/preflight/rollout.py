@@ -1,6 +1,6 @@
 """Refuses lengths and sampling settings that do not go together, or not with the engine or the model.
 
-Owns the rules of `rollout` and the length of the longest sequence. The engines' own limits stand with them
+Owns the rules of `rollout`. The engines' own limits stand with them
 (`engines/trtllm/fields.py`), those of built engines in `engine.py`. It imports no torch.
 """
 
@@ -14,17 +14,11 @@ from mrl.models.base import ArchSpec
 from mrl.schema import own_code, registry
 
 
-def max_model_len(config: Config) -> int:
-    """Longest sequence of a run, prompt and response, tokens."""
-    rollout = config.rollout
-    return rollout.max_model_len or rollout.prompt_length + rollout.response_length
-
-
 def length_rules(config: Config) -> Iterator[str]:
     """A message for each length that leaves no room for another."""
     rollout = config.rollout
     both = rollout.prompt_length + rollout.response_length
-    longest = max_model_len(config)
+    longest = config.rollout.longest
     if longest < both:
         yield (
             f"rollout.max_model_len={longest} is below rollout.prompt_length={rollout.prompt_length} + "
@@ -44,7 +38,7 @@ def length_rules(config: Config) -> Iterator[str]:
 
 def position_rules(config: Config, arch: ArchSpec) -> Iterator[str]:
     """A message where sequences are longer than the model can read."""
-    longest = max_model_len(config)
+    longest = config.rollout.longest
     if longest > arch.max_position_embeddings:
         yield (
             f"sequences of {longest} tokens (rollout.max_model_len, or rollout.prompt_length + "

@@ -31,7 +31,6 @@ from mrl.models.base import ArchSpec
 from mrl.models.hf_config import family_of
 from mrl.models.presets import PRESETS
 from mrl.preflight import preflight
-from mrl.preflight.rollout import max_model_len
 from mrl.run.prepare import Resolved
 
 SAMPLES = 4
@@ -84,9 +83,9 @@ def shrunk_config(config: Config, found: Resolved, sizes: Sizes, folder: Path) -
     rollout = _rollout(config.rollout, sizes)
     actor, observe = config.actor, config.observe
     train = _train(config, sizes.grid, rollout)
-    longest = max_model_len(replace(config, rollout=rollout))
+    longest = rollout.longest
     rounds = config.algorithm.max_sampling_rounds
-    several = config.actor.max_tokens_per_microbatch >= 2 * max_model_len(config)
+    several = config.actor.max_tokens_per_microbatch >= 2 * config.rollout.longest
     shrunk = replace(
         config,
         run=replace(

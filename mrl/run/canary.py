@@ -96,8 +96,7 @@ def prompts_of(arch: ArchSpec, rollout: RolloutConfig) -> list[Prompt]:
 
 def sampling_of(rollout: RolloutConfig) -> SamplingConfig:
     """Greedy, at temperature 1 and without truncation: every engine scores that exactly."""
-    longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-    room = longest - min(PROMPT_LEN, rollout.prompt_length)
+    room = rollout.longest - min(PROMPT_LEN, rollout.prompt_length)
     return SamplingConfig(n=1, max_tokens=min(MAX_TOKENS, rollout.response_length, room), greedy=True, ignore_eos=True)
 
 

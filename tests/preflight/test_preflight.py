@@ -5,7 +5,6 @@ import pytest
 from mrl.errors import UserError
 from mrl.preflight.parallel import grid_of
 from mrl.preflight.preflight import check, check_config
-from mrl.preflight.rollout import max_model_len
 from tests.preflight.runs import ARCH, make, refusal
 
 
@@ -17,7 +16,7 @@ def test_a_good_config_passes():
     check(config, ARCH, world_size=8, tokenizer_vocab_size=128)
     grid = grid_of(config, 8)
     assert (grid.tp, grid.pp, grid.vpp, grid.dp, grid.num_replicas) == (2, 2, 2, 2, 2)
-    assert max_model_len(config) == 24
+    assert config.rollout.longest == 24
 
 
 def test_all_broken_rules_are_told_at_once():

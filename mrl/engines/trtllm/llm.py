@@ -60,7 +60,7 @@ def arguments(config: RolloutConfig, arch: ArchSpec, dtype: torch.dtype, feature
         "max_batch_size": config.max_num_seqs,
         "max_num_tokens": config.max_num_batched_tokens,
         "max_input_len": config.prompt_length,
-        "max_seq_len": config.max_model_len or config.prompt_length + config.response_length,
+        "max_seq_len": config.longest,
         "kv_cache_config": KvCacheConfig(
             enable_block_reuse=config.enable_prefix_caching, free_gpu_memory_fraction=config.gpu_memory_utilization
         ),

@@ -198,10 +198,11 @@ def test_config_command_line_and_preflight_import_no_torch(module):
     assert not {"torch", "megatron", "transformers"} & modules_loaded_by(module)
 
 
-def test_training_imports_no_wandb():
-    pytest.importorskip("wandb")
+@pytest.mark.parametrize("package", ["wandb", "tensorboard"])
+def test_training_imports_no_logger(package):
+    pytest.importorskip(package)
     loaded = modules_loaded_by("mrl.train")
-    assert "megatron" in loaded and "wandb" not in loaded
+    assert "megatron" in loaded and package not in loaded
 
 
 def test_each_guard_reads_the_whole_package():

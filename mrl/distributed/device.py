@@ -32,6 +32,8 @@ _CUDA_TYPE_NAMES = {
     "torch.HalfTensor": "torch.cuda.HalfTensor",
     "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
 }
+_UNUSED = ("wandb", "tensorboard")
+"""What Megatron imports where it can, for an inference engine and for timers that mrl has no use for."""
 _prepared: str | None = None
 
 
@@ -79,7 +81,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         self._own_torch = own_torch
 
     def exec_module(self, module: ModuleType) -> None:
-        with _not_installed("wandb"):  # for an inference engine of Megatron's; a fifth of what its import takes
+        with _not_installed(*_UNUSED):
             super().exec_module(module)
         if self._own_torch is not None and module.__dict__.get("torch") is torch:
             module.__dict__["torch"] = self._own_torch
@@ -88,15 +90,14 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 @contextlib.contextmanager
-def _not_installed(name: str) -> Iterator[None]:
+def _not_installed(*names: str) -> Iterator[None]:
     """Inside, an optional package that is not imported yet cannot be."""
-    hides = name not in sys.modules
-    if hides:
-        sys.modules[name] = None  # type: ignore[assignment]
+    hidden = [name for name in names if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         yield
     finally:
-        if hides:
+        for name in hidden:
             del sys.modules[name]
 
 

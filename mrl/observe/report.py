@@ -28,6 +28,9 @@ from mrl.run_folder.run_dir import RunDir, flat, read_facts
 EDGE_STEPS = 5
 """Headline rewards are means over this many first and last steps."""
 
+FEWEST_DRAWN = 3
+"""Points of a metric that stands in no chart of its own: fewer are written, not drawn."""
+
 ACCURACY = "val/accuracy"
 ROUNDING = 1e-6
 """Two lines that are closer everywhere are drawn as one."""
@@ -379,14 +382,34 @@ def _when(row: Mapping[str, Any]) -> str:
 
 
 def _rest(history: History) -> str:
-    """Every metric that no chart above shows, small, folded away."""
+    """Every metric that no chart above shows, small, folded away; what does not move is a row of a table."""
     drawn = (LEARNING, by_data_set(history.steps), POLICY, MISMATCH, SPEED)
     shown = {name for part in drawn for _, lines in part for _, name in lines}
-    columns = history.steps | history.times
-    figures = [
-        line_chart(name, [Series(name, points, dots=name.startswith("val/"))])
-        for name, points in sorted(columns.items())
-        if name not in shown and not name.startswith(("refit/", "timing_s/", "training/global_step"))
-    ]
-    body = grid(figures, 3)
-    return f"<details><summary>All other metrics ({len(figures)})</summary>{body}</details>" if body else ""
+    hidden = ("refit/", "timing_s/", "training/global_step")
+    columns = {
+        name: points
+        for name, points in sorted((history.steps | history.times).items())
+        if name not in shown and not name.startswith(hidden) and points
+    }
+    still = {name: points for name, points in columns.items() if _is_still(points)}
+    body = grid(
+        [
+            line_chart(name, [Series(name, points, dots=name.startswith("val/"))])
+            for name, points in columns.items()
+            if name not in still
+        ],
+        3,
+    )
+    if still:
+        rows = [cell(name) + cell(", ".join(_values(points))) for name, points in still.items()]
+        body += table(("metric", "value"), rows)
+    return f"<details><summary>All other metrics ({len(columns)})</summary>{body}</details>" if body else ""
+
+
+def _values(points: Sequence[Point]) -> list[str]:
+    """In order, each once."""
+    return list(dict.fromkeys(f"{y:.4g}" for _, y in points))
+
+
+def _is_still(points: Sequence[Point]) -> bool:
+    return len(points) < FEWEST_DRAWN or len(_values(points)) == 1

@@ -82,6 +82,15 @@ def test_the_page_says_what_happened(whole):
         assert title in page.figures(), title
 
 
+def test_a_metric_that_does_not_move_is_written_and_one_that_moves_is_drawn(tmp_path):
+    with logging(tmp_path, num_steps=4) as (run, log):
+        for step in range(1, 5):
+            log.step(step, metrics_of(step) | {"actor/lr": 0.5, "response/abort_ratio": step / 8})
+    page = Page(write_report(run.root))
+    assert "actor/lr 0.5 " in " ".join(page.words.split()) and "actor/lr" not in page.figures()
+    assert "response/abort_ratio" in page.figures()
+
+
 def test_time_counts_the_warm_start(whole):
     words = Page(write_report(whole.root)).words
     # two warm-start steps of 0.5 s; six steps of 0.35 s, of which 0.2 s sampling

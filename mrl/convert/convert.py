@@ -3,7 +3,7 @@
 Owns `convert`: each file of the target is filled tensor by tensor from the source, which may have another format and
 another parallel layout; neither knows the other. At most two tensors of the target are in memory (`filler.py`).
 The work is restartable and shared between processes by `files/partial_folder.py`; the
-manifest, `manifest.json` beside the weights, holds the hashes of both sides and the bijection (`proof.py`).
+manifest, `manifest.json` beside the weights, holds the hashes of both sides and the bijection (`layout_proof.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mrl import __version__
 from mrl.convert.filler import PART_ELEMENTS, Filler
-from mrl.convert.proof import Proof, prove
+from mrl.convert.layout_proof import Proof, prove
 from mrl.errors import UserError
 from mrl.files.output_file import hash_file
 from mrl.files.partial_folder import MANIFEST, PartialFolder, disk_errors

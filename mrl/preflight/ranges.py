@@ -1,7 +1,7 @@
 """Refuses numbers out of their range, and values that this version cannot take.
 
-Owns what each number outside `algorithm` may be (`RANGES`) and the fields that take one value (`FIXED`). It imports no
-torch.
+Owns what each number outside `algorithm` may be (`RANGES`) and the fields that take one value (`FIXED`); an algorithm
+names its own ranges (`algorithms/base.py`). It imports no torch.
 """
 
 from __future__ import annotations

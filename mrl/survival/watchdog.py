@@ -2,7 +2,7 @@
 
 Owns what the ranks tell each other beside their collectives, in a store of their own connection:
 
-    beat/R    what rank R does now (`verdict.RankState`), again every second or so
+    beat/R    what rank R does now (`blame.RankState`), again every second or so
     alarm     some rank found a reason to ask everyone: all ranks add their stacks to their beats
     end       the message and the exit status: the first one stands, and ends every rank
     speaker   who prints it, rank 0 where it still answers; said: it has
@@ -11,7 +11,7 @@ Each rank looks after itself (how long has its main thread waited in one collect
 (does it still beat? is its process still there?). So the store has a few short requests a second from each rank, and
 nobody reads the states of all before there is an alarm. Losing the store is a finding, too: the process that served it
 is gone. A rank leaves by `os._exit`, which needs no main thread; where native code keeps Python's lock, by
-faulthandler's timer, which needs no Python. Who is to blame is told by `verdict.py`.
+faulthandler's timer, which needs no Python. Who is to blame is told by `blame.py`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from mrl.distributed import token
 from mrl.distributed.collectives import RankFailedError, when_alone
 from mrl.distributed.environment import Environment
 from mrl.errors import UserError, first_line
-from mrl.survival import last_words, verdict
+from mrl.survival import blame, last_words
+from mrl.survival.blame import RankState
 from mrl.survival.ending import FAILED
 from mrl.survival.stacks import MainThread, failed_in_collective, main_stack
-from mrl.survival.verdict import RankState
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -95,7 +95,7 @@ class Watchdog:
         few = max(1.0, environment.world_size / 1000)  # so that the store's load does not grow with the ranks
         self._interval = min(few, heartbeat_timeout_s / 4, collective_timeout_s / 4)
         self._main = MainThread(on_gpu=on_gpu)
-        self._state = RankState(environment.rank, socket.gethostname(), os.getpid(), verdict.process_space())
+        self._state = RankState(environment.rank, socket.gethostname(), os.getpid(), blame.process_space())
         self._where_since = time.monotonic()
         self._next = (environment.rank + 1) % environment.world_size
         self._next_beat = -1, time.monotonic()
@@ -142,7 +142,7 @@ class Watchdog:
         else:
             self.close(type(error).__name__)
 
-    def close(self, left: str = verdict.DONE) -> None:
+    def close(self, left: str = blame.DONE) -> None:
         """Goes off watch; `left` says to the others why."""
         if self._store is None or self._closed.is_set():
             return
@@ -236,7 +236,7 @@ class Watchdog:
         state = self._read(self._next)
         if self._environment.local_rank == 0 or self._first is None:
             self._first = self._read(0)
-        if state.left == verdict.DONE:
+        if state.left == blame.DONE:
             return ""
         beat, since = self._next_beat
         if state.beat != beat:
@@ -265,12 +265,12 @@ class Watchdog:
         self._answer()
         states, gone = self._collect()
         error = reason if isinstance(reason, Exception) else None
-        if error is not None and not verdict.is_somebody_to_blame(states, gone, self._environment.world_size):
+        if error is not None and not blame.is_somebody_to_blame(states, gone, self._environment.world_size):
             text = f"{self._state} failed at {self.where()}, in a collective:\n{_traceback(error)}"
         elif reason == "the launcher is gone":
             text = f"the launcher of {self._state} is gone: process {self._parent} on that host."
         else:
-            text = verdict.judge(states, gone, self._environment.world_size)
+            text = blame.judge(states, gone, self._environment.world_size)
         self._end(text, speaker=self._environment.rank if 0 in gone else 0)
 
     def _answer(self) -> None:
@@ -308,7 +308,7 @@ class Watchdog:
             ended = True
         except psutil.Error:
             return ""
-        return verdict.GONE if ended else ""
+        return blame.GONE if ended else ""
 
     # the end
 
@@ -328,7 +328,7 @@ class Watchdog:
             if time.monotonic() > deadline:  # the one that asked is gone as well
                 states, gone = self._collect()
                 speaker = self._environment.rank if 0 in gone else 0
-                self._end(verdict.judge(states, gone, self._environment.world_size), speaker=speaker)
+                self._end(blame.judge(states, gone, self._environment.world_size), speaker=speaker)
         end = self._read_end()
         if end["status"] != FAILED and self._closed.wait(GRACE_S):
             return  # the main thread has seen the same mistake, and leaves in order
@@ -356,7 +356,7 @@ class Watchdog:
             return  # the job is done, and rank 0 was the first to leave
         text = f"{self._state}, at {self.where()}, has lost the store of the job at {self._address}: {why}."
         if self._first is not None:
-            here = verdict.ranks(range(self._environment.local_world_size))
+            here = blame.ranks(range(self._environment.local_world_size))
             what = self._ending_of(self._first) or f"is gone, or its whole host with {here}"
             last = (
                 f"It was last heard at {self._first.where}, for {self._first.where_s:.0f} s, and has no stack to show."
@@ -377,7 +377,7 @@ class Watchdog:
         if last_words.is_mine_to_say(self._address):
             last_words.say(text, self._advice)
             with contextlib.suppress(RuntimeError):
-                self._connection.set("watchdog/end", verdict.seal_end(self._secret(), text, FAILED, NOBODY))
+                self._connection.set("watchdog/end", blame.seal_end(self._secret(), text, FAILED, NOBODY))
                 self._connection.set("watchdog/alarm", str(self._environment.rank))
         time.sleep(GRACE_S + 2 * self._interval)  # the store may be this process's: the others read on
         last_words.leave(FAILED)
@@ -409,11 +409,11 @@ class Watchdog:
             return is_new and self._connection.compare_set(f"watchdog/{name}", "", text).decode() == text
 
     def _post_end(self, text: str, *, status: int, speaker: int) -> bool:
-        return self._post("end", verdict.seal_end(self._secret(), text, status, speaker))
+        return self._post("end", blame.seal_end(self._secret(), text, status, speaker))
 
     def _read_end(self) -> dict[str, Any]:
         with self._lock:
-            return verdict.open_end(self._secret(), self._connection.get("watchdog/end"))
+            return blame.open_end(self._secret(), self._connection.get("watchdog/end"))
 
     def _is_there(self, name: str) -> bool:
         with self._lock:
@@ -430,14 +430,14 @@ class Watchdog:
 
     def _read(self, rank: int) -> RankState:
         with self._lock:
-            return verdict.decode(self._connection.get(f"watchdog/beat/{rank}"))
+            return blame.decode(self._connection.get(f"watchdog/beat/{rank}"))
 
     def _read_all(self) -> dict[int, RankState]:
         keys = [f"watchdog/beat/{rank}" for rank in range(self._environment.world_size)]
         if not self._all_came():
             keys = [key for key in keys if self._is_there(key.removeprefix("watchdog/"))]
         with self._lock:
-            found = [verdict.decode(data) for data in self._connection.multi_get(keys)]
+            found = [blame.decode(data) for data in self._connection.multi_get(keys)]
         return {state.rank: state for state in found}
 
 

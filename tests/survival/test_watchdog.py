@@ -11,8 +11,8 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from mrl.survival.agent import told_status, with_local_addr
+from mrl.survival.blame import GONE, RankState, decode, is_somebody_to_blame, judge, ranks
 from mrl.survival.stacks import MainThread, failed_in_collective, main_stack
-from mrl.survival.verdict import GONE, RankState, decode, is_somebody_to_blame, judge, ranks
 from tests.source import ROOT
 
 TIMEOUT_S = 120
@@ -164,7 +164,7 @@ import os, sys, time
 from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore
 from mrl.distributed.environment import Environment
-from mrl.survival.verdict import RankState
+from mrl.survival.blame import RankState
 from mrl.survival.watchdog import Watchdog
 store = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
 for rank in range(1, 1000):

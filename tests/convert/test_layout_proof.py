@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mrl.convert.proof import prove
+from mrl.convert.layout_proof import prove
 from mrl.grid import Grid
 from mrl.weights.hf import hf_layout
 from mrl.weights.layout import Piece

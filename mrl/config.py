@@ -164,8 +164,9 @@ class ActorConfig:
     """Activation recompute: core attention only, or whole layers."""
     logprob_chunk_tokens: int = 1024
     """Rows of logits that exist in fp32 at a time."""
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens reach their experts; allgather pads all ranks' microbatches to the longest, and needs PP of 1."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    """How tokens reach their experts; allgather pads all ranks' microbatches to the longest, and needs PP of 1; flex
+    is DeepEP or HybridEP (`moe_flex_dispatcher_backend` in `megatron.transformer`), on GPUs."""
     moe_router_dtype: Optional[Literal["fp32", "fp64"]] = "fp32"
     """Of the router's logits and probabilities; null: `model.dtype`."""
     moe_router_load_balancing_type: Literal["none", "aux_loss"] = "none"
@@ -176,6 +177,21 @@ class ActorConfig:
     """Weight of the mean square of each layer's log-sum-exp of the router's logits; 0: off."""
     router_replay: Literal["none", "rollout"] = "none"
     """rollout: a token goes to the experts that the engine chose for it, weighted by the actor's own router."""
+
+
+@dataclass(frozen=True)
+class MegatronConfig:
+    """Fields of Megatron's own configuration, passed on as they are; what is not named is as mrl has it."""
+
+    transformer: dict[str, Any] = field(default_factory=dict)
+    """Of `TransformerConfig`: attention_backend, recompute_modules, moe_permute_fusion, ... by Megatron's names."""
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Of `DistributedDataParallelConfig`: overlap_param_gather, bucket_size, ..."""
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    """Of `OptimizerConfig`."""
+    unchecked: bool = False
+    """Let through what mrl refuses because it changes the model or needs what mrl lacks; a warning says so. What
+    follows from other keys stays refused."""
 
 
 @dataclass(frozen=True)
@@ -449,6 +465,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

@@ -171,7 +171,8 @@ def laid(config: Config) -> Facts:
     """Four ranks, and what Megatron is told of the model."""
     found = resolve(config, 4)
     grid, arch = found.grid, found.arch
-    told = transformer_config(arch, config.parallel, config.actor, dtype=torch.float32)
+    passed = config.megatron.transformer
+    told = transformer_config(arch, config.parallel, config.actor, dtype=torch.float32, given=passed)
     return {
         "actor": repr(megatron_layouts(arch, grid, dtype="float32", te=False)),
         "engine": repr(engine_layouts(found.config, arch, grid)),

@@ -137,6 +137,14 @@ ROWS = {
     ),
     "actor.moe_z_loss_coeff": row("actor.moe_z_loss_coeff=0.1", given=MIXTURE),
     "actor.router_replay": row(*REPLAY, given=MIXTURE),
+    "megatron.transformer": row("megatron.transformer.bias_dropout_fusion=true", by=laid),
+    "megatron.ddp": row("megatron.ddp.grad_reduce_in_fp32=false", given=("model.dtype=bfloat16",)),
+    "megatron.optimizer": row("megatron.optimizer.decoupled_weight_decay=false", given=("actor.weight_decay=0.5",)),
+    "megatron.unchecked": row(
+        "megatron.unchecked=false",
+        given=("megatron.unchecked=true", "megatron.transformer.attention_softmax_in_fp32=false"),
+        refused="it changes the softmax",
+    ),
     "rollout.enable_rollout_routing_replay": row(
         "rollout.enable_rollout_routing_replay=false",
         given=(*MIXTURE, *REPLAY),

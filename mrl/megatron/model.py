@@ -7,6 +7,7 @@ NaN until `mrl/weights` has written them, so that a forgotten load cannot pass f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +32,13 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mrl.config import ActorConfig, ParallelConfig
+from mrl.config import ActorConfig, MegatronConfig, ParallelConfig
 from mrl.functional.logprobs import Distribution, VocabShard, linear_logprobs
 from mrl.megatron.attention import CoreAttention, PackedSequences
 from mrl.megatron.context import ContextTargets
 from mrl.megatron.moe import load_balance, moe_config, with_router
 from mrl.megatron.norm import RMSNorm
+from mrl.megatron.passed import check_te, given_to, objects
 from mrl.megatron.router import LoadBalance
 from mrl.models.base import ArchSpec, MoeSpec
 from mrl.weights.megatron import padded_vocab
@@ -159,6 +161,7 @@ def build_chunks(
     dtype: torch.dtype,
     device: torch.device,
     balance: LoadBalance | None = None,
+    megatron: MegatronConfig | None = None,
 ) -> list[ActorModel]:
     """Collective over the job: this rank's chunks of the model, one for each virtual stage, parameters NaN.
 
@@ -169,21 +172,56 @@ def build_chunks(
         dtype: Of parameters and activations.
         device: Of the parameters.
         balance: What the routers of a mixture of experts report to; None: one that nobody asks.
+        megatron: What is passed on to Megatron.
+
+    Raises:
+        UserError: Megatron refuses what is passed on.
     """
     te = uses_te(device)
-    config = transformer_config(arch, parallel, actor, dtype=dtype, te=te)
+    given = megatron.transformer if megatron else {}
+    check_te("transformer", given, te=te)
+    config = transformer_config(arch, parallel, actor, dtype=dtype, te=te, given=given)
     balance = balance or load_balance(arch, actor)
     stages = parallel.virtual_pipeline_model_parallel_size or 1
     virtual = stages > 1
-    return [
-        ActorModel(config, arch, te=te, vp_stage=stage if virtual else None, balance=balance) for stage in range(stages)
-    ]
+    with given_to("transformer", given):
+        return [
+            ActorModel(config, arch, te=te, vp_stage=stage if virtual else None, balance=balance)
+            for stage in range(stages)
+        ]
 
 
 def transformer_config(
-    arch: ArchSpec, parallel: ParallelConfig, actor: ActorConfig, *, dtype: torch.dtype, te: bool = False
+    arch: ArchSpec,
+    parallel: ParallelConfig,
+    actor: ActorConfig,
+    *,
+    dtype: torch.dtype,
+    te: bool = False,
+    given: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
-    """The structure and its layout as Megatron's config; `te`: for TransformerEngine's layer spec."""
+    """The structure and its layout as Megatron's config; what is given of `megatron.transformer` is in it.
+
+    Args:
+        arch: The model.
+        parallel: Its layout.
+        actor: Recompute, routing.
+        dtype: Of parameters and activations.
+        te: For TransformerEngine's layer spec.
+        given: Fields that are passed on.
+
+    Raises:
+        UserError: Megatron refuses what is given.
+    """
+    fields = _own_fields(arch, parallel, actor, dtype=dtype, te=te)
+    with given_to("transformer", given or ()):
+        return TransformerConfig(**{**fields, **objects("transformer", given or {})})
+
+
+def _own_fields(
+    arch: ArchSpec, parallel: ParallelConfig, actor: ActorConfig, *, dtype: torch.dtype, te: bool
+) -> dict[str, Any]:
+    """What mrl tells Megatron of the model and its layout."""
     stages = parallel.virtual_pipeline_model_parallel_size or 1
     interleaved = stages > 1
     recompute: dict[str, Any] = {}
@@ -191,7 +229,7 @@ def transformer_config(
         recompute = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     elif actor.recompute == "full":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return TransformerConfig(
+    return dict(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
         ffn_hidden_size=arch.intermediate_size,

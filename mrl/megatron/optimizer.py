@@ -7,7 +7,7 @@ rate is in `functional/learning_rate.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,27 +15,41 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
 from mrl.config import ActorConfig
+from mrl.megatron.passed import given_to, objects
 
 
-def build_optimizer(chunks: list[Any], actor: ActorConfig, *, bf16: bool, dtype: Any) -> Any:
-    """Collective over the job: a Megatron optimizer for data-parallel chunks, no step taken."""
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            decoupled_weight_decay=True,
-            lr=actor.lr,
-            min_lr=0.0,
-            weight_decay=actor.weight_decay,
-            adam_beta1=actor.adam_beta1,
-            adam_beta2=actor.adam_beta2,
-            adam_eps=actor.adam_eps,
-            clip_grad=actor.clip_grad or math.inf,  # without a bound the norm is still reported
-            bf16=bf16,
-            params_dtype=dtype,
-            use_distributed_optimizer=actor.use_distributed_optimizer,
-        ),
-        chunks,
-    )
+def build_optimizer(
+    chunks: list[Any], actor: ActorConfig, *, bf16: bool, dtype: Any, given: Mapping[str, Any] | None = None
+) -> Any:
+    """Collective over the job: a Megatron optimizer for data-parallel chunks, no step taken.
+
+    Args:
+        chunks: Wrapped for data parallelism.
+        actor: Rates, decays, clipping.
+        bf16: Whether parameters are bfloat16.
+        dtype: Of the parameters.
+        given: Fields of `megatron.optimizer`, passed on.
+
+    Raises:
+        UserError: Megatron refuses what is given.
+    """
+    own = {
+        "optimizer": "adam",
+        "decoupled_weight_decay": True,
+        "lr": actor.lr,
+        "min_lr": 0.0,
+        "weight_decay": actor.weight_decay,
+        "adam_beta1": actor.adam_beta1,
+        "adam_beta2": actor.adam_beta2,
+        "adam_eps": actor.adam_eps,
+        "clip_grad": actor.clip_grad or math.inf,  # without a bound the norm is still reported
+        "bf16": bf16,
+        "params_dtype": dtype,
+        "use_distributed_optimizer": actor.use_distributed_optimizer,
+    }
+    with given_to("optimizer", given or ()):
+        config = OptimizerConfig(**{**own, **objects("optimizer", given or {})})
+        optimizer = get_megatron_optimizer(config, chunks)
     if next(chunks[0].parameters()).device.type == "cpu":
         for group in optimizer.param_groups:
             group["fused"] = True  # one pass over memory; torch's default on a CPU is one for each operation

@@ -25,10 +25,11 @@ from mrl.functional.learning_rate import LearningRate
 from mrl.functional.logprobs import Distribution
 from mrl.functional.mismatch import mismatch_metrics, mismatch_sums
 from mrl.functional.sampling import keep_threshold
-from mrl.megatron.model import build_chunks, named_tensors, uses_te
+from mrl.megatron.model import ActorModel, build_chunks, named_tensors, uses_te
 from mrl.megatron.moe import load_balance
 from mrl.megatron.offload import PARTS, Offload, Part
 from mrl.megatron.optimizer import build_optimizer, optimizer_tensors
+from mrl.megatron.passed import check_te, given_to, objects
 from mrl.megatron.schedule import Microbatch, Schedule
 from mrl.models.base import ArchSpec
 from mrl.types import RolloutBatch
@@ -55,21 +56,23 @@ class Policy:
             device: Of the model.
         """
         self._config, self._arch, self._groups, self._device = config.actor, arch, groups, device
+        self._megatron = config.megatron
         self._dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         self._te = uses_te(device)
         self._balance = load_balance(arch, config.actor)
         self.chunks = build_chunks(
-            arch, config.parallel, config.actor, dtype=self._dtype, device=device, balance=self._balance
+            arch,
+            config.parallel,
+            config.actor,
+            dtype=self._dtype,
+            device=device,
+            balance=self._balance,
+            megatron=config.megatron,
         )
         for chunk in self.chunks:
             chunk.to(device)
         self._model_config = self.chunks[0].config
-        data_parallel = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=config.actor.use_distributed_optimizer,
-            overlap_grad_reduce=config.actor.overlap_grad_reduce,
-        )
-        self._wrapped = [DistributedDataParallel(self._model_config, data_parallel, chunk) for chunk in self.chunks]
+        self._wrapped = _wrapped(self.chunks, config, te=self._te)
         self._schedule = Schedule(
             self._wrapped,
             groups,
@@ -200,7 +203,10 @@ class Policy:
         """Collective over the job: a fresh optimizer for the weights as they are, and its schedule."""
         self.bring(*PARTS)
         bf16 = self._dtype == torch.bfloat16
-        self.optimizer = build_optimizer(self._wrapped, self._config, bf16=bf16, dtype=self._dtype)
+        check_te("optimizer", self._megatron.optimizer, te=self._te)
+        self.optimizer = build_optimizer(
+            self._wrapped, self._config, bf16=bf16, dtype=self._dtype, given=self._megatron.optimizer
+        )
         self._learning_rate = learning_rate
         self.num_updates = 0
         config = self._model_config
@@ -310,6 +316,20 @@ class Policy:
         """Collective over the pipeline: every stage gets the last one's values, in place."""
         if self._groups.grid.pp > 1:
             dist.broadcast(tensor, src=self._last_stage_rank, group=self._groups.pp)
+
+
+def _wrapped(chunks: list[ActorModel], config: Config, *, te: bool) -> list[DistributedDataParallel]:
+    """Collective over the job: the chunks with their gradient buffers, `megatron.ddp` passed on."""
+    given = config.megatron.ddp
+    check_te("ddp", given, te=te)
+    own = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": config.actor.use_distributed_optimizer,
+        "overlap_grad_reduce": config.actor.overlap_grad_reduce,
+    }
+    with given_to("ddp", given):
+        settings = DistributedDataParallelConfig(**{**own, **objects("ddp", given)})
+        return [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
 
 
 def _sampled_distribution(config: Config) -> Distribution:

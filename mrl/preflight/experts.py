@@ -12,6 +12,7 @@ from mrl.config import ActorConfig, Config, ParallelConfig
 from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec, MoeSpec
+from mrl.preflight.megatron import te_possible
 from mrl.weights.megatron import expert_shard
 from mrl.weights.native import expert_shard as rollout_expert_shard
 from mrl.weights.shards import check_experts_divide
@@ -72,12 +73,26 @@ def _experts(config: Config, moe: MoeSpec, grid: Grid) -> Iterator[str]:
                 f"actor.moe_token_dispatcher_type=allgather with parallel.context_parallel_size={grid.cp}: mrl does "
                 "not fill sequences that are cut over ranks to one length. Use alltoall."
             )
+    if actor.moe_token_dispatcher_type == "flex":
+        yield from _flex(config, grid)
     if (actor.moe_router_load_balancing_type == "aux_loss") != (actor.moe_aux_loss_coeff > 0):
         yield (
             f"actor.moe_router_load_balancing_type={actor.moe_router_load_balancing_type} with "
             f"actor.moe_aux_loss_coeff={actor.moe_aux_loss_coeff} has no effect: set aux_loss and a coefficient above "
             "0, or none and 0."
         )
+
+
+def _flex(config: Config, grid: Grid) -> Iterator[str]:
+    if not te_possible(config):
+        yield "actor.moe_token_dispatcher_type=flex needs GPUs and DeepEP or HybridEP. Use alltoall."
+    if grid.ep * grid.expert_tp == 1:
+        yield (
+            "actor.moe_token_dispatcher_type=flex needs parallel.expert_model_parallel_size above 1: nothing is sent. "
+            "Use alltoall."
+        )
+    if config.actor.moe_router_dtype != "fp32":
+        yield "actor.moe_token_dispatcher_type=flex needs actor.moe_router_dtype=fp32: DeepEP sends float32."
 
 
 def _rollout(config: Config, moe: MoeSpec, grid: Grid) -> Iterator[str]:

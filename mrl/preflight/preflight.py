@@ -1,8 +1,8 @@
 """Refuses a run that cannot work, before any process group exists: ranges, rules between fields, rules with the model.
 
 Each section of the config has its rules in a file of its own here: `ranges.py` `parallel.py` `train.py` `rollout.py`
-`model.py` `data.py`, then `experts.py`, `engine.py` and `idle.py`, which go across sections. They need no tensor and no
-rank but this one. What a section alone decides stays with its owner: the algorithm's own fields in
+`model.py` `data.py`, then `megatron.py`, `experts.py`, `engine.py` and `idle.py`, which go across sections. They need
+no tensor and no rank but this one. What a section alone decides stays with its owner: the algorithm's own fields in
 `algorithms/base.py`, rows of data in `data/`, values' types in `config.py`. All broken rules are told at once. It
 imports no torch.
 
@@ -19,6 +19,7 @@ from mrl.preflight.data import data_rules, evaluation_rules
 from mrl.preflight.engine import engine_rules
 from mrl.preflight.experts import expert_rules
 from mrl.preflight.idle import idle_rules
+from mrl.preflight.megatron import megatron_rules, name_rules
 from mrl.preflight.model import check_size, model_rules, token_rules
 from mrl.preflight.parallel import check_ranks, division_rules, grid_of, layout_rules
 from mrl.preflight.ranges import fixed_rules, range_rules
@@ -37,7 +38,7 @@ def check_config(config: Config, world_size: int, *, supervised: bool = False) -
     Raises:
         UserError: Each broken rule, with the keys and what to do.
     """
-    _raise([*range_rules(config), *fixed_rules(config)])
+    _raise([*range_rules(config), *fixed_rules(config), *name_rules(config)])
     check_ranks(config, world_size)
     grid = grid_of(config, world_size)
     broken = [
@@ -77,6 +78,7 @@ def check(
         *position_rules(config, arch),
         *expert_rules(config, arch, grid, supervised=supervised),
         *engine_rules(config, arch),
+        *megatron_rules(config, arch, grid),
         *token_rules(arch, tokenizer_vocab_size),
     ]
     _raise(broken)

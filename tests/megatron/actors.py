@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.algorithms.base import build
-from mrl.config import ActorConfig, AlgorithmConfig, Config, ModelConfig, ParallelConfig, RolloutConfig
+from mrl.config import ActorConfig, AlgorithmConfig, Config, MegatronConfig, ModelConfig, ParallelConfig, RolloutConfig
 from mrl.distributed.groups import ProcessGroups
 from mrl.functional.learning_rate import LearningRate
 from mrl.grid import Grid
@@ -65,8 +65,16 @@ PEAK = 1e-3
 CONSTANT = LearningRate(PEAK, 0.0, "constant", 0, 100)
 
 
-def config_for(grid: Grid, *, actor: dict | None = None, rollout: dict | None = None, dtype: str = "float32") -> Config:
+def config_for(
+    grid: Grid,
+    *,
+    actor: dict | None = None,
+    rollout: dict | None = None,
+    megatron: dict | None = None,
+    dtype: str = "float32",
+) -> Config:
     return Config(
+        megatron=MegatronConfig(**(megatron or {})),
         model=ModelConfig(dtype=dtype),
         parallel=ParallelConfig(
             tensor_model_parallel_size=grid.tp,

@@ -1,0 +1,258 @@
+"""Refuses what `megatron` must not pass on to Megatron: unknown fields, values of another type, and broken rules.
+
+Owns the rules of guarded fields, which need the rest of the config; the classes of all fields are in
+`megatron_fields/table.py`. What is left out is never refused: a field at its own value, Megatron's or mrl's, changes
+nothing. It imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mrl.config import Config, MegatronConfig
+from mrl.grid import Grid
+from mrl.megatron_fields.installed import CLASSES, Field, fields_of, version
+from mrl.megatron_fields.table import OWN, TABLE, Verdict, te_only
+from mrl.megatron_fields.values import expected, fits
+from mrl.models.base import ArchSpec
+
+NEAR = 0.6
+"""Similarity (difflib's ratio) from which on a field may have been meant."""
+CP_WAYS = ("p2p", "a2a")
+"""What TransformerEngine does for packed sequences, with process groups of one level."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A field that is set, and what it is held against.
+
+    Attributes:
+        value: As it was given.
+        beside: What else its section sets.
+    """
+
+    value: Any
+    beside: Mapping[str, Any]
+    config: Config
+    grid: Grid
+    arch: ArchSpec
+
+
+Needs = tuple[Callable[[Asked], Any], str]
+"""Whether a field may be set, and why not."""
+
+
+def section_of(config: MegatronConfig, section: str) -> dict[str, Any]:
+    """What `megatron.<section>` sets."""
+    found: dict[str, Any] = getattr(config, section)
+    return found
+
+
+def changes(config: MegatronConfig) -> Iterator[tuple[str, str, Any, Any]]:
+    """(section, field, value without `megatron`, given value) of each known field that is given another value."""
+    for section in CLASSES:
+        known = fields_of(section)
+        for name, value in section_of(config, section).items():
+            if name in known and not _is_own(section, known[name], value):
+                yield section, name, OWN.get((section, name), known[name].default), value
+
+
+def name_rules(config: Config) -> Iterator[str]:
+    """A message for each field that the installed Megatron lacks, or whose value is of another type."""
+    for section in CLASSES:
+        given = section_of(config.megatron, section)
+        known = fields_of(section) if given else {}
+        for name, value in given.items():
+            key = f"megatron.{section}.{name}"
+            if name not in known:
+                yield f"{key} is unknown to megatron-core {version()}.{_meant(str(name), section)}"
+            elif (section, name) not in TABLE:
+                yield f"{key} is new in megatron-core {version()}, and not known to mrl. Leave it out."
+            elif TABLE[section, name].kind != "derived" and not fits(known[name].kind, value):
+                takes = expected(known[name].kind) or "an object of Python, which no config can give: leave it out"
+                yield f"{key}={_shown(value)} came, expected {takes}."
+
+
+def megatron_rules(config: Config, arch: ArchSpec, grid: Grid) -> Iterator[str]:
+    """A message for each field that is refused, with the reason and what to do."""
+    for section, name, refusal, can_be_forced in _refusals(config, arch, grid):
+        if not (can_be_forced and config.megatron.unchecked):
+            yield f"megatron.{section}.{name} is refused: {refusal}."
+
+
+def forced(config: Config, arch: ArchSpec, grid: Grid) -> list[str]:
+    """A warning for each field that `megatron.unchecked` lets through, which no check of mrl covers."""
+    if not config.megatron.unchecked:
+        return []
+    return [
+        f"megatron.unchecked lets megatron.{section}.{name} through, which mrl refuses: {refusal}"
+        for section, name, refusal, can_be_forced in _refusals(config, arch, grid)
+        if can_be_forced
+    ]
+
+
+def te_possible(config: Config) -> bool:
+    """Whether the run may be one with TransformerEngine; the machine itself says it as the model is built."""
+    return config.run.device != "cpu"
+
+
+def _refusals(config: Config, arch: ArchSpec, grid: Grid) -> Iterator[tuple[str, str, str, bool]]:
+    """Section, field, reason, and whether `megatron.unchecked` lets it through."""
+    for section in CLASSES:
+        given = section_of(config.megatron, section)
+        known = fields_of(section) if given else {}
+        for name, value in given.items():
+            verdict = TABLE.get((section, name), Verdict("free"))
+            if verdict.kind == "derived":
+                yield section, name, verdict.why, False
+            elif not _is_own(section, known[name], value):
+                for reason in _reasons(section, name, verdict, Asked(value, given, config, grid, arch)):
+                    yield section, name, reason, True
+
+
+def _reasons(section: str, name: str, verdict: Verdict, asked: Asked) -> Iterator[str]:
+    if verdict.why:
+        yield verdict.why
+        return
+    if name.startswith("moe_") and asked.arch.moe is None:
+        yield "it would have no effect because the model has no experts"
+        return
+    if te_only(section, name) and not te_possible(asked.config):
+        yield "only TransformerEngine has it, which is not in use with run.device=cpu"
+        return
+    unmet = (why for needs, why in RULES.get(verdict.rule, ()) if not needs(asked))
+    yield from itertools.islice(unmet, 1)
+
+
+def _is_own(section: str, known: Field, value: Any) -> bool:
+    """Whether a field at this value is as if it were not set."""
+    own = OWN.get((section, known.name), known.default)
+    return type(own) is type(value) and bool(own == value)
+
+
+def _meant(name: str, section: str) -> str:
+    near = difflib.get_close_matches(name, fields_of(section), 1, cutoff=NEAR)
+    elsewhere = [other for other in CLASSES if other != section and name in fields_of(other)]
+    if elsewhere:
+        return f" It is a field of megatron.{elsewhere[0]}."
+    return f" Did you mean '{near[0]}'?" if near else " Look its fields up in Megatron's documentation."
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+
+
+def _set(name: str) -> Callable[[Asked], Any]:
+    """Whether another field of the section is set, and not to false or null."""
+    return lambda asked: asked.beside.get(name)
+
+
+def _none(key: str) -> str:
+    return f"it has no effect without {key}"
+
+
+def _has_shared_expert(asked: Asked) -> bool:
+    return asked.arch.moe is not None and bool(asked.arch.moe.shared_intermediate_size)
+
+
+def _cp_ways(asked: Asked) -> bool:
+    ways = asked.value if isinstance(asked.value, list) else [asked.value]
+    return all(way in CP_WAYS for way in ways)
+
+
+INTERLEAVED: Needs = (
+    lambda asked: asked.grid.vpp > 1,
+    _none("parallel.virtual_pipeline_model_parallel_size"),
+)
+DISTRIBUTED: Needs = (
+    lambda asked: asked.config.actor.use_distributed_optimizer,
+    _none("actor.use_distributed_optimizer=true"),
+)
+OVERLAPPED: Needs = (
+    lambda asked: asked.config.actor.overlap_grad_reduce,
+    _none("actor.overlap_grad_reduce=true: there is one bucket"),
+)
+PIPELINED: Needs = (lambda asked: asked.grid.pp > 1, _none("a pipeline (parallel.pipeline_model_parallel_size)"))
+PRECISION = (
+    "master weights and moments would be in types of TransformerEngine's own, scaled or cut, which a checkpoint of mrl "
+    "does not hold"
+)
+
+RULES: dict[str, tuple[Needs, ...]] = {
+    "te": (),
+    "attention": (
+        (
+            lambda asked: asked.value != "local",
+            "attention is mrl's own or TransformerEngine's, never Megatron's: flash, fused, unfused or auto",
+        ),
+    ),
+    "router_fusion": (
+        (
+            lambda asked: asked.config.actor.router_replay == "none",
+            "Megatron's fused router chooses the experts itself, and actor.router_replay would do nothing",
+        ),
+    ),
+    "activation_offload": (
+        (_set("cpu_offloading"), _none("cpu_offloading: true")),
+        (lambda asked: asked.grid.pp == 1, "Megatron does not offload activations in a pipeline"),
+        (
+            lambda asked: asked.config.actor.recompute == "none" and not asked.beside.get("recompute_granularity"),
+            "activations that are recomputed are not offloaded: actor.recompute must be none",
+        ),
+    ),
+    "fine_offload": (
+        (_set("fine_grained_activation_offloading"), _none("fine_grained_activation_offloading: true")),
+        (_set("offload_modules"), "it needs offload_modules, a list of what is offloaded"),
+    ),
+    "recompute": (
+        (
+            lambda asked: asked.config.actor.recompute == "none",
+            "actor.recompute says already what is recomputed; set it to none",
+        ),
+        (_set("recompute_granularity"), _none("recompute_granularity: full or selective")),
+    ),
+    "shared_overlap": (
+        (_has_shared_expert, "it would have no effect because the model has no shared expert"),
+        (
+            lambda asked: asked.config.actor.moe_token_dispatcher_type == "alltoall",
+            "it needs actor.moe_token_dispatcher_type=alltoall",
+        ),
+    ),
+    "flex": (
+        (
+            lambda asked: asked.config.actor.moe_token_dispatcher_type == "flex",
+            _none("actor.moe_token_dispatcher_type=flex"),
+        ),
+    ),
+    "context": (
+        (lambda asked: asked.grid.cp > 1, _none("parallel.context_parallel_size above 1")),
+        (_cp_ways, f"for packed sequences TransformerEngine has {' and '.join(CP_WAYS)}"),
+    ),
+    "interleaved": (INTERLEAVED,),
+    "pipeline": (PIPELINED,),
+    "param_gather": (DISTRIBUTED, OVERLAPPED),
+    "aligned": ((_set("overlap_param_gather"), _none("overlap_param_gather: true")), INTERLEAVED),
+    "buckets": (OVERLAPPED,),
+    "distributed": (DISTRIBUTED,),
+    "low_gradients": (
+        (lambda asked: not asked.beside.get("grad_reduce_in_fp32", True), _none("grad_reduce_in_fp32: false")),
+        DISTRIBUTED,
+    ),
+    "gradients": ((lambda asked: asked.config.model.dtype != "float32", _none("model.dtype=bfloat16")),),
+    "registered": (
+        (
+            lambda asked: not (asked.config.actor.param_offload or asked.config.actor.grad_offload),
+            "NCCL knows its buffers by their address: set actor.param_offload and actor.grad_offload to false",
+        ),
+    ),
+    "symmetric": ((_set("nccl_ub"), _none("nccl_ub: true")),),
+    "precision": ((lambda asked: False, PRECISION),),
+    "qk_norm": (
+        (lambda asked: asked.arch.qk_norm, "it would have no effect because the model norms no queries and keys"),
+    ),
+}
+"""A rule of the table -> what its field needs, and what is said where that is missing."""

@@ -8,6 +8,7 @@ Owns the device of the rank, its threads and the default process group. What the
 from __future__ import annotations
 
 import os
+import resource
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from mrl.distributed import token
 from mrl.distributed.environment import TORCHRUN, Environment, device_index, read
 from mrl.distributed.token import TOKEN
-from mrl.errors import UserError
+from mrl.errors import ClusterError, UserError
 
 OWN_DEVICE = "MRL_OWN_DEVICE"
 """Set by `see_own_device_only`: the one CUDA device that this process sees is its own."""
@@ -208,8 +209,42 @@ def start(
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         store = store or private(meet(timeout_s))
+        _allow_sockets()
         dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
+        _exchange(own, env.world_size)
     return own
+
+
+def _allow_sockets() -> None:
+    """As many open files as the host allows: each group has a connection to each of its ranks."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _exchange(device: torch.device, world_size: int) -> None:
+    """Collective over the job: a first sum on the device.
+
+    NCCL makes a group's communicator at its first use, for which it waits for all ranks: a first message between two of
+    them would wait for ever. And a network that does not carry it is found here.
+
+    Raises:
+        ClusterError: The sum is wrong.
+    """
+    import torch
+    import torch.distributed as dist
+
+    ones = torch.ones(1, device=device)
+    dist.all_reduce(ones)
+    if (found := ones.item()) != world_size:
+        kind = "NCCL" if device.type == "cuda" else "gloo"
+        raise ClusterError(f"{kind} adds {world_size} ones up to {found:g}. Try `mrl doctor` on the same hosts.")
+
+
+def device_is_busy() -> bool:
+    """Whether the GPU of this rank has work left that the main thread may wait for."""
+    import torch
+
+    return not torch.cuda.default_stream().query()
 
 
 def _set_until_stop(name: str, value: str) -> None:

@@ -7,9 +7,11 @@ place, so parameters, Megatron's buffers and the optimizer's shards need not kno
 
 from __future__ import annotations
 
+import mmap
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -99,9 +101,20 @@ class Offload:
             return _Away(storage, size, None)
         host = hosts.get(_identity(storage))
         if host is None or host.numel() != size:
-            host = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            host = pinned(size) if self._device.type == "cuda" else torch.empty(size, dtype=torch.uint8)
         host.copy_(_bytes_of(storage, size), non_blocking=True)
         return _Away(storage, size, host)
+
+
+def pinned(size: int) -> Tensor:
+    """Page-locked host memory of so many bytes and no more; torch's own allocator rounds up to a power of two."""
+    host = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = cuda.cudaHostRegister(host.data_ptr(), size, 0)
+    if int(status) != 0:
+        raise RuntimeError(f"CUDA locks no {size / 1e9:.1f} GB of host memory for the actor's parts: {status}")
+    weakref.finalize(host.untyped_storage(), cuda.cudaHostUnregister, host.data_ptr())
+    return host
 
 
 def _identity(storage: torch.UntypedStorage) -> int:

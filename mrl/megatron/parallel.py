@@ -7,6 +7,7 @@ bundle; Megatron itself reads its globals.
 from __future__ import annotations
 
 import gc
+import math
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -14,6 +15,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from mrl.distributed.groups import ProcessGroups, make_rollout_group
 from mrl.grid import Grid
+
+MARGIN_MINUTES = 2
+"""NCCL's own timeout ends a process without a word, and its clock begins when a collective is enqueued."""
 
 _rollout_groups: list[dist.ProcessGroup] = []
 """What `initialize` made beside Megatron's groups."""
@@ -25,7 +29,7 @@ def initialize(grid: Grid, *, seed: int, timeout_s: float = 600.0) -> ProcessGro
     Args:
         grid: `world_size` is the job's.
         seed: Of Megatron's random states; each tensor- and pipeline-parallel rank gets one of its own from it.
-        timeout_s: A collective that waits longer fails, s.
+        timeout_s: A collective that waits longer, by some minutes, fails, s; Megatron counts in minutes.
 
     Raises:
         RuntimeError: The job has another size, or Megatron orders ranks differently from `grid`.
@@ -40,7 +44,7 @@ def initialize(grid: Grid, *, seed: int, timeout_s: float = 600.0) -> ProcessGro
         context_parallel_size=grid.cp,
         expert_model_parallel_size=grid.ep,
         expert_tensor_parallel_size=grid.expert_tp,
-        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        distributed_timeout_minutes=math.ceil(timeout_s / 60) + MARGIN_MINUTES,
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     rank = dist.get_rank()

@@ -42,7 +42,7 @@ def open_job(plan: Plan, *, log: bool = True) -> Iterator[Job]:
         launch.environment(),
         collective_timeout_s=run.collective_timeout_s,
         heartbeat_timeout_s=run.heartbeat_timeout_s,
-        on_gpu=launch.choose_device(run.device) == "cuda",
+        device_is_busy=launch.device_is_busy if launch.choose_device(run.device) == "cuda" else None,
         advice=lambda: _kept(plan.run),
         secret=launch.job_token,
     )

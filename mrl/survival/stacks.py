@@ -35,27 +35,31 @@ def failed_in_collective(error: BaseException) -> bool:
 class MainThread:
     """The main thread's waiting, looked at every few seconds."""
 
-    def __init__(self, *, on_gpu: bool, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, *, device_is_busy: Callable[[], bool] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Looks at the main thread of this process.
 
         Args:
-            on_gpu: A wait for a device keeps the processor busy: the same frames at every look are one wait. Else the
-                kernel's count of switches tells a thread that has slept all the time from one that came back to the
-                same line.
+            device_is_busy: Whether the GPU has work left; None: there is none. A GPU's collectives are waited for in
+                any line that reads a value of theirs, with the processor busy: the same frames at every look, with
+                work left each time, are one wait. Without a GPU the kernel's count of switches tells a thread that has
+                slept all the time from one that came back to the same line.
             clock: Seconds.
         """
-        self._on_gpu, self._clock = on_gpu, clock
+        self._device_is_busy, self._clock = device_is_busy, clock
         self._seen: tuple[object, ...] = ()
         self._began = 0.0
 
     def look(self) -> float | None:
         """For how long it has waited in the same collective, as far as the looks so far tell, s; None: it does not."""
         frame = _main_frame()
-        if frame is None or not _waits(frame.f_code, frame.f_lineno, on_gpu=self._on_gpu):
+        works = self._device_is_busy is not None and self._device_is_busy()
+        if frame is None or not (works or _waits(frame.f_code, frame.f_lineno)):
             self._seen = ()
             return None
         seen: tuple[object, ...] = tuple((id(one.f_code), one.f_lasti) for one, _ in traceback.walk_stack(frame))
-        if not self._on_gpu:
+        if self._device_is_busy is None:
             seen += _switches()
         if seen != self._seen:
             self._seen, self._began = seen, self._clock()
@@ -66,7 +70,7 @@ def _main_frame() -> FrameType | None:
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
-def _waits(code: CodeType, line: int | None, *, on_gpu: bool = False) -> bool:
+def _waits(code: CodeType, line: int | None) -> bool:
     """Whether a thread whose innermost Python frame is this one waits for other ranks.
 
     It does inside of torch.distributed, and where it calls `wait` of native code, as of a collective's handle: waits of
@@ -75,8 +79,6 @@ def _waits(code: CodeType, line: int | None, *, on_gpu: bool = False) -> bool:
     path = code.co_filename
     if "/torch/distributed/" in path:
         return "/torch/distributed/checkpoint/" not in path
-    if on_gpu and path.endswith("/torch/cuda/__init__.py") and code.co_name == "synchronize":
-        return True
     return ".wait(" in linecache.getline(path, line or 0)
 
 

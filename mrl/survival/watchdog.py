@@ -75,7 +75,7 @@ class Watchdog:
         *,
         collective_timeout_s: float,
         heartbeat_timeout_s: float,
-        on_gpu: bool = False,
+        device_is_busy: Callable[[], bool] | None = None,
         advice: Callable[[], str] = str,
         secret: Callable[[], str] = str,
     ) -> None:
@@ -85,7 +85,7 @@ class Watchdog:
             environment: Of this rank.
             collective_timeout_s: A wait in one collective that takes longer is an alarm, s.
             heartbeat_timeout_s: A rank that gives no sign of life for so long is gone, s.
-            on_gpu: See `MainThread`.
+            device_is_busy: See `MainThread`.
             advice: What to do after the message; read when it is printed, and left out where that takes too long.
             secret: The job's token, known once the ranks have met: only who knows it can end the job.
         """
@@ -94,7 +94,7 @@ class Watchdog:
         self._collective_s, self._heartbeat_s = collective_timeout_s, heartbeat_timeout_s
         few = max(1.0, environment.world_size / 1000)  # so that the store's load does not grow with the ranks
         self._interval = min(few, heartbeat_timeout_s / 4, collective_timeout_s / 4)
-        self._main = MainThread(on_gpu=on_gpu)
+        self._main = MainThread(device_is_busy=device_is_busy)
         self._state = RankState(environment.rank, socket.gethostname(), os.getpid(), blame.process_space())
         self._where_since = time.monotonic()
         self._next = (environment.rank + 1) % environment.world_size

@@ -1,10 +1,14 @@
 """What a job leaves in its process."""
 
 import os
+import resource
 
 import torch.distributed as dist
 
 from mrl.distributed import launch
+from mrl.distributed.local_ranks import free_port
+from mrl.errors import ClusterError
+from tests.ranks import run_ranks
 
 
 def test_a_job_leaves_the_environment_as_it_was():
@@ -20,3 +24,42 @@ def test_an_interface_that_the_user_chose_stays(monkeypatch):
     launch.start("cpu", num_threads=1)
     launch.stop()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def started_again(ports, wrong):
+    """Another start in a rank that has one: the sums of it, and how many files it may open."""
+    launch.stop()
+    os.environ["MASTER_PORT"] = str(ports[0])
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, files[1]))
+    seen, add = [], dist.all_reduce
+
+    def look(tensor, *args, **kwargs):
+        seen.append((tensor.numel(), args, kwargs))
+        add(tensor, *args, **kwargs)
+        tensor += wrong
+
+    dist.all_reduce = look
+    try:
+        launch.start("cpu", num_threads=1)
+        return seen, resource.getrlimit(resource.RLIMIT_NOFILE) == (files[1], files[1])
+    except ClusterError as error:
+        return str(error)
+    finally:
+        dist.all_reduce = add
+        launch.stop()
+        resource.setrlimit(resource.RLIMIT_NOFILE, files)
+        os.environ["MASTER_PORT"] = str(ports[1])
+        launch.start("cpu", num_threads=1)
+
+
+def test_all_ranks_take_part_in_the_first_exchange_of_a_job_and_may_open_many_files():
+    """NCCL would wait for ever where the first message is between two of them."""
+    ports = [free_port(), free_port()]
+    assert run_ranks(2, started_again, ports, 0) == [([(1, (), {})], True)] * 2
+
+
+def test_a_first_exchange_that_is_wrong_is_told():
+    ports = [free_port(), free_port()]
+    said = "gloo adds 2 ones up to 3. Try `mrl doctor` on the same hosts."
+    assert run_ranks(2, started_again, ports, 1) == [said] * 2

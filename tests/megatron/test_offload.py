@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mrl.megatron import checkpoint
-from mrl.megatron.offload import PARTS
+from mrl.megatron.offload import PARTS, pinned
 from tests.megatron.actors import (
     ARCHS,
     EXPERT_LAYOUTS,
@@ -98,3 +98,12 @@ def test_host_buffers_hold_weights_and_optimizer_once_and_are_kept():
     assert own["weights"] + own["optimizer"] <= sizes[0] <= 1.02 * (own["weights"] + own["optimizer"])
     ((_, sizes),) = run_ranks(1, copied_bytes, {})
     assert sizes == [0, 0]
+
+
+@pytest.mark.gpu
+def test_a_pinned_buffer_takes_what_it_holds():
+    host = pinned(2**20 + 1)
+    assert host.numel() == 2**20 + 1 and host.is_pinned()
+    host.copy_(torch.arange(host.numel(), device="cuda") % 251, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(host, (torch.arange(host.numel()) % 251).to(torch.uint8))

@@ -1,6 +1,7 @@
 """Megatron's groups are the grid's, again and again in one process."""
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from mrl.grid import Coords, Grid
@@ -65,3 +66,17 @@ def test_expert_groups_follow_the_grid(grid):
             [other for other, place in peers if (place.etp, place.edp) == (own.etp, own.edp)],
             [other for other, place in peers if (place.etp, place.ep) == (own.etp, own.ep)],
         ]
+
+
+def timeouts(timeout_s):
+    groups = parallel.initialize(Grid(2), seed=1, timeout_s=timeout_s)
+    found = groups.dp._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    parallel.destroy()
+    return found
+
+
+@pytest.mark.parametrize("timeout_s", [42, 630, 660])
+def test_a_group_waits_for_longer_than_was_asked_for(timeout_s):
+    """The watchdog's alarm comes first: torch's own end of a collective names nobody."""
+    for found in run_ranks(2, timeouts, timeout_s):
+        assert timeout_s + 60 <= found <= timeout_s + 200

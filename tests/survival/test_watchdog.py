@@ -1,5 +1,6 @@
 """The watchdog without a training run: who is to blame, what a main thread waits for, and a job of a thousand ranks."""
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -102,6 +103,9 @@ def store():
 class Looks:
     """What another thread sees of this one, every tenth of a second."""
 
+    def __init__(self, **options):
+        self.options = options
+
     def __enter__(self):
         self.seen, self.stack, self.end = [], "", threading.Event()
         self.thread = threading.Thread(target=self.look)
@@ -109,7 +113,7 @@ class Looks:
         return self
 
     def look(self):
-        main = MainThread(on_gpu=False)
+        main = MainThread(**self.options)
         while not self.end.wait(0.1):
             self.seen.append(main.look())
             self.stack = self.stack or main_stack()
@@ -146,6 +150,21 @@ def test_many_short_waits_are_not_one_long_wait(store):
             store.wait([f"short {number}"], timedelta(seconds=30))
     thread.join()
     assert max((seen for seen in looks.seen if seen is not None), default=0.0) < 0.5
+
+
+@pytest.mark.timing
+def test_any_line_that_stands_still_while_a_gpu_works_waits_for_it():
+    """As `.item()` does, which has no frame of its own."""
+    with Looks(device_is_busy=lambda: True) as looks:
+        time.sleep(1.5)
+    assert max(seen for seen in looks.seen if seen is not None) > 0.8
+    turns = itertools.cycle([True, True, False])
+    with Looks(device_is_busy=lambda: next(turns)) as looks:
+        time.sleep(1.5)
+    assert max(seen for seen in looks.seen if seen is not None) < 0.5  # begins anew whenever the device is done
+    with Looks(device_is_busy=lambda: False) as looks:
+        time.sleep(0.5)
+    assert set(looks.seen) == {None}
 
 
 def test_work_and_waits_of_python_are_not_waits_for_other_ranks():

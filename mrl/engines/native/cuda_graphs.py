@@ -16,7 +16,7 @@ MIN_LENGTH = 256
 
 
 class DecodeGraphs:
-    """Captures on first use of a shape.
+    """Captures on first use of a shape; all graphs share one pool of memory and one buffer of logits.
 
     Args:
         step: (batch, length) -> logits; reads and writes the same addresses in every call.
@@ -29,26 +29,31 @@ class DecodeGraphs:
         self._num_rows = num_rows
         self._row_len = row_len
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._logits_SV: Tensor | None = None
 
     def run(self, batch: int, length: int) -> Tensor:
         """Logits of the first `batch` rows; the buffer is overwritten by the next call."""
         shape = (_bucket(batch, 1, self._num_rows), _bucket(length, MIN_LENGTH, self._row_len))
         if shape not in self._graphs:
             self._graphs[shape] = self._capture(*shape)
-        graph, logits = self._graphs[shape]
+        graph, logits_BV = self._graphs[shape]
         graph.replay()
-        return logits[:batch]
+        return logits_BV[:batch]
 
     def _capture(self, batch: int, length: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self._step(batch, length)  # libraries initialise outside the capture
+            logits = self._step(batch, length)  # libraries initialise outside the capture
         torch.cuda.current_stream().wait_stream(side)
+        if self._logits_SV is None:
+            self._logits_SV = logits.new_empty(self._num_rows, logits.size(1))
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            logits = self._step(batch, length)
-        return graph, logits
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # others ask the device
+            logits_BV = self._logits_SV[:batch]
+            logits_BV.copy_(self._step(batch, length))
+        return graph, logits_BV
 
 
 def _bucket(size: int, smallest: int, largest: int) -> int:

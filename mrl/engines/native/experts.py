@@ -26,6 +26,9 @@ _SHARED = ("shared_gate_up", "shared_down", "shared_gate")
 NAMES = ("router", "experts_gate_up", "experts_down", *_SHARED)
 """A layer's stored tensors that belong here (`weights/native.py`)."""
 
+GROUPED_FROM, GROUPED_BELOW = (9, 0), (12, 0)
+"""Compute capabilities whose grouped products are one kernel in torch."""
+
 GROUPED_MULTIPLE = 8
 """Grouped products want rows of a multiple of 16 bytes."""
 
@@ -59,7 +62,7 @@ class Experts:
         self.is_capturable = (
             device.type == "cuda"
             and dtype == torch.bfloat16
-            and torch.cuda.get_device_capability(device) >= (9, 0)
+            and has_grouped_products(torch.cuda.get_device_capability(device))
             and all(stack.size(2) % GROUPED_MULTIPLE == 0 for stack in self._stacks)
         )
         self._gate_up, self._down = (
@@ -121,6 +124,11 @@ def work_bytes(num_assignments: int, hidden: int, inner: int) -> int:
         inner: I.
     """
     return min(num_assignments, MAX_ASSIGNMENTS) * (4 * hidden + 5 * inner) * torch.float32.itemsize
+
+
+def has_grouped_products(capability: tuple[int, int]) -> bool:
+    """Whether torch has one kernel for the products of all experts, on a device of this compute capability."""
+    return hasattr(F, "grouped_mm") and GROUPED_FROM <= capability < GROUPED_BELOW  # from torch 2.10 on
 
 
 def one_by_one(x_PH: Tensor, chosen_PK: Tensor, held: range, gate_up: list[Linear], down: list[Linear]) -> Tensor:

@@ -47,6 +47,7 @@ class KVCache:
         self._dtype = dtype
         self._device = device
         self._pool: Tensor | None = None
+        self._memory: torch.cuda.MemPool | None = None
         self._rows = torch.empty(0)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
@@ -83,16 +84,25 @@ class KVCache:
         elements = 2 * layers * rows * heads * slots * dim
         if self._pool is None or self._pool.numel() < elements:
             self.free()
-            self._pool = torch.zeros(elements, dtype=self._dtype, device=self._device)
+            self._pool = self._allocate(elements)
         self.num_rows, self.row_len = rows, slots
         self._rows = self._pool[:elements].view(2, layers, rows, heads, slots, dim)
         self.keys, self.values = list(self._rows[0]), list(self._rows[1])
         return rows
 
+    def _allocate(self, elements: int) -> Tensor:
+        """On a GPU out of memory of its own: what is allocated while the pool is away must not settle in its place."""
+        if self._device.type != "cuda":
+            return torch.zeros(elements, dtype=self._dtype, device=self._device)
+        self._memory = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(self._memory, self._device):
+            return torch.zeros(elements, dtype=self._dtype, device=self._device)
+
     def free(self) -> None:
-        """Gives the memory back; `reserve` takes it again."""
+        """Gives the memory back, on a GPU to the device; `reserve` takes it again."""
         self._pool = None
         self._rows = torch.empty(0)
+        self._memory = None
         self.keys, self.values = [], []
         self.num_rows = self.row_len = 0
 

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+import torch.nn.functional as F
 
 from mrl.engines.base import SamplingConfig
-from mrl.engines.native.experts import grouped, one_by_one
+from mrl.engines.native.experts import grouped, has_grouped_products, one_by_one
 from mrl.engines.native.linear import Linear
 from tests.engines.native.test_engine import (
     LENGTHS,
@@ -163,3 +164,15 @@ def test_weights_and_work_to_come_are_not_free_for_the_cache(folders, monkeypatc
     copies = matrices if engine._model._linears["lm_head"].copy_bytes else 0  # a processor may multiply as stored
     work = 100 * 3 * (4 * 48 + 5 * 24) * 4
     assert engine._cache.budget_bytes == (free - stored - copies - work) // 2
+
+
+@pytest.mark.parametrize(
+    ("capability", "has"), [((8, 0), False), ((9, 0), True), ((10, 0), True), ((10, 3), True), ((12, 0), False)]
+)
+def test_grouped_products_are_for_the_devices_that_have_a_kernel(capability, has):
+    assert has_grouped_products(capability) is has
+
+
+def test_a_torch_without_grouped_products_computes_one_expert_after_the_other(monkeypatch):
+    monkeypatch.delattr(F, "grouped_mm")
+    assert not has_grouped_products((9, 0))

@@ -139,12 +139,14 @@ TINY = (
     ],
 )
 def test_a_run_that_ends_early_names_its_last_checkpoint_and_the_command(
-    action, status, said, config, tmp_path, monkeypatch, capsys
+    action, status, said, config, request, tmp_path, monkeypatch, capsys
 ):
     tmp_path.joinpath("task_at.py").write_text(TASK)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     handler = signal.getsignal(signal.SIGTERM)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     words = ["train", config, "data.task=task_at:At", f"data.task_kwargs.action={action}", *TINY]
     assert cli.main(words) == status
     told = capsys.readouterr().err

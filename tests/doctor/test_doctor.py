@@ -94,7 +94,7 @@ def test_a_rank_that_does_not_come_is_named_in_time(tmp_path):
 
 
 def test_a_rank_that_cannot_reach_the_first_says_so_itself(tmp_path):
-    out, err, status = doctor(tmp_path, "--timeout-s", "3", **place(1, runs.free_port(), apart=True))
+    out, err, status = doctor(tmp_path, "--timeout-s", "6", **place(1, runs.free_port(), apart=True))
     assert (out, status) == ("", 2)
     (line,) = [line for line in err.splitlines() if line.startswith("mrl doctor on ")]  # TCPStore logs beside it
     assert "cannot reach rank 0 at 127.0.0.1:" in line

@@ -67,8 +67,8 @@ class Rollout:
         reward_facts: What the functions said besides, see `rewards/base.py`.
         reward_error: Why scoring failed, None where it did not.
         routed_experts: Experts that the engine chose for each token of prompt and response in each layer, most likely
-            first, int16 [num_tokens, layers, top_k] on the CPU. The last token was sampled and never went through the
-            model: its entries are -1. None unless `rollout.enable_rollout_routing_replay`.
+            first, int8 (above 128 experts int16) [num_tokens, layers, top_k] on the CPU. The last token was sampled and
+            never went through the model: its entries are -1. None unless `rollout.enable_rollout_routing_replay`.
     """
 
     prompt: Prompt
@@ -111,9 +111,9 @@ class RolloutBatch:
             trained; set by `Algorithm.weigh`, fp32.
         truncated_B: True where the response was cut at its length limit, bool; needed by
             `algorithm.overlong.mask_truncated`.
-        routed_experts_P: The experts that the engine chose for each token and layer, [P, layers, top_k], int16; -1 for
-            a token that the engine never read (the last of a response). None unless they are replayed. It takes
-            2 x layers x top_k bytes a token.
+        routed_experts_P: The experts that the engine chose for each token in the layers of this rank's pipeline stage,
+            [P, layers, top_k], integers as in `Rollout`; -1 for a token that the engine never read (the last of a
+            response). None unless they are replayed.
     """
 
     tokens_P: Tensor

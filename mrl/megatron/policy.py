@@ -34,7 +34,7 @@ from mrl.megatron.schedule import Microbatch, Schedule
 from mrl.models.base import ArchSpec
 from mrl.types import RolloutBatch
 from mrl.weights.layout import Layout
-from mrl.weights.megatron import megatron_layout
+from mrl.weights.megatron import megatron_layout, stage_layers
 
 
 class Policy:
@@ -80,6 +80,7 @@ class Policy:
             max_tokens=config.actor.max_tokens_per_microbatch,
             te=self._te,
             num_experts=arch.moe.num_experts if arch.moe else 0,
+            layers=stage_layers(arch, groups.grid)[groups.coords.pp],
             even=groups.grid.ep > 1 and config.actor.moe_token_dispatcher_type == "allgather",
             replay=config.actor.router_replay == "rollout",
         )

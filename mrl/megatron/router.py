@@ -7,13 +7,13 @@ Megatron's own balancing losses count each microbatch by its tokens and are divi
 mrl's losses are not; they also count filling, and a token that several sequences share only once. Here each microbatch
 has its part of the global minibatch, so that a loss is the mean over the minibatch's tokens at every layout.
 
-Shapes: D tokens that are computed for a microbatch, n of them on this rank, L layers of the whole model, E experts, K
+Shapes: D tokens that are computed for a microbatch, n of them on this rank, L layers, E experts, K
 chosen ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,43 +31,53 @@ class Routing:
 
     Attributes:
         copies_D: How many tokens of the batch each stands for in losses and measures; 0 for filling, fp32.
-        experts_DLK: The experts to go to, int64; -1 where the router chooses. None: it always does.
+        experts_DLK: The experts to go to in each of `layers`, integers; -1 where the router chooses. None: it always
+            does.
+        layers: Of this rank's pipeline stage.
     """
 
     copies_D: Tensor
     experts_DLK: Tensor | None = None
+    layers: Sequence[int] = ()
 
     def select(self, rows: Tensor) -> Routing:
         """The routing of some of the tokens."""
-        return Routing(self.copies_D[rows], None if self.experts_DLK is None else self.experts_DLK[rows])
+        return Routing(self.copies_D[rows], None if self.experts_DLK is None else self.experts_DLK[rows], self.layers)
+
+    def to(self, device: torch.device) -> Routing:
+        """The same on another device."""
+        experts = None if self.experts_DLK is None else self.experts_DLK.to(device)
+        return Routing(self.copies_D.to(device), experts, self.layers)
 
 
 def routing_of(
-    row_I: Tensor, count: int, routed_experts_I: Tensor | None, device: torch.device, *, num_experts: int
+    row_I: Tensor, count: int, routed_experts_I: Tensor | None, layers: Sequence[int], *, num_experts: int
 ) -> Routing:
-    """The routing of packed sequences.
+    """The routing of packed sequences, on the CPU.
 
     Args:
         row_I: For each packed input the computed token that stands for it.
         count: Computed tokens, filling included.
         routed_experts_I: The engine's choice for each packed input, [I, L, K], -1 where it made none; on the CPU. None:
             nothing is replayed.
-        device: Of the routers.
+        layers: Of this rank's pipeline stage, as in `routed_experts_I`.
         num_experts: E.
 
     Raises:
-        RuntimeError: A choice is no expert, or names one twice.
+        RuntimeError: A choice is no expert, or names one twice, or there are other layers.
     """
-    copies = torch.bincount(row_I, minlength=count).float().to(device)
+    copies = torch.bincount(row_I, minlength=count).float()
     if routed_experts_I is None:
         return Routing(copies)
-    chosen = routed_experts_I.long()
+    chosen = routed_experts_I
+    if chosen.size(1) != len(layers):
+        raise RuntimeError(f"routed experts are of {chosen.size(1)} layers; this pipeline stage has {len(layers)}")
     _check_choices(chosen, num_experts)
     experts = chosen.new_full((count, *chosen.shape[1:]), -1)
     # sequences that share an input agree on it but for rounding
     known = chosen.flatten(1).min(1).values >= 0
     experts[row_I[known]] = chosen[known]
-    return Routing(copies, experts.to(device))
+    return Routing(copies, experts, layers)
 
 
 def _check_choices(chosen: Tensor, num_experts: int) -> None:
@@ -215,7 +225,9 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron.core has no types
             raise RuntimeError("a router ran without a Routing: the layer was not given PackedSequences with one")
         layer = self.layer_number - 1
         given = plan.experts_DLK
-        self.router_replay.given_nK = None if given is None else self._own(given[:, layer])
+        if given is not None:
+            given = self._own(given[:, plan.layers.index(layer)]).long()
+        self.router_replay.given_nK = given
         probs, chosen = super().routing(logits)
         if self.scale_to_one:
             probs = probs / probs.sum(-1, keepdim=True)

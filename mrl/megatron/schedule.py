@@ -89,6 +89,7 @@ class Schedule:
         max_tokens: int,
         te: bool,
         num_experts: int = 0,
+        layers: Sequence[int] = (),
         even: bool = False,
         replay: bool = False,
     ) -> None:
@@ -101,12 +102,14 @@ class Schedule:
             max_tokens: Budget of a microbatch.
             te: Whether attention is TransformerEngine's.
             num_experts: Experts of a layer; 0: the model is dense.
+            layers: Of this rank's pipeline stage; those that `routed_experts_P` is of.
             even: Fill microbatches until all data-parallel ranks' are of the same length.
             replay: Route the tokens of batches that have `routed_experts_P` as it says; may be changed between batches.
         """
         self._chunks, self._groups, self._device = list(chunks), groups, device
         self._max_tokens, self._te = max_tokens, te
-        self._num_experts, self._even, self.replay = num_experts, even, replay
+        self._num_experts, self._layers = num_experts, layers
+        self._even, self.replay = even, replay
 
     def microbatches(self, batch: RolloutBatch, distribution: Distribution) -> list[Microbatch]:
         """Collective over data-parallel: the batch, packed; every rank gets the same number of microbatches.
@@ -148,12 +151,15 @@ class Schedule:
 
         def forward(data: Iterator[tuple[int, Microbatch]], chunk: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
             index, micro = next(data)
+            packed = micro.packed
+            if packed.routing is not None:  # on the device no longer than the microbatch's activations
+                packed = replace(packed, routing=packed.routing.to(self._device))
             output = chunk(
                 input_ids=micro.tokens,
                 position_ids=micro.positions,
                 attention_mask=None,
                 labels=micro.targets,
-                packed_seq_params=micro.packed,
+                packed_seq_params=packed,
             )
             return output, lambda scored: self._report(scored, index, micro, loss)
 
@@ -227,7 +233,7 @@ class Schedule:
         if self._num_experts:
             chosen = part.routed_experts_P if self.replay else None
             chosen = None if chosen is None else chosen[is_input_P]
-            routing = routing_of(laid.row_I, laid.count, chosen, self._device, num_experts=self._num_experts)
+            routing = routing_of(laid.row_I, laid.count, chosen, self._layers, num_experts=self._num_experts)
         packed = pack_for_te(laid.lens, self._device) if self._te else pack(laid.lens, laid.prefixes, self._device)
         scores = None
         if grid.cp > 1:
@@ -236,7 +242,7 @@ class Schedule:
                 owner[self._own_rows(laid, rank)] = rank
             own = self._own_rows(laid, self._groups.coords.cp)
             tokens, positions = tokens[own], positions[own]
-            routing = None if routing is None else routing.select(own.to(self._device))
+            routing = None if routing is None else routing.select(own)
             if not self._te:
                 packed.context = context_shard(self._groups.cp, laid.lens, laid.prefixes, self._device)
             scores = context_targets(self._groups.cp, owner[rows_R], self._device)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from mrl.config import Config
 from mrl.engines.native.experts import work_bytes
 from mrl.engines.native.kv_cache import SLOT_MULTIPLE
-from mrl.engines.native.rows import ROUTED
+from mrl.engines.native.rows import record_of
 from mrl.formats.trtllm_engine import read_engine_folder
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
@@ -134,8 +134,8 @@ def _native(found: Resolved, device: Device, weights: int, actor: int) -> Engine
     size = device.engine_copies or _item_bytes(config)
     slots = math.ceil(_longest(config) / SLOT_MULTIPLE) * SLOT_MULTIPLE
     row_bytes = _row_bytes(arch, slots, grid.rollout_tp, size)
-    if rollout.enable_rollout_routing_replay and arch.moe is not None:
-        row_bytes += slots * arch.num_layers * arch.moe.top_k * ROUTED.itemsize
+    if (record := record_of(arch, rollout)) is not None:
+        row_bytes += slots * record.token_bytes
     rows = min(rollout.max_num_seqs, rollout.max_num_batched_tokens, _samples(found))
     if device.capacity is not None:
         free = device.capacity - device.allowance - weights - copies - actor

@@ -1,26 +1,54 @@
 """How samples travel: from the replicas that sampled them to the data-parallel ranks that train on them.
 
-Owns the cut of a step's samples into minibatches, their balance over the data-parallel ranks, and the ragged all-to-all
-that moves them (`pack`). Nothing depends on which replica sampled: minibatches are cut from the order (prompt uid,
-sample index).
+Owns the cut of a step's samples into minibatches, their balance over the data-parallel ranks, and what of a sample goes
+where (`pack`). Nothing depends on which replica sampled: minibatches are cut from the order (prompt uid, sample index).
+
+A sample leaves its replica once: to the first rank of the data-parallel index that trains on it, which passes it on to
+the ranks that work on the same sequences. Where the engine's choices of experts travel too, each pipeline stage is sent
+those of its own layers.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mrl.data.packing import balance
-from mrl.distributed.collectives import all_to_all_ragged, together
+from mrl.distributed.collectives import together
 from mrl.distributed.groups import ProcessGroups
+from mrl.grid import Coords
+from mrl.rollout.messages import Message, move
 from mrl.types import Rollout, RolloutBatch, SampleTable
 
 Rows = list[list[list[int]]]
 """Rows of the table by [minibatch][data-parallel index]."""
+
+WIRE_BYTES = 4
+"""Of a token id, and of a log-probability."""
+
+
+@dataclass(frozen=True)
+class RoutingRecord:
+    """What the engine keeps of its choices of experts, and which part of it a pipeline stage trains with.
+
+    Attributes:
+        num_layers: Of the model.
+        top_k: Experts of a token.
+        dtype: The smallest integer type that holds an expert's index and -1.
+        layers: By pipeline stage, the layers that it holds.
+    """
+
+    num_layers: int
+    top_k: int
+    dtype: torch.dtype
+    layers: Sequence[Sequence[int]]
 
 
 @dataclass
@@ -28,7 +56,8 @@ class StepBatch:
     """A step's samples on the rank that trains on them.
 
     Attributes:
-        batch: This data-parallel index's sequences; all tp and pp ranks of the index hold the same.
+        batch: This data-parallel index's sequences; all tp and pp ranks of the index hold the same, but for
+            `routed_experts_P`, which has the layers of the rank's stage.
         minibatches: Rows of `batch` for each optimizer step; a minibatch may be empty here.
         index_B: Where each row stands in the step's table, int64.
     """
@@ -44,7 +73,7 @@ def pack(
     groups: ProcessGroups,
     minibatch_size: int,
     *,
-    routing: tuple[int, int] | None = None,
+    routing: RoutingRecord | None = None,
 ) -> StepBatch:
     """Collective over the job: moves every sample of `table` to the ranks that train on it.
 
@@ -56,25 +85,16 @@ def pack(
         table: All samples to train on.
         groups: Who sits where.
         minibatch_size: Prompts per optimizer step.
-        routing: (layers, experts of a token) where the rollouts have `routed_experts`, the same on every rank.
+        routing: Where the rollouts have `routed_experts`, the same on every rank.
 
     Raises:
         RuntimeError: `routing` is given and a rollout has no such record.
     """
     prompt_lens, response_lens = table["prompt_len"].long(), table["response_len"].long()
-    seq_lens = prompt_lens + response_lens
-    rows = _rows_of_ranks(table, seq_lens.tolist(), groups.grid.dp, minibatch_size)
-    route = _Route(rollouts, table, groups, rows)
-    tokens_P = route.carry([_tokens(parts) for parts in route.sent], seq_lens.tolist())
-    logprobs_R = route.carry([_logprobs(parts) for parts in route.sent], response_lens.tolist())
-    routed_P = None
-    if routing is not None:
-        with together():
-            records = [_records(parts, routing) for parts in route.sent]
-        width = 2 * math.prod(routing)
-        routed_P = route.carry(records, (width * seq_lens).tolist()).view(torch.int16).view(-1, *routing)
-
-    index_B = torch.tensor(route.mine, dtype=torch.int64)
+    rows = _rows_of_ranks(table, (prompt_lens + response_lens).tolist(), groups.grid.dp, minibatch_size)
+    travel = _Travel(rollouts, table, groups, rows)
+    tokens_P, logprobs_R = travel.tokens_and_logprobs()
+    index_B = torch.tensor(travel.mine, dtype=torch.int64)
     batch = RolloutBatch(
         tokens_P=tokens_P,
         prompt_lens_B=prompt_lens[index_B],
@@ -84,47 +104,114 @@ def pack(
         group_id_B=table["uid"].long()[index_B],
         rewards_B=table["reward"][index_B].float(),
         truncated_B=table["truncated"].bool()[index_B],
-        routed_experts_P=routed_P,
+        routed_experts_P=None if routing is None else travel.routed_experts(routing),
     )
     return StepBatch(batch, _local_rows(rows, groups.coords.dp), index_B)
 
 
-class _Route:
+class _Travel:
     """Which sample goes from which rank to which: the same for each of its fields.
 
     Attributes:
         mine: Rows of the table that this rank trains on, in the order of its minibatches.
-        sent: By rank, the rollouts that this rank sends it, in that rank's order.
     """
 
     def __init__(self, rollouts: Sequence[Rollout], table: SampleTable, groups: ProcessGroups, rows: Rows) -> None:
-        grid = groups.grid
-        keys = list(zip(table["uid"].long().tolist(), table["sample_index"].long().tolist(), strict=True))
-        held = {(rollout.prompt.uid, rollout.sample_index): rollout for rollout in rollouts if groups.leads_replica}
-        wanted = [[row for minibatch in rows for row in minibatch[dp]] for dp in range(grid.dp)]
-        self.mine = wanted[groups.coords.dp]
-        self.sent = [
-            [held[keys[row]] for row in wanted[grid.coords(rank).dp] if keys[row] in held]
-            for rank in range(grid.world_size)
+        self._groups = groups
+        self._wanted = [[row for minibatch in rows for row in minibatch[dp]] for dp in range(groups.grid.dp)]
+        self.mine = self._wanted[groups.coords.dp]
+        self._senders = table["rank"].long().tolist()
+        self._responses = table["response_len"].long().tolist()
+        self._lens = (table["prompt_len"] + table["response_len"]).long().tolist()
+        keys = zip(table["uid"].long().tolist(), table["sample_index"].long().tolist(), strict=True)
+        row_of = {key: row for row, key in enumerate(keys)}
+        found = ((row_of.get((one.prompt.uid, one.sample_index)), one) for one in rollouts if groups.leads_replica)
+        self._held = {row: rollout for row, rollout in found if row is not None}
+
+    def tokens_and_logprobs(self) -> tuple[Tensor, Tensor]:
+        """Collective over the job: tokens_P and rollout_logprobs_R of the rows in `mine`."""
+        tokens_at, logprobs_at = self._places(self._lens), self._places(self._responses)
+        tokens_P = torch.empty(sum(self._lens[row] for row in self.mine), dtype=torch.int64)
+        logprobs_R = torch.empty(sum(self._responses[row] for row in self.mine), dtype=torch.float32)
+
+        def write(row: int, part: Tensor) -> None:
+            rollout = self._held[row]
+            ids = array("i", rollout.prompt.prompt_ids)
+            ids.extend(rollout.response_ids)
+            numbers = ids, array("f", rollout.rollout_logprobs)
+            torch.cat([torch.frombuffer(each, dtype=torch.uint8) for each in numbers], out=part)
+
+        def read(row: int, part: Tensor) -> None:
+            numbers = part.view(torch.int32)
+            tokens_P[tokens_at[row]] = numbers[: self._lens[row]]
+            logprobs_R[logprobs_at[row]] = numbers[self._lens[row] :].view(torch.float32)
+
+        sizes = [WIRE_BYTES * (length + response) for length, response in zip(self._lens, self._responses, strict=True)]
+        messages = [
+            Message(row, self._senders[row], self._groups.grid.rank(Coords(tp=0, cp=0, dp=dp, pp=0)), sizes[row])
+            for dp, wanted in enumerate(self._wanted)
+            for row in wanted
         ]
-        self._senders = table["rank"].long()[self.mine].tolist()
-        # stable: from each sender in the order of `mine`
-        self._arrival = sorted(range(len(self.mine)), key=self._senders.__getitem__)
+        move(messages, self._groups.rank, write, read)
+        for tensor in (tokens_P, logprobs_R):
+            self._pass_on(tensor, over_stages=True)
+        return tokens_P, logprobs_R
 
-    def carry(self, parts: list[Tensor], lens: Sequence[int]) -> Tensor:
-        """Collective over the job: one field of this rank's samples, one after the other, in the order of `mine`.
+    def routed_experts(self, routing: RoutingRecord) -> Tensor:
+        """Collective over the job: routed_experts_P of the rows in `mine`, of this stage's layers.
 
-        Args:
-            parts: By rank, the field of what is sent to it, one-dimensional.
-            lens: Elements of the field, by row of the table.
+        Raises:
+            RuntimeError: A rollout has no such record.
         """
-        arriving = [(self._senders[i], lens[self.mine[i]]) for i in self._arrival]
-        counts = [0] * len(parts)
-        for sender, length in arriving:
-            counts[sender] += length
-        arrived = torch.split(all_to_all_ragged(parts, counts), [length for _, length in arriving])
-        place = {i: position for position, i in enumerate(self._arrival)}
-        return _concatenate([arrived[place[i]] for i in range(len(self.mine))], parts[0].dtype)
+        with together():
+            records = {row: _record(rollout, routing) for row, rollout in self._held.items()}
+        places = self._places(self._lens)
+        layers = routing.layers[self._groups.coords.pp]
+        count = sum(self._lens[row] for row in self.mine)
+        routed_P = torch.empty(count, len(layers), routing.top_k, dtype=routing.dtype)
+        stages = len(routing.layers)
+
+        def write(item: int, part: Tensor) -> None:
+            row, stage = divmod(item, stages)
+            wanted = routing.layers[stage]
+            shape = (self._lens[row], len(wanted), routing.top_k)
+            numbers = part.view(routing.dtype)[: math.prod(shape)].view(shape)
+            for begin, end in _runs(wanted):
+                numbers[:, begin:end] = records[row][:, wanted[begin] : wanted[begin] + end - begin]
+
+        def read(item: int, part: Tensor) -> None:
+            place = routed_P[places[item // stages]]
+            place.copy_(part.view(routing.dtype)[: place.numel()].view(place.shape))
+
+        messages = [
+            Message(
+                row * stages + stage,
+                self._senders[row],
+                self._groups.grid.rank(Coords(tp=0, cp=0, dp=dp, pp=stage)),
+                _padded(self._lens[row] * len(held) * routing.top_k * routing.dtype.itemsize),
+            )
+            for dp, wanted in enumerate(self._wanted)
+            for row in wanted
+            for stage, held in enumerate(routing.layers)
+        ]
+        move(messages, self._groups.rank, write, read)
+        self._pass_on(routed_P.view(torch.uint8), over_stages=False)  # gloo sends no int16
+        return routed_P
+
+    def _places(self, lens: Sequence[int]) -> dict[int, slice]:
+        """Where a field of each row of `mine` lies among all of them, from its length by row of the table."""
+        ends = itertools.accumulate(lens[row] for row in self.mine)
+        return {row: slice(end - lens[row], end) for row, end in zip(self.mine, ends, strict=True)}
+
+    def _pass_on(self, tensor: Tensor, *, over_stages: bool) -> None:
+        """Collective over the data-parallel index: all its ranks get what its first one has, or each stage's first."""
+        groups, coords = self._groups, self._groups.coords
+        steps = [(groups.cp, replace(coords, cp=0), coords.tp == 0), (groups.tp, replace(coords, tp=0), True)]
+        if over_stages:
+            steps.insert(0, (groups.pp, replace(coords, pp=0), coords.tp == coords.cp == 0))
+        for group, first, takes_part in steps:
+            if takes_part and group.size() > 1 and tensor.numel():
+                dist.broadcast(tensor, src=groups.grid.rank(first), group=group)
 
 
 def _rows_of_ranks(table: SampleTable, seq_lens: Sequence[int], dp: int, minibatch_size: int) -> Rows:
@@ -150,30 +237,23 @@ def _local_rows(all_rows: Rows, dp: int) -> list[list[int]]:
     return local
 
 
-def _tokens(rollouts: Sequence[Rollout]) -> Tensor:
-    ids = [i for rollout in rollouts for i in (*rollout.prompt.prompt_ids, *rollout.response_ids)]
-    return torch.tensor(ids, dtype=torch.int64)
-
-
-def _logprobs(rollouts: Sequence[Rollout]) -> Tensor:
-    return torch.tensor([x for rollout in rollouts for x in rollout.rollout_logprobs], dtype=torch.float32)
-
-
-def _records(rollouts: Sequence[Rollout], routing: tuple[int, int]) -> Tensor:
-    return _concatenate([_routed_bytes(rollout, routing) for rollout in rollouts], torch.uint8)
-
-
-def _routed_bytes(rollout: Rollout, routing: tuple[int, int]) -> Tensor:
-    """A rollout's record as bytes, since gloo sends no int16."""
-    routed = rollout.routed_experts
-    if routed is None or routed.shape != (rollout.num_tokens, *routing):
+def _record(rollout: Rollout, routing: RoutingRecord) -> Tensor:
+    routed, wanted = rollout.routed_experts, (rollout.num_tokens, routing.num_layers, routing.top_k)
+    if routed is None or routed.shape != wanted:
         shape = None if routed is None else list(routed.shape)
         raise RuntimeError(
             f"sample {rollout.sample_index} of prompt {rollout.prompt.source or rollout.prompt.uid} came with routed "
-            f"experts {shape}, expected {[rollout.num_tokens, *routing]}: the engine did not keep them"
+            f"experts {shape}, expected {list(wanted)}: the engine did not keep them"
         )
-    return routed.to(torch.int16).contiguous().view(torch.uint8).flatten()
+    return routed
 
 
-def _concatenate(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
+def _runs(layers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Begin and end of each part of the list in which every number is one more than the last."""
+    ends = [i for i in range(1, len(layers) + 1) if i == len(layers) or layers[i] != layers[i - 1] + 1]
+    return zip([0, *ends], ends, strict=False)
+
+
+def _padded(num_bytes: int) -> int:
+    """Up to what the next message can begin at."""
+    return -(-num_bytes // WIRE_BYTES) * WIRE_BYTES

@@ -15,13 +15,15 @@ from mrl.distributed.groups import ProcessGroups
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.megatron.policy import Policy
 from mrl.refit.refit import Refit
+from mrl.rollout.exchange import RoutingRecord
 from mrl.rollout.sampling import held_out_sampling, training_sampling
 from mrl.run import canary
 from mrl.run.actor_weights import ActorWeights
 from mrl.run.prepare import Plan
 from mrl.schema.registry import find
 from mrl.types import Prompt, Rollout
-from mrl.weights.tensors import DTYPES
+from mrl.weights.megatron import stage_layers
+from mrl.weights.tensors import DTYPES, choice_dtype
 
 
 class Sampler:
@@ -30,7 +32,7 @@ class Sampler:
     Attributes:
         training: The distribution of training rollouts.
         held_out: The distribution of held-out rollouts.
-        routing: (layers, experts of a token) where the engine keeps its choices of experts.
+        routing: What the engine keeps of its choices of experts, where it does.
     """
 
     def __init__(
@@ -71,9 +73,11 @@ class Sampler:
         self._canary_is_due = canary.is_wanted(rollout)
         self.training = training_sampling(config, plan.tokenizer.eos_ids)
         self.held_out = held_out_sampling(config, plan.tokenizer.eos_ids)
-        self.routing: tuple[int, int] | None = None
-        if rollout.enable_rollout_routing_replay and plan.arch.moe is not None:
-            self.routing = (plan.arch.num_layers, plan.arch.moe.top_k)
+        self.routing: RoutingRecord | None = None
+        moe = plan.arch.moe
+        if rollout.enable_rollout_routing_replay and moe is not None:
+            layers = stage_layers(plan.arch, groups.grid)
+            self.routing = RoutingRecord(plan.arch.num_layers, moe.top_k, choice_dtype(moe.num_experts), layers)
 
     @contextmanager
     def awake(self) -> Iterator[RolloutEngine]:

@@ -41,6 +41,16 @@ def padded_vocab(arch: ArchSpec, tp: int) -> int:
     return padded_rows(arch.vocab_size, tp)
 
 
+def stage_layers(arch: ArchSpec, grid: Grid) -> list[list[int]]:
+    """Layers that each pipeline stage holds, ascending.
+
+    Raises:
+        UserError: The stages and chunks do not divide the layers.
+    """
+    layers = chunk_layers(arch, grid)
+    return [[layer for chunk in range(grid.vpp) for layer in layers[stage, chunk]] for stage in range(grid.pp)]
+
+
 def chunk_layers(arch: ArchSpec, grid: Grid) -> dict[tuple[int, int], range]:
     """(stage, chunk) -> the layers that it holds.
 

@@ -18,6 +18,11 @@ DTYPES = {
 """The dtypes that layouts name."""
 
 
+def choice_dtype(num_experts: int) -> torch.dtype:
+    """The smallest integer type that holds an expert's index, and -1 for none."""
+    return torch.int8 if num_experts <= torch.iinfo(torch.int8).max + 1 else torch.int16
+
+
 def allocate(layout: Layout, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """A tensor for each name of a layout, uninitialised."""
     return {

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from mrl.algorithms.base import build
 from mrl.config import AlgorithmConfig, RolloutConfig
@@ -12,6 +13,7 @@ from mrl.formats.hf import load_from_hf
 from mrl.grid import Grid
 from mrl.megatron.router import routing_of
 from mrl.models.hf_config import arch_from_folder
+from mrl.weights.megatron import stage_layers
 from tests.megatron.actors import CONSTANT, EXPERT_LAYOUTS, algorithm, make_batch, make_policy, own_part, scores
 from tests.megatron.mixtures import SIZES, by_hand, load_model, make_model
 from tests.ranks import run_ranks
@@ -74,7 +76,8 @@ def replay(folder, grid, chosen, actor):
     policy = make_policy(arch, grid, seed=None, actor={"clip_grad": 0.0, "router_replay": "rollout", **actor})
     load_from_hf(folder, arch, policy.layout(), policy.named_tensors())
     batch = make_batch(longest=12)
-    batch.routed_experts_P = chosen
+    own = stage_layers(arch, grid)[grid.coords(dist.get_rank()).pp]
+    batch.routed_experts_P = None if chosen is None else chosen[:, own]
     scored = scores(policy, batch)
     for name, tensor in policy.named_tensors().items():
         policy.reference_tensors()[name].copy_(tensor)
@@ -119,7 +122,7 @@ def test_a_shared_token_is_routed_as_the_sequence_that_knows_it():
     tokens = torch.tensor([5, 6, 5, 6, 7])
     prefixes = shared_prefixes(tokens, [2, 3])
     chosen = torch.tensor([[[0, 1]], [[-1, -1]], [[0, 1]], [[2, 3]], [[-1, -1]]])
-    routing = routing_of(prefixes.distinct_P, 5, chosen, torch.device("cpu"), num_experts=4)
+    routing = routing_of(prefixes.distinct_P, 5, chosen, [0], num_experts=4)
     by_token = routing.experts_DLK[prefixes.distinct_P][:, 0].tolist()
     assert by_token == [[0, 1], [2, 3], [0, 1], [2, 3], [-1, -1]]
     assert routing.copies_D.tolist() == [2, 2, 1, 0, 0]
@@ -132,12 +135,17 @@ def test_a_shared_token_is_routed_as_the_sequence_that_knows_it():
 )
 def test_choices_that_are_no_experts_are_refused(chosen, said):
     with pytest.raises(RuntimeError, match=said):
-        routing_of(torch.tensor([0]), 1, torch.tensor(chosen), torch.device("cpu"), num_experts=4)
+        routing_of(torch.tensor([0]), 1, torch.tensor(chosen), [0], num_experts=4)
+
+
+def test_choices_of_other_layers_are_refused():
+    with pytest.raises(RuntimeError, match="of 2 layers; this pipeline stage has 1"):
+        routing_of(torch.tensor([0]), 1, torch.tensor([[[0], [1]]]), [3], num_experts=4)
 
 
 def test_no_sequences_have_a_routing():
     nothing = torch.empty(0, dtype=torch.int64)
-    routing = routing_of(nothing, 2, torch.empty(0, 4, 2), torch.device("cpu"), num_experts=4)
+    routing = routing_of(nothing, 2, torch.empty(0, 4, 2), range(4), num_experts=4)
     assert routing.copies_D.tolist() == [0, 0]
     assert routing.experts_DLK.shape == (2, 4, 2)
 

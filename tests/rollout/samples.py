@@ -3,15 +3,15 @@
 import torch
 import torch.distributed as dist
 
-from mrl.distributed.groups import ProcessGroups, make_rollout_group
 from mrl.grid import Grid
+from mrl.megatron.parallel import initialize
 from mrl.rollout.replicas import LengthHistory, assign
 from mrl.types import Prompt, Rollout
 
 SAMPLES = 3
 
-ROUTING = (2, 3)
-"""Layers and experts of a token of the engine's record."""
+LAYERS, TOP_K = 4, 3
+"""Of the engine's record."""
 
 
 def prompts(count):
@@ -32,15 +32,12 @@ def rollouts_of(prompt):
 def routed(ids):
     """A record in which every entry tells its token, layer and place."""
     tokens = torch.tensor(ids, dtype=torch.int16)[:, None, None] * 10
-    return tokens + torch.arange(6, dtype=torch.int16).view(ROUTING)
+    return tokens + torch.arange(LAYERS * TOP_K, dtype=torch.int16).view(LAYERS, TOP_K)
 
 
 def groups_of(grid_args):
     """This rank's groups in a job of that layout."""
-    rank = dist.get_rank()
-    grid = Grid(dist.get_world_size(), **grid_args)
-    world = dist.group.WORLD
-    return ProcessGroups(rank, grid, world, world, world, world, world, make_rollout_group(grid, rank))
+    return initialize(Grid(dist.get_world_size(), **grid_args), seed=0)
 
 
 def sampled(groups, count):

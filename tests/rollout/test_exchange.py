@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from mrl.rollout.exchange import pack
+from mrl.rollout.exchange import RoutingRecord, pack
 from mrl.rollout.table import gather_table
 from tests.ranks import run_ranks
-from tests.rollout.samples import ROUTING, groups_of, prompts, rollouts_of, routed, sampled
+from tests.rollout.samples import LAYERS, TOP_K, groups_of, prompts, rollouts_of, routed, sampled
 
 
 def packed(grid_args, count, minibatch_size, routing=None):
@@ -17,7 +17,10 @@ def packed(grid_args, count, minibatch_size, routing=None):
     if routing is None:
         assert data.batch.routed_experts_P is None
     else:
-        assert torch.equal(data.batch.routed_experts_P, routed(data.batch.tokens_P.tolist()))
+        own = list(routing.layers[groups.coords.pp])
+        record = data.batch.routed_experts_P
+        assert record.dtype == routing.dtype
+        assert torch.equal(record, routed(data.batch.tokens_P.tolist())[:, own].to(routing.dtype))
     tokens = torch.split(data.batch.tokens_P, data.batch.seq_lens_B.tolist())
     logprobs = torch.split(data.batch.rollout_logprobs_R, data.batch.response_lens_B.tolist())
     rows = [
@@ -38,7 +41,12 @@ def expected_rows(uids):
 
 
 @pytest.mark.parametrize(
-    "grid_args", [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"rollout_tp": 2}, {"tp": 4, "rollout_tp": 4}]
+    "grid_args",
+    [
+        *({}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"cp": 2, "pp": 2}),
+        {"rollout_tp": 2},
+        {"tp": 4, "rollout_tp": 4},
+    ],
 )
 def test_minibatches_hold_the_same_samples_at_every_layout(grid_args):
     results = run_ranks(4, packed, grid_args, 7, 3)
@@ -50,10 +58,20 @@ def test_minibatches_hold_the_same_samples_at_every_layout(grid_args):
         assert sorted(row for rows in by_dp.values() for row in rows) == expected_rows(uids)
 
 
-@pytest.mark.parametrize("grid_args", [{}, {"tp": 2, "rollout_tp": 2}])
-def test_the_engines_choices_travel_with_their_tokens(grid_args):
-    assert len(run_ranks(4, packed, grid_args, 7, 3, ROUTING)) == 4
-    assert len(run_ranks(4, packed, grid_args, 1, 1, ROUTING)) == 4  # some ranks get nothing
+@pytest.mark.parametrize(
+    ("grid_args", "layers"),
+    [
+        ({}, [range(LAYERS)]),
+        ({"tp": 2, "rollout_tp": 2}, [range(LAYERS)]),
+        ({"tp": 2, "pp": 2}, [[0], [1, 2, 3]]),
+        ({"cp": 2, "pp": 2, "vpp": 2}, [[0, 2], [1, 3]]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16])
+def test_of_the_engines_choices_a_stage_gets_those_of_its_layers(grid_args, layers, dtype):
+    routing = RoutingRecord(LAYERS, TOP_K, dtype, layers)
+    assert len(run_ranks(4, packed, grid_args, 7, 3, routing)) == 4
+    assert len(run_ranks(4, packed, grid_args, 1, 1, routing)) == 4  # some ranks get nothing
 
 
 def misses_a_record(routing):
@@ -65,7 +83,7 @@ def misses_a_record(routing):
 
 
 def test_a_missing_record_makes_every_rank_raise():
-    for message in run_ranks(4, misses_a_record, (5, 3)):
+    for message in run_ranks(4, misses_a_record, RoutingRecord(5, 3, torch.int8, [range(5)])):
         assert "the engine did not keep them" in message
 
 

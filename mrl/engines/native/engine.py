@@ -10,7 +10,6 @@ On CPU it is tested against transformers. On CUDA the same code runs, decoding t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -25,7 +24,7 @@ from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.memory import kv_budget
 from mrl.engines.native.model import Decoder
 from mrl.engines.native.poll import Poll
-from mrl.engines.native.rows import ROUTED, Rows
+from mrl.engines.native.rows import Rows, record_of
 from mrl.engines.native.scheduler import Scheduler
 from mrl.engines.native.stopping import Stopping
 from mrl.errors import UserError
@@ -199,14 +198,11 @@ class NativeEngine(RolloutEngine):
     def _reserve(self, wanted_rows: int, row_len: int, max_tokens: int) -> Rows:
         """Cache and row state for the call; kept from the last call where the shape is the same."""
         before = (self._cache.num_rows, self._cache.row_len)
-        moe, routing, routed_bytes = self.spec.arch.moe, None, 0
-        if self.spec.config.enable_rollout_routing_replay and moe is not None:
-            routing = (self.spec.arch.num_layers, moe.top_k)
-            routed_bytes = row_len * math.prod(routing) * ROUTED.itemsize
-        num_rows = self._cache.reserve(wanted_rows, row_len, routed_bytes)
+        record = record_of(self.spec.arch, self.spec.config)
+        num_rows = self._cache.reserve(wanted_rows, row_len, row_len * record.token_bytes if record else 0)
         rows = self._rows
         if rows is None or rows.shape != (num_rows, max_tokens) or before != (num_rows, self._cache.row_len):
-            rows = Rows(num_rows, max_tokens, self.spec.device, routing)
+            rows = Rows(num_rows, max_tokens, self.spec.device, record)
             self._graphs = None
         capture = self.spec.device.type == "cuda" and self._model.is_capturable and not self.spec.config.enforce_eager
         if self._graphs is None and capture:

@@ -8,12 +8,41 @@ Shapes: S rows, T longest response, L layers, K experts of a token.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-ROUTED = torch.int16
-"""Of recorded experts: no model has 32768 of them."""
+from mrl.config import RolloutConfig
+from mrl.models.base import ArchSpec
+from mrl.weights.tensors import choice_dtype
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is kept of each token's way through a mixture of experts.
+
+    Attributes:
+        num_layers: L.
+        top_k: K.
+        dtype: Of an expert's index.
+    """
+
+    num_layers: int
+    top_k: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token."""
+        return self.num_layers * self.top_k * self.dtype.itemsize
+
+
+def record_of(arch: ArchSpec, config: RolloutConfig) -> Record | None:
+    """What the config asks to keep; None: nothing."""
+    if not config.enable_rollout_routing_replay or arch.moe is None:
+        return None
+    return Record(arch.num_layers, arch.moe.top_k, choice_dtype(arch.moe.num_experts))
 
 
 class Rows:
@@ -29,10 +58,8 @@ class Rows:
         routed_SLK: Receives the experts of each row's newest token; None where they are not recorded.
     """
 
-    def __init__(
-        self, num_rows: int, max_tokens: int, device: torch.device, routing: tuple[int, int] | None = None
-    ) -> None:
-        """Allocates; `routing` is (L, K) where experts are recorded."""
+    def __init__(self, num_rows: int, max_tokens: int, device: torch.device, record: Record | None = None) -> None:
+        """Allocates; `record`: of experts, where they are recorded."""
         self.shape = (num_rows, max_tokens)
         self._state_4S = torch.zeros(4, num_rows, dtype=torch.int64, device=device)
         self.tokens_S, self.positions_S, self.counts_S, self.keys_S = self._state_4S.unbind()
@@ -40,9 +67,10 @@ class Rows:
         self.logprobs_ST = torch.zeros(num_rows, max_tokens, dtype=torch.float32, device=device)
         self._index_S = torch.arange(num_rows, device=device)
         self.routed_SLK: Tensor | None = None
-        if routing is not None:
-            self.routed_SLK = torch.zeros(num_rows, *routing, dtype=ROUTED, device=device)
-            self._routed_STLK = torch.zeros(num_rows, max_tokens, *routing, dtype=ROUTED, device=device)
+        if record is not None:
+            shape_LK = (record.num_layers, record.top_k)
+            self.routed_SLK = torch.zeros(num_rows, *shape_LK, dtype=record.dtype, device=device)
+            self._routed_STLK = torch.zeros(num_rows, max_tokens, *shape_LK, dtype=record.dtype, device=device)
 
     def begin(self, rows: Sequence[int], prompt_lens: Sequence[int], keys: Sequence[int]) -> Tensor:
         """Rows in which a response begins; returns them as an index. `positions_S` is the last prompt token's."""

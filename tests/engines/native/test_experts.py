@@ -134,7 +134,7 @@ def test_the_record_is_what_transformers_routes(folders, family, settings):
     assert len({len(rollout.response_ids) for rollout in rollouts}) > 3  # rows end at different steps, and move
     for rollout, bare in zip(rollouts, plain, strict=True):
         record = rollout.routed_experts
-        assert record.dtype == torch.int16 and record.size(0) == rollout.num_tokens
+        assert record.dtype == torch.int8 and record.size(0) == rollout.num_tokens
         assert torch.equal(record[:-1].long(), chosen_by(model, rollout))
         assert record[-1].eq(-1).all()
         assert bare.routed_experts is None
@@ -143,7 +143,7 @@ def test_the_record_is_what_transformers_routes(folders, family, settings):
 
 def test_the_record_counts_against_the_budget(folders):
     engine = make_engine(folders("qwen3_moe"), **RECORD)
-    row_bytes = 32 * engine._cache.token_bytes + 32 * 3 * 3 * 2  # slots; tokens x layers x experts of a token x int16
+    row_bytes = 32 * engine._cache.token_bytes + 32 * 3 * 3  # slots; tokens x layers x experts of a token, int8
     sampling = SamplingConfig(n=4, max_tokens=12)
     engine._cache.budget_bytes = 3 * row_bytes - 1
     engine.generate(make_prompts([20]), sampling)

@@ -117,6 +117,11 @@ def pinned(size: int) -> Tensor:
     return host
 
 
+def pinned_like(tensor: Tensor) -> Tensor:
+    """A contiguous tensor of the same shape and dtype in memory of `pinned`, not filled."""
+    return pinned(max(tensor.nbytes, 1))[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
 def _identity(storage: torch.UntypedStorage) -> int:
     """The same for every tensor that looks into a storage, whether it is empty or not."""
     return int(storage._cdata)

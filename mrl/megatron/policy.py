@@ -27,7 +27,7 @@ from mrl.functional.mismatch import mismatch_metrics, mismatch_sums
 from mrl.functional.sampling import keep_threshold
 from mrl.megatron.model import ActorModel, build_chunks, named_tensors, uses_te
 from mrl.megatron.moe import load_balance
-from mrl.megatron.offload import PARTS, Offload, Part
+from mrl.megatron.offload import PARTS, Offload, Part, pinned_like
 from mrl.megatron.optimizer import build_optimizer, optimizer_tensors
 from mrl.megatron.passed import check_te, given_to, objects
 from mrl.megatron.schedule import Microbatch, Schedule
@@ -42,6 +42,7 @@ class Policy:
 
     Attributes:
         chunks: GPTModel chunks of this rank, by virtual stage.
+        device: Of this rank.
         optimizer: Megatron's; None before `start_optimizer`.
         num_updates: Optimizer steps since `start_optimizer`.
     """
@@ -55,7 +56,7 @@ class Policy:
             groups: From `parallel.initialize`.
             device: Of the model.
         """
-        self._config, self._arch, self._groups, self._device = config.actor, arch, groups, device
+        self._config, self._arch, self._groups, self.device = config.actor, arch, groups, device
         self._megatron = config.megatron
         self._dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         self._te = uses_te(device)
@@ -90,6 +91,7 @@ class Policy:
         offloaded = zip(PARTS, (actor.param_offload, actor.grad_offload, actor.optimizer_offload), strict=True)
         self._offload = Offload([part for part, leaves in offloaded if leaves], device)
         self._reference: dict[str, Tensor] = {}
+        self._aside: dict[str, Tensor] = {}
         self._learning_rate: LearningRate | None = None
         self.optimizer: Any = None
         self.num_updates = 0
@@ -135,11 +137,8 @@ class Policy:
     def reference_tensors(self) -> dict[str, Tensor]:
         """The reference's tensors in host memory, named as in `layout`; made at the first call, NaN until filled."""
         if not self._reference:
-            pinned = self._device.type == "cuda"
-            self._reference = {
-                name: torch.full(tensor.shape, torch.nan, dtype=tensor.dtype, pin_memory=pinned)
-                for name, tensor in self.named_tensors().items()
-            }
+            make = pinned_like if self.device.type == "cuda" else torch.empty_like
+            self._reference = {name: make(tensor).fill_(torch.nan) for name, tensor in self.named_tensors().items()}
         return self._reference
 
     @contextmanager
@@ -160,13 +159,15 @@ class Policy:
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
         live = self.named_tensors()
-        if self._device.type == "cuda":
-            kept = {name: tensor.to("cpu", copy=True) for name, tensor in live.items()}
+        if self.device.type == "cuda":
+            if not self._aside:
+                self._aside = {name: pinned_like(tensor) for name, tensor in live.items()}
+            _copy(live, self._aside)
             _copy(self._reference, live)
             try:
                 yield
             finally:
-                _copy(kept, live)
+                _copy(self._aside, live)
             return
         parameters = [dict(chunk.named_parameters()) for chunk in self.chunks]
         for index, found in enumerate(parameters):

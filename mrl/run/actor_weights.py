@@ -5,11 +5,15 @@ Owns where the first weights and the reference's come from, and what a folder wi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+
+from torch import Tensor
 
 from mrl.distributed.collectives import together
 from mrl.formats.hf import load_from_hf
 from mrl.megatron.policy import Policy
+from mrl.megatron.replicas import first_here, share
 from mrl.models.presets import initializer_range
 from mrl.refit.export import export_to_hf, write_model_folder
 from mrl.refit.refit import gather_layouts
@@ -27,18 +31,30 @@ class ActorWeights:
     def load_initial(self) -> None:
         """Collective over the job: fills the actor from the model folder, or at random."""
         config, arch = self._plan.config, self._plan.arch
-        layout, tensors = self._policy.layout(), self._policy.named_tensors()
-        with together():
-            if config.model.path is not None:
-                load_from_hf(config.model.path, arch, layout, tensors)
-            else:
-                random_init(arch, layout, tensors, config.run.seed, initializer_range(config.model.overrides))
+        tensors = self._policy.named_tensors()
+        if config.model.path is not None:
+            self._read(config.model.path, tensors)
+        else:
+            layout, deviation = self._policy.layout(), initializer_range(config.model.overrides)
+            with together():
+                random_init(arch, layout, tensors, config.run.seed, deviation)
         self._policy.weights_changed()
 
     def load_reference(self, path: str) -> None:
         """Collective over the job: fills the reference's tensors from a Hugging Face folder."""
+        self._read(path, self._policy.reference_tensors())
+
+    def _read(self, folder: str, tensors: Mapping[str, Tensor]) -> None:
+        """Collective over the job: of the ranks that hold the same parameter one reads it."""
+        layout, mine = self._policy.layout(), first_here(self._policy.chunks)
         with together():
-            load_from_hf(path, self._plan.arch, self._policy.layout(), self._policy.reference_tensors())
+            load_from_hf(
+                folder,
+                self._plan.arch,
+                {name: stored for name, stored in layout.items() if name in mine},
+                {name: tensor for name, tensor in tensors.items() if name in mine},
+            )
+        share(self._policy.chunks, tensors, self._policy.device)
 
     def export(self, folder: Path) -> None:
         """Collective over the job: the actor as a Hugging Face folder."""

@@ -1,0 +1,69 @@
+"""The actor's first weights: each parameter is read by one of the ranks that hold it, and is there on all of them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mrl.formats.hf import HfSource, load_from_hf
+from mrl.run.actor_weights import ActorWeights
+from mrl.weights.hf import hf_layout
+from mrl.weights.init import random_init
+from mrl.weights.tensors import allocate
+from tests.formats.test_hf import write_folder
+from tests.megatron.actors import ARCHS, CONTEXT_LAYOUTS, EXPERT_LAYOUTS, LAYOUTS, MIXTURES, make_policy
+from tests.ranks import run_ranks
+
+
+def read(folder, name, grid):
+    """Bytes that this rank read, those that it holds, and whether all are the folder's; of actor and reference."""
+    arch = {**ARCHS, **MIXTURES}[name]
+    policy = make_policy(arch, grid, seed=None)
+    expected = {key: torch.full_like(tensor, torch.nan) for key, tensor in policy.named_tensors().items()}
+    load_from_hf(folder, arch, policy.layout(), expected)
+    plan = SimpleNamespace(arch=arch, config=SimpleNamespace(model=SimpleNamespace(path=str(folder))))
+    weights = ActorWeights(plan, policy, policy._groups.rank)
+    num_bytes, original = [0], HfSource.read
+
+    def counted(self, hf_name, region):
+        found = original(self, hf_name, region)
+        num_bytes[0] += found.nbytes
+        return found
+
+    HfSource.read = counted
+    try:
+        weights.load_initial()
+        once = num_bytes[0]
+        weights.load_reference(str(folder))
+    finally:
+        HfSource.read = original
+    for found in (policy.named_tensors(), policy.reference_tensors()):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert num_bytes[0] == 2 * once
+    return once, sum(tensor.nbytes for tensor in expected.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "grid", "shares"),
+    [
+        ("qwen2", LAYOUTS["tp2_pp2"], [1, 1, 1, 1]),
+        ("qwen2", LAYOUTS["dp2"], [1, 0]),
+        ("qwen2", CONTEXT_LAYOUTS["cp2_tp2"], [1, 1, 0, 0]),
+        ("qwen3_moe", EXPERT_LAYOUTS["ep2"], [1, None]),  # experts only
+        ("qwen3_moe", EXPERT_LAYOUTS["ep2_dp2"], [1, None, 0, 0]),
+    ],
+)
+def test_each_parameter_is_read_once_and_is_there_on_all_ranks(name, grid, shares, tmp_path):
+    arch = {**ARCHS, **MIXTURES}[name]
+    layout = hf_layout(arch, "float32")
+    tensors = allocate(layout)
+    random_init(arch, layout, tensors, seed=4)
+    write_folder(arch, tmp_path, tensors)
+    for (num_bytes, held), share in zip(run_ranks(grid.world_size, read, tmp_path, name, grid), shares, strict=True):
+        if share is None:
+            assert 0 < num_bytes < held
+        elif share == 0:
+            assert num_bytes == 0
+        else:
+            assert num_bytes > 0.9 * held - 4096 * 4  # padding of the vocabulary is not read

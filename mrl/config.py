@@ -152,8 +152,8 @@ class ActorConfig:
     """Sequences are packed into microbatches of at most this many tokens."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state over data-parallel ranks."""
-    overlap_grad_reduce: bool = False
-    """Reduce gradients while the backward runs."""
+    overlap_grad_reduce: Optional[bool] = None
+    """Reduce gradients while the backward runs; null: where TransformerEngine is in use."""
     param_offload: bool = False
     """Keep the actor's weights in host memory while the engine generates."""
     grad_offload: bool = False

@@ -20,7 +20,7 @@ LAYERS = {
     "workers": "megatron engines",
     "records": "observe > run_folder formats survival",
     "parts": "weights rewards algorithms data distributed",
-    "ground": "config models functional > schema > megatron_fields peers files types grid > errors",
+    "ground": "megatron_fields > config models functional > schema > peers files types grid > errors",
 }
 """Top to bottom, as README draws them. A part may import itself and what stands lower: in a lower layer, or behind a
 `>` of its own."""

@@ -8,7 +8,7 @@ NaN until `mrl/weights` has written them, so that a forgotten load cannot pass f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from mrl.megatron.moe import load_balance, moe_config, with_router
 from mrl.megatron.norm import RMSNorm
 from mrl.megatron.passed import check_te, given_to, objects
 from mrl.megatron.router import LoadBalance
+from mrl.megatron_fields.defaults import transformer_defaults
 from mrl.models.base import ArchSpec, MoeSpec
 from mrl.weights.megatron import padded_vocab
 
@@ -74,8 +75,10 @@ class ActorModel(GPTModel):  # type: ignore[misc]  # megatron.core has no types
         balance: LoadBalance | None = None,
     ) -> None:
         stage = {"ignore_virtual": False, "vp_stage": vp_stage}
+        # the output layer would ask for Apex's kernel, and is not called as a module anyway
+        outside = replace(config, gradient_accumulation_fusion=False) if config.gradient_accumulation_fusion else config
         super().__init__(
-            config,
+            outside,
             _block_spec(config, arch.moe, te=te, vp_stage=vp_stage, balance=balance),
             vocab_size=padded_vocab(arch, config.tensor_model_parallel_size),
             max_sequence_length=arch.max_position_embeddings,
@@ -129,6 +132,9 @@ class ActorModel(GPTModel):  # type: ignore[misc]  # megatron.core has no types
     def _postprocess(self, hidden_states: Tensor, *, labels: Targets | None = None, **kwargs: Any) -> Any:
         if labels is None or not self.post_process:
             return super()._postprocess(hidden_states, labels=labels, **kwargs)
+        # the weight is taken without calling its module: what waits for it to be gathered is called here
+        for arrived in self.output_layer._forward_pre_hooks.values():
+            arrived(self.output_layer, ())
         weight = self.output_layer.weight
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
@@ -214,6 +220,7 @@ def transformer_config(
         UserError: Megatron refuses what is given.
     """
     fields = _own_fields(arch, parallel, actor, dtype=dtype, te=te)
+    fields |= transformer_defaults(given or {}, te=te, moe=arch.moe is not None)
     with given_to("transformer", given or ()):
         return TransformerConfig(**{**fields, **objects("transformer", given or {})})
 
@@ -283,16 +290,30 @@ def _leave(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _accumulating(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+    """The layer spec, its layers built with `gradient_accumulation_fusion` where the config has it."""
+    if not config.gradient_accumulation_fusion:
+        return layer
+    kind: Any = layer.module
+
+    class Accumulating(kind):  # type: ignore[misc]
+        def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+            super().__init__(replace(config, gradient_accumulation_fusion=True), *args, **kwargs)
+
+    layer.module = Accumulating
+    return layer
+
+
 def _block_spec(
     config: TransformerConfig, moe: MoeSpec | None, *, te: bool, vp_stage: int | None, balance: LoadBalance | None
 ) -> Any:
     """Layers of one chunk. The local spec gets our attention, and our norm everywhere, the final one included."""
     experts = {"num_experts": config.num_moe_experts, "moe_grouped_gemm": config.moe_grouped_gemm}
+    layer: ModuleSpec
     if te:
-        return with_router(
-            get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, **experts), moe, balance
-        )
-    layer: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm", **experts)
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, **experts)
+        return _accumulating(with_router(layer, moe, balance), config)
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm", **experts)
     layer = with_router(layer, moe, balance)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from torch import Tensor
 
 from mrl.algorithms.base import Algorithm, required
@@ -25,11 +24,12 @@ from mrl.functional.learning_rate import LearningRate
 from mrl.functional.logprobs import Distribution
 from mrl.functional.mismatch import mismatch_metrics, mismatch_sums
 from mrl.functional.sampling import keep_threshold
-from mrl.megatron.model import ActorModel, build_chunks, named_tensors, uses_te
+from mrl.megatron.data_parallel import Replicas
+from mrl.megatron.model import build_chunks, named_tensors, uses_te
 from mrl.megatron.moe import load_balance
 from mrl.megatron.offload import PARTS, Offload, Part, pinned_like
 from mrl.megatron.optimizer import build_optimizer, optimizer_tensors
-from mrl.megatron.passed import check_te, given_to, objects
+from mrl.megatron.passed import check_te
 from mrl.megatron.schedule import Microbatch, Schedule
 from mrl.models.base import ArchSpec
 from mrl.types import RolloutBatch
@@ -72,10 +72,9 @@ class Policy:
         )
         for chunk in self.chunks:
             chunk.to(device)
-        self._model_config = self.chunks[0].config
-        self._wrapped = _wrapped(self.chunks, config, te=self._te)
+        self._replicas = Replicas(self.chunks, config, te=self._te)
         self._schedule = Schedule(
-            self._wrapped,
+            self._replicas.chunks,
             groups,
             device,
             max_tokens=config.actor.max_tokens_per_microbatch,
@@ -99,27 +98,39 @@ class Policy:
     # memory
 
     def offload(self, *, keep: Collection[Part] = ()) -> None:
-        """Sends what `actor.*_offload` names to host memory, but for `keep`; every method brings back what it needs."""
+        """Collective over data-parallel after an update: what `actor.*_offload` names goes to host memory.
+
+        Args:
+            keep: What stays. Every method brings back what it needs.
+        """
+        self._replicas.gather()
         self._offload.release(self._tensors_of, keep=keep)
 
     def bring(self, *parts: Part) -> None:
-        """These parts are on the device; for those who read or write them from outside."""
+        """Collective over data-parallel after an update: these parts are on the device, weights whole.
+
+        For those who read or write them from outside.
+        """
         self._offload.bring(*parts)
+        if "weights" in parts:
+            self._replicas.gather()
 
     def _tensors_of(self, part: Part) -> Iterator[Tensor]:
         if part == "weights":
             for chunk in self.chunks:
                 yield from chunk.parameters()
         elif part == "gradients":
-            for wrapped in self._wrapped:
-                yield from (buffer.grad_data for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers))
+            yield from self._replicas.gradients()
         elif self.optimizer is not None:
             yield from optimizer_tensors(self.optimizer)
 
     # weights
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Every parameter of this rank by its name in `layout`, live: writing changes the actor."""
+        """Collective over data-parallel after an update: every parameter of this rank by its name in `layout`.
+
+        They are live: writing changes the actor.
+        """
         self.bring("weights")
         return named_tensors(self.chunks)
 
@@ -207,17 +218,10 @@ class Policy:
         bf16 = self._dtype == torch.bfloat16
         check_te("optimizer", self._megatron.optimizer, te=self._te)
         self.optimizer = build_optimizer(
-            self._wrapped, self._config, bf16=bf16, dtype=self._dtype, given=self._megatron.optimizer
+            self._replicas.chunks, self._config, bf16=bf16, dtype=self._dtype, given=self._megatron.optimizer
         )
         self._learning_rate = learning_rate
         self.num_updates = 0
-        config = self._model_config
-        config.finalize_model_grads_func = finalize_model_grads
-        if self._config.overlap_grad_reduce:
-            hooks = [(wrapped.no_sync, wrapped.start_grad_sync) for wrapped in self._wrapped]
-            several = len(hooks) > 1
-            config.no_sync_func = [no_sync for no_sync, _ in hooks] if several else hooks[0][0]
-            config.grad_sync_func = [sync for _, sync in hooks] if several else hooks[0][1]
 
     def follow(self, learning_rate: LearningRate) -> None:
         """Another schedule for the optimizer as it is."""
@@ -243,13 +247,12 @@ class Policy:
             raise RuntimeError("start_optimizer comes before update")
         if self._schedule.replay and not algorithm.supervised:
             required(minibatch.routed_experts_P, "routed_experts_P")
-        self.bring(*PARTS)
+        self._offload.bring(*PARTS)  # weights that an update left in parts are gathered as the forward comes to them
         rate = self._learning_rate.at(self.num_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
             group["weight_decay"] = self._config.weight_decay * group.get("wd_mult", 1.0)
-        for wrapped in self._wrapped:
-            wrapped.zero_grad_buffer()
+        self._replicas.zero_gradients()
         self.optimizer.zero_grad()
         distribution = self._whole if algorithm.supervised else self._sampled
         microbatches = self._schedule.microbatches(minibatch, distribution)
@@ -260,6 +263,7 @@ class Policy:
         if self._balance is not None:
             metrics |= self._balance.metrics()
         _, grad_norm, _ = self.optimizer.step()
+        self._replicas.updated()
         self.num_updates += 1
         if not torch.isfinite(torch.tensor(float(grad_norm))):
             error = UserError(
@@ -318,20 +322,6 @@ class Policy:
         """Collective over the pipeline: every stage gets the last one's values, in place."""
         if self._groups.grid.pp > 1:
             dist.broadcast(tensor, src=self._last_stage_rank, group=self._groups.pp)
-
-
-def _wrapped(chunks: list[ActorModel], config: Config, *, te: bool) -> list[DistributedDataParallel]:
-    """Collective over the job: the chunks with their gradient buffers, `megatron.ddp` passed on."""
-    given = config.megatron.ddp
-    check_te("ddp", given, te=te)
-    own = {
-        "grad_reduce_in_fp32": True,
-        "use_distributed_optimizer": config.actor.use_distributed_optimizer,
-        "overlap_grad_reduce": config.actor.overlap_grad_reduce,
-    }
-    with given_to("ddp", given):
-        settings = DistributedDataParallelConfig(**{**own, **objects("ddp", given)})
-        return [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
 
 
 def _sampled_distribution(config: Config) -> Distribution:

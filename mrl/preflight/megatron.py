@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrl.config import Config, MegatronConfig
+from mrl.errors import UserError
 from mrl.grid import Grid
+from mrl.megatron_fields.defaults import ddp_defaults, overlaps_gradients
 from mrl.megatron_fields.installed import CLASSES, Field, fields_of, version
 from mrl.megatron_fields.table import OWN, TABLE, Verdict, te_only
 from mrl.megatron_fields.values import expected, fits
@@ -24,6 +26,12 @@ NEAR = 0.6
 """Similarity (difflib's ratio) from which on a field may have been meant."""
 CP_WAYS = ("p2p", "a2a")
 """What TransformerEngine does for packed sequences, with process groups of one level."""
+
+
+SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+"""Variables with which TransformerEngine's backends of attention are switched off."""
+BACKENDS = {"auto": "111", "flash": "100", "fused": "010", "unfused": "001", "local": "000"}
+"""attention_backend -> the values of SWITCHES that Megatron sets, and takes no others."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,35 @@ def forced(config: Config, arch: ArchSpec, grid: Grid) -> list[str]:
     ]
 
 
+def check_switches(config: Config, variables: Mapping[str, str]) -> None:
+    """Refuses switches of TransformerEngine's attention in the environment that say something else than the config.
+
+    Args:
+        config: The run.
+        variables: Those of SWITCHES that are set.
+
+    Raises:
+        UserError: With the backend that they would mean.
+    """
+    backend = str(config.megatron.transformer.get("attention_backend") or "auto")
+    takes = dict(zip(SWITCHES, BACKENDS.get(backend, ""), strict=False))
+    wrong = {name: value for name, value in variables.items() if takes.get(name, value) != value}
+    if not (wrong and te_possible(config)):
+        return
+    shown = " ".join(f"{name}={value}" for name, value in wrong.items())
+    meant = [
+        name
+        for name, values in BACKENDS.items()
+        if name != "local" and all(variables.get(key, on) == on for key, on in zip(SWITCHES, values, strict=True))
+    ]
+    hint = f" (they mean {' or '.join(meant)})" if meant else ""
+    raise UserError(
+        f"the environment has {shown}, and Megatron refuses it with megatron.transformer.attention_backend={backend}. "
+        f"Unset {', '.join(wrong)}, and choose with megatron.transformer.attention_backend: auto, flash, fused or "
+        f"unfused{hint}."
+    )
+
+
 def te_possible(config: Config) -> bool:
     """Whether the run may be one with TransformerEngine; the machine itself says it as the model is built."""
     return config.run.device != "cpu"
@@ -159,6 +196,13 @@ def _has_shared_expert(asked: Asked) -> bool:
     return asked.arch.moe is not None and bool(asked.arch.moe.shared_intermediate_size)
 
 
+def _gathers(asked: Asked) -> bool:
+    """Whether weights are gathered while the forward runs."""
+    megatron = asked.config.megatron
+    on = {**ddp_defaults(asked.config.actor, megatron, te=te_possible(asked.config)), **megatron.ddp}
+    return bool(on.get("overlap_param_gather"))
+
+
 def _cp_ways(asked: Asked) -> bool:
     ways = asked.value if isinstance(asked.value, list) else [asked.value]
     return all(way in CP_WAYS for way in ways)
@@ -173,7 +217,7 @@ DISTRIBUTED: Needs = (
     _none("actor.use_distributed_optimizer=true"),
 )
 OVERLAPPED: Needs = (
-    lambda asked: asked.config.actor.overlap_grad_reduce,
+    lambda asked: overlaps_gradients(asked.config.actor, te=te_possible(asked.config)),
     _none("actor.overlap_grad_reduce=true: there is one bucket"),
 )
 PIPELINED: Needs = (lambda asked: asked.grid.pp > 1, _none("a pipeline (parallel.pipeline_model_parallel_size)"))
@@ -218,8 +262,9 @@ RULES: dict[str, tuple[Needs, ...]] = {
     "shared_overlap": (
         (_has_shared_expert, "it would have no effect because the model has no shared expert"),
         (
-            lambda asked: asked.config.actor.moe_token_dispatcher_type == "alltoall",
-            "it needs actor.moe_token_dispatcher_type=alltoall",
+            lambda asked: asked.config.actor.moe_token_dispatcher_type == "alltoall" and not _gathers(asked),
+            "it needs actor.moe_token_dispatcher_type=alltoall, and overlap_param_gather: false in megatron.ddp, as "
+            "nothing would wait for the weight of the shared expert's gate",
         ),
     ),
     "flex": (

@@ -30,6 +30,7 @@ from mrl.models.hf_config import arch_from_folder
 from mrl.models.presets import arch_from_preset
 from mrl.observe.metrics import check_is_given, evaluation_names
 from mrl.preflight import preflight
+from mrl.preflight.megatron import SWITCHES, check_switches
 from mrl.preflight.parallel import grid_of
 from mrl.rewards.scorer import Scorer
 from mrl.run.supervised import examples
@@ -95,6 +96,7 @@ def prepare(config: Config) -> Plan:
     if config.rollout.name == "trtllm":
         launch.see_own_device_only()  # before torch looks for devices
     launch.choose_device(config.run.device)
+    check_switches(config, launch.variables(*SWITCHES))
     found = check_run(local_models(config, download=True), here.world_size, launcher=here.launcher)
     check_run_folder(config)
     return Plan(**vars(found), run=RunDir(Path(config.run.output_dir)))

@@ -85,7 +85,7 @@ def loss(logprobs_R, entropy_R, microbatch):
 
 
 def gradients(policy, microbatches):
-    for wrapped in policy._wrapped:
+    for wrapped in policy._replicas.chunks:
         wrapped.zero_grad_buffer()
     policy._schedule.run(microbatches, loss, backward=True)
     return full_gradients(policy)

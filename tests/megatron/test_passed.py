@@ -42,7 +42,7 @@ def test_experts_are_recomputed_as_they_were():
 
 def _told(megatron):
     policy = make_policy(ARCHS["qwen2"], Grid(1), megatron=megatron)
-    told = policy.chunks[0].config, policy._wrapped[0].ddp_config
+    told = policy.chunks[0].config, policy._replicas.chunks[0].ddp_config
     policy.start_optimizer(CONSTANT)
     return told[0].bias_dropout_fusion, told[1].grad_reduce_in_fp32, policy.optimizer.config.decoupled_weight_decay
 

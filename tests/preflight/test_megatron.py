@@ -1,13 +1,19 @@
 """What `megatron` may pass on, and what it may not: each refusal with its reason, before anything starts."""
 
 import json
+import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from mrl.errors import UserError
+from mrl.megatron.model import GPTModel
+from mrl.megatron.passed import enums
+from mrl.megatron_fields.defaults import ddp_defaults, transformer_defaults
 from mrl.models.presets import arch_from_preset
-from mrl.preflight.megatron import RULES, changes, forced
+from mrl.preflight.megatron import BACKENDS, RULES, SWITCHES, changes, check_switches, forced
 from mrl.preflight.parallel import grid_of
 from mrl.preflight.preflight import check
 from tests.preflight.runs import ARCH, PP, TP, make, refusal
@@ -59,14 +65,16 @@ REFUSED = [
     ([f"{T}={{moe_shared_expert_overlap: true}}"], 1, "the model has no shared expert"),
     ([f"{T}={{moe_shared_expert_overlap: true}}", "actor.moe_token_dispatcher_type=allgather"], 1,
      "needs actor.moe_token_dispatcher_type=alltoall"),
+    ([f"{T}={{moe_shared_expert_overlap: true}}"], 1, "alltoall, and overlap_param_gather: false in megatron.ddp"),
     ([f"{T}={{moe_flex_dispatcher_backend: hybridep}}"], 1, "no effect without actor.moe_token_dispatcher_type=flex"),
     ([f"{T}={{cp_comm_type: a2a}}"], 1, "no effect without parallel.context_parallel_size above 1"),
     ([f"{T}={{cp_comm_type: all_gather}}", "parallel.context_parallel_size=2"], 2, "TransformerEngine has p2p and a2a"),
     ([f"{T}={{microbatch_group_size_per_vp_stage: 4}}", f"{PP}=2"], 2, f"no effect without {VPP}"),
     ([f"{T}={{deallocate_pipeline_outputs: false}}"], 1, "no effect without a pipeline"),
-    ([f"{D}={{overlap_param_gather: true}}"], 1, "no effect without actor.overlap_grad_reduce=true"),
+    ([f"{D}={{overlap_param_gather: true}}", "actor.overlap_grad_reduce=false"], 1,
+     "no effect without actor.overlap_grad_reduce=true"),
     ([f"{D}={{align_param_gather: true}}"], 1, "no effect without overlap_param_gather: true"),
-    ([f"{D}={{bucket_size: 1000}}"], 1, "there is one bucket"),
+    ([f"{D}={{bucket_size: 1000}}", "run.device=cpu"], 1, "there is one bucket"),
     ([f"{D}={{pad_buckets_for_high_nccl_busbw: true}}", "actor.use_distributed_optimizer=false"], 1,
      "no effect without actor.use_distributed_optimizer=true"),
     ([f"{D}={{reduce_scatter_with_fp32_accumulation: true}}"], 1, "no effect without grad_reduce_in_fp32: false"),
@@ -138,6 +146,58 @@ def test_changes_are_those_from_mrls_own_values():
         ("transformer", "bias_dropout_fusion", False, True),
         ("ddp", "grad_reduce_in_fp32", True, False),
     ]
+
+
+@pytest.mark.parametrize(
+    ("backend", "variables", "said"),
+    [
+        ("auto", {"NVTE_FUSED_ATTN": "0"}, "has NVTE_FUSED_ATTN=0.*they mean flash or unfused"),
+        ("auto", {"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}, "they mean fused"),
+        ("flash", {"NVTE_FUSED_ATTN": "1"}, "attention_backend=flash. Unset NVTE_FUSED_ATTN,"),
+        ("auto", {"NVTE_FLASH_ATTN": "yes"}, "auto, flash, fused or unfused[.]"),
+    ],
+)
+def test_switches_of_attention_that_contradict_the_config_are_refused(backend, variables, said):
+    with pytest.raises(UserError, match=said):
+        check_switches(make(f"{T}={{attention_backend: {backend}}}"), variables)
+
+
+def test_switches_of_attention_that_say_what_the_config_says_pass():
+    check_switches(make(f"{T}={{attention_backend: flash}}"), {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "1"})
+    check_switches(make(), {"NVTE_FLASH_ATTN": "1"})
+    check_switches(make(), {})
+    check_switches(make("run.device=cpu"), {"NVTE_FUSED_ATTN": "0"})  # TransformerEngine is not asked there
+
+
+def test_megatron_sets_the_switches_that_the_table_says():
+    """Megatron's own function, which asserts over any other value."""
+    found = {}
+    for name in BACKENDS:
+        with pytest.MonkeyPatch.context() as patched:
+            for switch in SWITCHES:
+                patched.delenv(switch, raising=False)
+            GPTModel._set_attention_backend(
+                SimpleNamespace(config=SimpleNamespace(attention_backend=enums.AttnBackend[name]))
+            )
+            found[name] = "".join(os.environ[switch] for switch in SWITCHES)
+            for switch in SWITCHES:
+                patched.delenv(switch)
+    assert found == BACKENDS
+
+
+def test_what_transformer_engine_turns_on_yields_to_what_is_given():
+    fused = {"apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion"}
+    assert set(transformer_defaults({}, te=True, moe=False)) == fused
+    assert set(transformer_defaults({}, te=True, moe=True)) == fused | {"moe_permute_fusion"}
+    assert transformer_defaults({}, te=False, moe=True) == {}
+    given = {"apply_rope_fusion": False, "use_te_activation_func": True}
+    assert set(transformer_defaults(given, te=True, moe=False)) == {"gradient_accumulation_fusion"}
+    actor, megatron = make().actor, make().megatron
+    assert ddp_defaults(actor, megatron, te=True) == {"overlap_param_gather": True}
+    assert ddp_defaults(actor, megatron, te=False) == {}
+    assert ddp_defaults(make("actor.overlap_grad_reduce=false").actor, megatron, te=True) == {}
+    assert ddp_defaults(make("actor.use_distributed_optimizer=false").actor, megatron, te=True) == {}
+    assert ddp_defaults(actor, make(f"{D}={{overlap_param_gather: false}}").megatron, te=True) == {}
 
 
 def test_neither_torch_nor_megatron_is_imported_for_it():

@@ -1,0 +1,82 @@
+"""The chunks wrapped for data parallelism: gradient buffers, and weights of which a rank updates only its part.
+
+Owns what mrl and `megatron.ddp` tell Megatron's DistributedDataParallel, and when every rank has the weights whole:
+with `overlap_param_gather` an update leaves each rank its own part, the next forward of an update gathers the rest
+module by module, and whoever reads weights before that has them gathered at once (`Replicas.gather`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from torch import Tensor
+
+from mrl.config import Config
+from mrl.megatron.model import ActorModel
+from mrl.megatron.passed import check_te, given_to, objects
+from mrl.megatron_fields.defaults import ddp_defaults, overlaps_gradients
+
+
+class Replicas:
+    """This rank's chunks as replicas of those of other data-parallel ranks.
+
+    Attributes:
+        chunks: Wrapped, by virtual stage.
+    """
+
+    def __init__(self, chunks: list[ActorModel], config: Config, *, te: bool) -> None:
+        """Collective over the job: wraps the chunks.
+
+        Raises:
+            UserError: Megatron refuses what `megatron.ddp` says.
+        """
+        given = config.megatron.ddp
+        check_te("ddp", given, te=te)
+        own = {
+            "grad_reduce_in_fp32": True,
+            "use_distributed_optimizer": config.actor.use_distributed_optimizer,
+            "overlap_grad_reduce": overlaps_gradients(config.actor, te=te),
+            **ddp_defaults(config.actor, config.megatron, te=te),
+        }
+        with given_to("ddp", given):
+            self._settings = DistributedDataParallelConfig(**{**own, **objects("ddp", given)})
+            self.chunks = [DistributedDataParallel(chunk.config, self._settings, chunk) for chunk in chunks]
+        self._partial = False
+        self._set_functions(chunks[0].config)
+
+    def _set_functions(self, config: Any) -> None:
+        """What Megatron's schedule calls: the end of a backward, and where communication starts."""
+        config.finalize_model_grads_func = finalize_model_grads
+        if self._settings.overlap_grad_reduce:
+            config.no_sync_func = _one_or_all([chunk.no_sync for chunk in self.chunks])
+            config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in self.chunks])
+        if self._settings.overlap_param_gather and self._settings.align_param_gather:
+            config.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in self.chunks])
+
+    def updated(self) -> None:
+        """Must be called after an optimizer step."""
+        self._partial = bool(self._settings.overlap_param_gather)
+
+    def gather(self) -> None:
+        """Collective over data-parallel after an update: the weights are whole on every rank."""
+        if self._partial:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+            self._partial = False
+
+    def zero_gradients(self) -> None:
+        """Before every update."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+    def gradients(self) -> Iterator[Tensor]:
+        """The buffers."""
+        for chunk in self.chunks:
+            yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
+
+
+def _one_or_all(functions: list[Any]) -> Any:
+    """Megatron's schedules take a function for one chunk, a list for several."""
+    return functions if len(functions) > 1 else functions[0]

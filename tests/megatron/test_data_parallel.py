@@ -1,0 +1,71 @@
+"""Weights that are gathered while the next forward runs: what anybody else reads between updates is whole."""
+
+import pytest
+import torch
+
+from mrl.grid import Grid
+from mrl.megatron import checkpoint
+from tests.megatron.actors import ARCHS, CONSTANT, MIXTURES, algorithm, full_weights, make_batch, make_policy, own_part
+from tests.megatron.trainings import assert_same, run
+from tests.ranks import run_ranks
+
+UNTIED = ARCHS["qwen2_untied"]
+OVERLAPPED = {"overlap_grad_reduce": True}
+GATHERED = {"ddp": {"overlap_param_gather": True, "bucket_size": 5000}}
+"""Buckets of about a layer's size; the output layer has one alone."""
+ALIGNED = {"ddp": {**GATHERED["ddp"], "align_param_gather": True}}
+
+
+@pytest.mark.parametrize(
+    ("arch", "grid", "megatron"),
+    [
+        (UNTIED, Grid(2), GATHERED),
+        (ARCHS["qwen3"], Grid(4, pp=2), GATHERED),
+        (UNTIED, Grid(4, pp=2, vpp=2), ALIGNED),
+        (MIXTURES["qwen3_moe"], Grid(4, ep=2), GATHERED),
+    ],
+    ids=["dp2 untied", "dp2_pp2 tied", "dp2_pp2_vpp2 aligned", "ep2_dp2"],
+)
+def test_gathering_weights_behind_the_forward_changes_no_number(arch, grid, megatron):
+    plain = run(arch, grid, actor=OVERLAPPED)
+    assert_same(run(arch, grid, actor=OVERLAPPED, megatron=megatron), plain)
+
+
+def _between_updates(megatron, folder):
+    """What scoring, offloading, a reference and a checkpoint see, each right behind an update."""
+    actor = {**OVERLAPPED, "param_offload": True}
+    policy = make_policy(UNTIED, Grid(2), actor=actor, megatron=megatron)
+    policy.start_optimizer(CONSTANT)
+    batch, seen = make_batch(seed=9), []
+
+    def update(seed):
+        policy.update(own_part(make_batch(seed=seed), policy), algorithm())
+
+    update(1)
+    seen.append(torch.stack(policy.score(batch)))
+    for name, tensor in policy.reference_tensors().items():
+        tensor.copy_(policy.named_tensors()[name])
+    update(2)
+    with policy.reference():
+        seen.append(torch.stack(policy.score(batch)))
+    seen.append(torch.stack(policy.score(batch)))
+    update(3)
+    policy.offload()
+    seen.append(torch.stack(policy.score(batch)))
+    update(4)
+    checkpoint.save(folder, policy)
+    update(5)
+    checkpoint.load(folder, policy)
+    seen.append(torch.stack(policy.score(batch)))
+    update(6)
+    return seen, full_weights(policy)
+
+
+def test_whoever_reads_weights_between_updates_has_them_whole(tmp_path):
+    plain = run_ranks(2, _between_updates, {"ddp": {"bucket_size": 5000}}, tmp_path / "plain")
+    gathered = run_ranks(2, _between_updates, GATHERED, tmp_path / "gathered")
+    for (expected, weights), (found, other) in zip(plain, gathered, strict=True):
+        for one, two in zip(expected, found, strict=True):
+            torch.testing.assert_close(two, one, rtol=0, atol=0)
+        for name, weight in weights.items():
+            torch.testing.assert_close(other[name], weight, rtol=0, atol=0, msg=name)

@@ -76,12 +76,12 @@ def local_turns(
 def rounds(copies: Sequence[Copy], bucket_bytes: int) -> list[list[Copy]]:
     """The copies between ranks, in rounds: in none does a rank send, or receive, more than `bucket_bytes`.
 
-    A larger copy is split. The order of a sender's and a receiver's copies is kept.
+    A larger copy is split. A receiver's copies keep their order; a sender may serve a later one first, so that those
+    of a pipeline's later stages need not wait for the first stage's.
     """
     found: list[list[Copy]] = []
     sent: dict[tuple[int, int], int] = defaultdict(int)
     received: dict[tuple[int, int], int] = defaultdict(int)
-    last_send: dict[int, int] = defaultdict(int)
     last_receive: dict[int, int] = defaultdict(int)
     for large in copies:
         sender, receiver = large.source_rank, large.target_rank
@@ -89,10 +89,10 @@ def rounds(copies: Sequence[Copy], bucket_bytes: int) -> list[list[Copy]]:
             continue
         for copy in large.parts(bucket_bytes):
             size = copy.num_bytes
-            index = max(last_send[sender], last_receive[receiver])
+            index = last_receive[receiver]
             while max(sent[sender, index], received[receiver, index]) + size > bucket_bytes:
                 index += 1
-            last_send[sender] = last_receive[receiver] = index
+            last_receive[receiver] = index
             sent[sender, index] += size
             received[receiver, index] += size
             found.extend([] for _ in range(index + 1 - len(found)))

@@ -1,14 +1,16 @@
 """Any layout into any other: every element lands where it must, and no byte moves that need not."""
 
 import itertools
+import math
 import random
+from collections import Counter
 
 import pytest
 import torch
 
 from mrl.grid import Grid
 from mrl.models.presets import arch_from_preset
-from mrl.weights.buckets import local_buckets, rounds
+from mrl.weights.buckets import local_buckets, round_bytes, rounds
 from mrl.weights.hf import hf_layout
 from mrl.weights.layout import Piece, StoredTensor
 from mrl.weights.megatron import megatron_layouts
@@ -190,6 +192,20 @@ def test_rounds_stay_within_the_bucket_and_hold_every_copy(bucket_bytes):
             parts += bucket
     stored = {rank: filled(layout, hf) for rank, layout in sources.items()}
     assert_same(carried_out(parts, stored, targets), {rank: filled(layout, hf) for rank, layout in targets.items()})
+
+
+def test_pipeline_stages_send_side_by_side():
+    """Every receiver begins with the first layers; a stage that had to wait for them would send long after them."""
+    arch = arch_from_preset("llama3.1_8b", {"num_hidden_layers": 8}, None)
+    grid = Grid(8, tp=2, pp=4, rollout_tp=2)
+    plan = make_plan(megatron_layouts(arch, grid, dtype="bfloat16", te=True), native_layouts(arch, grid, "bfloat16"))
+    busy = Counter()
+    for copy in plan.copies:
+        if copy.source_rank != copy.target_rank:
+            busy["sends", copy.source_rank] += copy.num_bytes
+            busy["receives", copy.target_rank] += copy.num_bytes
+    bucket = round_bytes(plan.copies, 512 << 20)
+    assert len(rounds(plan.copies, bucket)) <= 2 * math.ceil(max(busy.values()) / bucket)
 
 
 def test_a_large_job_is_planned_without_walking_every_pair_of_ranks():

@@ -51,7 +51,8 @@ setup(
         "xxhash>=3.4,<5",
     ],
     extras_require={
-        "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],
+        "gpu": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
+        "gpu-cu12": ["transformer-engine[core_cu12,pytorch]>=2.9,<2.12"],
         "trtllm": ["tensorrt-llm>=1.2,<1.4"],
         "mpi": ["mpi4py>=4,<5"],
         "wandb": ["wandb>=0.19,<1"],

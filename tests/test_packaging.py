@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zipfile
 
+from packaging.requirements import Requirement
 from setuptools import find_packages
 
 from tests.source import PACKAGE, ROOT, imports, modules, name_of, tree_of
@@ -13,7 +14,13 @@ from tests.source import PACKAGE, ROOT, imports, modules, name_of, tree_of
 IMPORT_NAMES = {"megatron-core": "megatron", "math-verify": "math_verify", "pyyaml": "yaml"}
 """Where a distribution's import name is not its own name."""
 
-EXTRAS = {"gpu": "transformer_engine", "trtllm": "tensorrt_llm", "mpi": "mpi4py", "wandb": "wandb"}
+EXTRAS = {
+    "gpu": "transformer_engine",
+    "gpu-cu12": "transformer_engine",
+    "trtllm": "tensorrt_llm",
+    "mpi": "mpi4py",
+    "wandb": "wandb",
+}
 """Extra -> the package that mrl imports only where the extra is installed."""
 
 BROUGHT_ALONG = {"tensorrt"}
@@ -55,6 +62,17 @@ def test_extras_are_the_documented_ones():
     assert set(extras) == {*EXTRAS, "test", "bench"}
     for extra, package in EXTRAS.items():
         assert package in {import_name(item) for item in extras[extra]}
+
+
+def test_transformer_engine_comes_with_its_libraries_for_each_cuda():
+    """Its extension alone, `transformer-engine[pytorch]`, does not import."""
+    extras = setup_keyword("extras_require")
+    versions = set()
+    for extra, core in (("gpu", "core_cu13"), ("gpu-cu12", "core_cu12")):
+        (asked,) = map(Requirement, extras[extra])
+        assert asked.extras == {core, "pytorch"}
+        versions.add(str(asked.specifier))
+    assert len(versions) == 1
 
 
 def test_requirements_have_ranges():

@@ -1,14 +1,16 @@
-"""Predicted against measured memory of real runs on CPUs: each rank's peak, phase by phase.
+"""Predicted against measured memory of real runs: each rank's peak, phase by phase.
 
     python tools/bench_memory.py                       # all layouts
     python tools/bench_memory.py --layout tp2 --layout pp2
+    python tools/bench_memory.py --device cuda         # the layouts that there are GPUs for
 
 Each layout is a job of fresh processes that runs two GRPO steps with a reference, as `mrl train` does; the second is
 measured, since buffers and optimizer states are made in the first. Measured is the largest resident set of a phase
 (`mrl/observe/ledger.py`) less the resident set after imports and before the process group. Predicted is
 `mrl/plan/memory.py` with no allowance; `code_mb`, which it does not know, is what the resident set grew by in pages of
 libraries' files, as their functions were first called. The C library's allocator gives large blocks back at once
-(MALLOC_MMAP_THRESHOLD_), so that the resident set is what is held. One JSON line for each layout.
+(MALLOC_MMAP_THRESHOLD_), so that the resident set is what is held. On a GPU measured is what torch's allocator had
+handed out at most, less what it had before; models are in bfloat16 there. One JSON line for each layout.
 """
 
 from __future__ import annotations
@@ -32,9 +34,11 @@ import yaml
 
 from mrl.config import load
 from mrl.engines.native.linear import compute_dtype
-from mrl.observe.benchmark import device_name
+from mrl.megatron.model import uses_te
+from mrl.observe.benchmark import add_device, device_name
 from mrl.plan.engine_memory import Device
 from mrl.plan.memory import memory_by_stage
+from mrl.run.job import Job
 from mrl.run.opening import open_job
 from mrl.run.prepare import prepare
 from mrl.train import reinforcement_step
@@ -89,7 +93,7 @@ CONFIG: dict[str, Any] = {
     "rollout": {"n": 8, "prompt_length": 32, "response_length": 32, "ignore_eos": True},
     "algorithm": {"kl_in": "loss"},
     "reward": {"functions": [{"name": "length", "kwargs": {"target": 16, "limit": 32}}]},
-    "run": {"device": "cpu", "num_threads": 1},
+    "run": {"num_threads": 1},
     "observe": {"console": "off", "tensorboard": False, "report": False},
 }
 PHASES = {"update_weights": "refit", "gen": "rollout", "ref": "score", "update_actor": "update"}
@@ -111,9 +115,8 @@ def run_rank(layout: str, folder: Path) -> None:
     config = load(folder / "run.yaml", LAYOUTS[layout][1])
     plan = prepare(config)
     gc.collect()
-    baseline, code = resident_bytes("VmRSS"), resident_bytes("RssFile")
-    dtype = DTYPES[config.rollout.dtype or config.model.dtype]
-    device = Device(te=False, engine_copies=compute_dtype(dtype, torch.device("cpu")).itemsize, is_host=True)
+    on_gpu = config.run.device == "cuda"
+    baseline, code = 0 if on_gpu else resident_bytes("VmRSS"), resident_bytes("RssFile")
     with open_job(plan, log=False) as job:
         job.resume()
         with job.timers.step(0):
@@ -121,9 +124,10 @@ def run_rank(layout: str, folder: Path) -> None:
         for step in (1, 2):
             with job.timers.step(step):
                 reinforcement_step(job, step)
+        device = predicted_on(job)
         rank, stage = job.groups.rank, job.groups.coords.pp
         moved = most_moved_bytes(job.sampler.refit.plan.copies)
-    code = resident_bytes("RssFile") - code
+    code = 0 if on_gpu else resident_bytes("RssFile") - code
     predicted = memory_by_stage(plan, device, moved_bytes=moved)[stage]
     measured = {ours: job.timers.ledger.peaks[theirs] - baseline for theirs, ours in PHASES.items()}
     rows = {
@@ -138,6 +142,14 @@ def run_rank(layout: str, folder: Path) -> None:
     (folder / f"rank{rank}.json").write_text(json.dumps({"code_mb": code / 1e6, "phases": rows}))
 
 
+def predicted_on(job: Job) -> Device:
+    """What the prediction is made for: the device of this rank."""
+    if job.device.type == "cuda":
+        return Device(te=uses_te(job.device))
+    dtype = DTYPES[job.config.rollout.dtype or job.config.model.dtype]
+    return Device(te=False, engine_copies=compute_dtype(dtype, job.device).itemsize, is_host=True)
+
+
 def most_moved_bytes(copies: Sequence[Copy]) -> int:
     """What the busiest rank sends, or gets, in a refit."""
     busy: Counter[tuple[str, int]] = Counter()
@@ -148,12 +160,12 @@ def most_moved_bytes(copies: Sequence[Copy]) -> int:
     return max(busy.values(), default=0)
 
 
-def run_layout(layout: str, *, details: bool) -> dict[str, Any]:
+def run_layout(layout: str, device: str, *, details: bool) -> dict[str, Any]:
     """Starts the ranks of a layout and gathers what they wrote."""
     size = LAYOUTS[layout][0]
     with tempfile.TemporaryDirectory() as name, socket.socket() as probe:
         folder = Path(name)
-        write_inputs(folder)
+        write_inputs(folder, device)
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()  # for the ranks to take
@@ -196,8 +208,8 @@ def run_layout(layout: str, *, details: bool) -> dict[str, Any]:
     return {"layout": layout, "ranks": size, "peak_ratio": peaks, "code_mb": code, "phases": phases}
 
 
-def write_inputs(folder: Path) -> None:
-    """Prompts of one length, and the config."""
+def write_inputs(folder: Path, device: str) -> None:
+    """Prompts of one length, and the config; in bfloat16 on a GPU, as its kernels know it."""
     digits = random.Random(SEED)
     length = CONFIG["rollout"]["prompt_length"]
     rows = [
@@ -205,7 +217,8 @@ def write_inputs(folder: Path) -> None:
         for _ in range(CONFIG["train"]["batch_size"])
     ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = {**CONFIG, "run": {**CONFIG["run"], "output_dir": str(folder / "run")}}
+    config = {**CONFIG, "run": {**CONFIG["run"], "device": device, "output_dir": str(folder / "run")}}
+    config["model"] = {**CONFIG["model"], "dtype": "bfloat16" if device == "cuda" else "float32"}
     config["data"] = {"train_files": [str(folder / "prompts.jsonl")]}
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
 
@@ -217,13 +230,16 @@ def main() -> None:
     parser.add_argument("--details", action="store_true", help="also the prediction's terms")
     parser.add_argument("--rank-of", choices=LAYOUTS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    add_device(parser)
     arguments = parser.parse_args()
     if arguments.rank_of:
         run_rank(arguments.rank_of, arguments.folder)
         return
-    for layout in arguments.layout or LAYOUTS:
-        line = {"bench": "memory", "device": device_name(), "torch": torch.__version__}
-        print(json.dumps({**line, **run_layout(layout, details=arguments.details)}), flush=True)
+    most = torch.cuda.device_count() if arguments.device == "cuda" else len(LAYOUTS)
+    for layout in arguments.layout or [name for name, (ranks, _) in LAYOUTS.items() if ranks <= most]:
+        line = {"bench": "memory", "device": device_name(arguments.device), "torch": torch.__version__}
+        found = run_layout(layout, arguments.device, details=arguments.details)
+        print(json.dumps({**line, **found}), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ r"""Speed of a refit (Megatron shards into the native engine) against a plain me
         --overrides '{"num_experts": 16}' --tp 1 --ep 2 --rollout-tp 2
 
 Each repeat does a whole refit (copies, messages, checksums, agreement of all ranks) and then, on all ranks at the same
-time, a memcpy of as many bytes as the rank's engine was given. Medians are compared. One JSON line for each layout:
+time, a memcpy of as many bytes as the rank's engine was given; with --device cuda, which wants a GPU for each rank, one
+within the GPU's memory. Medians are compared. One JSON line for each layout:
 
     ratio           memcpy's median time over the refit's; 1 would be a refit at the speed of a memcpy
     ratio_transport the same without `finish_update`, in which the engine packs its matrices for faster products
@@ -39,7 +40,7 @@ from mrl.engines.native.engine import NativeEngine
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.models.presets import PRESETS, arch_from_preset
-from mrl.observe.benchmark import commit, device_name, spread
+from mrl.observe.benchmark import add_device, commit, device_name, spread, synchronize
 from mrl.refit.refit import Refit
 from mrl.weights.copies import ITEM_BYTES
 from mrl.weights.init import random_init
@@ -78,8 +79,10 @@ class TimedEngine(NativeEngine):
 
     def finish_update(self, policy_version: int) -> None:
         """As the engine's."""
+        synchronize(self.spec.device)
         began = time.perf_counter()
         super().finish_update(policy_version)
+        synchronize(self.spec.device)
         self.finish_s.append(time.perf_counter() - began)
 
 
@@ -100,33 +103,36 @@ def main() -> int:
     parser.add_argument("--etp", type=int, help="by default --tp")
     parser.add_argument("--rollout-tp", type=int, default=1)
     parser.add_argument("--rollout-ep", type=int, default=1)
+    add_device(parser)
     args = parser.parse_args()
     if args.tp is None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         with_experts = ("--preset", "qwen3_30b_a3b", "--num-layers", "2", "--overrides", json.dumps(EXPERTS))
         cases = [*CASES, *((ranks, (*with_experts, *layout)) for ranks, layout in EXPERT_CASES)]
-        for ranks, layout in cases:
+        most = torch.cuda.device_count() if args.device == "cuda" else max(ranks for ranks, _ in cases)
+        for ranks, layout in [case for case in cases if case[0] <= most]:
             subprocess.run([*command, str(ranks), __file__, *sys.argv[1:], *layout], check=True)
         return 0
-    launch.start("auto")
-    result = run_case(args)
+    result = run_case(args, launch.start(args.device))
     if dist.get_rank() == 0:
         print(json.dumps(result), flush=True)
     launch.stop()
     return 0
 
 
-def refit_of(args: argparse.Namespace, arch: ArchSpec, grid: Grid, rank: int) -> tuple[Refit, TimedEngine]:
+def refit_of(
+    args: argparse.Namespace, arch: ArchSpec, grid: Grid, rank: int, device: torch.device
+) -> tuple[Refit, TimedEngine]:
     """Collective over the job: a refit of random weights, and the engine that it fills."""
     layout = megatron_layout(arch, grid, rank, dtype=args.dtype, te=False)
-    sources = allocate(layout)
+    sources = allocate(layout, device)
     random_init(arch, layout, sources, seed=0)
     engine = TimedEngine(
         EngineSpec(
             config=RolloutConfig(gpu_memory_utilization=0.01, expert_parallel_size=grid.rollout_ep),
             arch=arch,
             tp_group=make_rollout_group(grid, rank),
-            device=torch.device("cpu"),
+            device=device,
             dtype=getattr(torch, args.dtype),
             decode=str,
             model_folder=Path,
@@ -137,7 +143,7 @@ def refit_of(args: argparse.Namespace, arch: ArchSpec, grid: Grid, rank: int) ->
     return Refit(layout, sources, engine, CheckpointEngineConfig(args.bucket_megabytes)), engine
 
 
-def run_case(args: argparse.Namespace) -> dict[str, Any]:
+def run_case(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Collective over the job: one layout."""
     rank = dist.get_rank()
     arch = arch_from_preset(args.preset, {"num_hidden_layers": args.num_layers, **args.overrides}, None)
@@ -150,18 +156,17 @@ def run_case(args: argparse.Namespace) -> dict[str, Any]:
         rollout_tp=args.rollout_tp,
         rollout_ep=args.rollout_ep,
     )
-    refit, engine = refit_of(args, arch, grid, rank)
-    given = torch.empty(
-        sum(copy.num_bytes for copy in refit.plan.copies if copy.target_rank == rank), dtype=torch.uint8
-    )
+    refit, engine = refit_of(args, arch, grid, rank, device)
+    size = sum(copy.num_bytes for copy in refit.plan.copies if copy.target_rank == rank)
+    given = torch.empty(size, dtype=torch.uint8, device=device)
     other = torch.ones_like(given)
     times: dict[str, list[float]] = {"refit": [], "memcpy": []}
     engine.finish_s = []
     refit(0), given.copy_(other)  # warm-up
     engine.finish_s.clear()
     for version in range(1, args.repeats + 1):
-        times["refit"].append(timed(functools.partial(refit, version)))
-        times["memcpy"].append(timed(lambda: given.copy_(other)))
+        times["refit"].append(timed(functools.partial(refit, version), device))
+        times["memcpy"].append(timed(lambda: given.copy_(other), device))
     ours, theirs = statistics.median(times["refit"]), statistics.median(times["memcpy"])
     packing = statistics.median(engine.finish_s)
     plan, gathered = refit.plan, full_gather_bytes(arch, grid, args.dtype)
@@ -184,18 +189,20 @@ def run_case(args: argparse.Namespace) -> dict[str, Any]:
         "full_gather_bytes": gathered,
         "traffic_ratio": round(gathered / plan.bytes_moved, 2) if plan.bytes_moved else None,
         "peak_staging_bytes": plan.peak_staging_bytes(args.bucket_megabytes << 20),
-        "device": device_name(),
+        "device": device_name(device.type),
         "num_threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__},
         "commit": commit(),
     }
 
 
-def timed(action: Callable[[], object]) -> float:
+def timed(action: Callable[[], object], device: torch.device) -> float:
     """Collective over the job: seconds until the last rank is done."""
+    synchronize(device)
     dist.barrier()
     began = time.perf_counter()
     action()
+    synchronize(device)
     dist.barrier()
     return time.perf_counter() - began
 

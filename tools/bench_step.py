@@ -3,6 +3,7 @@
     python tools/bench_step.py                     # both cases, fp32 and bf16
     python tools/bench_step.py --quick             # a few iterations of small models
     python tools/bench_step.py --case small --dtype float32 --iterations 20
+    python tools/bench_step.py --device cuda --case middle --dtype bfloat16
 
 An iteration of mrl is refit, rollout, reward, pack, update and log, as `mrl train` runs it, in one process. One
 of TRL is what its `train()` does between two optimizer steps. Both start from one Hugging Face folder with random
@@ -30,7 +31,7 @@ import torch
 import transformers
 
 from mrl import config as mrl_config
-from mrl.observe.benchmark import commit, device_name, spread
+from mrl.observe.benchmark import add_device, commit, device_name, spread, synchronize
 from mrl.rewards.regex import regex
 from mrl.run.job import Job
 from mrl.run.opening import open_job
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, help="timed iterations of each; default 9, with --quick 3")
     parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quick", action="store_true", help="smaller models and batches")
+    add_device(parser)
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     for name in args.case:
@@ -97,28 +99,32 @@ def main() -> None:
         for dtype in args.dtype:
             iterations = args.iterations or (3 if args.quick else 9)
             with tempfile.TemporaryDirectory() as folder:
-                found = run_case(case, dtype, Path(folder), iterations=iterations, num_threads=args.num_threads)
+                found = run_case(
+                    case, dtype, Path(folder), args.device, iterations=iterations, num_threads=args.num_threads
+                )
             print(json.dumps({"bench": "step", "case": name, "quick": args.quick, **found}), flush=True)
 
 
-def run_case(case: Case, dtype: str, folder: Path, *, iterations: int, num_threads: int) -> dict[str, Any]:
+def run_case(case: Case, dtype: str, folder: Path, device: str, *, iterations: int, num_threads: int) -> dict[str, Any]:
     """One comparison."""
     rows = write_inputs(case, folder)
     times: dict[str, list[float]] = {"mrl": [], "trl": []}
     phases: list[dict[str, float]] = []
-    with open_job(prepare(job_config(case, dtype, folder, num_threads, steps=WARM_UP + iterations))) as job:
+    config = job_config(case, dtype, folder, device, num_threads, steps=WARM_UP + iterations)
+    with open_job(prepare(config)) as job:
         job.resume()
 
         def after_step(step: int, seconds: float) -> None:
             """TRL has done a step: now mrl does one."""
             began = time.perf_counter()
             timings = mrl_step(job, case, step)
+            synchronize(job.device)
             if step > WARM_UP:
                 times["mrl"].append(time.perf_counter() - began)
                 times["trl"].append(seconds)
                 phases.append(timings)
 
-        run_trl(case, dtype, folder, rows, WARM_UP + iterations, after_step)
+        run_trl(case, dtype, folder, device, rows, WARM_UP + iterations, after_step)
     ratios = [theirs / ours for theirs, ours in zip(times["trl"], times["mrl"], strict=True)]
     names = sorted({name for timings in phases for name in timings})
     return {
@@ -137,7 +143,7 @@ def run_case(case: Case, dtype: str, folder: Path, *, iterations: int, num_threa
             name: round(statistics.median(timings.get(name, 0.0) for timings in phases), 4) for name in names
         },
         "iterations": iterations,
-        "device": device_name(),
+        "device": device_name(device),
         "num_threads": num_threads,
         "versions": {name: version(name) for name in ("torch", "trl", "transformers", "megatron-core")},
         "commit": commit(),
@@ -184,10 +190,10 @@ def write_inputs(case: Case, folder: Path) -> list[dict[str, str]]:
 # ---- mrl
 
 
-def job_config(case: Case, dtype: str, folder: Path, num_threads: int, *, steps: int) -> mrl_config.Config:
+def job_config(case: Case, dtype: str, folder: Path, device: str, num_threads: int, *, steps: int) -> mrl_config.Config:
     """The run, as a YAML file gives it."""
     settings = {
-        "run": {"output_dir": str(folder / "run"), "device": "cpu", "num_threads": num_threads, "seed": SEED},
+        "run": {"output_dir": str(folder / "run"), "device": device, "num_threads": num_threads, "seed": SEED},
         "train": {"num_steps": steps, "batch_size": case.prompts},
         "model": {"path": str(folder / "model"), "tokenizer": str(folder / "tokenizer"), "dtype": dtype},
         "actor": {
@@ -226,13 +232,13 @@ def mrl_step(job: Job, case: Case, step: int) -> dict[str, float]:
 # ---- TRL
 
 
-def trl_config(case: Case, dtype: str, folder: Path, steps: int) -> Any:
+def trl_config(case: Case, dtype: str, folder: Path, device: str, steps: int) -> Any:
     """A `GRPOConfig` that asks for what mrl's config asks for."""
     from trl import GRPOConfig
 
     return GRPOConfig(
         output_dir=str(folder / "trl"),
-        use_cpu=True,
+        use_cpu=device == "cpu",
         bf16=False,  # the weights are in the dtype already; autocast would be slower
         model_init_kwargs={"dtype": dtype},
         per_device_train_batch_size=case.prompts * case.samples,
@@ -260,6 +266,7 @@ def run_trl(
     case: Case,
     dtype: str,
     folder: Path,
+    device: str,
     rows: list[dict[str, str]],
     steps: int,
     after_step: Callable[[int, float], None],
@@ -277,6 +284,7 @@ def run_trl(
             self.began = time.perf_counter()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            synchronize(torch.device(device))
             after_step(state.global_step, time.perf_counter() - self.began)
             self.began = time.perf_counter()
 
@@ -286,7 +294,7 @@ def run_trl(
     trainer = GRPOTrainer(
         model=str(folder / "model"),
         reward_funcs=reward,
-        args=trl_config(case, dtype, folder, steps),
+        args=trl_config(case, dtype, folder, device, steps),
         train_dataset=Dataset.from_list(rows),
         processing_class=transformers.PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"),
         callbacks=[Clock()],

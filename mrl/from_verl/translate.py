@@ -16,7 +16,8 @@ import yaml
 from mrl.config import Config
 from mrl.errors import UserError
 from mrl.from_verl.line import Settings
-from mrl.peers.verl_keys import ACTOR, FSDP, MAPS, MEGATRON, OVERRIDE, ROLLOUT, ROOT, is_harmless, verdict
+from mrl.megatron_fields.table import TABLE, is_own
+from mrl.peers.verl_keys import ACTOR, DDP, FSDP, MAPS, MEGATRON, OVERRIDE, PASSED, ROLLOUT, ROOT, is_harmless, verdict
 from mrl.schema.keys import nested
 from mrl.schema.values import Values
 
@@ -65,6 +66,7 @@ class _Verl:
     def __init__(self, given: Settings) -> None:
         self.given = given
         self.notes: dict[str, str] = {}
+        self.decided: dict[str, str] = {}
         engine = f"{given.get('model_engine', '')}{given.get(f'{ACTOR}strategy', '')}"
         self.megatron = "megatron" in engine or (not engine and any(key.startswith(MEGATRON) for key in given))
 
@@ -103,7 +105,7 @@ def translate(given: Settings) -> Translation:
     """
     verl = _Verl(given)
     values: dict[str, Any] = {}
-    for part in (_data, _model, _actor, _parallel, _rollout, _algorithm, _reward, _trainer):
+    for part in (_data, _model, _actor, _passed, _parallel, _rollout, _algorithm, _reward, _trainer):
         values.update(pair for pair in part(verl) if pair[1] is not None)
     typed, defaults = Values(Config), Values(Config)
     tree: dict[str, Any] = {}
@@ -172,12 +174,10 @@ def _actor(verl: _Verl) -> Iterator[Pair]:
         yield f"actor.{name}", verl[key]
     yield "actor.use_distributed_optimizer", verl[f"{MEGATRON}use_distributed_optimizer"]
     if verl.megatron:
-        yield (
-            "actor.recompute",
-            {"full": "full", "selective": "selective"}.get(str(verl[f"{OVERRIDE}recompute_granularity"])),
-        )
+        yield "actor.recompute", _recompute(verl)
     else:
         yield "actor.recompute", "full" if verl[f"{ROOT}model.enable_gradient_checkpointing"] else "none"
+    yield "actor.overlap_grad_reduce", verl[f"{DDP}.overlap_grad_reduce"]
     for name in ("moe_token_dispatcher_type", "moe_router_dtype", "moe_aux_loss_coeff", "moe_z_loss_coeff",
                  "moe_router_load_balancing_type"):  # fmt: skip
         balances = verl[f"{OVERRIDE}moe_router_load_balancing_type"] == "aux_loss"
@@ -187,6 +187,42 @@ def _actor(verl: _Verl) -> Iterator[Pair]:
         verl.one_of(f"{MEGATRON}router_replay.mode", {"R3": "rollout", "disabled": "none"}, "none"),
     )
     yield "checkpoint.export_hf", "hf_model" in (verl[f"{ACTOR}checkpoint.save_contents"] or ())
+
+
+def _recompute(verl: _Verl) -> str | None:
+    """What `actor.recompute` can say of it; None: Megatron's own fields do."""
+    granularity, modules = verl[f"{OVERRIDE}recompute_granularity"], verl.given.get(f"{OVERRIDE}recompute_modules")
+    method, layers = (verl[f"{OVERRIDE}recompute_{name}"] for name in ("method", "num_layers"))
+    if granularity == "full":
+        return "full" if method in (None, "uniform") and layers in (None, 1) else None
+    if granularity == "selective":
+        return "selective" if modules in (None, ["core_attn"]) else None
+    return "none"
+
+
+def _passed(verl: _Verl) -> Iterator[Pair]:
+    """Megatron's own fields, those that mrl takes."""
+    for prefix, to in PASSED.items():
+        section, given = to.rpartition(".")[2], {}
+        for name, value in verl.under(prefix).items():
+            key, what = f"{prefix}{name}", TABLE.get((section, name))
+            if key in MAPS and not MAPS[key][0].startswith("megatron."):
+                granularity = key == f"{OVERRIDE}recompute_granularity"
+                if not (granularity and _recompute(verl) is None):
+                    continue
+            elif verdict(key).kind == "moot" or (name.startswith("recompute_") and _recompute(verl) is not None):
+                continue
+            if what is None:
+                verl.notes[key] = "Megatron has no such field"
+            elif what.kind == "derived":
+                verl.decided[key] = what.why
+            elif is_own(section, name, value):
+                verl.decided[key] = "it is so without it"
+            elif what.why:
+                verl.notes[key] = what.why
+            else:
+                given[name] = value
+        yield to, given or None
 
 
 def _warmup(verl: _Verl) -> int:
@@ -354,6 +390,7 @@ def _trainer(verl: _Verl) -> Iterator[Pair]:
 
 def _sort(verl: _Verl, found: Translation) -> None:
     """Every setting that was given and is not in the config, with its reason."""
+    found.moot += [f"{key}: {why}" for key, why in verl.decided.items()]
     for key, why in verl.notes.items():
         found.missing.append(f"{key}={_shown(verl.given.get(key))}: {why}" if key in verl.given else f"{key}: {why}")
     for key, value in verl.given.items():

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mrl.megatron_fields.installed import fields_of
+
 Kind = Literal["derived", "model", "guarded", "free"]
 Rows = dict[str, dict[str, str]]
 """Section -> names, separated by spaces -> what is said of them."""
@@ -241,6 +243,17 @@ TE_ONLY: dict[str, str] = {
 def te_only(section: str, name: str) -> bool:
     """Whether only TransformerEngine has it."""
     return name in TE_ONLY[section].split()
+
+
+def own_value(section: str, name: str) -> Any:
+    """What a field that may be named has where it is not: mrl's own value, else Megatron's."""
+    return OWN.get((section, name), fields_of(section)[name].default)
+
+
+def is_own(section: str, name: str, value: Any) -> bool:
+    """Whether a field at this value is as if it were not named."""
+    own = own_value(section, name)
+    return type(own) is type(value) and bool(own == value)
 
 
 @dataclass(frozen=True)

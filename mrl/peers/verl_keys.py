@@ -17,6 +17,8 @@ ROOT = "actor_rollout_ref."
 ACTOR = f"{ROOT}actor."
 MEGATRON = f"{ACTOR}megatron."
 OVERRIDE = f"{MEGATRON}override_transformer_config."
+DDP = f"{MEGATRON}override_ddp_config"
+OPTIMIZER = f"{ACTOR}optim.override_optimizer_config"
 FSDP = f"{ACTOR}fsdp_config."
 ROLLOUT = f"{ROOT}rollout."
 
@@ -88,7 +90,16 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     f"{MEGATRON}router_replay.mode": ("actor.router_replay", "disabled", "`R3` is `rollout`"),
     f"{FSDP}param_offload": ("actor.param_offload", False, ""),
     f"{FSDP}optimizer_offload": ("actor.optimizer_offload", False, ""),
-    f"{OVERRIDE}recompute_granularity": ("actor.recompute", None, ""),
+    f"{OVERRIDE}recompute_granularity": (
+        "actor.recompute", None, "with another method, number or modules than there: all in `megatron.transformer`"),
+    f"{OVERRIDE}recompute_method": ("megatron.transformer", None, "where `actor.recompute` does not say it"),
+    f"{OVERRIDE}recompute_num_layers": ("megatron.transformer", None, "where `actor.recompute` does not say it"),
+    f"{OVERRIDE}recompute_modules": (
+        "megatron.transformer", ["core_attn"], "where `actor.recompute` does not say it"),
+    f"{OVERRIDE}attention_backend": ("megatron.transformer", "flash", "`auto` unless set"),
+    f"{DDP}.overlap_grad_reduce": ("actor.overlap_grad_reduce", None, ""),
+    DDP: ("megatron.ddp", {}, "each field by its name"),
+    OPTIMIZER: ("megatron.optimizer", {}, "each field by its name"),
     **{f"{OVERRIDE}{name}": (f"parallel.{name}", None, "") for name in (
         "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")},
     **{f"{OVERRIDE}{name}": (f"actor.{name}", None, "") for name in (
@@ -140,6 +151,9 @@ MAPS: dict[str, tuple[str, Any, str]] = {
 }  # fmt: skip
 """verl's key -> mrl's, verl's default, and how values differ."""
 
+PASSED = {OVERRIDE: "megatron.transformer", f"{DDP}.": "megatron.ddp", f"{OPTIMIZER}.": "megatron.optimizer"}
+"""What Megatron's own fields stand under -> the section that takes them by the same names."""
+
 MOOT: dict[str, str] = {
     "*_target_": "the class that verl builds",
     f"{ROOT}hybrid_engine": "actor and engine always share the ranks",
@@ -174,14 +188,7 @@ MOOT: dict[str, str] = {
     f"{MEGATRON}use_remove_padding": "sequences are always packed",
     f"{MEGATRON}pad_bshd*": "sequences are always packed",
     f"{MEGATRON}forward_only": "known from the part",
-    f"{MEGATRON}override_ddp_config*": "`actor.overlap_grad_reduce` is the one that matters",
-    f"{OVERRIDE}recompute_*": "`actor.recompute` says what; full recompute covers each layer",
-    **dict.fromkeys(
-        [f"{OVERRIDE}{name}" for name in (
-            "attention_backend", "*fusion*", "*fused*", "moe_grouped_gemm", "deallocate_pipeline_outputs",
-            "persist_layer_norm", "moe_permute_fusion", "moe_enable_deepep", "moe_shared_expert_overlap",
-            "gradient_accumulation_fusion", "account_for_*", "variable_seq_lengths", "apply_rope_fusion")],
-        "speed and memory only"),
+    f"{OVERRIDE}moe_enable_deepep": "of the flex dispatcher: `actor.moe_token_dispatcher_type` says it",
     f"{ACTOR}*.offload_policy": "`actor.param_offload`",
     **dict.fromkeys(
         [f"{FSDP}*", f"{ACTOR}veomni.*", f"{ACTOR}torchtitan.*", f"{ACTOR}fsdp_config"],
@@ -288,7 +295,6 @@ MISSING: dict[str, str] = {
     f"{MEGATRON}*dynamic_context_parallel": "the context-parallel size is fixed",
     f"{MEGATRON}max_seqlen_per_dp_cp_rank": "the context-parallel size is fixed",
     f"{MEGATRON}router_replay.*": "routing is replayed from the engine only",
-    f"{OVERRIDE}*": "the structure is config.json's; Megatron's other switches stay at their defaults",
     f"{MEGATRON}override_mcore_model_config*": "the model's structure comes from its config.json",
     f"{ROOT}model.*lora*": "no LoRA",
     f"{ROOT}model.mtp.*": "no multi-token prediction",
@@ -386,6 +392,9 @@ def verdict(key: str) -> Verdict:
     pattern = _first(MOOT, key)
     if pattern is not None:
         return Verdict("moot", "", MOOT[pattern])
+    for prefix, section in PASSED.items():
+        if key.startswith(prefix):
+            return Verdict("maps", section, "Megatron's own, by its name there")
     pattern = _first(MISSING, key)
     return Verdict("unknown") if pattern is None else Verdict("missing", "", MISSING[pattern])
 

@@ -17,8 +17,8 @@ from mrl.config import Config, MegatronConfig
 from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.megatron_fields.defaults import ddp_defaults, overlaps_gradients
-from mrl.megatron_fields.installed import CLASSES, Field, fields_of, version
-from mrl.megatron_fields.table import OWN, TABLE, Verdict, te_only
+from mrl.megatron_fields.installed import CLASSES, fields_of, version
+from mrl.megatron_fields.table import TABLE, Verdict, is_own, own_value, te_only
 from mrl.megatron_fields.values import expected, fits
 from mrl.models.base import ArchSpec
 
@@ -65,8 +65,8 @@ def changes(config: MegatronConfig) -> Iterator[tuple[str, str, Any, Any]]:
     for section in CLASSES:
         known = fields_of(section)
         for name, value in section_of(config, section).items():
-            if name in known and not _is_own(section, known[name], value):
-                yield section, name, OWN.get((section, name), known[name].default), value
+            if name in known and not is_own(section, name, value):
+                yield section, name, own_value(section, name), value
 
 
 def name_rules(config: Config) -> Iterator[str]:
@@ -141,12 +141,11 @@ def _refusals(config: Config, arch: ArchSpec, grid: Grid) -> Iterator[tuple[str,
     """Section, field, reason, and whether `megatron.unchecked` lets it through."""
     for section in CLASSES:
         given = section_of(config.megatron, section)
-        known = fields_of(section) if given else {}
         for name, value in given.items():
             verdict = TABLE.get((section, name), Verdict("free"))
             if verdict.kind == "derived":
                 yield section, name, verdict.why, False
-            elif not _is_own(section, known[name], value):
+            elif not is_own(section, name, value):
                 for reason in _reasons(section, name, verdict, Asked(value, given, config, grid, arch)):
                     yield section, name, reason, True
 
@@ -163,12 +162,6 @@ def _reasons(section: str, name: str, verdict: Verdict, asked: Asked) -> Iterato
         return
     unmet = (why for needs, why in RULES.get(verdict.rule, ()) if not needs(asked))
     yield from itertools.islice(unmet, 1)
-
-
-def _is_own(section: str, known: Field, value: Any) -> bool:
-    """Whether a field at this value is as if it were not set."""
-    own = OWN.get((section, known.name), known.default)
-    return type(own) is type(value) and bool(own == value)
 
 
 def _meant(name: str, section: str) -> str:

@@ -107,6 +107,53 @@ def test_values_are_translated():
     assert found["observe"] == {"wandb_project": "p"} and found["data"]["overlong_prompts"] == "truncate_left"
 
 
+def test_megatrons_own_fields_keep_their_names():
+    megatron, optimizer = "actor_rollout_ref.actor.megatron.", "actor_rollout_ref.actor.optim."
+    line = (
+        f"algorithm.adv_estimator=grpo model_engine=megatron {megatron}override_transformer_config.apply_rope_fusion=True "
+        f"{megatron}override_transformer_config.recompute_granularity=selective "
+        f"{megatron}override_transformer_config.recompute_modules=[mlp,layernorm] "
+        f"{megatron}override_transformer_config.persist_layer_norm=True "
+        f"{megatron}override_transformer_config.hidden_dropout=0.0 "
+        f"{megatron}override_transformer_config.moe_token_dispatcher_type=flex "
+        f"{megatron}override_transformer_config.nonsense=3 {megatron}override_ddp_config.bucket_size=1000 "
+        f"{megatron}override_ddp_config.overlap_grad_reduce=True "
+        f"{optimizer}override_optimizer_config.decoupled_weight_decay=False "
+        f"{optimizer}override_optimizer_config.optimizer_cpu_offload=True"
+    )
+    found = translate(read(line.split()))
+    config = yaml.safe_load(found.text)
+    assert config["megatron"] == {
+        "transformer": {
+            "apply_rope_fusion": True, "recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"],
+        },
+        "ddp": {"bucket_size": 1000},
+        "optimizer": {"decoupled_weight_decay": False},
+    }  # fmt: skip
+    assert config["actor"]["overlap_grad_reduce"] and config["actor"]["moe_token_dispatcher_type"] == "flex"
+    assert "recompute" not in config["actor"]
+    missing, moot = "\n".join(found.missing), "\n".join(found.moot)
+    assert "nonsense=3: Megatron has no such field" in missing and "set actor.optimizer_offload" in missing
+    assert "persist_layer_norm: it would have no effect" in moot and "hidden_dropout: it is so without it" in moot
+
+
+@pytest.mark.parametrize(
+    ("fields", "recompute"),
+    [
+        ("recompute_granularity=full recompute_method=uniform recompute_num_layers=1", "full"),
+        ("recompute_granularity=selective recompute_modules=[core_attn]", "selective"),
+        ("recompute_granularity=full recompute_method=block recompute_num_layers=2", None),
+    ],
+)
+def test_recompute_is_said_by_mrls_key_where_that_can_say_it(fields, recompute):
+    prefix = "actor_rollout_ref.actor.megatron.override_transformer_config."
+    words = ["algorithm.adv_estimator=grpo", "model_engine=megatron", *(f"{prefix}{item}" for item in fields.split())]
+    config = yaml.safe_load(translate(read(words)).text)
+    assert config.get("actor", {}).get("recompute") == recompute
+    passed = config.get("megatron", {}).get("transformer", {})
+    assert set(passed) == (set() if recompute else {item.split("=")[0] for item in fields.split()})
+
+
 SCRIPT = """
 set -xeuo pipefail
 MODEL=${MODEL:-models/tiny}

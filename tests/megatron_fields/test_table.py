@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mrl.config import Config
+from mrl.megatron.data_parallel import DistributedDataParallelConfig
 from mrl.megatron.model import TransformerConfig
 from mrl.megatron.optimizer import OptimizerConfig
-from mrl.megatron.policy import DistributedDataParallelConfig
 from mrl.megatron_fields.installed import CLASSES, UNREADABLE, enum_members, fields_of
 from mrl.megatron_fields.table import ASKED, OWN, TABLE, TE_ONLY, verdicts
 from mrl.megatron_fields.values import expected, fits

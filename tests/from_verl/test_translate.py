@@ -110,7 +110,8 @@ def test_values_are_translated():
 def test_megatrons_own_fields_keep_their_names():
     megatron, optimizer = "actor_rollout_ref.actor.megatron.", "actor_rollout_ref.actor.optim."
     line = (
-        f"algorithm.adv_estimator=grpo model_engine=megatron {megatron}override_transformer_config.apply_rope_fusion=True "
+        "algorithm.adv_estimator=grpo model_engine=megatron "
+        f"{megatron}override_transformer_config.apply_rope_fusion=True "
         f"{megatron}override_transformer_config.recompute_granularity=selective "
         f"{megatron}override_transformer_config.recompute_modules=[mlp,layernorm] "
         f"{megatron}override_transformer_config.persist_layer_norm=True "

@@ -34,6 +34,7 @@ _CLASSES = frozenset(
         ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         # a rank's cached plan of what it wrote
+        ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
         ("torch.distributed.checkpoint.planner", "SavePlan"),
         ("torch.distributed.checkpoint.planner", "WriteItem"),
         ("torch.distributed.checkpoint.planner", "WriteItemType"),

@@ -23,14 +23,12 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
-    get_default_save_sharded_strategy,
-)
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -40,9 +38,6 @@ from mrl.megatron.optimizer_state import take_up, to_load, to_save
 from mrl.megatron.policy import Policy
 from mrl.models.hf_config import family_of
 from mrl.weights.dist_checkpoint import EXTRA_STATE
-
-OPTIMIZER_FORMAT = "fully_reshardable"
-"""Megatron's default format is broken in 0.16.1 for tensors that are split; this one loads at any layout."""
 
 UNLOADABLE = (
     CheckpointingException,
@@ -66,29 +61,55 @@ ZIP_WRITER = re.compile("inline_container|iostream error|PytorchStreamWriter")
 """How torch.save tells that a file does not take what it writes."""
 
 
-def save(folder: Path, policy: Policy) -> None:
-    """Collective over the job: writes model, optimizer, the number of updates and config.json into a new folder.
+class Saver:
+    """Saves one actor again and again.
 
-    Raises:
-        OSError: A disk does not take it; only on the rank that wrote, the others may wait for it.
+    Who writes which shard is agreed on once, and checked: each element has one writer. What the ranks plan is gathered
+    until it was the same twice; later saves exchange only where in the files the shards went.
     """
-    policy.bring("weights", "optimizer")
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True)
-    dist.barrier()
-    metadata = _metadata()
-    group = metadata.pop("dp_cp_group")
-    strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group)
-    state = _model_state(policy)
-    if policy.optimizer is not None:
-        state["optimizer"] = to_save(policy.optimizer, state, _metadata())
-        state["num_updates"] = policy.num_updates
-    with _disk_errors(folder):
-        dist_checkpointing.save(state, str(folder), strategy, content_metadata=metadata)
-    if dist.get_rank() == 0:
-        arch = policy.chunks[0].arch
-        config = family_of(arch).arch_to_hf(arch)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+    def __init__(self, policy: Policy) -> None:
+        """Args: policy: The actor; its parameters stay where they are."""
+        self._policy = policy
+        self._strategy: Any = None
+        self._had_optimizer = False
+
+    def save(self, folder: Path) -> None:
+        """Collective over the job: writes model, optimizer, the number of updates and config.json into a new folder.
+
+        Raises:
+            OSError: A disk does not take it; only on the rank that wrote, the others may wait for it.
+        """
+        policy = self._policy
+        policy.bring("weights", "optimizer")
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True)
+        dist.barrier()
+        metadata = _metadata()
+        group = metadata.pop("dp_cp_group")
+        first = self._strategy is None or self._had_optimizer != (policy.optimizer is not None)
+        if first:
+            self._strategy = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
+            if group.size() > 1:
+                self._strategy = FullyParallelSaveStrategyWrapper(self._strategy, group, do_cache_distribution=True)
+            self._had_optimizer = policy.optimizer is not None
+        state = _model_state(policy)
+        if policy.optimizer is not None:
+            state["optimizer"] = to_save(policy.optimizer, state, _metadata())
+            state["num_updates"] = policy.num_updates
+        with _disk_errors(folder):
+            dist_checkpointing.save(
+                state, str(folder), self._strategy, content_metadata=metadata, validate_access_integrity=first
+            )
+        if dist.get_rank() == 0:
+            arch = policy.chunks[0].arch
+            config = family_of(arch).arch_to_hf(arch)
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def save(folder: Path, policy: Policy) -> None:
+    """Collective over the job: one `Saver.save`."""
+    Saver(policy).save(folder)
 
 
 @contextmanager
@@ -163,7 +184,6 @@ def refuse_code(file: Path) -> list[str]:
 
 def _metadata() -> dict[str, Any]:
     return {
-        "distrib_optim_sharding_type": OPTIMIZER_FORMAT,
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),

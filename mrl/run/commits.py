@@ -50,6 +50,7 @@ class Commits:
         self.checkpoints, self.found = checkpoints, found
         self._config, self._policy, self._weights, self._state = config, policy, weights, state
         self._progress, self._timers, self._log = progress, timers, log
+        self._saver = megatron_checkpoint.Saver(policy)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Collective over the job: everything that `resume` needs to go on after `step` as if nothing had happened.
@@ -65,7 +66,7 @@ class Commits:
         """Collective over the job: what stands, and the weights of now."""
 
         def write(folder: Path) -> None:
-            megatron_checkpoint.save(folder / "actor", self._policy)
+            self._saver.save(folder / "actor")
             if self._config.export_hf:
                 self._weights.export(folder / "hf")
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from mrl.acceptance.accept import ENGINES, Acceptance
 from mrl.acceptance.page import verdict, write_page
-from mrl.acceptance.table import CHECKS
+from mrl.acceptance.table import CHECKS, PAGE
 from mrl.errors import UserError
 
 
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.monotonic()
     try:
         acceptance = Acceptance(
-            given.output_dir,
+            folder=given.output_dir,
             tools=Path(__file__).resolve().parent,
             engines=given.engines,
             checks=given.checks,
@@ -74,6 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"accept_trtllm: error: {error}", file=sys.stderr)
         return 2
     page = write_page(
+        PAGE,
         acceptance.folder,
         results,
         acceptance.versions,

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.acceptance.result import CheckError, Facts, NotHereError, Spec
+from mrl.config import load
 from mrl.distributed import launch
 from mrl.distributed.collectives import from_first_rank, together
 from mrl.engines.base import SamplingConfig
@@ -28,14 +30,14 @@ from mrl.formats.hf import HfSource
 from mrl.plan.engine_memory import weight_bytes
 from mrl.run import canary
 from mrl.run.job import Job
+from mrl.run.opening import open_job
+from mrl.run.prepare import prepare
 from mrl.types import Prompt, Rollout, RolloutBatch
 from mrl.weights.checksum import bit_sum
 from mrl.weights.init import random_init
 from mrl.weights.native import native_layout
 from mrl.weights.regions import slices
 from mrl.weights.tensors import DTYPES
-
-Facts = dict[str, object]
 
 GIB = 1 << 30
 FREED = 0.9
@@ -48,18 +50,6 @@ a log-probability of -12. A distribution of another temperature is off by more."
 
 BINS = (0.0, 1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0, math.inf)
 """Edges of the histogram, nats."""
-
-
-class CheckError(Exception):
-    """What a check found to be wrong, and what else it had found."""
-
-    def __init__(self, said: str, facts: Facts | None = None) -> None:
-        super().__init__(said)
-        self.facts = facts or {}
-
-
-class NotHereError(Exception):
-    """Why a check cannot be made here."""
 
 
 class Bench:
@@ -113,6 +103,13 @@ class Bench:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.job.device)
         return total - free
+
+
+@contextmanager
+def opened(spec: Spec) -> Iterator[Bench]:
+    """Collective over the job: what a session looks at."""
+    with open_job(prepare(load(spec.config, spec.overrides)), log=False) as job:
+        yield Bench(job, Path(spec.folder))
 
 
 def device(bench: Bench) -> Facts:

@@ -4,24 +4,42 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mrl.acceptance.table import CHECKS, Result
+from mrl.acceptance.result import Check, Result
 
-NAMES = {
-    "native": "the control, mrl's own (`rollout.name=native`)",
-    "trtllm": "LLM API (`rollout.name=trtllm`)",
-    "trtllm_engine": "built engine (`rollout.name=trtllm_engine`)",
-}
+
+@dataclass(frozen=True)
+class Page:
+    """What a page is of.
+
+    Attributes:
+        title: Its first line.
+        file: Its name, without the ending.
+        checks: All that it may tell of.
+        names: Of what was looked at, in words.
+    """
+
+    title: str
+    file: str
+    checks: Mapping[str, Check]
+    names: Mapping[str, str]
 
 
 def write_page(
-    folder: Path, results: Sequence[Result], versions: Mapping[str, str], *, command: str, took_s: float
+    page: Page,
+    folder: Path,
+    results: Sequence[Result],
+    versions: Mapping[str, str],
+    *,
+    command: str,
+    took_s: float,
 ) -> Path:
-    """Writes acceptance.md and acceptance.json.
+    """Writes the page, and a JSON file of the same name.
 
     Args:
+        page: What it is of.
         folder: Where; it exists.
         results: Of the checks.
         versions: Of what is installed.
@@ -29,7 +47,7 @@ def write_page(
         took_s: All of it, s.
 
     Returns:
-        The page.
+        Its file.
     """
     content = {
         "command": command,
@@ -38,10 +56,11 @@ def write_page(
         "verdict": verdict(results),
         "results": [asdict(result) for result in results],
     }
-    (folder / "acceptance.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    page = folder / "acceptance.md"
-    page.write_text("\n".join(_lines(results, versions, command, took_s)) + "\n", encoding="utf-8")
-    return page
+    (folder / f"{page.file}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    file = folder / f"{page.file}.md"
+    lines = [*_head(page, results, versions, command, took_s), *_findings(page, results)]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return file
 
 
 def verdict(results: Sequence[Result]) -> str:
@@ -60,23 +79,28 @@ def verdict(results: Sequence[Result]) -> str:
     return "; ".join(found)
 
 
-def _lines(results: Sequence[Result], versions: Mapping[str, str], command: str, took_s: float) -> Iterator[str]:
+def _head(
+    page: Page, results: Sequence[Result], versions: Mapping[str, str], command: str, took_s: float
+) -> Iterator[str]:
     engines = list(dict.fromkeys(result.engine for result in results))
     by_name = {(result.engine, result.check): result for result in results}
-    yield from ("# TensorRT-LLM with mrl", "", f"**{verdict(results)}**", "")
+    yield from (f"# {page.title}", "", f"**{verdict(results)}**", "")
     yield from (f"`{command}`, {took_s:.0f} s", "", "| | |", "|---|---|")
     yield from (f"| {name} | {value} |" for name, value in versions.items())
-    yield from ("", "| | asks | " + " | ".join(NAMES.get(engine, engine) for engine in engines) + " |")
+    yield from ("", "| | asks | " + " | ".join(page.names.get(engine, engine) for engine in engines) + " |")
     yield "|---|---|" + "---|" * len(engines)
     for name in dict.fromkeys(result.check for result in results):
         cells = [by_name.get((engine, name)) for engine in engines]
         words = [_word(cell) for cell in cells]
-        yield f"| {name} | {CHECKS[name].asks} | " + " | ".join(words) + " |"
+        yield f"| {name} | {page.checks[name].asks} | " + " | ".join(words) + " |"
+
+
+def _findings(page: Page, results: Sequence[Result]) -> Iterator[str]:
     failing = [result for result in results if result.status == "fails"]
     if failing:
         yield from ("", "## What fails")
     for result in failing:
-        check = CHECKS[result.check]
+        check = page.checks[result.check]
         yield from ("", f"### {result.engine}: {result.check}", "")
         yield f"- what failed: {result.said}"
         yield f"- what it means: {check.means}"

@@ -1,4 +1,4 @@
-"""One start of an engine and its checks: a rank's program, `python -m mrl.acceptance.session SPEC`.
+"""One start and its checks: a rank's program, `python -m mrl.acceptance.session SPEC`.
 
 Owns the line that is written before and after each check, from which `accept.py` knows which one hangs or has ended the
 process.
@@ -6,22 +6,20 @@ process.
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from mrl.acceptance.checks import FUNCTIONS, Bench, CheckError, Facts, NotHereError
-from mrl.acceptance.table import Spec
-from mrl.config import load
+from mrl.acceptance.result import CheckError, Facts, NotHereError, Spec
 from mrl.distributed import launch
 from mrl.errors import UserError
-from mrl.run.opening import open_job
-from mrl.run.prepare import prepare
 
 log = logging.getLogger(__name__)
 
@@ -43,17 +41,17 @@ def main(file: str) -> None:
 
     began = time.monotonic()
     tell(begins="start")
-    with open_job(prepare(load(spec.config, spec.overrides)), log=False) as job:
-        bench = Bench(job, Path(spec.folder))
+    module = importlib.import_module(spec.module)
+    with module.opened(spec) as bench:
         tell(ended="start", outcome=("works", "", {}), took_s=time.monotonic() - began)
         for name in spec.checks:
             began = time.monotonic()
             tell(begins=name)
-            tell(ended=name, outcome=_agreed(_outcome(FUNCTIONS[name], bench)), took_s=time.monotonic() - began)
+            tell(ended=name, outcome=_agreed(_outcome(module.FUNCTIONS[name], bench)), took_s=time.monotonic() - began)
         tell(begins="end")
 
 
-def _outcome(check: Callable[[Bench], Facts], bench: Bench) -> Outcome:
+def _outcome(check: Callable[[Any], Facts], bench: Any) -> Outcome:
     try:
         return "works", "", check(bench)
     except CheckError as failure:
@@ -68,7 +66,9 @@ def _outcome(check: Callable[[Bench], Facts], bench: Bench) -> Outcome:
 
 
 def _agreed(mine: Outcome) -> Outcome:
-    """Collective over the job: what the first rank that fails says, else what the first rank says."""
+    """Collective over the job, where there is one: what the first rank that fails says, else the first rank."""
+    if not dist.is_initialized():
+        return mine
     found: list[Outcome] = [mine] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     for rank, (status, said, facts) in enumerate(found):

@@ -1,12 +1,9 @@
-"""The checks: what each asks, what it means that one fails, and what to do then. Order is that of the page."""
+"""The checks of TensorRT-LLM: what each asks, what it means that one fails, what to do then; in the page's order."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
-
-Status = Literal["works", "fails", "skipped"]
+from mrl.acceptance.page import Page
+from mrl.acceptance.result import Check
 
 PLAIN, CUT, GRAPHS = "plain", "cut", "graphs"
 """Sessions: one start of the engine each, with other settings."""
@@ -22,23 +19,6 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     GRAPHS: ("rollout.enforce_eager=false", "rollout.free_cache_engine=false"),
 }
 """Overrides of a session. 1.2 has no CUDA graphs in an engine that sleeps."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the page.
-
-    Attributes:
-        session: In which it is asked.
-        asks: The question.
-        means: What it means that it fails.
-        remedy: What to do then.
-    """
-
-    session: str
-    asks: str
-    means: str
-    remedy: str
 
 
 CHECKS: dict[str, Check] = {
@@ -99,40 +79,13 @@ CHECKS: dict[str, Check] = {
     ),
 }
 
-
-@dataclass(frozen=True)
-class Spec:
-    """What a session is to do; the file of its command line.
-
-    Attributes:
-        config: File of the run's config.
-        overrides: Of the session.
-        checks: In their order.
-        lines: File that grows by a line with each event.
-        folder: Of the engine's results.
-    """
-
-    config: str
-    overrides: Sequence[str]
-    checks: Sequence[str]
-    lines: str
-    folder: str
-
-
-@dataclass(frozen=True)
-class Result:
-    """What came of a check.
-
-    Attributes:
-        said: In words; of a failure, what failed.
-        facts: Figures and findings.
-        log: File that has the details.
-    """
-
-    engine: str
-    check: str
-    status: Status
-    said: str
-    facts: dict[str, object]
-    took_s: float = 0.0
-    log: str = ""
+PAGE = Page(
+    "TensorRT-LLM with mrl",
+    "acceptance",
+    CHECKS,
+    {
+        "native": "the control, mrl's own (`rollout.name=native`)",
+        "trtllm": "LLM API (`rollout.name=trtllm`)",
+        "trtllm_engine": "built engine (`rollout.name=trtllm_engine`)",
+    },
+)

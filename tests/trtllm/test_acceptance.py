@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from mrl.acceptance.accept import CONFIG, Acceptance
-from mrl.acceptance.checks import FUNCTIONS, Bench, CheckError
+from mrl.acceptance.accept import Acceptance
+from mrl.acceptance.checks import FUNCTIONS, Bench
+from mrl.acceptance.model import CONFIG
 from mrl.acceptance.page import verdict, write_page
-from mrl.acceptance.table import CHECKS
+from mrl.acceptance.result import CheckError
+from mrl.acceptance.table import CHECKS, PAGE
 from mrl.config import load
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder
@@ -75,9 +77,9 @@ def test_engines_are_built_as_preflight_says(works, tmp_path):
     for name in ("convert_hf_to_trtllm.py", "build_trtllm_engine.py"):
         (tmp_path / name).write_text(BUILD)
         (tmp_path / f"{name}.json").write_text(json.dumps({"works": works}))
-    found = Acceptance(tmp_path / "out", tools=tmp_path, engines=["trtllm_engine"], overrides=TINY)
+    found = Acceptance(folder=tmp_path / "out", tools=tmp_path, engines=["trtllm_engine"], overrides=TINY)
     (found.folder / "config.yaml").write_text(CONFIG)
-    own = ["rollout.name=trtllm_engine", "rollout.enforce_eager=true", *found._model(found._load(()))]
+    own = ["rollout.name=trtllm_engine", "rollout.enforce_eager=true", *found._model(found.load(()))]
     engines = found._build(own)
     logs = [(found.folder / "logs" / f"{name}.log") for name in ("convert_hf_to_trtllm", "build_trtllm_engine")]
     convert, build = (log.read_text().splitlines()[0] for log in logs)
@@ -120,8 +122,8 @@ tell(begins="end")
 def test_a_check_that_hangs_or_dies_takes_no_other_with_it(on_path, tmp_path):
     (tmp_path / "fake.py").write_text(FAKE)
     found = Acceptance(
-        tmp_path / "out", tools=TOOL.parent, engines=["trtllm"], overrides=TINY, timeout_s=2.0, start_timeout_s=60.0,
-        launcher=[sys.executable, str(tmp_path / "fake.py")],
+        folder=tmp_path / "out", tools=TOOL.parent, engines=["trtllm"], overrides=TINY, timeout_s=2.0,
+        start_timeout_s=60.0, launcher=[sys.executable, str(tmp_path / "fake.py")],
     )  # fmt: skip
     states = {result.check: (result.status, result.said) for result in found.run()}
     works = ("works", "")
@@ -134,12 +136,12 @@ def test_a_check_that_hangs_or_dies_takes_no_other_with_it(on_path, tmp_path):
         "logprobs": works,
         "contract": (
             "skipped",
-            "the engine did not start: the process ended with status 1: RuntimeError: no such kernel",
+            "it did not start: the process ended with status 1: RuntimeError: no such kernel",
         ),
         "graphs": works,
         "end": works,
     }
-    page = write_page(found.folder, found.results, found.versions, command="it", took_s=3.0).read_text()
+    page = write_page(PAGE, found.folder, found.results, found.versions, command="it", took_s=3.0).read_text()
     assert "5 work, 3 fail, 1 skipped" in verdict(found.results)
     for said in (
         "### trtllm: sleep",
@@ -257,7 +259,7 @@ def _said(check, bench):
 
 def test_each_check_catches_what_it_is_for(standin, tmp_path):
     (tmp_path / "config.yaml").write_text(CONFIG)
-    acceptance = Acceptance(tmp_path / "out", tools=TOOL.parent, overrides=TINY)
+    acceptance = Acceptance(folder=tmp_path / "out", tools=TOOL.parent, overrides=TINY)
     model = acceptance._model(load(tmp_path / "config.yaml", TINY))
     arch = arch_from_folder(tmp_path / "out" / "model")
     limits = {"max_batch_size": 32, "max_input_len": 16, "max_seq_len": 24, "max_num_tokens": 2048}
@@ -298,4 +300,4 @@ def test_on_real_hardware(accepted, engine, check):
 def test_a_folder_is_used_once(tmp_path):
     (tmp_path / "config.yaml").touch()
     with pytest.raises(UserError, match="an acceptance run already"):
-        Acceptance(tmp_path, tools=TOOL.parent)
+        Acceptance(folder=tmp_path, tools=TOOL.parent)

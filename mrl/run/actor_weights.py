@@ -5,9 +5,12 @@ Owns where the first weights and the reference's come from, and what a folder wi
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mrl.distributed.collectives import together
@@ -44,6 +47,13 @@ class ActorWeights:
         """Collective over the job: fills the reference's tensors from a Hugging Face folder."""
         self._read(path, self._policy.reference_tensors())
 
+    def take_reference(self) -> None:
+        """Fills the reference's tensors from the actor of now."""
+        live = self._policy.named_tensors()
+        with torch.no_grad():
+            for name, tensor in self._policy.reference_tensors().items():
+                tensor.copy_(live[name])
+
     def _read(self, folder: str, tensors: Mapping[str, Tensor]) -> None:
         """Collective over the job: of the ranks that hold the same parameter one reads it."""
         layout, mine = self._policy.layout(), first_here(self._policy.chunks)
@@ -57,10 +67,13 @@ class ActorWeights:
         share(self._policy.chunks, tensors, self._policy.device)
 
     def export(self, folder: Path) -> None:
-        """Collective over the job: the actor as a Hugging Face folder."""
+        """Collective over the job: the actor as a Hugging Face folder; a rank of each host writes."""
         layouts, model = gather_layouts(self._policy.layout()), self._plan.config.model
         tensors = self._policy.named_tensors()
-        export_to_hf(folder, self._plan.arch, layouts, tensors, dtype=model.dtype, like=model.path)
+        hosts = [""] * dist.get_world_size()
+        dist.all_gather_object(hosts, socket.gethostname())
+        writers = [rank for rank, host in enumerate(hosts) if hosts.index(host) == rank]
+        export_to_hf(folder, self._plan.arch, layouts, tensors, dtype=model.dtype, like=model.path, writers=writers)
         with together():
             if self._rank == 0:
                 self._plan.tokenizer.save(folder)

@@ -72,7 +72,9 @@ class Job:
                 config.reference,
                 plan.run.checkpoints,
                 needed=plan.algorithm.needs_reference,
+                initial=None if config.train.warm_start.num_steps else config.model.path,
                 load=self.weights.load_reference,
+                take=self.weights.take_reference,
                 export=self.weights.export,
             ),
         )

@@ -29,7 +29,9 @@ class Reference:
         folder: Path,
         *,
         needed: bool,
+        initial: str | None,
         load: Callable[[str], None],
+        take: Callable[[], None],
         export: Callable[[Path], None],
     ) -> None:
         """No reference yet.
@@ -38,11 +40,14 @@ class Reference:
             config: Where it comes from.
             folder: The run's checkpoints.
             needed: Whether the algorithm asks for one; otherwise nothing is loaded or written.
+            initial: Hugging Face folder that the actor of step 0 was read from; None: it is in none.
             load: Collective over the job: fills the reference's tensors from a Hugging Face folder.
+            take: Fills them from the actor of now.
             export: Collective over the job: writes the actor as such a folder.
         """
         self.path: str | None = None
-        self._config, self._folder, self._needed, self._load, self._export = config, folder, needed, load, export
+        self._config, self._folder, self._needed, self._initial = config, folder, needed, initial
+        self._load, self._take, self._export = load, take, export
 
     @property
     def record(self) -> str | None:
@@ -53,11 +58,14 @@ class Reference:
         """Collective over the job: the first one is `reference.path`, else the actor as it is after `step`."""
         if not self._needed:
             return
-        if self._config.path is None:
-            self._freeze(step)
-        else:
+        if self._config.path is not None:
             self.path = self._config.path
             self._load(self.path)
+        elif step == 0 and self._initial is not None:
+            self.path = self._initial
+            self._take()
+        else:
+            self._freeze(step)
 
     def update(self, step: int) -> None:
         """Collective over the job: becomes the actor of now where `reference.update_interval` says so."""
@@ -106,4 +114,4 @@ class Reference:
                 shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before its next commit
         self._export(folder)
         self.path = str(folder)
-        self._load(self.path)
+        self._take()

@@ -84,3 +84,18 @@ def test_a_run_folder_that_was_moved_goes_on_with_its_reference(tmp_path):
     (tmp_path / "here").rename(tmp_path / "there")
     rows = runs.train_in_pool(tmp_path / "there", [*KL_IN_LOSS, "train.num_steps=2"], 1)
     assert rows[-1]["step"] == 2 and "actor/kl_loss" in rows[-1]
+
+
+def test_the_reference_of_a_run_from_a_folder_is_that_folder(tmp_path):
+    """Nothing is written for it; the numbers are those of the folder named, and of a run that was resumed."""
+    plain = ["algorithm.kl_in=none", "algorithm.kl_coef=0.001"]
+    runs.train_in_pool(tmp_path / "made", [*plain, "checkpoint.export_hf=true", "train.num_steps=1"], 1)
+    model = str(tmp_path / "made/run/checkpoints/step-00000001/hf")
+    given = [*KL_IN_LOSS, "~model.preset", "~model.overrides", "~train.warm_start"]
+    given += [f"model.path={model}", "train.eval_interval=1"]
+    named = runs.train_in_pool(tmp_path / "named", [*given, f"reference.path={model}", "train.num_steps=2"], 2)
+    runs.train_in_pool(tmp_path / "run", [*given, "train.num_steps=1"], 2)
+    assert runs.train_in_pool(tmp_path / "run", [*given, "train.num_steps=2"], 2) == named
+    commits = tmp_path / "run/run/checkpoints"
+    assert not list(commits.glob("reference-*"))
+    assert json.loads((commits / "step-00000000/state.json").read_text())["reference"] == model

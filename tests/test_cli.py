@@ -59,6 +59,20 @@ def test_dry_run_shows_config_ranks_and_refit_and_makes_nothing(config, capsys, 
     assert list(tmp_path.iterdir()) == [tmp_path / "config.yaml"]
 
 
+def test_dry_run_shows_what_megatron_is_told_and_what_gpus_turn_on(config, capsys):
+    fields = (
+        "megatron.transformer={apply_rope_fusion: false, bias_dropout_fusion: true, hidden_dropout: 0.0, window_size: "
+        "[4, 0]}"
+    )
+    assert cli.main(["train", config, fields, "megatron.unchecked=true", "--dry-run", "--world-size", "2"]) == 0
+    told = capsys.readouterr().out
+    assert "megatron.transformer.bias_dropout_fusion: false -> true\n" in told
+    assert "hidden_dropout:" not in told.partition("# config")[0]  # it is so without it
+    on = next(line for line in told.splitlines() if line.startswith("on where TransformerEngine is in use: "))
+    assert "transformer.bias_activation_fusion" in on and "ddp.overlap_param_gather" in on and "rope" not in on
+    assert "WARNING megatron.unchecked lets megatron.transformer.window_size through" in told
+
+
 def test_dry_run_counts_context_parallel_ranks(config, capsys):
     assert cli.main(["train", config, "parallel.context_parallel_size=2", "--dry-run", "--world-size", "4"]) == 0
     assert "# ranks: 4 = tp 1 x cp 2 x dp 2 x pp 1" in capsys.readouterr().out

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from mrl.config import Config
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
+from mrl.plan.recompute import recompute_of
 from mrl.weights.megatron import chunk_layers, padded_vocab
 
 FP32 = 4
@@ -100,6 +101,7 @@ class ActorShape:
 
     def __init__(self, config: Config, arch: ArchSpec, grid: Grid, *, te: bool, supervised: bool = False) -> None:
         self._config, self._arch, self._grid, self._te = config, arch, grid, te
+        self._recompute = recompute_of(config)
         self._itemsize = 2 if config.model.dtype == "bfloat16" else FP32
         self.microbatch = largest_microbatch(config, grid, te=te, supervised=supervised)
         self._tokens = self.microbatch.tokens // grid.cp
@@ -115,20 +117,21 @@ class ActorShape:
         chunks = [len(self._layers[stage, chunk]) for chunk in range(grid.vpp)]
         if grid.vpp > 1:  # Megatron's interleaved schedule: warm-up passes, and the one that is computed
             flying = (grid.pp - stage - 1) * 2 + (grid.vpp - 1) * grid.pp + 1
-            layers = min(flying, self.microbatch.count * grid.vpp) * max(chunks)
+            flying = min(flying, self.microbatch.count * grid.vpp)
         else:
-            layers = min(grid.pp - stage, self.microbatch.count) * chunks[0]
+            flying = min(grid.pp - stage, self.microbatch.count)
+        kept = flying * self._kept_by_chunk(max(chunks))
         first, last = stage == 0, stage == grid.pp - 1
         hidden = self._own_tokens * arch.hidden_size * self._itemsize
         whole = self._tokens * arch.hidden_size * self._itemsize
-        saved = layers * self._kept_by_layer() + INT64 * (self._slots + 3 * self._tokens)
-        if self._config.actor.recompute == "full":
+        saved = kept + INT64 * (self._slots + 3 * self._tokens)
+        if self._recompute.method is not None:
             saved += self._tokens * arch.head_dim * FP32  # rotary angles; else each layer's cosine and sine
         weight = self._vocab * arch.hidden_size * self._itemsize
         tied = weight if arch.tie_word_embeddings and last else 0  # its gradient waits for the embedding's
         step = self._layer_backward() + tied
         if first:
-            step = max(step, weight + tied - layers * self._kept_by_layer())  # everything saved is gone by then
+            step = max(step, weight + tied - kept)  # everything saved is gone by then
         if last:
             # the final norm: what goes in, what comes out for all ranks' rows; the loss
             saved += hidden + whole + SCORED_BYTES * self._scored
@@ -139,14 +142,16 @@ class ActorShape:
             scoring=max(self._saved_by_layer() + 2 * hidden, whole + self._logits_forward() if last else 0),
         )
 
-    def _kept_by_layer(self) -> int:
-        if self._config.actor.recompute == "full":
-            return self._own_tokens * self._arch.hidden_size * self._itemsize
-        return self._saved_by_layer()
+    def _kept_by_chunk(self, layers: int) -> int:
+        whole = self._recompute.whole_layers(layers)
+        inputs = self._recompute.inputs(layers) * self._own_tokens * self._arch.hidden_size * self._itemsize
+        return inputs + (layers - whole) * self._saved_by_layer()
 
     def _saved_by_layer(self) -> int:
         arch, size, own, tokens = self._arch, self._itemsize, self._own_tokens, self._tokens
-        norms = own * (4 * arch.hidden_size * size + 2 * FP32)  # two norms: what goes in and what comes out
+        modules = self._recompute.modules
+        both = 2 if "layernorm" in modules else 4  # two norms: what goes in and what comes out
+        norms = own * (both * arch.hidden_size * size + 2 * FP32)
         heads, kv_heads = self._heads()
         queries = heads * arch.head_dim
         fused = tokens * (queries + 2 * kv_heads * arch.head_dim) * size
@@ -154,13 +159,19 @@ class ActorShape:
         if arch.qk_norm:
             copied = queries * size if kv_heads > 1 else 0  # of one group the queries lie in a row already
             attention += fused + tokens * (copied + (heads + kv_heads) * FP32)
-        if self._config.actor.recompute == "selective":
+        if "core_attn" in modules:
             attention += tokens * (queries + kv_heads * arch.head_dim) * size + (0 if arch.qk_norm else fused)
         else:
             attention += self._core_attention()
         if not self._te:
             attention += tokens * queries * size  # what attention returns, out of its slots
-        return norms + attention + (self._mlp(arch.intermediate_size) if arch.moe is None else self._experts())
+        return norms + attention + (0 if self._recomputes_mlp() else self._mlp_or_experts())
+
+    def _recomputes_mlp(self) -> bool:
+        return ("mlp" if self._arch.moe is None else "moe") in self._recompute.modules
+
+    def _mlp_or_experts(self) -> int:
+        return self._mlp(self._arch.intermediate_size) if self._arch.moe is None else self._experts()
 
     def _heads(self) -> tuple[int, int]:
         return self._arch.num_heads // self._grid.tp, max(1, self._arch.num_kv_heads // self._grid.tp)
@@ -196,11 +207,10 @@ class ActorShape:
             width = arch.moe.intermediate_size // self._grid.expert_tp
             rows, weight = self._own_tokens * arch.moe.top_k * self._grid.expert_tp, width * arch.hidden_size * 2
         step = (rows * (2 * width + arch.hidden_size) + weight) * size
-        if self._config.actor.recompute == "full":
-            return step + self._saved_by_layer()
-        if self._config.actor.recompute == "selective":
-            return step + self._core_attention()
-        return step
+        if self._recompute.method is not None:
+            return step + self._recompute.layers_at_a_time * self._saved_by_layer()
+        again = self._core_attention() if "core_attn" in self._recompute.modules else 0
+        return step + max(again, self._mlp_or_experts() if self._recomputes_mlp() else 0)
 
     def _rows(self) -> int:
         """Scored rows of a chunk of logits."""

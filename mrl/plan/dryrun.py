@@ -6,14 +6,18 @@ no folder is made.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from mrl.config import Config, TrainConfig, to_yaml
 from mrl.grid import Grid
+from mrl.megatron_fields.defaults import ddp_defaults, overlaps_gradients, transformer_defaults
 from mrl.models.base import ArchSpec
 from mrl.plan.engine_memory import engine_layouts
 from mrl.plan.memory import num_parameters, stage_memory
+from mrl.preflight.megatron import changes, forced
 from mrl.preflight.world_size import WorldSize
 from mrl.run.prepare import Resolved, check_run, check_run_folder
 from mrl.weights.megatron import megatron_layouts
@@ -58,6 +62,7 @@ def describe(config: Config, size: WorldSize) -> str:
         f"sent between ranks     {cost.bytes_moved / MIB:.2f} MiB (lower bound {cost.lower_bound_bytes / MIB:.2f} MiB)",
         f"staging of a rank      {cost.peak_staging_bytes(bucket_bytes) / MIB:.2f} MiB",
         "",
+        *_megatron(found),
         "# config, every field as the run would have it",
         to_yaml(config).rstrip(),
     ]
@@ -106,6 +111,26 @@ def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
     )
     more = ", the reference's weights in host memory" if found.algorithm.needs_reference else ""
     yield "", f"besides: activations, logits, buffers of collectives, the engine's KV cache{more}"
+
+
+def _megatron(found: Resolved) -> Iterator[str]:
+    """What Megatron is told that it would not be told without `megatron`, and what is on by itself on GPUs."""
+    config, moe = found.config, found.arch.moe is not None
+    given = config.megatron.transformer
+    on = [f"transformer.{name}" for name in transformer_defaults(given, te=True, moe=moe)]
+    on += [f"ddp.{name}" for name in ddp_defaults(config.actor, config.megatron, te=True)]
+    on += ["ddp.overlap_grad_reduce"] if overlaps_gradients(config.actor, te=True) else []
+    yield "# Megatron's own fields"
+    for section, name, before, after in changes(config.megatron):
+        yield f"megatron.{section}.{name}: {_value(before)} -> {_value(after)}"
+    yield f"on where TransformerEngine is in use: {', '.join(on) or 'nothing'}"
+    yield from (f"WARNING {warning}" for warning in forced(config, found.arch, found.grid))
+    yield ""
+
+
+def _value(value: Any) -> str:
+    """As the config writes it."""
+    return json.dumps(value, default=str)
 
 
 def _steps(train: TrainConfig) -> str:

@@ -17,11 +17,9 @@ from mrl.observe.hardware import Hardware
 from mrl.observe.metrics import forward_flops
 from mrl.plan.activations import largest_microbatch
 from mrl.plan.memory import stage_memory
+from mrl.plan.recompute import recompute_of
 from mrl.run.prepare import Resolved
 from mrl.weights.copies import ITEM_BYTES
-
-RECOMPUTED_FORWARDS = {"none": 0.0, "selective": 0.0, "full": 1.0}
-"""Forward passes again in the backward; the core of attention alone is left out."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ def predict_durations(found: Resolved, hardware: Hardware, kv_rows: int) -> Dura
         decode_steps=steps,
         bound_by=bound_by,
         score=scorings * forward / (1 - bubble),
-        update=passes * (3 + RECOMPUTED_FORWARDS[config.actor.recompute]) * forward / (1 - bubble),
+        update=passes * (3 + recompute_of(config).forwards(arch)) * forward / (1 - bubble),
         bubble_frac=bubble,
     )
 

@@ -16,6 +16,8 @@ from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.plan.activations import Activations, ActorShape
 from mrl.plan.engine_memory import Device, EngineMemory, arriving_bytes, engine_memory, weight_bytes
+from mrl.plan.recompute import FIELDS
+from mrl.preflight.megatron import changes
 from mrl.run.prepare import Resolved
 from mrl.weights.buckets import MIN_ROUND_BYTES, NUM_BUFFERS, PIPELINE_ROUNDS
 from mrl.weights.copies import ITEM_BYTES
@@ -23,7 +25,9 @@ from mrl.weights.layout import Layout
 from mrl.weights.megatron import chunk_layers, megatron_layout
 
 GRADIENT_BYTES = 4
-"""Megatron's gradient buffer is fp32 (`grad_reduce_in_fp32`)."""
+"""Megatron's gradient buffer is fp32, or of the parameters' type without `grad_reduce_in_fp32` in `megatron.ddp`."""
+COUNTED = {("transformer", name) for name in FIELDS} | {("ddp", "grad_reduce_in_fp32")}
+"""Fields of `megatron` that the prediction knows."""
 MOMENT_BYTES = 8
 """Adam's two moments, fp32."""
 MASTER_BYTES = 4
@@ -77,6 +81,8 @@ class StageMemory:
 def stage_memory(config: Config, arch: ArchSpec, grid: Grid) -> list[Memory]:
     """What a rank of each pipeline stage holds of weights, gradients and optimizer, and the weights of its engine."""
     kept_bytes = MOMENT_BYTES + (MASTER_BYTES if config.model.dtype != "float32" else 0)
+    in_fp32 = config.megatron.ddp.get("grad_reduce_in_fp32", True)
+    gradient_bytes = GRADIENT_BYTES if in_fp32 else ITEM_BYTES[config.model.dtype]
     sharded = config.actor.use_distributed_optimizer
     copies = grid.dp * grid.cp if sharded else 1
     expert_copies = grid.world_size // (grid.pp * grid.ep * grid.expert_tp) if sharded else 1
@@ -87,7 +93,7 @@ def stage_memory(config: Config, arch: ArchSpec, grid: Grid) -> list[Memory]:
         found.append(
             Memory(
                 weights=(dense + experts) * ITEM_BYTES[config.model.dtype],
-                gradients=(dense + experts) * GRADIENT_BYTES,
+                gradients=(dense + experts) * gradient_bytes,
                 optimizer=owned * kept_bytes,
                 engine=engine,
             )
@@ -141,6 +147,15 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
             host = sum(away.values()) + (2 * own.weights if algorithm.needs_reference else 0) + engine.host
         stages.append(StageMemory(stage, stage * (grid.world_size // grid.pp), phases, engine.rows, host))
     return stages
+
+
+def not_counted(config: Config) -> list[str]:
+    """Fields of `megatron` that may change the memory of a run, and are not in its prediction."""
+    return [
+        f"megatron.{section}.{name}"
+        for section, name, _, _ in changes(config.megatron)
+        if (section, name) not in COUNTED
+    ]
 
 
 def offloaded(config: Config, own: Memory) -> dict[str, int]:

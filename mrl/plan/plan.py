@@ -17,7 +17,8 @@ from mrl.observe.hardware import Hardware
 from mrl.plan.durations import predict_durations
 from mrl.plan.engine_memory import engine_layouts
 from mrl.plan.fit import check_fits, device_of
-from mrl.plan.memory import StageMemory, memory_by_stage, num_parameters, staging_bytes
+from mrl.plan.memory import StageMemory, memory_by_stage, not_counted, num_parameters, staging_bytes
+from mrl.preflight.megatron import forced
 from mrl.run.prepare import Resolved, check_run
 from mrl.weights.megatron import chunk_layers, megatron_layouts
 from mrl.weights.shards import parts_of, table
@@ -72,7 +73,7 @@ def describe(config: Config, world_size: int, hardware: Hardware) -> str:
             *_times(found, hardware, refit, min(stage.kv_rows for stage in stages)),
             "",
             *_refit(refit),
-            *(f"\nnote: {note}" for note in notes),
+            *(f"\nnote: {note}" for note in [*notes, *_passed(found)]),
         ]
     )
 
@@ -110,6 +111,13 @@ def _memory(found: Resolved, stages: list[StageMemory], capacity: int, hardware:
         yield f"  host memory: {fullest.host / GB:.2f} GB, what waits there of actor, engine and reference"
     if "KV cache" in fullest.phases["rollout"]:
         yield f"  the KV cache has room for {fullest.kv_rows} sequence(s) of {_longest(found)} tokens in each replica"
+
+
+def _passed(found: Resolved) -> Iterator[str]:
+    """What Megatron's own fields change that the figures above do not know."""
+    yield from forced(found.config, found.arch, found.grid)
+    if names := not_counted(found.config):
+        yield f"not counted: {', '.join(names)}"
 
 
 def _longest(found: Resolved) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mrl.config import Config, MegatronConfig
@@ -101,6 +101,33 @@ def forced(config: Config, arch: ArchSpec, grid: Grid) -> list[str]:
         for section, name, refusal, can_be_forced in _refusals(config, arch, grid)
         if can_be_forced
     ]
+
+
+def fitting(config: Config, arch: ArchSpec, grid: Grid) -> tuple[Config, list[str]]:
+    """The config without the fields that would be refused, or that only TransformerEngine has where it cannot be.
+
+    Returns:
+        The config, and what was left out, each with the reason.
+    """
+    left_out: list[str] = []
+    while True:
+        names = [
+            (section, name, why)
+            for section, name, why, can_be_forced in _refusals(config, arch, grid)
+            if not (can_be_forced and config.megatron.unchecked) or (te_only(section, name) and not te_possible(config))
+        ]
+        if not names:
+            return config, left_out
+        left_out += [f"megatron.{section}.{name}: {why}" for section, name, why in names]
+        kept: dict[str, Any] = {
+            section: {
+                name: value
+                for name, value in section_of(config.megatron, section).items()
+                if (section, name) not in {(of, which) for of, which, _ in names}
+            }
+            for section in CLASSES
+        }
+        config = replace(config, megatron=replace(config.megatron, **kept))
 
 
 def check_switches(config: Config, variables: Mapping[str, str]) -> None:

@@ -31,6 +31,7 @@ from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.observe.hardware import Hardware
+from mrl.preflight.megatron import fitting, forced
 from mrl.preflight.parallel import grid_of
 from mrl.rehearsal.check import check_real_run
 from mrl.rehearsal.conversion import to_hugging_face, to_trtllm
@@ -146,6 +147,9 @@ class _Rehearsal:
         arch, grid = shrunk_model(found.arch, found.grid, grid, tokens=tokens)
         small = shrunk_config(config, found, Sizes(arch, grid, prompt_length), self._folder)
         small = replace(small, data=_few_rows(small.data, self._folder / "data"))
+        small, left_out = fitting(small, arch, grid)
+        report.not_covered += left_out
+        report.warnings += forced(config, found.arch, found.grid)
         asked, used = sizes(found.grid, experts=experts), sizes(grid, experts=experts)
         report.layout = {
             ALL: (found.grid.world_size, grid.world_size),
@@ -165,6 +169,8 @@ class _Rehearsal:
         ]
         if config.rollout.name != ENGINE:
             report.not_covered.insert(0, f"the engine {config.rollout.name}: the {ENGINE} engine sampled in its place")
+        if config.actor.moe_token_dispatcher_type != small.actor.moe_token_dispatcher_type:
+            report.not_covered.append("the flex dispatcher: tokens reached their experts by alltoall")
         if config.observe.wandb_project is not None:
             report.not_covered.append("Weights & Biases: nothing was sent")
         if VARIETY in small.reward.functions:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mrl.config import (
     CheckpointEngineConfig,
@@ -31,6 +31,8 @@ from mrl.models.base import ArchSpec
 from mrl.models.hf_config import family_of
 from mrl.models.presets import PRESETS
 from mrl.preflight import preflight
+from mrl.preflight.megatron import fitting
+from mrl.preflight.parallel import grid_of
 from mrl.run.prepare import Resolved
 
 SAMPLES = 4
@@ -105,6 +107,7 @@ def shrunk_config(config: Config, found: Resolved, sizes: Sizes, folder: Path) -
             ppo_epochs=min(actor.ppo_epochs, 2),
             max_tokens_per_microbatch=longest + (longest // 2 if several else 0),
             logprob_chunk_tokens=min(actor.logprob_chunk_tokens, CHUNK_TOKENS),
+            moe_token_dispatcher_type=_dispatcher(actor.moe_token_dispatcher_type),
         ),
         reference=replace(
             config.reference,
@@ -127,6 +130,10 @@ def shrunk_config(config: Config, found: Resolved, sizes: Sizes, folder: Path) -
         observe=replace(observe, console="plain", wandb_project=None, num_samples=min(observe.num_samples, 2)),
     )
     return with_steps(shrunk, 1)
+
+
+def _dispatcher(name: Literal["alltoall", "allgather", "flex"]) -> Literal["alltoall", "allgather"]:
+    return "alltoall" if name == "flex" else name
 
 
 def with_steps(config: Config, num_steps: int) -> Config:
@@ -157,6 +164,7 @@ def other_layout(config: Config, arch: ArchSpec, used: Grid, tokenizer_size: int
                     moe_tensor_parallel_size=None,
                 ),
             )
+            changed, _ = fitting(changed, arch, grid_of(changed, world_size))
             try:
                 preflight.check(changed, arch, world_size, tokenizer_size)
             except UserError:

@@ -15,6 +15,7 @@ from mrl.distributed.groups import ProcessGroups
 from mrl.megatron.policy import Policy
 from mrl.observe.run_log import RunLog
 from mrl.observe.timers import Timers
+from mrl.preflight.megatron import forced
 from mrl.rewards.scorer import Scorer, part_names
 from mrl.rollout.replicas import LengthHistory
 from mrl.run.actor_weights import ActorWeights
@@ -56,6 +57,8 @@ class Job:
         self.config, self.arch, self.tokenizer, self.algorithm = config, plan.arch, tokenizer, plan.algorithm
         self.validation, self.run = plan.validation, plan.run
         self.groups, self.device, self.log = groups, device, log
+        for warning in forced(config, plan.arch, plan.grid):
+            log.note(f"WARNING {warning}")
         self.policy = Policy(config, plan.arch, groups, device)
         self.policy.offload()  # before the engine reads how much memory is free
         self.weights = ActorWeights(plan, self.policy, groups.rank)

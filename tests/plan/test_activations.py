@@ -91,9 +91,25 @@ def test_saved_tensors_are_counted_when_ranks_share_them(name, grid, dtype):
     check({**ARCHS, **MIXTURES}[name], grid, "none", dtype)
 
 
-def check(arch, grid, recompute, dtype):
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("qwen2", {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}),
+        ("qwen3", {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp"]}),
+        ("qwen3_moe", {"recompute_granularity": "selective", "recompute_modules": ["moe", "layernorm"]}),
+        ("qwen3", {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}),
+        ("qwen3", {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}),
+    ],
+    ids=str,
+)
+def test_what_megatrons_own_recompute_leaves_is_counted(name, fields):
+    check({**ARCHS, **MIXTURES}[name], Grid(1), "none", "float32", megatron={"transformer": fields})
+
+
+def check(arch, grid, recompute, dtype, megatron=None):
     arch = replace(arch, num_layers=2)
-    options = {"actor": {"recompute": recompute, "max_tokens_per_microbatch": 1 << 16}, "dtype": dtype}
+    actor = {"recompute": recompute, "max_tokens_per_microbatch": 1 << 16}
+    options = {"actor": actor, "dtype": dtype, "megatron": megatron}
     config = replace(
         config_for(grid, **options),
         train=TrainConfig(batch_size=PROMPTS),

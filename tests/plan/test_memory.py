@@ -47,6 +47,7 @@ def held(name, grid, options):
     [
         ("single", "qwen2", {}),
         ("dp2", "qwen2", {"dtype": "bfloat16"}),
+        ("dp2", "qwen2", {"dtype": "bfloat16", "megatron": {"ddp": {"grad_reduce_in_fp32": False}}}),
         ("dp2", "qwen2", {"actor": {"use_distributed_optimizer": False}}),
         ("tp2_pp2", "qwen3", {}),
     ],

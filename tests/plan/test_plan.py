@@ -58,6 +58,15 @@ def test_the_command_prints_bytes_and_time(config, capsys):
         assert line in printed
 
 
+def test_fields_of_megatron_are_counted_or_said_not_to_be(config, capsys):
+    fields = ["megatron.ddp={grad_reduce_in_fp32: false, check_for_nan_in_grad: true}", "megatron.unchecked=true"]
+    more = "megatron.transformer={recompute_granularity: selective, recompute_modules: [mlp], softmax_scale: 0.1}"
+    assert main(["plan", str(config), "--world-size", "16", *fields, more]) == 0
+    printed = capsys.readouterr().out
+    assert "not counted: megatron.transformer.softmax_scale, megatron.ddp.check_for_nan_in_grad\n" in printed
+    assert "megatron.unchecked lets megatron.transformer.softmax_scale through" in printed
+
+
 def test_a_run_that_does_not_fit_is_refused_with_the_term_and_what_fits(config, tmp_path, capsys):
     mine = tmp_path / "mine.yaml"
     mine.write_text("{memory_bytes: 4.0e9, context_bytes: 1, communicator_bytes: 1}")

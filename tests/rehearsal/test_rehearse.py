@@ -289,6 +289,15 @@ SETTINGS = {
             "rollout={expert_parallel_size: 2, moe_tensor_parallel_size: 2}",
         ],
     ),
+    "Megatron's own fields": (
+        LARGE,
+        [
+            "actor={recompute: none, moe_token_dispatcher_type: flex, overlap_grad_reduce: true}",
+            "megatron.transformer={moe_permute_fusion: true, moe_flex_dispatcher_backend: hybridep, "
+            "recompute_granularity: selective, recompute_modules: [layernorm], deallocate_pipeline_outputs: false}",
+            "megatron.ddp={overlap_param_gather: true, bucket_size: 100000000}",
+        ],
+    ),
     "allgather": (EXPERTS, ["actor.moe_token_dispatcher_type=allgather", "parallel.expert_tensor_parallel_size=null"]),
     "uneven virtual pipeline": (
         LARGE,
@@ -310,6 +319,18 @@ def test_other_settings_shrink_to_a_run_that_mrl_allows(setting, max_ranks, tmp_
     used = report["layout"]["all"][1]
     assert used <= max_ranks and not (tmp_path / "out" / "logs-first").exists()
     resolve(load(tmp_path / "out" / FIRST), used)
+
+
+def test_what_only_gpus_have_of_megatrons_fields_is_left_out_and_told(tmp_path):
+    fields = "megatron.transformer={moe_permute_fusion: true, bias_dropout_fusion: true, softmax_scale: 0.1}"
+    flex = "actor.moe_token_dispatcher_type=flex"
+    report = run(tmp_path, EXPERTS, fields, flex, "megatron.unchecked=true", world_size=64, dry_run=True)
+    told = "\n".join(report["not_covered"])
+    assert "megatron.transformer.moe_permute_fusion: only TransformerEngine has it" in told
+    assert "the flex dispatcher: tokens reached their experts by alltoall" in told
+    assert "megatron.unchecked lets megatron.transformer.softmax_scale through" in "\n".join(report["warnings"])
+    passed = load(tmp_path / "out" / FIRST).megatron.transformer
+    assert passed == {"bias_dropout_fusion": True, "softmax_scale": 0.1}
 
 
 @pytest.mark.parametrize(

@@ -98,4 +98,4 @@ def test_the_reference_of_a_run_from_a_folder_is_that_folder(tmp_path):
     assert runs.train_in_pool(tmp_path / "run", [*given, "train.num_steps=2"], 2) == named
     commits = tmp_path / "run/run/checkpoints"
     assert not list(commits.glob("reference-*"))
-    assert json.loads((commits / "step-00000000/state.json").read_text())["reference"] == model
+    assert json.loads((commits / "step-00000002/state.json").read_text())["reference"] == model

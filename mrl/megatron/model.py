@@ -269,6 +269,7 @@ def _own_fields(
         # with two stages and batched sends an interleaved schedule swaps two messages without an error
         batch_p2p_comm=not interleaved,
         overlap_p2p_comm=interleaved,
+        batch_p2p_sync=False,  # torch's queue of sends needs no wait for the device
         deallocate_pipeline_outputs=True,
         # otherwise the schedule divides the loss, in place, by the number of microbatches
         calculate_per_token_loss=True,

@@ -29,6 +29,7 @@ from mrl.functional.logprobs import Distribution
 from mrl.megatron.attention import PackedSequences, pack, pack_for_te
 from mrl.megatron.context import context_shard, context_targets, own_rows, own_rows_by_sequence
 from mrl.megatron.model import Targets
+from mrl.megatron.pipeline import messages
 from mrl.megatron.router import routing_of
 from mrl.types import RolloutBatch
 
@@ -171,6 +172,7 @@ class Schedule:
             seq_length=max(micro.tokens.size(1) for micro in microbatches),
             micro_batch_size=1,
             forward_only=not backward,
+            **messages(self._groups.pp, self._chunks[0].config, [micro.tokens.size(1) for micro in microbatches]),
         )
         return [report for _, report in sorted(reports, key=lambda item: item[0])]
 

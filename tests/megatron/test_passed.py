@@ -8,7 +8,7 @@ from mrl.grid import Grid
 from mrl.megatron.model import TransformerConfig
 from mrl.megatron.passed import given_to, objects
 from mrl.megatron_fields.installed import CLASSES, fields_of
-from mrl.megatron_fields.table import FREE
+from mrl.megatron_fields.table import FREE, OWN
 from tests.megatron.actors import ARCHS, CONSTANT, MIXTURES, make_policy
 from tests.megatron.trainings import assert_same, run
 from tests.ranks import run_ranks
@@ -55,6 +55,19 @@ def test_each_section_reaches_its_class():
     }
     assert run_ranks(1, _told, {}) == [(False, True, True)]
     assert run_ranks(1, _told, passed) == [(True, False, False)]
+
+
+def _without():
+    """mrl's own values, as Megatron has them where nothing is passed on."""
+    policy = make_policy(ARCHS["qwen2"], Grid(1))
+    policy.start_optimizer(CONSTANT)
+    wrapped = policy._replicas.chunks[0]
+    told = {"transformer": wrapped.config, "ddp": wrapped.ddp_config, "optimizer": policy.optimizer.config}
+    return {(section, name): getattr(told[section], name) for section, name in OWN}
+
+
+def test_own_values_are_those_that_megatron_has_without_any():
+    assert run_ranks(1, _without) == [OWN]
 
 
 def _refused(megatron):

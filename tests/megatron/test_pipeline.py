@@ -1,0 +1,46 @@
+"""No stage asks another one how long a microbatch is, but in interleaved schedules; and none is mistaken."""
+
+import pytest
+
+from mrl.grid import Grid
+from mrl.megatron.pipeline import P2PCommunicator
+from tests.megatron.actors import ARCHS, MIXTURES, full_weights, make_batch, make_policy, scores, train
+from tests.megatron.trainings import assert_same
+from tests.ranks import run_ranks
+
+SHORT = {"max_tokens_per_microbatch": 20}
+"""Many microbatches of different lengths."""
+
+
+def _trained(arch, grid, options):
+    asked = []
+    original = P2PCommunicator._communicate_shapes
+    P2PCommunicator._communicate_shapes = lambda self, *args: asked.append(args) or original(self, *args)
+    try:
+        policy = make_policy(arch, grid, **options)
+        before = scores(policy, make_batch(seed=9)) if grid.dp == 1 else None
+        lengths = {micro.tokens.size(1) for micro in policy._schedule.microbatches(make_batch(), policy._sampled)}
+        return (train(policy, 2), full_weights(policy)), before, len(asked), len(lengths)
+    finally:
+        P2PCommunicator._communicate_shapes = original
+
+
+@pytest.mark.parametrize(
+    ("arch", "grid"),
+    [
+        (ARCHS["qwen3"], Grid(2, pp=2)),
+        (ARCHS["qwen3"], Grid(2, pp=2, vpp=2)),
+        (ARCHS["qwen2_untied"], Grid(4, pp=4)),
+        (ARCHS["qwen2"], Grid(4, tp=2, pp=2)),
+        (ARCHS["qwen2"], Grid(4, cp=2, pp=2)),
+        (MIXTURES["qwen3_moe"], Grid(4, pp=2, vpp=2, ep=2)),
+    ],
+    ids=["pp2", "pp2_vpp2", "pp4", "tp2_pp2", "cp2_pp2", "ep2_pp2_vpp2"],
+)
+def test_stages_know_how_long_each_microbatch_is(arch, grid):
+    ((plain, scored, _, _),) = run_ranks(1, _trained, arch, Grid(1), {"actor": SHORT})
+    for found, before, asked, lengths in run_ranks(grid.world_size, _trained, arch, grid, {"actor": SHORT}):
+        assert lengths > 1 and (asked == 0) == (grid.vpp == 1)
+        assert_same(found, plain)
+        if before is not None:
+            assert (before - scored).abs().max() < 1e-4  # fp32 sums in another order

@@ -290,7 +290,7 @@ class RolloutConfig:
     gpu_memory_utilization: float = 0.5
     """Part of the memory free at start that the KV cache may take, (0, 1); on a CPU, of free RAM."""
     free_cache_engine: bool = True
-    """Free the KV cache while training."""
+    """Free the KV cache between samplings, and the engine's weights while training."""
     enforce_eager: bool = False
     """No CUDA graphs."""
     calculate_log_probs: bool = True

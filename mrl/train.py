@@ -87,6 +87,7 @@ def reinforcement_step(job: Job, step: int) -> Metrics:
         metrics = job.refit_if_stale()
 
     rollouts, table, metrics_of_sampling = sample(job)
+    job.sampler.rest()
     job.log.samples(step, sample_rows(rollouts, phase="train", num_samples=config.observe.num_samples))
 
     with phase("pack"):

@@ -181,6 +181,12 @@ class RolloutEngine(ABC):
     def wake(self) -> None:
         """Makes the KV cache ready."""
 
+    def release(self) -> None:  # noqa: B027 -- an engine may keep them
+        """Gives the weights' memory back until the next `begin_update`, where the engine can; else they stay.
+
+        An engine without weights has `policy_version` -1 and refuses to generate.
+        """
+
     @abstractmethod
     def stats(self) -> dict[str, float]:
         """Counts and seconds of the last `generate` (prefill_tokens, decode_steps, prefill_s, decode_s ...)."""

@@ -128,7 +128,7 @@ def packed_elements(arch: ArchSpec, grid: Grid) -> int:
 
 
 def _native(found: Resolved, device: Device, weights: int, actor: int) -> EngineMemory:
-    """Its cache is as large as its prompts need; it keeps its weights where they are."""
+    """Its cache is as large as its prompts need; its weights come with each refit."""
     config, arch, grid, rollout = found.config, found.arch, found.grid, found.config.rollout
     copies = packed_elements(arch, grid) * device.engine_copies
     size = device.engine_copies or _item_bytes(config)
@@ -145,8 +145,10 @@ def _native(found: Resolved, device: Device, weights: int, actor: int) -> Engine
     if rollout.dtype not in (None, config.model.dtype):  # a bucket in the engine's dtype
         cast = min(weights, _bucket_bytes(config))
     largest = max(arch.vocab_size, 2 * arch.intermediate_size) * arch.hidden_size // grid.rollout_tp
+    own = {"engine's weights": weights, "engine's packed copies": copies}
     return EngineMemory(
-        held={"engine's weights": weights, "engine's packed copies": copies},
+        held={} if rollout.free_cache_engine else own,
+        awake=own if rollout.free_cache_engine else {},
         refit={"refit's casts and packing": max(cast, largest * device.engine_copies)},
         cache=max(1, rows) * row_bytes,
         rows=rows,

@@ -88,6 +88,11 @@ class Sampler:
         if self._rollout.free_cache_engine:
             self.engine.sleep()
 
+    def rest(self) -> None:
+        """All is sampled, and an update follows: with `rollout.free_cache_engine` the engine's weights go too."""
+        if self._rollout.free_cache_engine:
+            self.engine.release()
+
     def refit_if_stale(self, policy_version: int) -> dict[str, float]:
         """Collective over the job: the engine holds the actor's weights of now; what a refit costs.
 

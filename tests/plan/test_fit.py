@@ -54,14 +54,14 @@ def refusal(found) -> str:
         (
             "235b",
             ["rollout.tensor_model_parallel_size=8", "rollout.expert_parallel_size=8"],
-            "the largest term is engine's weights",
-            {"rollout.tensor_model_parallel_size": 32, "rollout.expert_parallel_size": 32},
+            "stage 1 (rank 32 and others) has no room for one sequence in its KV cache",
+            {"actor.grad_offload": True, "actor.optimizer_offload": True},
         ),
         (
             "70b",
             ["parallel.tensor_model_parallel_size=4", "parallel.pipeline_model_parallel_size=2"],
             "the largest term is gradients",
-            {"parallel.pipeline_model_parallel_size": 8},
+            {"actor.grad_offload": True},
         ),
     ],
 )

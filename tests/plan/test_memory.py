@@ -119,8 +119,10 @@ def test_terms_that_are_not_there_are_not_counted(tmp_path):
     assert "refit staging" in phases(tmp_path, ranks=2)[0].phases["refit"]
     assert "KV cache" not in plain.phases["update"]
     assert "KV cache" in phases(tmp_path, "rollout.free_cache_engine=false")[0].phases["update"]
+    assert "engine's weights" not in plain.phases["update"]
+    assert "engine's weights" in phases(tmp_path, "rollout.free_cache_engine=false")[0].phases["update"]
     (on_host,) = phases(tmp_path, "algorithm.kl_in=loss", device=Device(te=False, engine_copies=4, is_host=True))
-    assert on_host.phases["update"]["engine's packed copies"] > on_host.phases["update"]["engine's weights"]
+    assert on_host.phases["rollout"]["engine's packed copies"] > on_host.phases["rollout"]["engine's weights"]
     assert on_host.phases["update"]["reference"] == on_host.phases["update"]["weights"] and on_host.host == 0
 
 

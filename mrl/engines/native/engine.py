@@ -82,6 +82,9 @@ class NativeEngine(RolloutEngine):
     def begin_update(self) -> None:
         """From here until `finish_update` the engine refuses to generate. No prefix outlives a `generate`."""
         self._whole = False
+        for weight in self._weights.values():
+            if not weight.untyped_storage().size():  # released; a refit writes every element
+                weight.untyped_storage().resize_(weight.nbytes)
 
     def update_weights(self, bucket: Sequence[WeightSlice]) -> None:
         """Copies a bucket into place.
@@ -117,6 +120,15 @@ class NativeEngine(RolloutEngine):
     def wake(self) -> None:
         """Lets the next `generate` allocate the KV cache, in the shape that its prompts need."""
         self._asleep = False
+
+    def release(self) -> None:
+        """Gives back stored weights and packed copies; the tensors stay, emptied."""
+        self._drop_cache()
+        self._whole = False
+        self.policy_version = -1
+        self._model.forget()
+        for weight in self._weights.values():
+            weight.untyped_storage().resize_(0)
 
     def close(self) -> None:
         """Releases everything; the engine cannot be used again."""

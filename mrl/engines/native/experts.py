@@ -87,6 +87,11 @@ class Experts:
         for linear in self._linears():
             linear.refresh()
 
+    def forget(self) -> None:
+        """Lets go of the copies that `refresh` made."""
+        for linear in self._linears():
+            linear.forget()
+
     def __call__(self, x_PH: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's share [P, H], to be summed over the replica, and the chosen experts [P, K], int64."""
         shares_PK, chosen_PK = self.route(x_PH)

@@ -58,6 +58,10 @@ class Linear:
         if self._packs:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight, ROWS_HINT)
 
+    def forget(self) -> None:
+        """Lets go of the copies that `refresh` made."""
+        self._weight, self._bias = self._stored
+
     def __call__(self, x_PI: Tensor) -> Tensor:
         """The product [P, out]."""
         if not self._packs:

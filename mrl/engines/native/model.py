@@ -115,17 +115,13 @@ class Decoder:
 
     def later_bytes(self, num_tokens: int) -> int:
         """Bytes that are taken after the stored weights: copies of them, and the experts' work on so many tokens."""
-        copies = sum(part.copy_bytes for part in self._linears.values()) + sum(
-            part.copy_bytes for part in self._experts
-        )
+        copies = sum(part.copy_bytes for part in self._parts())
         return copies + max((part.workspace_bytes(num_tokens) for part in self._experts), default=0)
 
     def refresh(self) -> None:
         """Takes in the stored weights after an update."""
-        for linear in self._linears.values():
-            linear.refresh()
-        for experts in self._experts:
-            experts.refresh()
+        for part in self._parts():
+            part.refresh()
         vectors = {name: weight.to(self.dtype) for name, weight in self._weights.items() if weight.dim() == 1}
         self._final_norm = vectors["final_norm"]
         self._layers = [
@@ -142,6 +138,14 @@ class Decoder:
             )
             for i in range(self._arch.num_layers)
         ]
+
+    def _parts(self) -> list[Linear | Experts]:
+        return [*self._linears.values(), *self._experts]
+
+    def forget(self) -> None:
+        """Lets go of what `refresh` made of the stored weights; `refresh` comes before the next use."""
+        for part in self._parts():
+            part.forget()
 
     def release(self) -> None:
         """Lets go of every weight; the model cannot be used again."""

@@ -272,6 +272,25 @@ def test_it_refuses_to_generate_asleep_or_without_whole_weights(qwen):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_released_weights_take_nothing_and_the_next_update_brings_them_back(qwen, dtype):
+    """Tensors stay the same objects: whoever holds views of them sees the new values."""
+    prompts, greedy = make_prompts([4]), SamplingConfig(n=1, max_tokens=4, greedy=True)
+    engine = make_engine(qwen, dtype=dtype)
+    before, kept = tokens(engine.generate(prompts, greedy)), {k: w.clone() for k, w in engine._weights.items()}
+    checksum = engine.checksum()
+    engine.release()
+    assert sum(weight.untyped_storage().size() for weight in engine._weights.values()) == 0
+    assert engine.policy_version == -1
+    with pytest.raises(RuntimeError, match="not whole"):
+        engine.generate(prompts, greedy)
+    engine.begin_update()
+    engine.update_weights([WeightSlice(name, whole(value.shape), value) for name, value in kept.items()])
+    assert engine.checksum() == checksum
+    engine.finish_update(3)
+    assert tokens(engine.generate(prompts, greedy)) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_update_changes_the_output_and_no_address(folders, tmp_path, dtype):
     engine, prompts = make_engine(folders("qwen2_untied"), dtype=dtype), make_prompts(LENGTHS)
     greedy = SamplingConfig(n=1, max_tokens=12, greedy=True)

@@ -130,7 +130,7 @@ def test_extras_exist():
 
 def test_the_two_commands_install_alike_and_ci_runs_the_second():
     assert first_command("quickstart").endswith("&& mrl train configs/quickstart.yaml")
-    assert first_command("test").endswith("&& pytest -n 2 --dist loadfile")
+    assert first_command("test").endswith("&& pytest -n 3 --dist loadfile")
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     (extract,) = [line for line in script.splitlines() if line.startswith("test_command=")]
     shown = subprocess.run(

@@ -438,6 +438,8 @@ class CheckpointConfig:
     """Metric that ranks checkpoints, larger is better."""
     export_hf: bool = False
     """Also write each checkpoint as a Hugging Face folder."""
+    async_save: bool = False
+    """Write a checkpoint from copies in host memory while training goes on; it counts once it is whole."""
 
 
 @dataclass(frozen=True)

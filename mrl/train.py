@@ -62,6 +62,7 @@ def train(config: Config, stop: Stop | None = None) -> None:
         while not job.is_last(step):
             step += 1
             with job.progress.step(step):
+                job.commits.settle()
                 metrics = job.progress.unlogged(step) or one_step(job, step)
                 job.progress.reached(step, unlogged=metrics)
                 held_out_metrics = evaluate_if_due(job, step)
@@ -69,6 +70,7 @@ def train(config: Config, stop: Stop | None = None) -> None:
             job.progress.reached(step, metrics | held_out_metrics)
             if job.is_last(step) or is_due(step, config.checkpoint.interval):
                 job.commits.write(step, metrics | held_out_metrics)
+        job.commits.settle(wait=True)
         if job.groups.rank == 0 and config.observe.report:
             from mrl.observe.report import write_report  # one rank's need: bokeh takes a second to import
 

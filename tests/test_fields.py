@@ -239,6 +239,7 @@ ROWS = {
     "checkpoint.keep_best": row("checkpoint.keep_best=4", given=RUN, by=files),
     "checkpoint.best_metric": row("checkpoint.best_metric=val/response_length/mean", given=RUN, by=files),
     "checkpoint.export_hf": row("checkpoint.export_hf=true", given=RUN, by=files),
+    "checkpoint.async_save": ("e2e/test_async_checkpoint.py", "seen by who writes the files, not in them"),
     "observe.console": row("observe.console=plain", given=RUN, by=files),
     "observe.num_samples": row("observe.num_samples=0", given=RUN, by=files),
     "observe.tensorboard": row("observe.tensorboard=true", given=RUN, by=files),

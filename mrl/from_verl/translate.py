@@ -187,6 +187,7 @@ def _actor(verl: _Verl) -> Iterator[Pair]:
         verl.one_of(f"{MEGATRON}router_replay.mode", {"R3": "rollout", "disabled": "none"}, "none"),
     )
     yield "checkpoint.export_hf", "hf_model" in (verl[f"{ACTOR}checkpoint.save_contents"] or ())
+    yield "checkpoint.async_save", verl[f"{ACTOR}checkpoint.async_save"]
 
 
 def _recompute(verl: _Verl) -> str | None:

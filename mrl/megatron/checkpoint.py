@@ -15,8 +15,11 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +37,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mrl.errors import UserError
 from mrl.formats.checkpoint_metadata import METADATA, read_metadata
+from mrl.megatron.optimizer import optimizer_tensors
 from mrl.megatron.optimizer_state import take_up, to_load, to_save
 from mrl.megatron.policy import Policy
 from mrl.models.hf_config import family_of
+from mrl.run_folder.checkpoint import hash_file
+from mrl.run_folder.commit import File
 from mrl.weights.dist_checkpoint import EXTRA_STATE
 
 UNLOADABLE = (
@@ -74,8 +80,12 @@ class Saver:
         self._strategy: Any = None
         self._had_optimizer = False
 
-    def save(self, folder: Path) -> None:
-        """Collective over the job: writes model, optimizer, the number of updates and config.json into a new folder.
+    def begin(self, folder: Path, *, beside: bool = False) -> Writing:
+        """Collective over the job: model, optimizer, the number of updates and config.json go into a new folder.
+
+        Args:
+            folder: To be made; it is a checkpoint once the result's `finish` has returned.
+            beside: A thread writes copies in host memory while the caller goes on; otherwise all is written now.
 
         Raises:
             OSError: A disk does not take it; only on the rank that wrote, the others may wait for it.
@@ -98,18 +108,110 @@ class Saver:
             state["optimizer"] = to_save(policy.optimizer, state, _metadata())
             state["num_updates"] = policy.num_updates
         with _disk_errors(folder):
-            dist_checkpointing.save(
-                state, str(folder), self._strategy, content_metadata=metadata, validate_access_integrity=first
+            request = dist_checkpointing.save(
+                state,
+                str(folder),
+                self._strategy,
+                content_metadata=metadata,
+                validate_access_integrity=first,
+                async_sharded_save=True,
             )
         if dist.get_rank() == 0:
             arch = policy.chunks[0].arch
             config = family_of(arch).arch_to_hf(arch)
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        return Writing(folder, request, _memory(policy) if beside else None)
+
+
+class Writing:
+    """A checkpoint on its way to the disk: copies of this rank's shards, written to its own files.
+
+    Megatron forks a process for it. Here it is a thread of the rank: it dies with the rank, it needs no second image of
+    a process that holds a device and sockets, and both writing and hashing leave Python to others.
+
+    Attributes:
+        seconds: What the files took, hashes with them, s; 0 until they are written.
+    """
+
+    def __init__(self, folder: Path, request: Any, memory: set[int] | None) -> None:
+        """Writes, or begins to.
+
+        Args:
+            folder: Of the checkpoint.
+            request: Megatron's AsyncRequest.
+            memory: Storages that training writes to: of what lies there copies are made, and a thread writes; None: all
+                is written before this returns.
+        """
+        self.seconds = 0.0
+        self._folder, self._finalize = folder, request.finalize_fns
+        self._hashes: dict[Path, File] = {}
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+        if request.async_fn is None:  # nothing to write on this rank
+            return
+        rank, _, results = request.async_fn_args
+        buckets = request.preload_fn()
+        if memory is None:
+            request.async_fn(rank, buckets, results)
+            return
+        buckets = [_apart(bucket, memory) for bucket in buckets]
+        write = partial(request.async_fn, rank, buckets, results)
+        self._thread = threading.Thread(target=self._run, args=(write, [Path(file) for file, _, _ in buckets]))
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this rank's files are written, or cannot be."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def finish(self) -> dict[Path, File]:
+        """Collective over the job: waits for the files of all ranks, and makes a checkpoint of them.
+
+        Returns:
+            This rank's files whose hashes were taken when they were written.
+
+        Raises:
+            OSError: As for `Saver.begin`.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        with _disk_errors(self._folder):
+            for finalize in self._finalize:
+                finalize()
+        if self._error is not None:
+            raise self._error
+        return self._hashes
+
+    def _run(self, write: Callable[[], None], files: list[Path]) -> None:
+        began = time.monotonic()
+        try:
+            write()
+            self._hashes = {file: hash_file(file) for file in files}
+        except Exception as error:  # noqa: BLE001 -- `finish` raises it
+            self._error = error
+        self.seconds = time.monotonic() - began
 
 
 def save(folder: Path, policy: Policy) -> None:
-    """Collective over the job: one `Saver.save`."""
-    Saver(policy).save(folder)
+    """Collective over the job: one save, whole when this returns."""
+    Saver(policy).begin(folder).finish()
+
+
+def _memory(policy: Policy) -> set[int]:
+    """Where the actor's weights and its optimizer's state lie."""
+    tensors = [*policy.named_tensors().values()]
+    if policy.optimizer is not None:
+        tensors += optimizer_tensors(policy.optimizer)
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def _apart(bucket: Any, memory: set[int]) -> Any:
+    """Megatron's bucket of a file; what lies in `memory` is copied."""
+    file, key, (objects, tensors) = bucket
+    copies = [
+        (item, tensor.clone() if tensor.untyped_storage().data_ptr() in memory else tensor) for item, tensor in tensors
+    ]
+    return file, key, (objects, copies)
 
 
 @contextmanager

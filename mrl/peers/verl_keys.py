@@ -80,6 +80,7 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     f"{ACTOR}kl_loss_type": ("algorithm.kl_estimator", "low_var_kl", "`kl` is `k1`, `mse` `k2`, `low_var_kl` `k3`"),
     f"{ACTOR}checkpoint.save_contents": (
         "checkpoint.export_hf", ["model", "optimizer", "extra"], "`hf_model` in it; a checkpoint is always whole"),
+    f"{ACTOR}checkpoint.async_save": ("checkpoint.async_save", False, ""),
     f"{ACTOR}ulysses_sequence_parallel_size": ("parallel.context_parallel_size", 1, "FSDP's"),
     **{f"{MEGATRON}{name}": (f"parallel.{name}", default, "") for name, default in _SAME_PARALLEL.items()},
     f"{MEGATRON}use_distributed_optimizer": ("actor.use_distributed_optimizer", True, ""),

@@ -59,7 +59,7 @@ class StageMemory:
         phases: "refit", "rollout", "score" where something is scored without training, "update" -> term -> bytes.
         kv_rows: Sequences that the KV cache has room for.
         host: Bytes in host memory beside the device: what was offloaded, an engine's weights while it sleeps, the
-            reference, and the actor while it is away for it.
+            reference, the actor while it is away for it, and copies for a checkpoint.
     """
 
     stage: int
@@ -129,6 +129,7 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
             "refit staging": staging_bytes(config, grid, arriving) if samples else 0,
             "reference": own.weights if device.is_host and algorithm.needs_reference else 0,
             "offload buffers": sum(away.values()) if device.is_host else 0,
+            "copies for a checkpoint": commit_bytes(config, grid, own) if device.is_host else 0,
             "context and communicators": device.allowance,
         }
         kept = {} if config.rollout.free_cache_engine else {"KV cache": engine.cache}
@@ -145,6 +146,7 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
         host = 0
         if not device.is_host:
             host = sum(away.values()) + (2 * own.weights if algorithm.needs_reference else 0) + engine.host
+            host += commit_bytes(config, grid, own)
         stages.append(StageMemory(stage, stage * (grid.world_size // grid.pp), phases, engine.rows, host))
     return stages
 
@@ -166,6 +168,17 @@ def offloaded(config: Config, own: Memory) -> dict[str, int]:
         "optimizer": (config.actor.optimizer_offload, own.optimizer),
     }
     return {part: size for part, (leaves, size) in copies.items() if leaves}
+
+
+def commit_bytes(config: Config, grid: Grid, own: Memory) -> int:
+    """Copies of what a rank writes of a checkpoint beside the training; data-parallel ranks write in turns."""
+    if not config.checkpoint.async_save:
+        return 0
+    writers, sharded = grid.dp * grid.cp, config.actor.use_distributed_optimizer
+    optimizer = own.optimizer if sharded else math.ceil(own.optimizer / writers)
+    # a distributed optimizer's fp32 weights are in the checkpoint as its master weights, too
+    masters = optimizer * MASTER_BYTES // MOMENT_BYTES if sharded and config.model.dtype == "float32" else 0
+    return math.ceil(own.weights / writers) + optimizer + masters
 
 
 def staging_bytes(config: Config, grid: Grid, moved_bytes: int) -> int:

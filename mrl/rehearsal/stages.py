@@ -34,7 +34,9 @@ STAGE_OF_FUNCTION = {
     ("train.py", "optimizer_step"): "update",
     ("train.py", "reinforcement_step"): "update",
     ("commits.py", "write"): "checkpoint",
-    ("checkpoint.py", "save"): "checkpoint",
+    ("commits.py", "settle"): "checkpoint",
+    ("checkpoint.py", "begin"): "checkpoint",
+    ("checkpoint.py", "finish"): "checkpoint",
 }
 """(file, function) on a rank's stack -> stage, for errors that do not say where they were."""
 

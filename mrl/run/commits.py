@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,23 @@ from mrl.observe.timers import Timers
 from mrl.run.actor_weights import ActorWeights
 from mrl.run.progress import Progress
 from mrl.run.training_state import Standing, TrainingState, not_of_a_run, resumed
-from mrl.run_folder.checkpoint import Checkpoints, Found
+from mrl.run_folder.checkpoint import Checkpoints, Found, Unfinished
 from mrl.run_folder.commit import STATE, read_object
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A commit that is being written.
+
+    Attributes:
+        standing: What it holds.
+        waited_s: What beginning it took, s.
+    """
+
+    standing: Standing
+    unfinished: Unfinished
+    writing: megatron_checkpoint.Writing
+    waited_s: float
 
 
 class Commits:
@@ -51,6 +67,7 @@ class Commits:
         self._config, self._policy, self._weights, self._state = config, policy, weights, state
         self._progress, self._timers, self._log = progress, timers, log
         self._saver = megatron_checkpoint.Saver(policy)
+        self._pending: _Pending | None = None
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Collective over the job: everything that `resume` needs to go on after `step` as if nothing had happened.
@@ -59,27 +76,57 @@ class Commits:
             step: Steps done.
             metrics: Of that step; `checkpoint.best_metric` is looked up in it.
         """
-        self.write_standing(self._progress.reached(step, metrics))
+        self._begin(self._progress.reached(step, metrics), beside=self._config.async_save)
+        if not self._config.async_save:
+            self.settle(wait=True)
         self._log.step(step, self._timers.metrics())
 
     def write_standing(self, standing: Standing) -> None:
-        """Collective over the job: what stands, and the weights of now."""
+        """Collective over the job: what stands, and the weights of now; it is committed when this returns."""
+        if self._pending is None or self._pending.standing is not standing:
+            self._begin(standing, beside=False)
+        self.settle(wait=True)
 
-        def write(folder: Path) -> None:
-            self._saver.save(folder / "actor")
+    def settle(self, *, wait: bool = False) -> None:
+        """Collective over the job: a commit that is being written becomes one where all ranks have written.
+
+        Args:
+            wait: Until they have.
+        """
+        pending = self._pending
+        if pending is None or not (wait or self.checkpoints.is_written(pending.unfinished)):
+            return
+        self._pending = None
+        began = time.monotonic()
+        with self._timers.phase("save_checkpoint"):
+            path = self.checkpoints.finish(pending.unfinished)
+            if self.checkpoints.rank == 0:
+                self._drop_unused_references()
+        pending.standing.committed = True
+        waited_s, written_s = pending.waited_s + time.monotonic() - began, pending.writing.seconds
+        self._progress.took(commit_s=waited_s + written_s)
+        beside = (
+            f", written beside the training in {written_s:.1f} s, which waited {waited_s:.1f} s" if written_s else ""
+        )
+        self._log.note(f"checkpoint {path}{beside}")
+
+    def _begin(self, standing: Standing, *, beside: bool) -> None:
+        """Collective over the job: a commit is on its way; the one before it is there first."""
+        self.settle(wait=True)
+        begun: list[megatron_checkpoint.Writing] = []
+
+        def write(folder: Path) -> megatron_checkpoint.Writing:
+            begun.append(self._saver.begin(folder / "actor", beside=beside))
             if self._config.export_hf:
                 self._weights.export(folder / "hf")
+            return begun[0]
 
         metric = standing.metrics.get(self._config.best_metric)
         began = time.monotonic()
         self._log.sync()
         with self._timers.phase("save_checkpoint"):
-            path = self.checkpoints.save(standing.state["step"], write, standing.state, metric)
-            if self.checkpoints.rank == 0:
-                self._drop_unused_references()
-        standing.committed = True
-        self._progress.took(commit_s=time.monotonic() - began)
-        self._log.note(f"checkpoint {path}")
+            unfinished = self.checkpoints.begin(standing.state["step"], write, standing.state, metric)
+        self._pending = _Pending(standing, unfinished, begun[0], time.monotonic() - began)
 
     def resume(self) -> int | None:
         """Collective over the job: takes up the run's last commit, else the initial weights.
@@ -147,4 +194,5 @@ class Commits:
             used = {read_object(self.checkpoints.path(step), STATE)["reference"] for step in self.checkpoints.steps()}
         except (UserError, KeyError):
             return  # a commit that was changed since: what it needs is not known
+        used.add(self._state.reference.record)  # maybe newer than any commit
         self._state.reference.drop_unused(used, self.checkpoints.discard)

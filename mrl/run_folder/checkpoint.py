@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from mrl.config import CheckpointConfig
@@ -63,6 +64,33 @@ class Found:
     compared_s: float
 
 
+class Writing(Protocol):
+    """What a commit's `write` has left to be written, while the job goes on."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this rank's part is written, or cannot be."""
+
+    def finish(self) -> dict[Path, File]:
+        """Collective over the job: waits for it, raises what went wrong, and gives the hashes that are known."""
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A commit that is not there yet.
+
+    Attributes:
+        metric: `checkpoint.best_metric` when it was begun.
+        temporary: The folder in which it grows.
+        writing: What is left of it; None: nothing.
+    """
+
+    step: int
+    metric: float | None
+    temporary: Path
+    writing: Writing | None
+
+
 class Checkpoints:
     """The commits of one run; every rank holds one and calls each method together.
 
@@ -100,44 +128,78 @@ class Checkpoints:
         return self.folder / folder_name(step)
 
     def save(
-        self, step: int, write: Callable[[Path], None], state: dict[str, Any], metric: float | None = None
+        self, step: int, write: Callable[[Path], Writing | None], state: dict[str, Any], metric: float | None = None
     ) -> Path:
-        """Collective over the job: commits what `write` puts into the folder it is given, and `state` beside it.
+        """Collective over the job: `begin` and `finish`."""
+        return self.finish(self.begin(step, write, state, metric))
+
+    def begin(
+        self, step: int, write: Callable[[Path], Writing | None], state: dict[str, Any], metric: float | None = None
+    ) -> Unfinished:
+        """Collective over the job: what `write` puts into the folder it is given, and `state` beside it, is on its way.
 
         Args:
             step: Names the commit.
-            write: Collective over the job; called with an empty folder.
+            write: Collective over the job; called with an empty folder. It may leave some to be written later.
             state: JSON-able.
             metric: Value of `checkpoint.best_metric` now, for `keep_best`; None: unknown.
 
         Raises:
             UserError: The disk is full or not writable; the commits that were there stay.
         """
-        temporary, final = self.folder / from_first_rank(_aside("writing", step)), self.path(step)
-        try:
+        temporary = self.folder / from_first_rank(_aside("writing", step))
+        writing: Writing | None = None
+        with self._undone(temporary):
             with self._saving():
                 if self.rank == 0:
                     self._check()
                     temporary.mkdir()
             with self._saving():
-                write(temporary)
+                writing = write(temporary)
             with self._saving():
                 if self.rank == 0:
                     write_file(temporary / STATE, json.dumps(state, indent=1).encode())
+        return Unfinished(step, metric, temporary, writing)
+
+    def is_written(self, unfinished: Unfinished) -> bool:
+        """Collective over the job: whether `finish` has nothing to wait for on any rank."""
+        missing = torch.tensor(int(unfinished.writing is not None and not unfinished.writing.is_done))
+        dist.all_reduce(missing)
+        return not missing
+
+    def finish(self, unfinished: Unfinished) -> Path:
+        """Collective over the job: waits until all is written and commits it.
+
+        Raises:
+            UserError: As for `begin`.
+        """
+        temporary, final = unfinished.temporary, self.path(unfinished.step)
+        with self._undone(temporary):
+            written: dict[Path, File] = {}
             with self._saving():
-                mine = self._hashed(temporary, _names(temporary))
-            files = self._joined(mine)
+                if unfinished.writing is not None:
+                    written = unfinished.writing.finish()
+            files = self._joined({path.relative_to(temporary).as_posix(): facts for path, facts in written.items()})
+            with self._saving():
+                mine = self._hashed(temporary, [name for name in _names(temporary) if name not in files])
+            files |= self._joined(mine)
             with self._saving():
                 if self.rank == 0:
-                    self._finish(temporary, final, Commit(step, metric, files))
-        except UserError:
-            if self.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)  # it may be what has filled the disk
-            raise
+                    self._finish(temporary, final, Commit(unfinished.step, unfinished.metric, files))
         with self._saving():
             if self.rank == 0:
                 self._prune()
         return final
+
+    @contextmanager
+    def _undone(self, temporary: Path) -> Iterator[None]:
+        """Collective over the job: a folder whose commit fails inside goes: it may be what has filled the disk."""
+        try:
+            yield
+        except UserError:
+            if self.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
 
     def newest(self, *, mends: bool) -> Found | None:
         """Collective over the job: the newest whole commit; newer ones that are damaged are named in its notes.
@@ -212,7 +274,7 @@ class Checkpoints:
 
     def _hashed(self, folder: Path, names: list[str]) -> dict[str, File]:
         """This rank's share of the files, as they are."""
-        return {name: _hash(folder / name) for name in names[self.rank :: self.world_size]}
+        return {name: hash_file(folder / name) for name in names[self.rank :: self.world_size]}
 
     def _joined(self, mine: dict[str, File]) -> dict[str, File]:
         """Collective over the job: the shares of all ranks."""
@@ -311,7 +373,8 @@ def _names(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def _hash(path: Path) -> File:
+def hash_file(path: Path) -> File:
+    """Size and hash of a file, which is on the disk when this returns."""
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256") if hasattr(hashlib, "file_digest") else _digest(stream)
         os.fsync(stream.fileno())

@@ -32,11 +32,11 @@ def growth(folder):
     policy.start_optimizer(RATE)
     train(policy, 1)
     saver = checkpoint.Saver(policy)
-    saver.save(folder / "first")
+    saver.begin(folder / "first").finish()
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before = memory("VmRSS")
-    saver.save(folder / "second")
+    saver.begin(folder / "second").finish()
     grown = memory("VmHWM") - before
     written = sum(file.stat().st_size for file in (folder / "second").glob(f"__{dist.get_rank()}_*.distcp"))
     groups = (group for part in policy.optimizer.chained_optimizers for group in part.optimizer.param_groups)
@@ -66,7 +66,7 @@ def several(folder):
                 sent[-1] += len(found)
 
             dist.all_gather_object = count
-            saver.save(folder / str(index))
+            saver.begin(folder / str(index)).finish()
             dist.all_gather_object = gathered
     finally:
         dist.all_gather_object = gathered

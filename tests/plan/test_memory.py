@@ -168,3 +168,16 @@ def test_later_stages_hold_fewer_microbatches(tmp_path):
     activations = [stage.phases["update"]["activations"] for stage in stages[:-1]]  # the last has its final norm too
     assert activations == sorted(activations, reverse=True) and activations[0] > activations[-1]
     assert ["logits" in stage.phases["update"] for stage in stages[:-1]] == [False] * 3
+
+
+def test_copies_for_a_checkpoint_are_counted(tmp_path):
+    """Of fp32 weights also the master weights, which are in the checkpoint under their own names."""
+    for dtype, masters in (("bfloat16", 0), ("float32", 1)):
+        given = (f"model.dtype={dtype}",)
+        (plain,) = phases(tmp_path, *given)
+        (copies,) = phases(tmp_path, *given, "checkpoint.async_save=true")
+        held = plain.phases["update"]
+        assert copies.host - plain.host == held["optimizer"] + (1 + masters) * held["weights"]
+        host = Device(te=False, engine_copies=4, is_host=True)
+        (on_host,) = phases(tmp_path, *given, "checkpoint.async_save=true", device=host)
+        assert on_host.phases["rollout"]["copies for a checkpoint"] == copies.host - plain.host

@@ -340,7 +340,7 @@ def test_what_only_gpus_have_of_megatrons_fields_is_left_out_and_told(tmp_path):
         ("step 0, testing/reward", [], "reward"),
         ("", [("train.py", "train"), ("job.py", "__init__"), ("policy.py", "__init__")], "build"),
         ("", [("train.py", "sample_and_score"), ("replicas.py", "generate"), ("engine.py", "generate")], "rollout"),
-        ("", [("commits.py", "write"), ("checkpoint.py", "save"), ("checkpoint.py", "_together")], "checkpoint"),
+        ("", [("commits.py", "write"), ("checkpoint.py", "begin"), ("checkpoint.py", "_together")], "checkpoint"),
     ],
 )
 def test_an_error_has_the_stage_of_its_phase_or_else_of_its_stack(at, frames, stage):

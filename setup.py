@@ -59,6 +59,8 @@ setup(
         "test": [
             "pytest>=8,<10",
             "pytest-xdist>=3.6,<4",
+            "transformer-engine==2.11.0",  # its Python code only: tests/te
+            "einops>=0.7,<1",  # which that needs
             "trl>=1.16,<2",
             "wandb>=0.19,<1",
             "hypothesis>=6.100,<7",

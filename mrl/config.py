@@ -150,6 +150,9 @@ class ActorConfig:
     """Global gradient norm is clipped to this; 0: not."""
     max_tokens_per_microbatch: int = 16384
     """Sequences are packed into microbatches of at most this many tokens."""
+    transformer_impl: Literal["auto", "te", "local"] = "auto"
+    """TransformerEngine's layers or Megatron's local ones; auto: the first where they can be, on GPUs in bfloat16. The
+    log says which."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state over data-parallel ranks."""
     overlap_grad_reduce: Optional[bool] = None

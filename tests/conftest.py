@@ -26,13 +26,14 @@ LONGEST = (
     "launch/test_slurm.py", "rehearsal/test_rehearse.py", "launch/test_survival.py", "e2e/test_stop.py",
     "e2e/test_layouts.py", "e2e/test_resume.py", "launch/test_stop.py", "trtllm/test_refit.py", "test_fields.py",
     "launch/test_strangers.py", "survival/test_ending.py", "launch/test_hosts.py", "launch/test_mpirun.py",
-    "doctor/test_doctor.py", "trtllm/test_runs.py", "trtllm/test_built_ranks.py", "run_folder/test_commit_kills.py",
+    "doctor/test_doctor.py", "te/test_actor.py", "trtllm/test_runs.py", "trtllm/test_built_ranks.py",
+    "run_folder/test_commit_kills.py",
     "fuzz/test_fixed.py", "test_wiring.py",
 )  # fmt: skip
 """Begun first, in this order: one of them at the end would keep one worker busy while the others are done. Those that
 mostly wait stand between those that mostly compute."""
 
-MARKERS = ("gpu", "multigpu", "trtllm", "mpi", "slurm", "netns")
+MARKERS = ("gpu", "multigpu", "te", "trtllm", "mpi", "slurm", "netns")
 
 
 def _missing(marker: str) -> str | None:
@@ -40,6 +41,8 @@ def _missing(marker: str) -> str | None:
         return "needs a CUDA device"
     if marker == "multigpu" and torch.cuda.device_count() < 2:
         return "needs two CUDA devices"
+    if marker == "te" and any(importlib.util.find_spec(name) is None for name in ("transformer_engine", "einops")):
+        return "needs the wheel transformer-engine and einops"
     if marker == "trtllm" and importlib.util.find_spec("tensorrt_llm") is None:
         return "needs tensorrt_llm"
     if marker == "mpi" and not _has_mpi():

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mrl.distributed import transformer_engine
+
 _CPU = torch.device("cpu")
 _FACTORIES = (
     *("arange", "empty", "empty_like", "eye", "full", "full_like", "ones"),
@@ -34,6 +36,9 @@ _CUDA_TYPE_NAMES = {
 }
 _UNUSED = ("wandb", "tensorboard")
 """What Megatron imports where it can, for an inference engine and for timers that mrl has no use for."""
+_hidden: tuple[str, ...] = _UNUSED
+"""What Megatron does not find; with TransformerEngine where it cannot be used: Megatron would fail over a broken one,
+and take a sound one's optimizer on a CPU."""
 _prepared: str | None = None
 
 
@@ -48,7 +53,7 @@ def prepare(device: str) -> None:
     Raises:
         RuntimeError: Megatron was imported before, or the process was prepared for another device.
     """
-    global _prepared  # noqa: PLW0603  (a process has one device)
+    global _prepared, _hidden  # noqa: PLW0603  (a process has one device)
     if _prepared == device:
         return
     if _prepared is not None:
@@ -56,6 +61,8 @@ def prepare(device: str) -> None:
     early = [name for name in sys.modules if name.startswith("megatron.core")]
     if early:
         raise RuntimeError(f"{early[0]} was imported before mrl.distributed.device.prepare; it cannot be corrected now")
+    if transformer_engine.why_unusable(device) is not None:
+        _hidden = (*_UNUSED, transformer_engine.NAME)
     fixes = dict(_ANY_DEVICE_FIXES)
     if device == "cpu":
         own_torch = _cpu_torch()
@@ -81,7 +88,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         self._own_torch = own_torch
 
     def exec_module(self, module: ModuleType) -> None:
-        with _not_installed(*_UNUSED):
+        with _not_installed(*_hidden):
             super().exec_module(module)
         if self._own_torch is not None and module.__dict__.get("torch") is torch:
             module.__dict__["torch"] = self._own_torch
@@ -91,14 +98,15 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 @contextlib.contextmanager
 def _not_installed(*names: str) -> Iterator[None]:
-    """Inside, an optional package that is not imported yet cannot be."""
-    hidden = [name for name in names if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+    """Inside, an optional package cannot be imported."""
+    kept = {name: sys.modules[name] for name in names if name in sys.modules}
+    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]
     try:
         yield
     finally:
-        for name in hidden:
+        for name in names:
             del sys.modules[name]
+        sys.modules.update(kept)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -258,9 +258,9 @@ class Doctor:
     def _checks(self) -> Iterator[tuple[str, Check]]:
         env, clean = self._environment, launch.variables_without_launcher()
         yield "packages", lambda: versions.check_versions(versions.ranges(), self._needed())
-        for name, module in versions.OPTIONAL.values():
+        for extra, (name, module) in versions.OPTIONAL.items():
             if versions.installed(name) is not None and name != "mpi4py":  # its library is looked at by `check_mpi`
-                yield name, partial(versions.check_import, name, module, self._timeout_s)
+                yield name, partial(self._imports, extra, name, module)
         yield "GPUs", self._gpus
         yield "CPU", self._cpu
         yield "host memory", lambda: host.check_memory(host.read_memory(), env.local_world_size)
@@ -276,6 +276,9 @@ class Doctor:
             "output folder",
             lambda: folder.check_folder(output, self._checkpoint_bytes()),
         )
+
+    def _imports(self, extra: str, name: str, module: str) -> Iterator[Finding]:
+        return versions.check_import(name, module, self._timeout_s, needed=extra in self._needed())
 
     def _needed(self) -> set[str]:
         """Extras of setup.py without which this run would be slow or not start."""

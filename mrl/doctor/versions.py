@@ -147,8 +147,15 @@ def installed(name: str) -> str | None:
         return None
 
 
-def check_import(name: str, module: str, timeout_s: float) -> Iterator[Finding]:
-    """Whether an installed package can be imported, in a process of its own: a wrong CUDA or MPI library ends that."""
+def check_import(name: str, module: str, timeout_s: float, *, needed: bool = True) -> Iterator[Finding]:
+    """Whether an installed package can be imported, in a process of its own: a wrong CUDA or MPI library ends that.
+
+    Args:
+        name: Its distribution.
+        module: What is imported.
+        timeout_s: Until it counts as stuck, s.
+        needed: Here; without that it is no problem.
+    """
     try:
         done = subprocess.run(
             [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=timeout_s,
@@ -161,7 +168,8 @@ def check_import(name: str, module: str, timeout_s: float) -> Iterator[Finding]:
         yield ok(name, f"`import {module}` works")
         return
     said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-    yield problem(name, f"cannot be imported: {said[-1]}", "reinstall it for this torch and this CUDA")
+    level = problem if needed else warning
+    yield level(name, f"cannot be imported: {said[-1]}", "reinstall it for this torch and this CUDA")
 
 
 def facts() -> dict[str, str]:

@@ -25,7 +25,6 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
-    HAVE_TE,
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
@@ -154,18 +153,13 @@ class ActorModel(GPTModel):  # type: ignore[misc]  # megatron.core has no types
         return scores if labels.context is None else labels.context.gather(scores)
 
 
-def uses_te(device: torch.device) -> bool:
-    """Whether chunks on this device are built with TransformerEngine's layer spec."""
-    return HAVE_TE and device.type == "cuda"
-
-
 def build_chunks(
     arch: ArchSpec,
     parallel: ParallelConfig,
     actor: ActorConfig,
     *,
     dtype: torch.dtype,
-    device: torch.device,
+    te: bool,
     balance: LoadBalance | None = None,
     megatron: MegatronConfig | None = None,
 ) -> list[ActorModel]:
@@ -176,14 +170,13 @@ def build_chunks(
         parallel: Its layout; `mrl.megatron.parallel.initialize` ran with the same.
         actor: Activation recompute, routing.
         dtype: Of parameters and activations.
-        device: Of the parameters.
+        te: The layers are TransformerEngine's, not Megatron's local ones.
         balance: What the routers of a mixture of experts report to; None: one that nobody asks.
         megatron: What is passed on to Megatron.
 
     Raises:
         UserError: Megatron refuses what is passed on.
     """
-    te = uses_te(device)
     given = megatron.transformer if megatron else {}
     check_te("transformer", given, te=te)
     config = transformer_config(arch, parallel, actor, dtype=dtype, te=te, given=given)

@@ -19,13 +19,14 @@ from mrl.algorithms.base import Algorithm, required
 from mrl.config import Config
 from mrl.distributed.collectives import from_rank
 from mrl.distributed.groups import ProcessGroups
+from mrl.distributed.transformer_engine import why_local
 from mrl.errors import UserError
 from mrl.functional.learning_rate import LearningRate
 from mrl.functional.logprobs import Distribution
 from mrl.functional.mismatch import mismatch_metrics, mismatch_sums
 from mrl.functional.sampling import keep_threshold
 from mrl.megatron.data_parallel import Replicas
-from mrl.megatron.model import build_chunks, named_tensors, uses_te
+from mrl.megatron.model import build_chunks, named_tensors
 from mrl.megatron.moe import load_balance
 from mrl.megatron.offload import PARTS, Offload, Part, pinned_like
 from mrl.megatron.optimizer import build_optimizer, optimizer_tensors
@@ -59,14 +60,14 @@ class Policy:
         self._config, self._arch, self._groups, self.device = config.actor, arch, groups, device
         self._megatron = config.megatron
         self._dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
-        self._te = uses_te(device)
+        self._te = why_local(config, arch, device.type) is None
         self._balance = load_balance(arch, config.actor)
         self.chunks = build_chunks(
             arch,
             config.parallel,
             config.actor,
             dtype=self._dtype,
-            device=device,
+            te=self._te,
             balance=self._balance,
             megatron=config.megatron,
         )

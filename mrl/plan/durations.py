@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from mrl.config import Config
+from mrl.distributed.transformer_engine import asked_for
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.observe.hardware import Hardware
@@ -81,7 +82,9 @@ def predict_durations(found: Resolved, hardware: Hardware, kv_rows: int) -> Dura
 def _bubble(found: Resolved) -> float:
     """Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2: (p - 1) / (v m) of the ideal time."""
     grid = found.grid
-    count = largest_microbatch(found.config, grid, te=True, supervised=found.algorithm.supervised).count
+    count = largest_microbatch(
+        found.config, grid, te=asked_for(found.config), supervised=found.algorithm.supervised
+    ).count
     idle = (grid.pp - 1) / (grid.vpp * count)
     return idle / (1 + idle)
 

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, replace
 
 from mrl.config import Config
+from mrl.distributed.transformer_engine import asked_for
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.plan.activations import Activations, ActorShape
@@ -110,7 +111,7 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
         moved_bytes: Most that a rank sends or gets in a refit; None: all that its engine gets.
     """
     config, arch, grid, algorithm = found.config, found.arch, found.grid, found.algorithm
-    shape = ActorShape(config, arch, grid, te=device.te, supervised=algorithm.supervised)
+    shape = ActorShape(config, arch, grid, te=device.te and asked_for(config), supervised=algorithm.supervised)
     held = stage_memory(config, arch, grid)
     scored = algorithm.needs_reference or algorithm.needs_proximal
     arriving = arriving_bytes(config, arch, grid) if moved_bytes is None else moved_bytes

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mrl.config import Config, MegatronConfig
+from mrl.distributed.transformer_engine import asked_for
 from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.megatron_fields.defaults import ddp_defaults, overlaps_gradients
@@ -161,7 +162,7 @@ def check_switches(config: Config, variables: Mapping[str, str]) -> None:
 
 def te_possible(config: Config) -> bool:
     """Whether the run may be one with TransformerEngine; the machine itself says it as the model is built."""
-    return config.run.device != "cpu"
+    return config.run.device != "cpu" and asked_for(config)
 
 
 def _refusals(config: Config, arch: ArchSpec, grid: Grid) -> Iterator[tuple[str, str, str, bool]]:
@@ -185,7 +186,10 @@ def _reasons(section: str, name: str, verdict: Verdict, asked: Asked) -> Iterato
         yield "it would have no effect because the model has no experts"
         return
     if te_only(section, name) and not te_possible(asked.config):
-        yield "only TransformerEngine has it, which is not in use with run.device=cpu"
+        yield (
+            "only TransformerEngine has it, which is not in use with run.device=cpu, model.dtype=float32 or "
+            "actor.transformer_impl=local"
+        )
         return
     unmet = (why for needs, why in RULES.get(verdict.rule, ()) if not needs(asked))
     yield from itertools.islice(unmet, 1)

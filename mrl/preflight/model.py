@@ -1,6 +1,6 @@
 """Refuses models that are not there, of sizes beyond any, or that do not fit their tokenizer.
 
-Owns the rules of `model` and of `reference.path`. It imports no torch.
+Owns the rules of `model`, of `reference.path`, and of what `model.dtype` asks of the layers. It imports no torch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os.path
 from collections.abc import Iterator
 
 from mrl.config import Config
+from mrl.distributed import transformer_engine
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 
@@ -28,6 +29,11 @@ def model_rules(config: Config) -> Iterator[str]:
         yield 'a preset has no tokenizer: set model.tokenizer to a folder, or to "char:<characters>".'
     if config.reference.path is not None and not os.path.isdir(config.reference.path):
         yield f"reference.path={config.reference.path} is not a folder. Give a local Hugging Face folder."
+    if config.actor.transformer_impl == "te" and model.dtype not in transformer_engine.DTYPES:
+        yield (
+            f"actor.transformer_impl=te is refused with model.dtype={model.dtype}: TransformerEngine's attention for "
+            "packed sequences has no such type. Set model.dtype=bfloat16, or actor.transformer_impl=local."
+        )
 
 
 def check_size(arch: ArchSpec) -> None:

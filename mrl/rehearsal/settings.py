@@ -105,6 +105,7 @@ def shrunk_config(config: Config, found: Resolved, sizes: Sizes, folder: Path) -
         actor=replace(
             actor,
             ppo_epochs=min(actor.ppo_epochs, 2),
+            transformer_impl="auto",
             max_tokens_per_microbatch=longest + (longest // 2 if several else 0),
             logprob_chunk_tokens=min(actor.logprob_chunk_tokens, CHUNK_TOKENS),
             moe_token_dispatcher_type=_dispatcher(actor.moe_token_dispatcher_type),

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch
 
-from mrl.distributed import launch
+from mrl.distributed import launch, transformer_engine
 from mrl.distributed.collectives import together
 from mrl.errors import UserError, first_line, out_of_memory
 from mrl.files.durable import refusals
@@ -101,7 +101,8 @@ def _run_folder(
     silent_s = min(config.run.heartbeat_timeout_s, LONGEST_SILENCE_S)
     with take(run.root, this_process(size, silent_s), rank) as owner:
         owner.keep(silent_s, lambda why: _lose(why, watchdog, run))
-        notes = [*owner.notes]
+        layers = transformer_engine.described(config, plan.arch, device.type)
+        notes = [*owner.notes, layers]
         checkpoints = Checkpoints(run.checkpoints, config.checkpoint, notes.append, owner.check)
         found = checkpoints.newest(mends=True)
         step = found.step if found else None
@@ -109,8 +110,8 @@ def _run_folder(
         with together():
             check_resume(config, run, step)
             if rank == 0:
-                name = launch.device_name(device)
-                changes = run.start(config, resume_step=step, world_size=size, device_name=name)
+                facts = {"device": launch.device_name(device), "layers": layers}
+                changes = run.start(config, resume_step=step, world_size=size, facts=facts)
                 if changes:
                     notes += ["settings changed since the last start:", *(f"  {change}" for change in changes)]
         with RunLog(config, run, step, rank=rank) as run_log:

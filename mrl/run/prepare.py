@@ -18,7 +18,7 @@ from mrl.config import Config
 from mrl.data.prompts import PromptSource, load_training, load_validation
 from mrl.data.steps import with_num_steps
 from mrl.data.tokenizer import Tokenizer, load_tokenizer
-from mrl.distributed import launch
+from mrl.distributed import launch, transformer_engine
 from mrl.engines.base import RolloutEngine
 from mrl.engines.trtllm import fields as trtllm
 from mrl.errors import UserError, shown
@@ -95,9 +95,10 @@ def prepare(config: Config) -> Plan:
     here = launch.environment()
     if config.rollout.name == "trtllm":
         launch.see_own_device_only()  # before torch looks for devices
-    launch.choose_device(config.run.device)
+    device = launch.choose_device(config.run.device)
     check_switches(config, launch.variables(*SWITCHES))
     found = check_run(local_models(config, download=True), here.world_size, launcher=here.launcher)
+    transformer_engine.check(found.config, found.arch, device)
     check_run_folder(config)
     return Plan(**vars(found), run=RunDir(Path(config.run.output_dir)))
 

@@ -12,6 +12,7 @@ import platform
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -91,14 +92,14 @@ class RunDir:
         """Steps with a whole checkpoint, ascending."""
         return committed_steps(self.checkpoints)
 
-    def start(self, config: Config, *, resume_step: int | None, world_size: int, device_name: str) -> list[str]:
+    def start(self, config: Config, *, resume_step: int | None, world_size: int, facts: Mapping[str, str]) -> list[str]:
         """Records this start in the folder, which is made or taken up again. Rank 0 of its owner calls it.
 
         Args:
             config: Resolved; becomes config.yaml.
             resume_step: Reinforcement learning steps in the checkpoint that the run goes on from; None: from nothing.
             world_size: Ranks.
-            device_name: Such as "cpu" or `torch.cuda.get_device_name()`.
+            facts: What else tells starts apart: "device", such as `torch.cuda.get_device_name()`, and whose "layers".
 
         Returns:
             On a resume, one line for each changed key that changes what the run computes, for `RunLog.note`.
@@ -113,7 +114,7 @@ class RunDir:
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "resume_step": resume_step,
             "world_size": world_size,
-            "device": device_name,
+            **facts,
             "host": socket.gethostname(),
             "system": platform.platform(),
             "num_cores": os.cpu_count(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,7 @@ CONSTANT = LearningRate(PEAK, 0.0, "constant", 0, 100)
 def config_for(
     grid: Grid,
     *,
+    parallel: dict | None = None,
     actor: dict | None = None,
     rollout: dict | None = None,
     megatron: dict | None = None,
@@ -76,19 +78,23 @@ def config_for(
     return Config(
         megatron=MegatronConfig(**(megatron or {})),
         model=ModelConfig(dtype=dtype),
-        parallel=ParallelConfig(
-            tensor_model_parallel_size=grid.tp,
-            pipeline_model_parallel_size=grid.pp,
-            virtual_pipeline_model_parallel_size=grid.vpp if grid.vpp > 1 else None,
-            sequence_parallel=grid.tp > 1,
-            context_parallel_size=grid.cp,
-            expert_model_parallel_size=grid.ep,
-            expert_tensor_parallel_size=grid.etp,
-            num_layers_in_first_pipeline_stage=grid.first_stage_layers,
-            num_layers_in_last_pipeline_stage=grid.last_stage_layers,
-        ),
+        parallel=replace(_parallel(grid), **(parallel or {})),
         actor=ActorConfig(**{"max_tokens_per_microbatch": 64, "logprob_chunk_tokens": 16, **(actor or {})}),
         rollout=RolloutConfig(**(rollout or {})),
+    )
+
+
+def _parallel(grid: Grid) -> ParallelConfig:
+    return ParallelConfig(
+        tensor_model_parallel_size=grid.tp,
+        pipeline_model_parallel_size=grid.pp,
+        virtual_pipeline_model_parallel_size=grid.vpp if grid.vpp > 1 else None,
+        sequence_parallel=grid.tp > 1,
+        context_parallel_size=grid.cp,
+        expert_model_parallel_size=grid.ep,
+        expert_tensor_parallel_size=grid.etp,
+        num_layers_in_first_pipeline_stage=grid.first_stage_layers,
+        num_layers_in_last_pipeline_stage=grid.last_stage_layers,
     )
 
 
@@ -163,6 +169,16 @@ def train(policy: Policy, steps: int, *, first: int = 0, rate: LearningRate = CO
     return [
         policy.update(own_part(make_batch(seed=100 + step), policy), algorithm())
         for step in range(first, first + steps)
+    ]
+
+
+def adam_steps(policy: Policy) -> list[Any]:
+    """How often Adam has stepped: torch's holds it for each parameter, TransformerEngine's for each group of them."""
+    adams = [part.optimizer for part in policy.optimizer.chained_optimizers]
+    return [
+        holder["step"]
+        for adam in adams
+        for holder in (adam.state.values() if isinstance(adam, torch.optim.Adam) else adam.param_groups)
     ]
 
 

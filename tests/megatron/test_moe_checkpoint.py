@@ -8,7 +8,7 @@ import torch
 from mrl.functional.learning_rate import LearningRate
 from mrl.grid import Grid
 from mrl.megatron import checkpoint
-from tests.megatron.actors import EXPERT_LAYOUTS, SHALLOW_MIXTURE, full_weights, make_policy, train
+from tests.megatron.actors import EXPERT_LAYOUTS, SHALLOW_MIXTURE, adam_steps, full_weights, make_policy, train
 from tests.ranks import run_ranks
 
 RELATIVE = 1e-4  # fp32 sums in another order, after a step of Adam
@@ -37,9 +37,7 @@ def resumed(folder, grid):
     policy.start_optimizer(RATE)
     checkpoint.load(folder, policy)
     weights = full_weights(policy)
-    steps = {
-        float(state["step"]) for part in policy.optimizer.chained_optimizers for state in part.optimizer.state.values()
-    }
+    steps = {float(step) for step in adam_steps(policy)}
     return weights, train(policy, AFTER, first=BEFORE), len(policy.optimizer.chained_optimizers), steps
 
 

@@ -23,7 +23,7 @@ def config(root, *, console="off", tensorboard=False, wandb_project=None, num_st
 def logging(root, *, resume_step=None, **settings):
     made = config(root, **settings)
     run = RunDir(root)
-    run.start(made, resume_step=resume_step, world_size=1, device_name="cpu")
+    run.start(made, resume_step=resume_step, world_size=1, facts={"device": "cpu"})
     with RunLog(made, run, resume_step) as log:
         yield run, log
 

@@ -29,7 +29,9 @@ WRITES = {
     "samples.jsonl": lambda log, run: log.samples(3, [row(response="x" * 8192)]),
     "notes.jsonl": lambda log, run: log.note("x" * 8192),
     "report.html": lambda log, run: write_report(run.root),
-    "config.yaml": lambda log, run: run.start(config(run.root), resume_step=None, world_size=1, device_name="cpu"),
+    "config.yaml": lambda log, run: run.start(
+        config(run.root), resume_step=None, world_size=1, facts={"device": "cpu"}
+    ),
 }
 
 

@@ -9,7 +9,7 @@ from mrl.errors import UserError
 from mrl.run_folder.run_dir import RunDir, read_facts
 from tests.observe.folders import config
 
-START = {"world_size": 2, "device_name": "cpu"}
+START = {"world_size": 2, "facts": {"device": "cpu"}}
 
 
 def test_a_started_folder_describes_itself(tmp_path):

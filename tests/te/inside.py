@@ -1,0 +1,104 @@
+"""Megatron's TE spec against its local spec; runs where the hooks are in place.
+
+pytest -p tests.te.active tests/te/inside.py
+"""
+
+import pytest
+import torch
+
+from mrl.distributed import transformer_engine
+from mrl.grid import Grid
+from tests.megatron.actors import (
+    ARCHS,
+    CONSTANT,
+    MIXTURES,
+    SHALLOW_MIXTURE,
+    config_for,
+    full_gradients,
+    make_batch,
+    make_policy,
+    own_part,
+    scores,
+)
+from tests.ranks import run_ranks
+from tests.te import cuda
+
+SCORE = 1e-5  # nats; fp32 sums in another order, measured below 3e-6
+GRADIENT = 1e-5  # of the largest element of a tensor; fp32 sums over all tokens in another order
+FLOOR = 1e-6  # of the largest element of all: some gradients are 0 but for rounding
+BF16_SCORE = 0.1  # nats; eight bits through all layers, in another order of rounding: measured 0.034
+CASES = {
+    "tp2": (ARCHS["qwen3"], Grid(2, tp=2), {"sequence_parallel": False}),
+    "tp2_sp": (ARCHS["qwen2"], Grid(2, tp=2), {}),
+    "pp2": (ARCHS["llama"], Grid(2, pp=2), {}),
+    "cp2": (ARCHS["qwen3"], Grid(2, cp=2), {}),
+    "ep2": (MIXTURES["qwen3_moe"], Grid(2, ep=2), {}),
+    "etp2_shared_expert": (SHALLOW_MIXTURE, Grid(2, tp=2), {}),
+}
+
+
+def loss(logprobs_R, entropy_R, microbatch):
+    return (microbatch.weights_R * (0.3 * entropy_R - logprobs_R)).sum(), {}
+
+
+def measured(policy):
+    """Scores of a ragged batch, in several packed microbatches, and the gradient of a loss over it."""
+    batch = make_batch()
+    scored = scores(policy, batch)
+    policy.start_optimizer(CONSTANT)
+    for wrapped in policy._replicas.chunks:
+        wrapped.zero_grad_buffer()
+    microbatches = policy._schedule.microbatches(own_part(batch, policy), policy._sampled)
+    assert len(microbatches) > 1
+    policy._schedule.run(microbatches, loss, backward=True)
+    return scored, full_gradients(policy)
+
+
+def both(arch, grid, **options):
+    """Names of modules, scores and gradients: with TransformerEngine's layers, then with the local ones."""
+    found = []
+    for impl in ("te", "local"):
+        actor = {"transformer_impl": impl, "use_distributed_optimizer": False, "max_tokens_per_microbatch": 24}
+        policy = make_policy(arch, grid, actor=actor, **options)
+        names = {type(module).__name__ for chunk in policy.chunks for module in chunk.modules()}
+        found.append((names, *measured(policy)))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scores_and_gradients_are_those_of_the_local_spec(case):
+    arch, grid, layout = CASES[case]
+    for (names, scored, gradients), (others, local, expected) in run_ranks(2, both, arch, grid, parallel=layout):
+        assert {"TERowParallelLinear", "TEDotProductAttention"} <= names
+        assert ("TEGroupedMLP" in names) == (arch.moe is not None)
+        assert not any(name.startswith("TE") for name in others)
+        torch.testing.assert_close(scored, local, rtol=0, atol=SCORE)
+        largest = max(float(value.abs().max()) for value in expected.values())
+        assert gradients.keys() == expected.keys()
+        for name, value in expected.items():
+            allowed = GRADIENT * float(value.abs().max()) + FLOOR * largest
+            assert float((gradients[name] - value).abs().max()) <= allowed, name
+
+
+def test_bf16_scores_are_near_those_of_the_local_spec():
+    for (_, scored, _), (_, local, _) in run_ranks(2, both, ARCHS["qwen3"], Grid(2, cp=2), dtype="bfloat16"):
+        torch.testing.assert_close(scored, local, rtol=0, atol=BF16_SCORE)
+
+
+def chosen(**parallel):
+    """By compute capability: which attention TransformerEngine says that it would take."""
+    from transformer_engine.pytorch.utils import _get_device_compute_capability as known
+
+    config, own, found = config_for(Grid(1), dtype="bfloat16", parallel=parallel), cuda.CAPABILITY, {}
+    for capability in ((9, 0), (8, 0), own):
+        cuda.CAPABILITY = capability
+        known.cache_clear()
+        transformer_engine._attentions.cache_clear()
+        found[capability] = transformer_engine.attention(config, ARCHS["qwen3"])
+    return found
+
+
+def test_where_cudnn_takes_no_packed_sequences_there_is_no_fit_attention():
+    """flash-attn is not installed here."""
+    assert run_ranks(1, chosen) == [{(9, 0): "fused", (8, 0): "unfused"}]
+    assert run_ranks(1, chosen, context_parallel_size=2) == [{(9, 0): "fused", (8, 0): None}]

@@ -1,0 +1,58 @@
+"""The actor with TransformerEngine's layers and optimizer: tests of the actor as they stand, where the hooks are."""
+
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.source import ROOT
+
+pytestmark = pytest.mark.te
+
+LIMIT_S = 400
+MEGATRON, INSIDE, E2E = "tests/megatron", "tests/te/inside.py", "tests/e2e"
+CHOSEN = [
+    # scores are those of transformers
+    f"{MEGATRON}/test_model.py::test_log_probabilities_and_entropy_are_those_of_transformers[qwen3-tp2]",
+    f"{MEGATRON}/test_model.py::test_log_probabilities_and_entropy_are_those_of_transformers[llama-pp2]",
+    f"{MEGATRON}/test_moe.py::test_log_probabilities_and_entropy_are_those_of_transformers[qwen3_moe-ep2]",
+    # scores and gradients are those of the local spec
+    f"{INSIDE}::test_scores_and_gradients_are_those_of_the_local_spec[tp2]",
+    f"{INSIDE}::test_scores_and_gradients_are_those_of_the_local_spec[tp2_sp]",
+    f"{INSIDE}::test_scores_and_gradients_are_those_of_the_local_spec[pp2]",
+    f"{INSIDE}::test_scores_and_gradients_are_those_of_the_local_spec[cp2]",
+    f"{INSIDE}::test_scores_and_gradients_are_those_of_the_local_spec[ep2]",
+    f"{INSIDE}::test_scores_and_gradients_are_those_of_the_local_spec[etp2_shared_expert]",
+    f"{INSIDE}::test_bf16_scores_are_near_those_of_the_local_spec",
+    f"{INSIDE}::test_where_cudnn_takes_no_packed_sequences_there_is_no_fit_attention",
+    # packed sequences, each as if alone
+    f"{MEGATRON}/test_packed_alone.py::test_a_sequence_has_the_scores_and_gradient_that_it_has_alone[tp2]",
+    # training
+    f"{MEGATRON}/test_context.py::test_scores_and_updates_are_those_of_one_rank[cp2-qwen3]",
+    f"{MEGATRON}/test_offload.py::test_training_goes_on_as_if_nothing_had_left[ep2]",
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """Test -> its failure's text, None where it passed; "" stands for what pytest said."""
+    folder = tmp_path_factory.mktemp("te")
+    words = ["-m", "pytest", "-q", "-p", "tests.te.active", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, *words, f"--junitxml={folder / 'outcomes.xml'}", f"--basetemp={folder / 'tmp'}", *CHOSEN],
+        cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    found = {"": done.stdout[-4000:] + done.stderr[-4000:]}
+    if (folder / "outcomes.xml").is_file():
+        for case in ElementTree.parse(folder / "outcomes.xml").iter("testcase"):
+            name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+            found[name] = next((each.text or each.tag for each in case), None)
+    return found
+
+
+@pytest.mark.parametrize("name", CHOSEN, ids=[name.rpartition("/")[2] for name in CHOSEN])
+def test_the_actor_passes_with_transformer_engine(name, outcomes):
+    failure = outcomes.get(name, outcomes[""])
+    if failure is not None:
+        pytest.fail(failure, pytrace=False)

@@ -253,7 +253,7 @@ def load(folder: Path, policy: Policy) -> None:
         ) from error
     for index, chunk in enumerate(policy.chunks):
         found = chunk.load_state_dict(loaded[_chunk_key(policy, index)], strict=False)
-        wrong = [name for name in (*found.missing_keys, *found.unexpected_keys) if not name.endswith(EXTRA_STATE)]
+        wrong = [name for name in (*found.missing_keys, *found.unexpected_keys) if EXTRA_STATE not in name]
         if wrong:
             raise RuntimeError(f"checkpoint '{folder}': Megatron loaded all but {', '.join(wrong)}")
     if policy.optimizer is not None:
@@ -298,7 +298,7 @@ def _model_state(policy: Policy) -> dict[str, Any]:
         _chunk_key(policy, index): {
             name: value
             for name, value in chunk.sharded_state_dict(metadata=metadata).items()
-            if not name.endswith(EXTRA_STATE)
+            if EXTRA_STATE not in name  # grouped linears number theirs: _extra_state, _extra_state1, ...
         }
         for index, chunk in enumerate(policy.chunks)
     }

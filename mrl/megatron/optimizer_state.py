@@ -83,12 +83,11 @@ def take_up(optimizer: Any, loaded: Asked, num_updates: int) -> None:
                 fill(part, loaded[index])
             else:
                 _fill(part, loaded[index])
-        by_torch = isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW))
-        for _, adam in _states(part):
-            if by_torch:
+        if _steps_by_parameter(part):
+            for _, adam in _states(part):
                 adam["step"] = torch.tensor(float(num_updates))
-        for group in part.optimizer.param_groups:
-            if not by_torch:
+        else:
+            for group in part.optimizer.param_groups:
                 group["step"] = num_updates
 
 
@@ -140,9 +139,18 @@ def make_adam_state(optimizer: Any) -> None:
     """Zero moments for parameters that were never stepped."""
     for parameter, adam in _states(optimizer):
         if not adam:
-            adam["step"] = torch.tensor(0.0)
+            if _steps_by_parameter(optimizer):
+                adam["step"] = torch.tensor(0.0)
             adam["exp_avg"] = torch.zeros_like(parameter)
             adam["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+def _steps_by_parameter(optimizer: Any) -> bool:
+    """Whether the step is state of each parameter, as torch's Adam has it.
+
+    TransformerEngine's and Apex's have it in the groups, and take whatever is in the state for a moment.
+    """
+    return isinstance(optimizer.optimizer, (torch.optim.Adam, torch.optim.AdamW))
 
 
 def _states(optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Any]]]:

@@ -1,13 +1,16 @@
-"""Megatron's TE spec against its local spec; runs where the hooks are in place.
+"""Megatron's TE spec against its local spec, and what a checkpoint of it holds; runs where the hooks are in place.
 
 pytest -p tests.te.active tests/te/inside.py
 """
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mrl.distributed import transformer_engine
+from mrl.formats.checkpoint_metadata import METADATA, read_metadata
 from mrl.grid import Grid
+from mrl.megatron import checkpoint
 from tests.megatron.actors import (
     ARCHS,
     CONSTANT,
@@ -15,10 +18,12 @@ from tests.megatron.actors import (
     SHALLOW_MIXTURE,
     config_for,
     full_gradients,
+    full_weights,
     make_batch,
     make_policy,
     own_part,
     scores,
+    train,
 )
 from tests.ranks import run_ranks
 from tests.te import cuda
@@ -102,3 +107,28 @@ def test_where_cudnn_takes_no_packed_sequences_there_is_no_fit_attention():
     """flash-attn is not installed here."""
     assert run_ranks(1, chosen) == [{(9, 0): "fused", (8, 0): "unfused"}]
     assert run_ranks(1, chosen, context_parallel_size=2) == [{(9, 0): "fused", (8, 0): None}]
+
+
+def saved_and_loaded(folder):
+    policy = make_policy(SHALLOW_MIXTURE, Grid(2, ep=2))
+    policy.start_optimizer(CONSTANT)
+    checkpoint.save(folder / "first", policy)  # as every run does, before any step
+    train(policy, 1)
+    checkpoint.save(folder / "second", policy)
+    adams = {type(part.optimizer).__module__ for part in policy.optimizer.chained_optimizers}
+    weights = full_weights(policy)
+    again = make_policy(SHALLOW_MIXTURE, Grid(2, ep=2), seed=None, groups=policy._groups)
+    again.start_optimizer(CONSTANT)
+    checkpoint.load(folder / "second", again)
+    found = full_weights(again)
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+    assert train(again, 1, first=1) == train(policy, 1, first=1)
+    return adams
+
+
+def test_a_checkpoint_of_grouped_experts_and_a_fused_adam_holds_tensors_only(tmp_path):
+    for adams in run_ranks(2, saved_and_loaded, tmp_path):
+        assert adams == {"transformer_engine.pytorch.optimizers.fused_adam"}
+    for name in ("first", "second"):
+        stored = read_metadata(tmp_path / name / METADATA).state_dict_metadata
+        assert {key for key, value in stored.items() if not isinstance(value, TensorStorageMetadata)} == set()

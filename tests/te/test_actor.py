@@ -31,6 +31,17 @@ CHOSEN = [
     # training
     f"{MEGATRON}/test_context.py::test_scores_and_updates_are_those_of_one_rank[cp2-qwen3]",
     f"{MEGATRON}/test_offload.py::test_training_goes_on_as_if_nothing_had_left[ep2]",
+    # checkpoint and resume
+    f"{INSIDE}::test_a_checkpoint_of_grouped_experts_and_a_fused_adam_holds_tensors_only",
+    f"{MEGATRON}/test_checkpoint.py::test_training_goes_on_at_another_layout[qwen3-dp2-pp2]",
+    f"{MEGATRON}/test_checkpoint.py::test_the_same_layout_goes_on_bit_for_bit[dp2]",
+    f"{MEGATRON}/test_checkpoint.py::test_an_optimizer_that_never_stepped_is_saved_and_loaded",
+    f"{MEGATRON}/test_checkpoint.py::test_an_optimizer_of_the_other_kind_goes_on_with_the_same_numbers"
+    "[0-float32-dp2-True-dp2-False]",
+    f"{MEGATRON}/test_moe_checkpoint.py::test_training_goes_on_where_the_experts_lie_otherwise[single]",
+    # whole runs: refit into the engine, kill -9 and resume
+    f"{E2E}/test_layouts.py::test_metrics_equal_the_single_process[tp2_sp_rollout_tp2]",
+    f"{E2E}/test_resume.py::test_a_killed_run_continues_as_if_nothing_had_happened[7]",
 ]
 
 

@@ -1,1 +1,1 @@
-"""`tools/accept_trtllm.py`: does TensorRT-LLM on your GPU do what mrl expects of it? The checks and their page."""
+"""`tools/accept_gpu.py`, `tools/accept_trtllm.py`: do a GPU and TensorRT-LLM do what mrl expects? Checks, page."""

@@ -25,6 +25,7 @@ END_S = 10.0
 
 BEAT_S = 0.2
 TAIL_LINES = 15
+MOST_CHARS = 300
 
 
 @dataclass(kw_only=True)
@@ -146,13 +147,13 @@ class Sessions:
                 seen = len(found)
                 limit = self.start_timeout_s if at == "start" else self.timeout_s
                 if status is not None and (status != 0 or at != "end"):
-                    return at, f"the process ended with status {status}: {_last(log)}"
+                    return at, f"the process ended with status {status}: {last_words(log)}"
                 if status is not None:
                     if "end" in wanted:
                         self.add(Result(engine, "end", "works", "", {}, time.monotonic() - since, str(log)))
                     return at, ""
                 if time.monotonic() - since > limit:
-                    return at, f"no answer in {limit:g} s; the last of its log: {_last(log)}"
+                    return at, f"no answer in {limit:g} s; the last of its log: {last_words(log)}"
                 time.sleep(BEAT_S)
         finally:
             _end(process)
@@ -165,8 +166,8 @@ class Sessions:
                     words, stdout=output, stderr=subprocess.STDOUT, timeout=self.start_timeout_s, check=False
                 )
         except subprocess.TimeoutExpired:
-            return f"no end in {self.start_timeout_s:g} s; the last of its log: {_last(log)}"
-        return "" if done.returncode == 0 else f"exit status {done.returncode}: {_last(log)}"
+            return f"no end in {self.start_timeout_s:g} s; the last of its log: {last_words(log)}"
+        return "" if done.returncode == 0 else f"exit status {done.returncode}: {last_words(log)}"
 
     # results
 
@@ -201,11 +202,11 @@ def check_names(what: str, asked: Sequence[str], known: Sequence[str] | Mapping[
         raise UserError(f"there is no {what} '{unknown[0]}'; known: {', '.join(known)}.")
 
 
-def _last(log: Path) -> str:
+def last_words(log: Path) -> str:
     """The last line that says something, which in Python is the error."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
     told = [line for line in lines[-TAIL_LINES:] if "Error" in line or "error" in line]
-    return (told or [line for line in lines if line] or ["nothing"])[-1]
+    return (told or [line for line in lines if line] or ["nothing"])[-1][:MOST_CHARS]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -96,6 +96,11 @@ class Policy:
         self.optimizer: Any = None
         self.num_updates = 0
 
+    @property
+    def uses_te(self) -> bool:
+        """Whether its layers are TransformerEngine's."""
+        return self._te
+
     # memory
 
     def offload(self, *, keep: Collection[Part] = ()) -> None:

@@ -1,0 +1,129 @@
+"""An acceptance run of a GPU: each check in a process of its own, on one rank or, with several GPUs, on two.
+
+Owns which checks can be asked here and the models that they look at. What is asked is in `gpu_checks.py` and
+`gpu_commands.py`, the processes are in `sessions.py`, what is written in `page.py`.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import metadata
+
+import torch
+
+from mrl import __version__
+from mrl.acceptance.gpu_table import CHECKS, COMMANDS
+from mrl.acceptance.model import CONFIG, write_random
+from mrl.acceptance.result import Check, Result
+from mrl.acceptance.sessions import Sessions
+from mrl.distributed import launch
+from mrl.errors import UserError
+
+SHOWN = ("torch", "megatron-core", "transformer-engine", "flash-attn", "transformers")
+
+EXPERTS = (
+    "model.preset=qwen3_moe_tiny",
+    "model.overrides={hidden_size: 512, num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 2, "
+    "head_dim: 128, num_experts: 16, num_experts_per_tok: 4, moe_intermediate_size: 256, vocab_size: 32000}",
+)
+LARGE = (
+    "model.preset=qwen2_tiny",
+    "model.overrides={hidden_size: 2048, intermediate_size: 5632, num_hidden_layers: 12, num_attention_heads: 16, "
+    "num_key_value_heads: 4, vocab_size: 32000, tie_word_embeddings: false, max_position_embeddings: 4096}",
+    "train.batch_size=32",
+    "rollout.prompt_length=1024",
+    "rollout.response_length=1024",
+)
+"""Models beside that of `CONFIG`, which a user's overrides change too."""
+
+
+@dataclass(kw_only=True)
+class GpuAcceptance(Sessions):
+    """What is to be accepted, and what came of it.
+
+    Attributes:
+        known: As of `Sessions`.
+        module: As of `Sessions`.
+        checks: Of `gpu_table.CHECKS`.
+        device: "cuda", "cpu" or "auto".
+    """
+
+    known: Mapping[str, Check] = field(default_factory=lambda: CHECKS)
+    module: str = "mrl.acceptance.gpu_checks"
+    checks: Sequence[str] = tuple(CHECKS)
+    device: str = "cuda"
+
+    def __post_init__(self) -> None:
+        """As of `Sessions`.
+
+        Raises:
+            UserError: There is no such device, too.
+        """
+        try:
+            self.device = launch.choose_device(self.device)
+        except UserError as error:
+            raise UserError(
+                f"{str(error).replace('run.device', '--device')} With --device cpu the same is asked of this machine's "
+                "CPU, as far as it makes sense there."
+            ) from error
+        super().__post_init__()
+        self.given = tuple(self.overrides)
+        self.overrides = [f"run.device={self.device}", "run.num_threads=1"] if self.device == "cpu" else []
+
+    @property
+    def name(self) -> str:
+        """What is looked at."""
+        return self.device
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of what is installed."""
+        found = {"mrl": __version__}
+        for name in SHOWN:
+            with suppress(metadata.PackageNotFoundError):
+                found[name] = metadata.version(name)
+        return found | {"CUDA of torch": str(torch.version.cuda), "python": platform.python_version()}
+
+    def run(self) -> list[Result]:
+        """Every check, in the order of the page.
+
+        Raises:
+            UserError: The config is not what it should be.
+        """
+        (self.folder / "config.yaml").write_text(CONFIG, encoding="utf-8")
+        (self.folder / self.name).mkdir()
+        models: dict[str, list[str]] = {}
+        for name in [name for name in CHECKS if name in self.checks]:
+            check = CHECKS[name]
+            if check.num_ranks > (there := self._ranks()):
+                self.give_up(self.name, [name], "skipped", f"it needs {check.num_ranks} GPUs, there is {there}")
+                continue
+            if check.model not in models:
+                models[check.model] = self._model(check.model)
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
+            alone = check.num_ranks == 1 or check.session == COMMANDS
+            self.session(
+                self.name,
+                name,
+                [name],
+                [*models[check.model], *check.settings],
+                launcher=() if alone else [*torchrun, "--nproc-per-node", str(check.num_ranks)],
+                unstarted="fails",
+            )
+        return self.results
+
+    def _ranks(self) -> int:
+        """How many there can be."""
+        return torch.cuda.device_count() if self.device == "cuda" else max(check.num_ranks for check in CHECKS.values())
+
+    def _model(self, model: str) -> list[str]:
+        """Overrides that make the model of a session: with a folder of weights, where transformers is to read them."""
+        sizes = {"dense": (), "experts": EXPERTS, "large": LARGE}[model]
+        own = [*sizes, *self.given]
+        if model == "large":
+            return own
+        return [*own, *write_random(self.load(own), self.folder / model)]

@@ -1,0 +1,203 @@
+"""Checks of a GPU that start mrl's own commands: the machine, commit and resume, the quickstart, the benchmarks."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from mrl.acceptance.gpu_table import CHECKS
+from mrl.acceptance.result import CheckError, Facts, Spec
+from mrl.acceptance.sessions import last_words
+from mrl.config import load
+from mrl.distributed import launch
+from mrl.errors import first_line
+from mrl.observe.benchmark import device_name, matrix_rate, memory_bandwidth
+from mrl.observe.hardware import HARDWARE
+from mrl.run_folder.run_dir import RunDir
+
+REACHED = 0.4
+"""Part of the vendor's figures that a copy and a product must reach; healthy GPUs reach 0.6 to 0.9."""
+
+RERUN = 1e-3
+"""Largest relative difference of a metric on a GPU, whose kernels add in an order of their own; 0 on a CPU."""
+
+LEARNED = 0.8
+"""Held-out accuracy; README tells of 0.94 to 0.98."""
+
+SLOWEST_ROLLOUT = 0.9
+"""Of transformers' speed."""
+
+SLOWEST_REFIT = 0.1
+"""Of a copy's speed; on CPUs it is 0.18 to 0.47."""
+
+
+class Commands:
+    """What such a check needs to know.
+
+    Attributes:
+        config: Of the session.
+        words: File and overrides that `mrl train` takes for it, but for `run.output_dir`.
+        folder: Of the results.
+        tools: Folder of the repository's tools.
+        num_ranks: Of the check.
+        device: "cuda" or "cpu".
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        """Reads the session's config."""
+        self.config = load(spec.config, spec.overrides)
+        self.words = (spec.config, *(word for word in spec.overrides if not word.startswith("run.output_dir=")))
+        self.folder, self.tools = Path(spec.folder), Path(spec.tools)
+        self.num_ranks = CHECKS[spec.checks[0]].num_ranks
+        self.device = launch.choose_device(self.config.run.device)
+
+    def run(self, name: str, *words: str) -> list[str]:
+        """Runs Python with these words; the lines that it printed, also in `folder`/`name`.log.
+
+        Raises:
+            CheckError: It failed.
+        """
+        log = self.folder / f"{name}.log"
+        with log.open("a", encoding="utf-8") as output:
+            done = subprocess.run([sys.executable, *words], stdout=output, stderr=subprocess.STDOUT, check=False)
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        if done.returncode != 0:
+            raise CheckError(f"{name} ended with status {done.returncode}: {last_words(log)} (all of it in {log})")
+        return lines
+
+    def train(self, run: RunDir, *words: str) -> dict[str, float]:
+        """`mrl train` in a run's folder; each metric's last value.
+
+        Raises:
+            CheckError: It failed.
+        """
+        self.run(run.root.name, "-m", "mrl", "train", *words, f"run.output_dir={run.root}", "observe.console=plain")
+        return last_metrics(run.metrics)
+
+    def bench(self, tool: str, *words: str) -> Facts:
+        """A benchmark's line; a rank for each that the check wants."""
+        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.num_ranks)]
+        launcher = ranks if tool == "bench_refit" else []
+        name = f"{tool}-{self.num_ranks}"
+        lines = self.run(name, *launcher, str(self.tools / f"{tool}.py"), "--device", self.device, *words)
+        found: Facts = json.loads([line for line in lines if line.startswith("{")][-1])
+        return found
+
+
+def last_metrics(file: Path) -> dict[str, float]:
+    """Each metric's last value in a run's file."""
+    found: dict[str, float] = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        found |= {name: value for name, value in json.loads(line).items() if isinstance(value, (int, float))}
+    return found
+
+
+def device(bench: Commands) -> Facts:
+    """Versions, rates and who is there."""
+    own = torch.device(bench.device)
+    facts: Facts = {"device": device_name(bench.device)}
+    for name in ("transformer_engine.pytorch", "flash_attn"):
+        facts[name] = _import(name)
+    rates = {
+        "copy, GB/s": memory_bandwidth(own) / 1e9,
+        "bf16 product, TFLOP/s": matrix_rate(torch.bfloat16, own) / 1e12,
+    }
+    facts |= rates
+    if own.type == "cpu":
+        return facts
+    facts |= {"GPUs": torch.cuda.device_count(), "capability": torch.cuda.get_device_capability()}
+    facts["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+    known = [each for each in HARDWARE.values() if facts["device"] in each.device_names]
+    if known:
+        peaks = (known[0].memory_bytes_per_s / 1e9, known[0].bf16_flops / 1e12)
+        for (name, rate), peak in zip(rates.items(), peaks, strict=True):
+            facts[f"{name}, of the vendor's"] = rate / peak
+            if rate < REACHED * peak:
+                raise CheckError(f"{name} is {rate:.4g}, the vendor's figure {peak:.4g}", facts)
+    if facts["transformer_engine.pytorch"] != "there":
+        raise CheckError(f"TransformerEngine does not import: {facts['transformer_engine.pytorch']}", facts)
+    return facts
+
+
+def _import(name: str) -> str:
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # noqa: BLE001 -- a broken extension raises what it likes
+        return first_line(error)
+    return "there"
+
+
+def commit(bench: Commands) -> Facts:
+    """The last step once more, from the commit before it."""
+    run = RunDir(bench.folder / "committed")
+    first = bench.train(run, *bench.words)
+    steps = run.committed_steps()
+    sizes = {step: _size(run.checkpoints / f"step-{step:08d}") for step in steps}
+    shutil.rmtree(run.checkpoints / f"step-{steps[-1]:08d}")
+    again = bench.train(run, *bench.words)
+    facts: Facts = {"commits": steps, "bytes of a commit": sizes[steps[-1]], "metrics compared": len(first)}
+    apart = difference(first, again)
+    facts["largest relative difference"] = apart[1]
+    if apart[1] > (0.0 if bench.device == "cpu" else RERUN):
+        raise CheckError(f"{apart[0]} was {first.get(apart[0])}, after the resume it is {again.get(apart[0])}", facts)
+    return facts
+
+
+def difference(first: Mapping[str, float], again: Mapping[str, float]) -> tuple[str, float]:
+    """The metric that differs most, relatively, and by how much; one that only one of them has, by infinity."""
+    apart = dict.fromkeys(first.keys() ^ again.keys(), math.inf)
+    for name in first.keys() & again.keys():
+        one, other = first[name], again[name]
+        same = one == other or (math.isnan(one) and math.isnan(other))
+        apart[name] = 0.0 if same else abs(one - other) / max(abs(one), abs(other), 1e-3)
+    return max(apart.items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1])
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def quickstart(bench: Commands) -> Facts:
+    """`configs/quickstart.yaml` as it is."""
+    config = bench.tools.parent / "configs" / "quickstart.yaml"
+    found = bench.train(RunDir(bench.folder / "quickstart"), str(config))
+    facts: Facts = {"val/accuracy": found["val/accuracy"]}
+    if found["val/accuracy"] < LEARNED:
+        raise CheckError(f"held-out accuracy is {found['val/accuracy']:.3f}, expected at least {LEARNED}", facts)
+    return facts
+
+
+def rollout(bench: Commands) -> Facts:
+    """Against transformers and the floor, with and without graphs."""
+    case = ("small", "float32") if bench.device == "cpu" else ("large", "bfloat16")
+    facts = bench.bench("bench_rollout", "--model", case[0], "--dtype", case[1], "--repeats", "3")
+    if not float(str(facts["ratio"])) >= SLOWEST_ROLLOUT:
+        raise CheckError(f"the engine has {facts['ratio']} of the speed of transformers' generate", facts)
+    return facts
+
+
+def transport(bench: Commands) -> Facts:
+    """A refit against a copy; on two ranks every tensor is cut on one side and whole on the other."""
+    layout = ("--tp", "1") if bench.num_ranks == 1 else ("--tp", "2", "--rollout-tp", "1")
+    facts = bench.bench("bench_refit", *layout, "--repeats", "5")
+    if not float(str(facts["ratio_transport"])) >= SLOWEST_REFIT:
+        raise CheckError(f"a refit has {facts['ratio_transport']} of the speed of a copy", facts)
+    return facts
+
+
+FUNCTIONS: dict[str, Callable[[Commands], Facts]] = {
+    "device": device,
+    "commit": commit,
+    "quickstart": quickstart,
+    "rollout": rollout,
+    "transport": transport,
+    "transport_2": transport,
+}

@@ -1,0 +1,191 @@
+"""The checks of a GPU: what each asks, in which job, what it means that one fails, what to do; in the page's order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mrl.acceptance.page import Page
+from mrl.acceptance.result import Check
+
+JOB, COMMANDS = "job", "commands"
+"""Sessions: a job that has come up, or a process that starts mrl's own commands."""
+
+SEVERAL = 2
+"""Ranks of the checks that need several."""
+
+TOGETHER = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
+AWAY = tuple(f"actor.{part}_offload=true" for part in ("param", "grad", "optimizer"))
+STEPS = ("train.num_steps=2", "checkpoint.interval=1")
+NO_TRAIN = "do not train on this machine until it is found; send the page and the log"
+
+
+@dataclass(frozen=True)
+class GpuCheck(Check):
+    """One line of the page.
+
+    Attributes:
+        num_ranks: Ranks of the session, each on a GPU of its own.
+        model: "dense" and "experts" are small and have a folder with weights; "large" fills a GPU.
+        settings: Overrides of the session.
+    """
+
+    num_ranks: int = 1
+    model: Literal["dense", "experts", "large"] = "dense"
+    settings: tuple[str, ...] = ()
+
+
+CHECKS: dict[str, GpuCheck] = {
+    "device": GpuCheck(
+        COMMANDS,
+        "Is the device there, does it compute as fast as it should, and does TransformerEngine import?",
+        "without TransformerEngine the actor has Megatron's local layers: half as fast, experts far slower; a slow "
+        "device is shared, hot or throttled",
+        "install `.[gpu]` as README says, against the torch that is there; look at nvidia-smi",
+    ),
+    "parity": GpuCheck(
+        JOB,
+        "Are the actor's log-probabilities, loss and gradient norm those of transformers in fp32?",
+        "the actor computes another model, or another gradient, than its weights say",
+        f"try actor.transformer_impl=local; {NO_TRAIN}",
+    ),
+    "experts": GpuCheck(
+        JOB,
+        "The same of a mixture of experts, with grouped products",
+        "experts, their order or their routing are not those of the weights",
+        f"try actor.transformer_impl=local; {NO_TRAIN}",
+        model="experts",
+    ),
+    "refit": GpuCheck(
+        JOB,
+        "Do greedy answers stay under a refit of the same weights, change with others, and come back?",
+        "samples would not be those of the actor",
+        NO_TRAIN,
+        settings=("rollout.enforce_eager=true",),
+    ),
+    "logprobs": GpuCheck(
+        JOB,
+        "Are the engine's log-probabilities, sampled with CUDA graphs, those that the actor computes?",
+        "policy gradients would be of another distribution",
+        "rollout.enforce_eager=true; if it stays, algorithm.proximal=recompute and algorithm.tis_clip=0",
+        settings=("rollout.enforce_eager=false",),
+    ),
+    "experts_logprobs": GpuCheck(
+        JOB,
+        "The same of a mixture of experts: grouped products inside CUDA graphs",
+        "policy gradients would be of another distribution",
+        "rollout.enforce_eager=true; torch 2.10 or newer has the grouped product",
+        model="experts",
+        settings=("rollout.enforce_eager=false",),
+    ),
+    "contract": GpuCheck(
+        JOB,
+        "The same with a temperature and top_p",
+        "policy gradients under this sampling would be wrong",
+        "temperature 1 without truncation, or algorithm.proximal=recompute with algorithm.tis_clip=0",
+        settings=("rollout.temperature=0.7", "rollout.top_p=0.9"),
+    ),
+    "graphs": GpuCheck(
+        JOB,
+        "Are the answers with CUDA graphs those without, also after refits?",
+        "captured graphs compute with old weights or addresses",
+        "rollout.enforce_eager=true",
+        settings=("rollout.enforce_eager=false", "rollout.free_cache_engine=false"),
+    ),
+    "cycles": GpuCheck(
+        JOB,
+        "Does the memory return over five cycles of waking, sampling, sleeping and training, and stay the answers?",
+        "each step would take more memory until none is left",
+        "rollout.enforce_eager=true tells whether it is the graphs; a lower rollout.gpu_memory_utilization gives room",
+        settings=("rollout.free_cache_engine=true",),
+    ),
+    "offload": GpuCheck(
+        JOB,
+        "Does offloading free the actor's bytes, take as many of the host and no more, and bring the same back?",
+        "actor and engine do not fit on one GPU, or the host runs out of memory",
+        "actor.*_offload=false where both fit; `mrl plan` says what is needed",
+        model="large",
+        settings=AWAY,
+    ),
+    "commit": GpuCheck(
+        COMMANDS,
+        "Is the step after a resume the step that would have come, metric by metric?",
+        "a commit does not hold all of the run's state",
+        "a resumed run goes on as another run; do not rely on requeueing until it is found",
+        settings=STEPS,
+    ),
+    "quickstart": GpuCheck(
+        COMMANDS,
+        "Does the README's first command learn to add?",
+        "something between sampling and the update is wrong, or the configuration does not fit this machine",
+        "read the log; `mrl doctor` names what is wrong on the machine",
+    ),
+    "update": GpuCheck(
+        JOB,
+        "Tokens per second and MFU of an update, against plain Megatron-Core on the same batch",
+        "training is slower than Megatron-Core's own",
+        "`mrl train --dry-run` prints what Megatron is given: megatron.transformer has its switches",
+        model="large",
+    ),
+    "rollout": GpuCheck(
+        COMMANDS,
+        "Tokens per second of the native engine, against transformers' generate and the memory's bandwidth",
+        "sampling is slower than transformers'",
+        "the page has graphs_ratio: below 1.2 CUDA graphs gain nothing, and the CPU's launches are not the limit",
+    ),
+    "transport": GpuCheck(
+        COMMANDS,
+        "Speed of a refit within a GPU, against a copy of its bytes in the GPU's memory",
+        "a refit waits for many small copies, or for the host",
+        "a larger rollout.checkpoint_engine.update_weights_bucket_megabytes",
+    ),
+    "links": GpuCheck(
+        JOB,
+        "Does NCCL add and carry right between GPUs, and how fast?",
+        "ranks would wait for ever, or train on wrong sums",
+        "`mrl doctor` under the same launcher; NCCL_DEBUG=INFO",
+        num_ranks=SEVERAL,
+    ),
+    "parity_tp2": GpuCheck(
+        JOB,
+        "Parity with tensor and sequence parallelism over two GPUs",
+        "the layout changes what is computed",
+        NO_TRAIN,
+        num_ranks=SEVERAL,
+        settings=TOGETHER,
+    ),
+    "parity_pp2": GpuCheck(
+        JOB,
+        "Parity with two pipeline stages",
+        "the layout changes what is computed",
+        NO_TRAIN,
+        num_ranks=SEVERAL,
+        settings=("parallel.pipeline_model_parallel_size=2",),
+    ),
+    "parity_ep2": GpuCheck(
+        JOB,
+        "Parity of a mixture of experts with its experts on two GPUs",
+        "the layout changes what is computed",
+        NO_TRAIN,
+        num_ranks=SEVERAL,
+        model="experts",
+        settings=("parallel.expert_model_parallel_size=2",),
+    ),
+    "logprobs_tp2": GpuCheck(
+        JOB,
+        "Engine against actor, the engine over two GPUs: its weights come over NCCL, its sums are in CUDA graphs",
+        "the refit between GPUs or the engine's sums are wrong",
+        "rollout.enforce_eager=true; else rollout.tensor_model_parallel_size=1",
+        num_ranks=SEVERAL,
+        settings=("rollout.tensor_model_parallel_size=2", "rollout.enforce_eager=false"),
+    ),
+    "transport_2": GpuCheck(
+        COMMANDS,
+        "Speed of a refit that sends between two GPUs",
+        "the link between the GPUs is not NVLink, or NCCL does not use it",
+        "nvidia-smi topo -m; NCCL_DEBUG=INFO",
+        num_ranks=SEVERAL,
+    ),
+}
+
+PAGE = Page("mrl on this GPU", "acceptance-gpu", CHECKS, {})

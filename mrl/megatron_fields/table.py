@@ -38,7 +38,8 @@ DERIVED: Rows = {
         "moe_token_dispatcher_type": "set actor.{name}",
         "moe_enable_deepep": "set actor.moe_token_dispatcher_type=flex; its moe_flex_dispatcher_backend is deepep",
         "moe_enable_routing_replay": "set actor.router_replay",
-        "moe_grouped_gemm transformer_impl": "TransformerEngine's layers are taken where they are in use",
+        "transformer_impl": "set actor.{name}",
+        "moe_grouped_gemm": "experts are grouped where TransformerEngine's layers are in use",
         "use_cpu_initialization": "set run.device",
         "perform_initialization init_method output_layer_init_method embedding_init_method init_method_std "
         "embedding_init_method_std init_model_with_meta_device": (

@@ -134,6 +134,8 @@ def fitting(config: Config, arch: ArchSpec, grid: Grid) -> tuple[Config, list[st
 def check_switches(config: Config, variables: Mapping[str, str]) -> None:
     """Refuses switches of TransformerEngine's attention in the environment that say something else than the config.
 
+    Megatron sets and checks them whether TransformerEngine is in use or not.
+
     Args:
         config: The run.
         variables: Those of SWITCHES that are set.
@@ -144,7 +146,7 @@ def check_switches(config: Config, variables: Mapping[str, str]) -> None:
     backend = str(config.megatron.transformer.get("attention_backend") or "auto")
     takes = dict(zip(SWITCHES, BACKENDS.get(backend, ""), strict=False))
     wrong = {name: value for name, value in variables.items() if takes.get(name, value) != value}
-    if not (wrong and te_possible(config)):
+    if not wrong:
         return
     shown = " ".join(f"{name}={value}" for name, value in wrong.items())
     meant = [

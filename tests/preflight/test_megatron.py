@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mrl.cli import main
 from mrl.errors import UserError
 from mrl.megatron.model import GPTModel
 from mrl.megatron.passed import enums
@@ -17,6 +18,7 @@ from mrl.preflight.megatron import BACKENDS, RULES, SWITCHES, changes, check_swi
 from mrl.preflight.parallel import grid_of
 from mrl.preflight.preflight import check
 from tests.preflight.runs import ARCH, PP, TP, make, refusal
+from tests.source import ROOT
 
 MOE = arch_from_preset("qwen3_moe_tiny", {}, None)
 SHARED = arch_from_preset("qwen2_moe_tiny", {}, None)
@@ -166,7 +168,13 @@ def test_switches_of_attention_that_say_what_the_config_says_pass():
     check_switches(make(f"{T}={{attention_backend: flash}}"), {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "1"})
     check_switches(make(), {"NVTE_FLASH_ATTN": "1"})
     check_switches(make(), {})
-    check_switches(make("run.device=cpu"), {"NVTE_FUSED_ATTN": "0"})  # TransformerEngine is not asked there
+
+
+def test_a_run_with_such_switches_is_refused_before_it_begins(tmp_path, monkeypatch, capsys):
+    """Also on a CPU: Megatron asserts there too."""
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    assert main(["train", str(ROOT / "configs" / "quickstart.yaml"), f"run.output_dir={tmp_path / 'run'}"]) == 2
+    assert "Unset NVTE_FUSED_ATTN" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def test_megatron_sets_the_switches_that_the_table_says():

@@ -64,7 +64,17 @@ def test_dry_run_shows_what_megatron_is_told_and_what_gpus_turn_on(config, capsy
         "megatron.transformer={apply_rope_fusion: false, bias_dropout_fusion: true, hidden_dropout: 0.0, window_size: "
         "[4, 0]}"
     )
-    assert cli.main(["train", config, fields, "megatron.unchecked=true", "--dry-run", "--world-size", "2"]) == 0
+    told_by = [
+        "train",
+        config,
+        fields,
+        "model.dtype=bfloat16",
+        "megatron.unchecked=true",
+        "--dry-run",
+        "--world-size",
+        "2",
+    ]
+    assert cli.main(told_by) == 0
     told = capsys.readouterr().out
     assert "megatron.transformer.bias_dropout_fusion: false -> true\n" in told
     assert "hidden_dropout:" not in told.partition("# config")[0]  # it is so without it

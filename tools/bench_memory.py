@@ -33,8 +33,8 @@ import torch
 import yaml
 
 from mrl.config import load
+from mrl.distributed.transformer_engine import why_local
 from mrl.engines.native.linear import compute_dtype
-from mrl.megatron.model import uses_te
 from mrl.observe.benchmark import add_device, device_name
 from mrl.plan.engine_memory import Device
 from mrl.plan.memory import memory_by_stage
@@ -145,7 +145,7 @@ def run_rank(layout: str, folder: Path) -> None:
 def predicted_on(job: Job) -> Device:
     """What the prediction is made for: the device of this rank."""
     if job.device.type == "cuda":
-        return Device(te=uses_te(job.device))
+        return Device(te=why_local(job.config, job.arch, job.device.type) is None)
     dtype = DTYPES[job.config.rollout.dtype or job.config.model.dtype]
     return Device(te=False, engine_copies=compute_dtype(dtype, job.device).itemsize, is_host=True)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mrl.config import Config, TrainConfig, to_yaml
+from mrl.distributed.transformer_engine import asked_for
 from mrl.grid import Grid
 from mrl.megatron_fields.defaults import ddp_defaults, overlaps_gradients, transformer_defaults
 from mrl.models.base import ArchSpec
@@ -115,15 +116,16 @@ def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
 
 def _megatron(found: Resolved) -> Iterator[str]:
     """What Megatron is told that it would not be told without `megatron`, and what is on by itself on GPUs."""
-    config, moe = found.config, found.arch.moe is not None
+    config, moe, te = found.config, found.arch.moe is not None, asked_for(found.config)
     given = config.megatron.transformer
-    on = [f"transformer.{name}" for name in transformer_defaults(given, te=True, moe=moe)]
-    on += [f"ddp.{name}" for name in ddp_defaults(config.actor, config.megatron, te=True)]
-    on += ["ddp.overlap_grad_reduce"] if overlaps_gradients(config.actor, te=True) else []
+    on = [f"transformer.{name}" for name in transformer_defaults(given, te=te, moe=moe)]
+    on += [f"ddp.{name}" for name in ddp_defaults(config.actor, config.megatron, te=te)]
+    on += ["ddp.overlap_grad_reduce"] if overlaps_gradients(config.actor, te=te) else []
     yield "# Megatron's own fields"
     for section, name, before, after in changes(config.megatron):
         yield f"megatron.{section}.{name}: {_value(before)} -> {_value(after)}"
-    yield f"on where TransformerEngine is in use: {', '.join(on) or 'nothing'}"
+    where = "where TransformerEngine is in use" if te else "without TransformerEngine, as the config has it"
+    yield f"on {where}: {', '.join(on) or 'nothing'}"
     yield from (f"WARNING {warning}" for warning in forced(config, found.arch, found.grid))
     yield ""
 

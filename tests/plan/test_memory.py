@@ -1,6 +1,7 @@
 """The prediction of memory is what real actors hold, and adds up over phases."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -124,6 +125,15 @@ def test_terms_that_are_not_there_are_not_counted(tmp_path):
     (on_host,) = phases(tmp_path, "algorithm.kl_in=loss", device=Device(te=False, engine_copies=4, is_host=True))
     assert on_host.phases["rollout"]["engine's packed copies"] > on_host.phases["rollout"]["engine's weights"]
     assert on_host.phases["update"]["reference"] == on_host.phases["update"]["weights"] and on_host.host == 0
+
+
+def test_local_layers_are_counted_where_the_config_has_them(tmp_path):
+    """They share what samples of a prompt begin with; TransformerEngine's attention does not."""
+    te, local, neither = (
+        phases(tmp_path, f"actor.transformer_impl={impl}", device=replace(GPU, te=there))[0].phases["update"]
+        for impl, there in (("auto", True), ("local", True), ("auto", False))
+    )
+    assert te["activations"] > local["activations"] == neither["activations"]
 
 
 def test_what_is_offloaded_is_counted_where_it_is_needed(tmp_path):

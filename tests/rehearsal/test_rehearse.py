@@ -323,13 +323,15 @@ def test_other_settings_shrink_to_a_run_that_mrl_allows(setting, max_ranks, tmp_
 
 def test_what_only_gpus_have_of_megatrons_fields_is_left_out_and_told(tmp_path):
     fields = "megatron.transformer={moe_permute_fusion: true, bias_dropout_fusion: true, softmax_scale: 0.1}"
-    flex = "actor.moe_token_dispatcher_type=flex"
+    flex = "actor={moe_token_dispatcher_type: flex, transformer_impl: te}"
     report = run(tmp_path, EXPERTS, fields, flex, "megatron.unchecked=true", world_size=64, dry_run=True)
     told = "\n".join(report["not_covered"])
     assert "megatron.transformer.moe_permute_fusion: only TransformerEngine has it" in told
     assert "the flex dispatcher: tokens reached their experts by alltoall" in told
     assert "megatron.unchecked lets megatron.transformer.softmax_scale through" in "\n".join(report["warnings"])
-    passed = load(tmp_path / "out" / FIRST).megatron.transformer
+    small = load(tmp_path / "out" / FIRST)
+    passed = small.megatron.transformer
+    assert small.actor.transformer_impl == "auto"
     assert passed == {"bias_dropout_fusion": True, "softmax_scale": 0.1}
 
 

@@ -11,6 +11,7 @@ from mrl.distributed import transformer_engine
 from mrl.formats.checkpoint_metadata import METADATA, read_metadata
 from mrl.grid import Grid
 from mrl.megatron import checkpoint
+from mrl.megatron_fields.defaults import EXPERT_FUSIONS, FUSIONS
 from tests.megatron.actors import (
     ARCHS,
     CONSTANT,
@@ -25,6 +26,7 @@ from tests.megatron.actors import (
     scores,
     train,
 )
+from tests.megatron.trainings import assert_same
 from tests.ranks import run_ranks
 from tests.te import cuda
 
@@ -88,6 +90,41 @@ def test_scores_and_gradients_are_those_of_the_local_spec(case):
 def test_bf16_scores_are_near_those_of_the_local_spec():
     for (_, scored, _), (_, local, _) in run_ranks(2, both, ARCHS["qwen3"], Grid(2, cp=2), dtype="bfloat16"):
         torch.testing.assert_close(scored, local, rtol=0, atol=BF16_SCORE)
+
+
+OFF = {
+    "transformer": dict.fromkeys((*FUSIONS, *EXPERT_FUSIONS), False),
+    "ddp": {"overlap_param_gather": False},
+}
+"""What is on by itself, turned off."""
+
+
+def trained(arch, grid):
+    """Metrics and weights of three updates with what is on by itself, then without; and whether it was on."""
+    found = []
+    for megatron in ({}, OFF):
+        actor = {"transformer_impl": "te", "overlap_grad_reduce": None if not megatron else False}
+        policy = make_policy(arch, grid, actor=actor, megatron=megatron)
+        metrics, weights = train(policy, 3), full_weights(policy)
+        chunk, settings = policy.chunks[0], policy._replicas.chunks[0].ddp_config
+        layer, above = chunk.decoder.layers[0], chunk.output_layer
+        on = {
+            *(name for name in (*FUSIONS, *EXPERT_FUSIONS) if getattr(layer.config, name)),
+            *(name for name in ("overlap_grad_reduce", "overlap_param_gather") if getattr(settings, name)),
+        }
+        assert not above.gradient_accumulation_fusion  # Apex's
+        assert layer.self_attention.linear_qkv.fuse_wgrad_accumulation == (not megatron)
+        found.append((metrics, weights, on))
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen2_untied", "qwen3_moe"])
+def test_what_is_on_by_itself_changes_no_number(name):
+    arch = {**ARCHS, **MIXTURES}[name]
+    experts = set(EXPERT_FUSIONS) if arch.moe is not None else set()
+    (on, off), _ = run_ranks(2, trained, arch, Grid(2, ep=2 if arch.moe is not None else 1))
+    assert on[2] == {*FUSIONS, *experts, "overlap_grad_reduce", "overlap_param_gather"} and off[2] == set()
+    assert_same(on[:2], off[:2])
 
 
 def chosen(**parallel):

@@ -89,7 +89,8 @@ def parity(bench: Bench) -> Facts:
     metrics = job.policy.update(own, algorithm)
     folder, low = job.config.model.path or "", DTYPES[job.config.model.dtype]
     exact, loss, norm = by_transformers(folder, torch.float32, batch, job.device)
-    facts: Facts = {"tokens": exact.numel(), "dtype": job.config.model.dtype, "loss": loss, "gradient norm": norm}
+    facts: Facts = {"layers": _layers(bench), "dtype": job.config.model.dtype, "tokens": exact.numel()}
+    facts |= {"loss": loss, "gradient norm": norm}
     bounds = {"log-probabilities": EXACT, "loss": EXACT, "gradient": EXACT}
     if low != torch.float32:
         near, near_loss, near_norm = by_transformers(folder, low, batch, job.device)
@@ -114,6 +115,10 @@ def parity(bench: Bench) -> Facts:
                 f"{name}: {each:.3g} from transformers in fp32, expected at most {bounds[name]:.3g}", facts
             )
     return facts
+
+
+def _layers(bench: Bench) -> str:
+    return "TransformerEngine's" if bench.job.policy.uses_te else "Megatron's local ones"
 
 
 def _apart(found: Tensor, expected: Tensor) -> float:
@@ -181,18 +186,18 @@ def update(bench: Bench) -> Facts:
     job.policy.start_optimizer(learning_rate(config))
     ours = best_time(lambda: job.policy.update(batch, algorithm), job.device, 3)
     job.policy.offload()
-    te = job.policy.uses_te
-    plain = PlainMegatron(job.arch, dtype=DTYPES[config.model.dtype], device=job.device, te=te)
+    te, dtype = job.policy.uses_te, DTYPES[config.model.dtype]
+    plain = PlainMegatron(job.arch, dtype=dtype, device=job.device, te=te)
     tokens_BT, rows = batch.tokens_P.view(num, length), max(1, config.actor.max_tokens_per_microbatch // length)
     theirs = best_time(lambda: plain.update(tokens_BT, rows), job.device, 3)
     lens = [length] * num
     rate = 3 * forward_flops(job.arch, lens) / ours
     facts: Facts = {
-        "layers": "TransformerEngine's" if te else "Megatron's local ones",
+        "layers": _layers(bench),
         "tokens/s": num * length / ours,
         "tokens/s of plain Megatron-Core": num * length / theirs,
         "ratio": theirs / ours,
-        "of the product's rate measured here": rate / matrix_rate(DTYPES[config.model.dtype], job.device),
+        "of the product's rate measured here": rate / matrix_rate(dtype, job.device),
     }
     name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else ""
     facts |= mfu_metrics(job.arch, lens, update_s=ours, num_passes=1, world_size=1, device_name=name)
@@ -334,6 +339,7 @@ def _experts(bench: Bench) -> Facts:
 FUNCTIONS: dict[str, Callable[[Any], Facts]] = {
     **gpu_commands.FUNCTIONS,
     "parity": parity,
+    "parity_local": parity,
     "experts": _experts,
     "refit": checks.refit,
     "logprobs": checks.logprobs,

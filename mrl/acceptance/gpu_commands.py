@@ -137,13 +137,14 @@ def _import(name: str) -> str:
 
 def commit(bench: Commands) -> Facts:
     """The last step once more, from the commit before it."""
-    run = RunDir(bench.folder / "committed")
+    run = RunDir(bench.folder / ("committed_async" if bench.config.checkpoint.async_save else "committed"))
     first = bench.train(run, *bench.words)
+    waited = {name: value for name, value in last_metrics(run.timings).items() if "checkpoint" in name}
     steps = run.committed_steps()
     sizes = {step: _size(run.checkpoints / f"step-{step:08d}") for step in steps}
     shutil.rmtree(run.checkpoints / f"step-{steps[-1]:08d}")
     again = bench.train(run, *bench.words)
-    facts: Facts = {"commits": steps, "bytes of a commit": sizes[steps[-1]], "metrics compared": len(first)}
+    facts: Facts = {"commits": steps, "bytes of a commit": sizes[steps[-1]], "metrics compared": len(first), **waited}
     apart = difference(first, again)
     facts["largest relative difference"] = apart[1]
     if apart[1] > (0.0 if bench.device == "cpu" else RERUN):
@@ -196,6 +197,7 @@ def transport(bench: Commands) -> Facts:
 FUNCTIONS: dict[str, Callable[[Commands], Facts]] = {
     "device": device,
     "commit": commit,
+    "commit_async": commit,
     "quickstart": quickstart,
     "rollout": rollout,
     "transport": transport,

@@ -49,6 +49,13 @@ CHECKS: dict[str, GpuCheck] = {
         "the actor computes another model, or another gradient, than its weights say",
         f"try actor.transformer_impl=local; {NO_TRAIN}",
     ),
+    "parity_local": GpuCheck(
+        JOB,
+        "The same of Megatron's local layers: is it TransformerEngine, or what is around it?",
+        "what both share is wrong: packing, layout or weights",
+        NO_TRAIN,
+        settings=("actor.transformer_impl=local",),
+    ),
     "experts": GpuCheck(
         JOB,
         "The same of a mixture of experts, with grouped products",
@@ -113,6 +120,13 @@ CHECKS: dict[str, GpuCheck] = {
         "a commit does not hold all of the run's state",
         "a resumed run goes on as another run; do not rely on requeueing until it is found",
         settings=STEPS,
+    ),
+    "commit_async": GpuCheck(
+        COMMANDS,
+        "The same of commits that are written while training goes on, and how long training waits for them",
+        "a commit is of other weights than those of its step",
+        "checkpoint.async_save=false",
+        settings=(*STEPS, "checkpoint.async_save=true"),
     ),
     "quickstart": GpuCheck(
         COMMANDS,

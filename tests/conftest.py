@@ -28,7 +28,7 @@ LONGEST = (
     "launch/test_strangers.py", "survival/test_ending.py", "launch/test_hosts.py", "launch/test_mpirun.py",
     "doctor/test_doctor.py", "te/test_actor.py", "trtllm/test_runs.py", "trtllm/test_built_ranks.py",
     "run_folder/test_commit_kills.py",
-    "fuzz/test_fixed.py", "test_wiring.py",
+    "fuzz/test_fixed.py", "acceptance/test_gpu.py", "test_wiring.py",
 )  # fmt: skip
 """Begun first, in this order: one of them at the end would keep one worker busy while the others are done. Those that
 mostly wait stand between those that mostly compute."""

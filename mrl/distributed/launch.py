@@ -209,14 +209,14 @@ def start(
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         store = store or private(meet(timeout_s))
-        _allow_sockets()
+        allow_sockets()
         dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
         _exchange(own, env.world_size)
     return own
 
 
-def _allow_sockets() -> None:
-    """As many open files as the host allows: each group has a connection to each of its ranks."""
+def allow_sockets() -> None:
+    """As many open files as the host allows: groups have a connection to each of their ranks, and so have stores."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
 import sys
 import threading
@@ -142,8 +141,7 @@ def run(words: Sequence[str]) -> int:
         words: Its arguments.
     """
     threading.Thread(target=_hand_on, name="signals", daemon=True).start()
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the store has two connections of each rank
+    launch.allow_sockets()
     vars(api)["LocalElasticAgent"] = Agent
     elastic.install(launch.job_token(make=is_on_one_host(words)))
     launch.share_no_store()

@@ -60,8 +60,8 @@ def meet(environment: Environment, timeout_s: float, *, served: bool = False, to
     except RuntimeError as error:  # torch's DistNetworkError and DistStoreError are RuntimeErrors
         raise ClusterError(
             f"rank {environment.rank} on {socket.gethostname()} cannot reach rank 0 at {address}:{port}: "
-            f"{first_line(error)}. Name a host and a free port of rank 0 that all hosts reach, by MASTER_ADDR and "
-            "MASTER_PORT."
+            f"{first_line(error).rstrip('.')}. Name a host and a free port of rank 0 that all hosts reach, by "
+            "MASTER_ADDR and MASTER_PORT."
         ) from error
     if over_mpi and environment.rank == 0:
         mpi.tell((address, store.port, token), environment)

@@ -107,8 +107,7 @@ class Doctor:
             if env.rank == 0:
                 self._found += [*mistakes, problem("meeting", str(error), "")]
                 return self._print()
-            if env.local_rank == 0:  # nobody else can tell
-                sys.stderr.write(f"mrl doctor on {socket.gethostname()}: problem: {error}\n")
+            self._say_alone(str(error))
             return 2
         meeting = self._meeting(self._store)
         whole, status = False, 2
@@ -384,6 +383,11 @@ class Doctor:
                 self._meeting(reconnect(self._store)).fail("this host", f"'{stage}' has {hangs}")
             elif self._store is not None:
                 self._meeting(reconnect(self._store)).tell("end", None)
+            elif stage == "meeting":
+                where = f"{env.address}:{env.port}" if env.address else "an address that MPI would tell"
+                self._say_alone(f"rank {env.rank} cannot reach rank 0 at {where}: {hangs}; {WAYS[stage]}")
+            else:
+                self._say_alone(f"'{stage}' has {hangs}")
         except RuntimeError:  # the store is gone, and rank 0 with it
             pass
         finally:
@@ -398,6 +402,11 @@ class Doctor:
         if missing:
             return self._absent(stage, missing)
         return problem(stage, f"{hangs}, with all ranks in it", WAYS.get(stage, ELSE))
+
+    def _say_alone(self, error: str) -> None:
+        """What stopped a rank that has not met the others: nobody else can tell; once for each host."""
+        if self._environment.local_rank == 0:
+            sys.stderr.write(f"mrl doctor on {socket.gethostname()}: problem: {error}\n")
 
     def _print(self) -> int:
         with self._lock:

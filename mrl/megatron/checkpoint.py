@@ -143,6 +143,7 @@ class Writing:
                 is written before this returns.
         """
         self.seconds = 0.0
+        self._dropped = threading.Event()
         self._folder, self._finalize = folder, request.finalize_fns
         self._hashes: dict[Path, File] = {}
         self._error: Exception | None = None
@@ -154,7 +155,7 @@ class Writing:
         if memory is None:
             request.async_fn(rank, buckets, results)
             return
-        buckets = [_apart(bucket, memory) for bucket in buckets]
+        buckets = [_apart(bucket, memory, self._dropped) for bucket in buckets]
         write = partial(request.async_fn, rank, buckets, results)
         self._thread = threading.Thread(target=self._run, args=(write, [Path(file) for file, _, _ in buckets]))
         self._thread.start()
@@ -182,11 +183,17 @@ class Writing:
             raise self._error
         return self._hashes
 
+    def drop(self) -> None:
+        """Gives this rank's files up: none is written to when this returns, and there will be no checkpoint."""
+        self._dropped.set()
+        if self._thread is not None:
+            self._thread.join()
+
     def _run(self, write: Callable[[], None], files: list[Path]) -> None:
         began = time.monotonic()
         try:
             write()
-            self._hashes = {file: hash_file(file) for file in files}
+            self._hashes = {file: hash_file(file) for file in files if not self._dropped.is_set()}
         except Exception as error:  # noqa: BLE001 -- `finish` raises it
             self._error = error
         self.seconds = time.monotonic() - began
@@ -205,13 +212,24 @@ def _memory(policy: Policy) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
-def _apart(bucket: Any, memory: set[int]) -> Any:
-    """Megatron's bucket of a file; what lies in `memory` is copied."""
+class DroppedError(Exception):
+    """A checkpoint was given up while it was written."""
+
+
+def _apart(bucket: Any, memory: set[int], dropped: threading.Event) -> Any:
+    """Megatron's bucket of a file; what lies in `memory` is copied. Writing it ends where it is dropped."""
     file, key, (objects, tensors) = bucket
     copies = [
         (item, tensor.clone() if tensor.untyped_storage().data_ptr() in memory else tensor) for item, tensor in tensors
     ]
-    return file, key, (objects, copies)
+    return file, key, (objects, _until(dropped, copies))
+
+
+def _until(dropped: threading.Event, items: list[Any]) -> Iterator[Any]:
+    for item in items:
+        if dropped.is_set():
+            raise DroppedError
+        yield item
 
 
 @contextmanager

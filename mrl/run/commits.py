@@ -69,6 +69,11 @@ class Commits:
         self._saver = megatron_checkpoint.Saver(policy)
         self._pending: _Pending | None = None
 
+    @property
+    def writing(self) -> megatron_checkpoint.Writing | None:
+        """What is being written of a commit; None: nothing is."""
+        return None if self._pending is None else self._pending.writing
+
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Collective over the job: everything that `resume` needs to go on after `step` as if nothing had happened.
 
@@ -109,6 +114,12 @@ class Commits:
             f", written beside the training in {written_s:.1f} s, which waited {waited_s:.1f} s" if written_s else ""
         )
         self._log.note(f"checkpoint {path}{beside}")
+
+    def close(self) -> None:
+        """Drops a commit that is being written: the job ends without it, by an error or Ctrl-C."""
+        if self.writing is not None:
+            self.writing.drop()
+        self._pending = None
 
     def _begin(self, standing: Standing, *, beside: bool) -> None:
         """Collective over the job: a commit is on its way; the one before it is there first."""

@@ -97,7 +97,8 @@ class Job:
         self.rates = Rates(plan, device, self.timers, self.sampler.engine)
 
     def close(self) -> None:
-        """Ends worker processes and frees the engine."""
+        """Ends worker processes, drops a commit that is not written yet, and frees the engine."""
+        self.commits.close()
         if self.scorer is not None:
             self.scorer.close()
         self.sampler.engine.close()

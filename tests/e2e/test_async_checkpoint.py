@@ -1,20 +1,35 @@
 """Checkpoints that are written beside the training: the same numbers, whole or not there, killed at any moment."""
 
+import functools
 import json
+import os
+import resource
+import signal
+import subprocess
 import threading
+import time
 
 import pytest
+import torch.distributed as dist
 
+from mrl.config import CheckpointConfig
+from mrl.distributed.local_ranks import forks
+from mrl.errors import UserError
 from mrl.megatron import checkpoint
-from mrl.run_folder.commit import read_commit
+from mrl.run_folder.checkpoint import Checkpoints
+from mrl.run_folder.commit import committed_steps, read_commit
 from tests.e2e import async_kills, runs
 from tests.e2e.async_kills import ASYNC
+from tests.full_disk import full_disk
 from tests.megatron.actors import ARCHS, LAYOUTS, full_weights, make_policy, train
 from tests.megatron.test_checkpoint import RATE
-from tests.ranks import run_ranks
+from tests.ranks import PRELOAD, run_ranks
 
 PARTS = [0.5, 0.97]
 """Of all moments of the run: in its second commit, and in its last."""
+END_S = 120
+HEARD_S = 0.5
+"""From a signal to what the main thread does about it."""
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +103,99 @@ def trained_on_while_written(folder, distributed):
 def test_what_is_written_is_what_was_there_when_it_began(distributed, tmp_path):
     for found in run_ranks(2, trained_on_while_written, tmp_path / "actor", distributed):
         assert found == (True, True, 1)
+
+
+def told_while_written(folder, number, after):
+    """In a process of its own: a run that gets the signal while its first commit is written, after `after` lines."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    write_item, lock, written = filesystem_async._write_item, threading.Lock(), folder / "written"
+    lines = folder / "run" / "metrics.jsonl"
+
+    @functools.wraps(write_item)
+    def held(*args, **kwargs):
+        with lock:  # a thread for each of two files
+            if not written.exists():
+                while len(lines.read_text().splitlines()) < after:
+                    time.sleep(0.01)
+                os.kill(os.getpid(), number)
+                time.sleep(HEARD_S)
+            with written.open("a") as count:
+                count.write("x")
+        return write_item(*args, **kwargs)
+
+    filesystem_async._write_item = held
+    runs._alone(str(folder), runs.arguments(folder, ASYNC), {})
+
+
+@pytest.mark.parametrize(
+    ("number", "steps", "status", "said", "committed"),
+    [
+        (signal.SIGUSR1, 0, 75, "stopped by SIGUSR1 after step 0, which is committed", [0]),
+        (signal.SIGTERM, 1, 75, "stopped by SIGTERM after step 1, which is committed", [0, 1]),
+        (signal.SIGINT, 1, 130, "interrupted.\nThere is no checkpoint yet", []),
+    ],
+    ids=["what_stands_is_written", "a_step_further", "ctrl_c"],
+)
+def test_a_run_that_is_told_to_end_while_it_writes_goes_on_identically(
+    number, steps, status, said, committed, whole, tmp_path
+):
+    folder, _ = whole
+    before = 1 + next(index for index, row in enumerate(runs.metrics(folder)) if row["step"] == 0)  # warm start
+    process = forks(PRELOAD).Process(target=told_while_written, args=(tmp_path, number, before + steps))
+    process.start()
+    process.join(END_S)
+    output = (tmp_path / "output.txt").read_text()
+    assert process.exitcode == status and said in output and "Traceback" not in output, output
+    assert committed_steps(tmp_path / "run" / "checkpoints") == committed
+    if number == signal.SIGINT:
+        assert len((tmp_path / "written").read_text()) < 5, "a commit that is dropped was written on"
+    assert async_kills.goes_on(tmp_path, runs.metrics(folder))
+
+
+def test_a_disk_that_fills_while_it_is_written_to_ends_the_run_with_the_commit_before(whole, tmp_path):
+    folder, _ = whole
+    commits = tmp_path / "run" / "checkpoints"
+    sizes = [
+        sum(file.stat().st_size for file in (folder / "run/checkpoints" / name).rglob("*"))
+        for name in ("reference-00000000", "step-00000004", "step-00000004")
+    ]
+    with full_disk(commits, f"{(sum(sizes) - sizes[-1] // 2) // 1024}k"):
+        process = runs.fork(tmp_path, ASYNC)
+        process.join(END_S)
+        output = (tmp_path / "output.txt").read_text()
+        assert process.exitcode == 2 and output.count("mrl: error") == 1 and "Traceback" not in output, output
+        assert "No space left on device" in output and "The last checkpoint is of step 0" in output
+        assert committed_steps(commits) == [0] and not list(commits.glob(".writing-*"))
+        subprocess.run(["mount", "-o", "remount,size=64m", str(commits)], check=True)
+        assert async_kills.goes_on(tmp_path, runs.metrics(folder))
+
+
+def refused_beside(folder):
+    """What a rank hears of a commit of which rank 1 cannot write a file."""
+    policy = make_policy(ARCHS["qwen2"], LAYOUTS["dp2"])
+    policy.start_optimizer(RATE)
+    saver, commits = checkpoint.Saver(policy), Checkpoints(folder, CheckpointConfig())
+
+    def begin(step):
+        return commits.begin(step, lambda path: saver.begin(path / "actor", beside=True), {"step": step})
+
+    commits.finish(begin(1))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+    try:
+        unfinished = begin(2)
+        train(policy, 1)
+        commits.finish(unfinished)
+    except UserError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    raise AssertionError("a commit without a file")
+
+
+def test_what_one_rank_cannot_write_beside_the_training_is_told_on_all(tmp_path):
+    for said in run_ranks(2, refused_beside, tmp_path):
+        assert "failed" in said and "File too large" in said and "last whole checkpoint" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

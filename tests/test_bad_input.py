@@ -138,6 +138,7 @@ BEST = ("data.val_files=train.jsonl", "train.eval_interval=1", "checkpoint.keep_
 OVERRIDES = [
     # what is given instead, what the message says
     ("unknown key", ["train.num_step=3"], "Did you mean 'train.num_steps'?"),
+    ("key of another section", ["rollout.num_samples=3"], "'observe.num_samples'? Keys of 'rollout': name, "),
     ("unknown key in a list", ["reward.functions[0].nam=math"], "'reward.functions[0].nam' is unknown"),
     ("wrong type", ["train.num_steps=many"], "'many' came, expected a whole number"),
     ("unknown choice", ["run.resume=maybe"], "expected one of auto, never, must"),
@@ -305,6 +306,22 @@ def test_evaluate_without_prompts_or_checkpoint_is_refused(case):
     files = f"data.val_files=[{held_out}]"
     assert "7" in case.refused(files, "--checkpoint", "7", command="evaluate")
     assert "is not a checkpoint" in case.refused(files, "--checkpoint", str(case.folder), command="evaluate")
+
+
+def test_evaluate_continues_nothing(case):
+    case.works("checkpoint.interval=1")
+    held_out = case.write_rows("val.jsonl", ROWS)
+    case.works(f"data.val_files=[{held_out}]", "run.resume=never", command="evaluate")
+
+
+def test_a_logger_without_its_package_is_found_before_ranks_start(case, monkeypatch):
+    """A plan or a rehearsal may be made on a machine that needs no W&B: told, not refused."""
+    monkeypatch.setitem(sys.modules, "wandb", None)  # Python's own way to say that there is no such module
+    project, told = "observe.wandb_project=mine", "the package 'wandb' is not installed. Run `pip install wandb`"
+    assert told in case.refused(project) and told in case.refused(project, "--dry-run")
+    for command in ("plan", "rehearse"):
+        verb, *options = COMMANDS[command]
+        case.works(project, *options, command=verb)
 
 
 def test_a_report_of_no_run_is_refused(case):

@@ -186,10 +186,12 @@ def test_a_resume_tells_changed_settings_under_a_heading_and_step_0_has_its_own_
     warm = ("train.warm_start={num_steps: 1, batch_size: 2}", "data.task_kwargs.num_val=2")
     words = ["train", config, *TINY, *warm]
     assert cli.main([*words, "train.num_steps=1"]) == 0
-    assert cli.main([*words, "train.num_steps=2", "actor.lr=0.5", "observe.console=plain"]) == 0
+    changed = ("train.num_steps=2", "actor.lr=0.5", "actor.lr_schedule=linear", "observe.console=plain")
+    assert cli.main([*words, *changed]) == 0
     told = capsys.readouterr().out
     assert (
-        "\nsettings changed since the last start:\n  actor.lr: 1e-06 -> 0.5\n  train.num_steps: 1 -> 2\n" in f"\n{told}"
+        "\nsettings changed since the last start:\n  actor.lr: 1e-06 -> 0.5\n  actor.lr_schedule: constant -> linear\n"
+        "  train.num_steps: 1 -> 2\n  so actor.lr_schedule=linear is that of a run of 2 steps\n" in f"\n{told}"
     )
     rows = [json.loads(line) for line in (tmp_path / "runs/default/timings.jsonl").read_text().splitlines()]
     (zero,) = [row for row in rows if row["phase"] == "train" and row["step"] == 0]

@@ -10,12 +10,13 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from mrl import config as config_module
-from mrl.config import Config
+from mrl.algorithms.base import resolve
+from mrl.config import AlgorithmConfig, Config
 from mrl.errors import UserError
 from mrl.files.durable import replace_file
 from mrl.files.step_file import Row, number, read_rows
@@ -24,6 +25,7 @@ from mrl.observe.data_sources import headlines
 from mrl.observe.page import card, cell, grid, header, page, section, table
 from mrl.observe.words import clock, short
 from mrl.run_folder.run_dir import RunDir, flat, read_facts
+from mrl.schema import registry
 
 EDGE_STEPS = 5
 """Headline rewards are means over this many first and last steps."""
@@ -337,10 +339,19 @@ def _answered(row: Row) -> str:
     return cell(str(row.get("response", "")) + cut, "text") + cell(value, f"num {tone}")
 
 
+def _defaults(algorithm: str) -> dict[str, Any]:
+    """What a run of this algorithm has where its config says nothing; code of a user's own is not run for a report."""
+    own = flat(asdict(Config()))
+    if algorithm not in registry.names("algorithms"):
+        return own
+    filled = replace(Config(), algorithm=resolve(AlgorithmConfig(name=algorithm)))
+    return flat(asdict(filled)) | {"algorithm.name": own["algorithm.name"]}
+
+
 def _differences(config: Config | None) -> str:
     if config is None:
         return ""
-    mine, default = flat(asdict(config)), flat(asdict(Config()))
+    mine, default = flat(asdict(config)), _defaults(config.algorithm.name)
     keys = [key for key in mine if mine[key] != default.get(key)]
     rows = [
         cell(key, "text") + cell(_value(mine[key]), "text") + cell(_value(default.get(key)), "text") for key in keys

@@ -27,20 +27,26 @@ from mrl.preflight.rollout import length_rules, position_rules, sampling_rules
 from mrl.preflight.train import share_rules, step_rules
 
 
-def check_config(config: Config, world_size: int, *, supervised: bool = False) -> None:
+def check_config(config: Config, world_size: int, *, supervised: bool = False, arch: ArchSpec | None = None) -> None:
     """All rules that need no model.
 
     Args:
         config: What was asked for.
         world_size: Ranks of the job.
         supervised: The algorithm samples nothing.
+        arch: The model's structure, where it is known: a layout that does not divide it is not one to start ranks for.
 
     Raises:
         UserError: Each broken rule, with the keys and what to do.
     """
     _raise([*range_rules(config), *fixed_rules(config), *name_rules(config)])
-    check_ranks(config, world_size)
     grid = grid_of(config, world_size)
+    not_divided = [] if arch is None else list(division_rules(arch, grid))
+    try:
+        check_ranks(config, world_size)
+    except UserError:
+        _raise(not_divided)
+        raise
     broken = [
         *layout_rules(config, grid),
         *step_rules(config, grid),
@@ -52,7 +58,7 @@ def check_config(config: Config, world_size: int, *, supervised: bool = False) -
         *share_rules(config, grid, supervised=supervised),
         *idle_rules(config, grid, supervised=supervised),
     ]
-    _raise(broken)
+    _raise([*not_divided, *broken] if broken else [])
 
 
 def check(
@@ -70,8 +76,8 @@ def check(
     Raises:
         UserError: Each broken rule, with the keys and what to do.
     """
-    check_config(config, world_size, supervised=supervised)
     check_size(arch)
+    check_config(config, world_size, supervised=supervised, arch=arch)
     grid = grid_of(config, world_size)
     broken = [
         *division_rules(arch, grid),

@@ -121,6 +121,7 @@ def check_run(config: Config, world_size: int, *, launcher: str | None = None, t
     config = local_models(config)
     found = resolve(config, world_size)
     _check_engine(config.rollout.name)
+    _check_loggers(config, tell)
     _check_output_dir(config.run.output_dir, tell)
     for key, path in (("model.path", config.model.path), ("reference.path", config.reference.path)):
         if path is not None:
@@ -202,6 +203,19 @@ def _check_engine(name: str) -> None:
     engine = find("engines", name, "ENGINE")
     if not (isinstance(engine, type) and issubclass(engine, RolloutEngine)):
         raise UserError(f"rollout.name={name} is {engine!r}, expected a subclass of mrl.engines.base.RolloutEngine.")
+
+
+def _check_loggers(config: Config, tell: Tell | None) -> None:
+    """The packages of the loggers; `tell` is given what is missing where the run may be on another machine."""
+    for name in names("observe.loggers"):
+        check = find("observe.loggers", name, "check", None)
+        try:
+            if check is not None:
+                check(config)
+        except UserError as error:
+            if tell is None:
+                raise
+            tell(f"on this machine {error}")
 
 
 def _check_output_dir(folder: str, tell: Tell | None) -> None:

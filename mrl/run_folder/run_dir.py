@@ -33,6 +33,8 @@ IDENTITY_KEYS = ("model.", "data.", "algorithm.name", "run.seed", "train.warm_st
 HELD_OUT = "data.val_files"
 """The one key of data that training does not see."""
 
+STEPS = "train.num_steps"
+
 FREE_KEYS = ("run.", "observe.", "checkpoint.", "parallel.", HELD_OUT)
 """These say how a run is executed and shown, not what it computes; a change is not worth a word."""
 
@@ -188,7 +190,11 @@ class RunDir:
                 f"run.output_dir '{self.root}' holds a run of another config: {'; '.join(other_run)}. "
                 "Put these keys back to resume it, or choose another run.output_dir."
             )
-        return [line for key, line in lines.items() if not key.startswith(FREE_KEYS)]
+        told = [line for key, line in lines.items() if not key.startswith(FREE_KEYS)]
+        if STEPS in lines and config.actor.lr_schedule != "constant":
+            schedule, steps = config.actor.lr_schedule, config.train.num_steps
+            told.append(f"so actor.lr_schedule={schedule} is that of a run of {steps} steps")
+        return told
 
 
 def read_facts(run: RunDir) -> dict[str, Any]:

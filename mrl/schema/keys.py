@@ -76,7 +76,8 @@ def _section(raw: Any, known: dict[str, Any], path: str, schema: type) -> Iterat
         if key not in known:
             near = _nearest(str(key), path, list(known), schema)
             where = f"Keys of '{path}'" if path else "Sections"
-            hint = f"Did you mean '{near}'?" if near else f"{where}: {', '.join(known)}."
+            own = "" if near and near.rpartition(".")[0] == path else f"{where}: {', '.join(known)}."
+            hint = " ".join(filter(None, [f"Did you mean '{near}'?" if near else "", own]))
             raise UserError(f"config key '{full}' is unknown. {_foreign(full, value) or hint}")
         yield from _walk(value, known[key], full, schema)
 

@@ -4,11 +4,14 @@ import base64
 import hashlib
 import math
 import re
+from dataclasses import fields
 from html.parser import HTMLParser
 
 import pytest
 from bokeh.resources import Resources
 
+from mrl.algorithms.base import resolve
+from mrl.config import AlgorithmConfig
 from mrl.errors import UserError
 from mrl.observe.report import write_report
 from mrl.run_folder.commit import Commit, File
@@ -121,6 +124,16 @@ def test_settings_changed_on_resume_have_a_heading(tmp_path):
         run_steps(log, 2, 2)
     words = Page(write_report(run.root)).words
     assert "Settings changed on resume" in words and "actor.lr: 1e-06 -> 0.5" in words
+
+
+def test_what_the_algorithm_fills_in_is_no_difference(tmp_path):
+    made = resolve(AlgorithmConfig(name="dapo", clip_low=0.125))
+    filled = {item.name: getattr(made, item.name) for item in fields(made)}
+    with logging(tmp_path, num_steps=1, algorithm=filled) as (run, log):
+        run_steps(log, 1, 1)
+    words = Page(write_report(run.root)).words
+    assert "algorithm.name" in words and "algorithm.clip_low" in words
+    assert "algorithm.clip_high" not in words and "algorithm.dynamic_sampling" not in words
 
 
 def test_nothing_is_loaded_from_outside_and_only_two_scripts_may_run(whole):

@@ -13,7 +13,9 @@ RULES = [
     # overrides, ranks, what the message says
     ([f"{TP}=2"], 1, f"{TP}=2 does not divide the 1 rank"),
     ([f"{TP}=2"], 1, "torchrun --nproc-per-node 2 -m mrl ... (launch/torchrun.sh); only look at it: mrl train"),
-    ([f"{TP}=2", f"{ROLLOUT_TP}=3"], 1, f"--world-size 6; or do with one process: {TP}=1 {ROLLOUT_TP}=1"),
+    ([f"{TP}=2", f"{ROLLOUT_TP}=4"], 1, f"--world-size 4; or do with one process: {TP}=1 {ROLLOUT_TP}=1"),
+    ([f"{TP}=3"], 1, f"{TP}=3 does not divide the model's attention heads (4)"),
+    ([f"{ROLLOUT_TP}=3"], 1, f"{ROLLOUT_TP}=3 does not divide the model's attention heads (4)"),
     ([f"{ROLLOUT_TP}=2"], 1, f"--world-size 2; or do with one process: {ROLLOUT_TP}=1"),
     ([f"{TP}=2", "parallel.sequence_parallel=true"], 1, f"one process: {TP}=1 parallel.sequence_parallel=false"),
     ([f"{TP}=2", f"{PP}=2"], 6, "= 4 does not divide the 6 rank"),

@@ -1,7 +1,9 @@
 """The interface of a logger. A logger is a file in this folder that defines `LOGGER`, a function of an `Opening`.
 
 Owns `Logger` and `Opening`. `LOGGER` returns the logger, or None where the config does not want it, and raises
-UserError where it is wanted and cannot work (package missing). Loggers exist on rank 0 only.
+UserError where it is wanted and cannot work. Loggers exist on rank 0 only. A logger that needs a package which mrl does
+not install defines `check(config)` too: it raises UserError where the logger is wanted and the package is missing, and
+is asked before a run begins.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from mrl.config import Config
@@ -31,6 +34,12 @@ class Opening:
     config: Config
     run: RunDir
     resume_step: int | None
+
+
+def installed(package: str) -> bool:
+    """Whether a package can be imported; a folder of its name (such as the one that wandb writes) is none."""
+    found = find_spec(package)
+    return found is not None and found.origin is not None
 
 
 class Logger(ABC):

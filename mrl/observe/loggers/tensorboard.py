@@ -15,9 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mrl.config import Config
 from mrl.errors import UserError
 from mrl.files.durable import append
-from mrl.observe.loggers.base import Logger, Opening, Phase
+from mrl.observe.loggers.base import Logger, Opening, Phase, installed
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -98,17 +99,24 @@ class EventFile:
         append(self._stream.fileno(), content.getvalue(), self._path)
 
 
+def check(config: Config) -> None:
+    """Refuses event files without the package that writes them.
+
+    Raises:
+        UserError: With what to install.
+    """
+    if config.observe.tensorboard and not installed("tensorboard"):
+        raise UserError(
+            "observe.tensorboard is true, and the package 'tensorboard' is not installed. "
+            "Run `pip install tensorboard`, or set observe.tensorboard=false."
+        )
+
+
 def open_tensorboard(opening: Opening) -> TensorBoard | None:
     """The logger where `observe.tensorboard` is set."""
     if not opening.config.observe.tensorboard:
         return None
-    try:
-        import torch.utils.tensorboard  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            "observe.tensorboard is true, and the package 'tensorboard' is not installed. "
-            "Run `pip install tensorboard`, or set observe.tensorboard=false."
-        ) from error
+    check(opening.config)
     return TensorBoard(opening)
 
 

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from mrl.config import Config
 from mrl.errors import UserError
-from mrl.observe.loggers.base import Logger, Opening, Phase
+from mrl.observe.loggers.base import Logger, Opening, Phase, installed
 
 
 class WandB(Logger):
@@ -60,17 +61,27 @@ class WandB(Logger):
         self._run.finish()
 
 
+def check(config: Config) -> None:
+    """Refuses a project without the package that sends to it.
+
+    Raises:
+        UserError: With what to install.
+    """
+    project = config.observe.wandb_project
+    if project is not None and not installed("wandb"):
+        raise UserError(
+            f"observe.wandb_project is '{project}', and the package 'wandb' is not installed. "
+            "Run `pip install wandb`, or set observe.wandb_project=null."
+        )
+
+
 def open_wandb(opening: Opening) -> WandB | None:
     """The logger where `observe.wandb_project` is set."""
     if opening.config.observe.wandb_project is None:
         return None
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError(
-            f"observe.wandb_project is '{opening.config.observe.wandb_project}', and the package 'wandb' is not "
-            "installed. Run `pip install wandb`, or set observe.wandb_project=null."
-        ) from error
+    check(opening.config)
+    import wandb
+
     return WandB(opening, wandb)
 
 

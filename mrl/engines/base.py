@@ -93,7 +93,7 @@ class EngineSpec:
         dtype: Of the stored weights.
         decode: Token ids -> text, for stop strings.
         model_folder: Collective over the job: a Hugging Face folder with the model's config.json and tokenizer, which
-            every rank can read; it is written on the first call where the model is a preset.
+            every rank can read; it is written on the first call, for the versions of transformers in mrl's range.
         timeout_s: Longest wait for another rank or process, s.
         trains_on_logprobs: Whether the loss reads `rollout_logprobs`; False where only metrics do.
     """

@@ -8,7 +8,6 @@ installed version is newer than the lists: then it must have its default.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +38,9 @@ OF_TRANSFORMERS = "how transformers runs the model, not what it computes"
 _CLASSIFIER = "of a classifier's head"
 TRAINING = "acts while transformers trains; mrl trains on the probabilities that the engine samples from"
 _ONE_MODEL = "it describes a model of several parts"
+_SAMPLING = "of transformers' generate; the `rollout` section says how tokens are sampled"
+_OTHER_MODELS = "of models with an encoder, or of the tokenizer"
+_OTHER_FRAMEWORKS = "of TensorFlow or TorchScript"
 
 WITHOUT_EFFECT: Mapping[str, str] = {
     "architectures": "the family is chosen by model_type",
@@ -66,10 +68,30 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "torch_dtype": "the config says which dtype mrl computes in",
     "transformers_version": "who wrote the file",
     "use_cache": OF_TRANSFORMERS,
-}
+    **dict.fromkeys(
+        (
+            "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping",
+            "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
+            "forced_eos_token_id", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size",
+            "num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "remove_invalid_values",
+            "repetition_penalty", "return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p",
+            "typical_p",
+        ),
+        _SAMPLING,
+    ),
+    **dict.fromkeys(
+        (
+            "cross_attention_hidden_size", "decoder_start_token_id", "finetuning_task", "is_decoder", "prefix",
+            "sep_token_id", "task_specific_params", "tie_encoder_decoder", "tokenizer_class",
+        ),
+        _OTHER_MODELS,
+    ),
+    **dict.fromkeys(("tf_legacy_loss", "torchscript", "use_bfloat16"), _OTHER_FRAMEWORKS),
+}  # fmt: skip
 """Key -> why log-probabilities do not depend on it."""
 
 HELD: Mapping[str, tuple[Any, str]] = {
+    "add_cross_attention": (False, _ONE_MODEL),
     "attention_chunk_size": (None, "all layers must attend to the whole context"),
     "configuration_files": (None, "transformers would read another file in place of this one"),
     "decoder": (None, _ONE_MODEL),
@@ -81,7 +103,9 @@ HELD: Mapping[str, tuple[Any, str]] = {
     "kv_sharing_modes": (None, "every layer must have its own keys and values"),
     "mlp_layer_types": (None, "all layers must have the same MLP"),
     "mtp_layer_types": (None, "layers that predict several tokens are not built"),
+    "num_kv_shared_layers": (None, "every layer must have its own keys and values"),
     "per_layer_config": (None, "all layers must be the same"),
+    "pruned_heads": ({}, "all heads are built"),
     "text_config": (None, _ONE_MODEL),
     "transformers_weights": (None, "transformers would read the weights from that file"),
     "vision_aspect_ratio": (None, _ONE_MODEL),
@@ -177,7 +201,5 @@ def _declared(family: str) -> dict[str, Any]:
     """The keys that the installed transformers declares for a family -> their defaults."""
     from transformers import CONFIG_MAPPING
 
-    return {
-        field.name: None if field.default is dataclasses.MISSING else field.default
-        for field in dataclasses.fields(CONFIG_MAPPING[family])
-    }
+    settings = CONFIG_MAPPING[family]().to_dict()
+    return {key: value for key, value in settings.items() if not key.startswith("_")}

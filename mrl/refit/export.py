@@ -100,21 +100,27 @@ def _write_files(
             save_file(arrived, folder / file, metadata={"format": "pt"})
 
 
-def write_model_folder(folder: Path, arch: ArchSpec, dtype: str, tokenizer: Tokenizer) -> None:
+def write_model_folder(folder: Path, arch: ArchSpec, dtype: str, tokenizer: Tokenizer, like: str | None = None) -> None:
     """A Hugging Face folder without weights, for an engine that a refit fills; one that is there is kept in step.
+
+    Its config.json has the structure as mrl read it, in the spellings of transformers 4 and 5: an engine that brings
+    another version builds the same model.
 
     Args:
         folder: Made where it is not there.
         arch: The model.
         dtype: Of the weights.
         tokenizer: Of the model.
+        like: Model folder whose generation settings and further config.json keys are copied; None: none.
 
     Raises:
         UserError: It cannot be written.
     """
     with _disk_errors():
         folder.mkdir(parents=True, exist_ok=True)
-        write_companions(folder, arch, assign_files(hf_layout(arch, dtype), sys.maxsize), None)
+        write_companions(
+            folder, arch, assign_files(hf_layout(arch, dtype), sys.maxsize), None if like is None else Path(like)
+        )
         tokenizer.save(folder)
 
 

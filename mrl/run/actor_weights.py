@@ -79,12 +79,10 @@ class ActorWeights:
                 self._plan.tokenizer.save(folder)
 
     def model_folder(self) -> Path:
-        """Collective over the job: config.json and tokenizer of the model, in the run folder for a preset."""
+        """Collective over the job: config.json and tokenizer of the model, written into the run folder."""
         plan, model = self._plan, self._plan.config.model
-        if model.path is not None:
-            return Path(model.path)
-        folder = plan.run.root / "model"
+        folder, dtype = plan.run.root / "model", plan.config.rollout.dtype or model.dtype
         with together():
             if self._rank == 0:
-                write_model_folder(folder, plan.arch, plan.config.rollout.dtype or model.dtype, plan.tokenizer)
+                write_model_folder(folder, plan.arch, dtype, plan.tokenizer, like=model.path)
         return folder

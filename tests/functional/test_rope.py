@@ -6,6 +6,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from mrl.functional.rope import inverse_frequencies, scale_llama3
+from tests.models.rope import both_spellings
 
 
 def theirs(head_dim, rope):
@@ -14,7 +15,7 @@ def theirs(head_dim, rope):
         num_attention_heads=4,
         head_dim=head_dim,
         max_position_embeddings=8192,
-        rope_parameters=rope,
+        **both_spellings(rope),
     )
     return LlamaRotaryEmbedding(config).inv_freq
 

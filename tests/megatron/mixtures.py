@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mrl.types import RolloutBatch
 from tests.megatron.actors import VOCAB
+from tests.models.rope import both_spellings
 
 SIZES = {
     "vocab_size": VOCAB,
@@ -22,7 +23,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 5.0e5},
+    **both_spellings({"rope_type": "default", "rope_theta": 5.0e5}),
     "initializer_range": 0.2,
     "num_experts_per_tok": 2,
 }

@@ -7,6 +7,7 @@ from mrl.formats.hf import load_from_hf
 from mrl.grid import Grid
 from mrl.models.hf_config import arch_from_folder
 from tests.megatron.actors import ARCHS, LAYOUTS, VOCAB, make_batch, make_policy, scores
+from tests.models.rope import both_spellings
 from tests.ranks import run_ranks
 
 PARITY = 1e-4  # the bound on log-probabilities in fp32; measured below 1e-5
@@ -20,7 +21,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 5.0e5},
+    **both_spellings({"rope_type": "default", "rope_theta": 5.0e5}),
     "initializer_range": 0.2,
 }
 LLAMA3 = {
@@ -33,7 +34,7 @@ LLAMA3 = {
 }
 MODELS = {
     "qwen2": ("Qwen2", {**SIZES, "tie_word_embeddings": True}),
-    "llama": ("Llama", {**SIZES, "rope_parameters": LLAMA3, "tie_word_embeddings": False}),
+    "llama": ("Llama", {**SIZES, **both_spellings(LLAMA3), "tie_word_embeddings": False}),
     "qwen3": ("Qwen3", {**SIZES, "head_dim": 20, "tie_word_embeddings": True}),
     "phi3": ("Phi3", {**SIZES, "tie_word_embeddings": False, "pad_token_id": None}),
 }

@@ -24,6 +24,7 @@ from tests.megatron.actors import (
     train,
 )
 from tests.megatron.trainings import ABSOLUTE, RELATIVE, assert_same, run
+from tests.models.rope import both_spellings
 from tests.ranks import run_ranks
 
 BF16 = 0.05  # bf16 has 8 bits; losses are sums of both signs of order 0.1
@@ -115,7 +116,7 @@ def by_transformers():
             num_attention_heads=arch.num_heads,
             num_key_value_heads=arch.num_kv_heads,
             rms_norm_eps=arch.rms_norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": arch.rope_theta},
+            **both_spellings({"rope_type": "default", "rope_theta": arch.rope_theta}),
             tie_word_embeddings=True,
         )
     ).double()

@@ -2,8 +2,8 @@
 
     python -m tests.models.judge 300        # so many drawn configs of every family, beyond the suite's fixed ones
 
-Owns the tiny base config of each family, other valid values for every key, and the comparison of the actor with
-transformers. `test_config_keys.py` says what must hold.
+Owns the tiny base config of each family and the comparison of the actor with transformers; `values.py` has other values
+for every key, `test_config_keys.py` says what must hold.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.configuration_utils import PreTrainedConfig
+from transformers import PretrainedConfig
 
 from mrl.errors import UserError
 from mrl.formats.hf import load_from_hf
@@ -29,6 +29,7 @@ from mrl.megatron import parallel
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_config, arch_from_folder
 from tests.megatron.actors import make_batch, make_policy, scores
+from tests.models.values import THETA, VALUES
 from tests.ranks import run_ranks
 
 transformers.utils.logging.set_verbosity_error()
@@ -39,8 +40,10 @@ PARITY = 1e-4
 SAME = 1e-5
 """One model of transformers, computed by another of its attention kernels."""
 LONGEST = 24
-THETA = 300.0
 
+NEW_SPELLING = "rope_parameters" in transformers.LlamaConfig().to_dict()
+"""Whether the installed transformers reads `rope_parameters`; older ones read `rope_theta` and `rope_scaling` alone."""
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": THETA}} if NEW_SPELLING else {"rope_theta": THETA}
 _SIZES: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 32,
@@ -53,7 +56,7 @@ _SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "hidden_act": "silu",
     "pad_token_id": None,
-    "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
+    **_ROPE,
 }
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_experts": 4, "norm_topk_prob": True}
 _WINDOW = {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1}
@@ -67,114 +70,6 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_SIZES, **_WINDOW, **_EXPERTS, "head_dim": 16, "attention_bias": False},
 }
 """Valid for transformers and mrl; with every key that the family is known for."""
-
-_LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-_SCALINGS: list[dict[str, Any]] = [
-    {"rope_type": "default"},
-    {"rope_type": "llama3", **_LLAMA3},
-    {"rope_type": "llama3", **{key: value for key, value in _LLAMA3.items() if not key.startswith("original")}},
-    {"type": "llama3", **_LLAMA3},
-    {"rope_type": "default", "type": "linear", "factor": 4.0},
-    {"rope_type": "linear", "factor": 4.0},
-    {"type": "linear", "factor": 4.0},
-    {"rope_type": "dynamic", "factor": 4.0},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-    {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-    {"rope_type": "longrope", "short_factor": [2.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0},
-    {"type": "su", "short_factor": [2.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 16},
-    {"rope_type": "proportional", "partial_rotary_factor": 0.5},
-    {"rope_type": "default", "partial_rotary_factor": 0.5},
-    {"rope_type": "default", "factor": 4.0},
-    {"full_attention": {"rope_type": "default", "rope_theta": 7.0}},
-]
-VALUES: dict[str, list[Any]] = {
-    "vocab_size": [97],
-    "hidden_size": [48],
-    "intermediate_size": [56],
-    "num_hidden_layers": [3],
-    "num_attention_heads": [2, 8],
-    "num_key_value_heads": [1, 4, None],
-    "head_dim": [12, None],
-    "hidden_act": ["gelu", "relu"],
-    "max_position_embeddings": [128],
-    "rms_norm_eps": [0.5],
-    "tie_word_embeddings": [True],
-    "attention_bias": [True],
-    "mlp_bias": [True],
-    "qkv_bias": [False],
-    "rope_parameters": [None, {}, *_SCALINGS, *({**scaling, "rope_theta": 50.0} for scaling in _SCALINGS)],
-    "rope_scaling": [None, {}, *_SCALINGS, *({**scaling, "rope_theta": THETA} for scaling in _SCALINGS)],
-    "rope_theta": [THETA, 50.0, 50],
-    "partial_rotary_factor": [1.0, 0.5],
-    "original_max_position_embeddings": [8, 32],
-    "use_sliding_window": [True],
-    "sliding_window": [4, 64, 1000, None],
-    "max_window_layers": [0, 2, 28],
-    "layer_types": [
-        None,
-        ["full_attention"] * 2,
-        ["full_attention", "sliding_attention"],
-        ["chunked_attention"] * 2,
-        ["attention"] * 2,
-    ],
-    "decoder_sparse_step": [1, 2],
-    "mlp_only_layers": [[], None, [0]],
-    "num_experts": [6],
-    "num_local_experts": [6],
-    "num_experts_per_tok": [1, 4],
-    "moe_intermediate_size": [32],
-    "shared_expert_intermediate_size": [32],
-    "norm_topk_prob": [False],
-    "output_router_logits": [True],
-    "router_aux_loss_coef": [0.5],
-    "router_jitter_noise": [0.5],
-    "attention_dropout": [0.5],
-    "resid_pdrop": [0.5],
-    "embd_pdrop": [0.5],
-    "initializer_range": [0.5],
-    "use_cache": [False],
-    "pad_token_id": [3],
-    "bos_token_id": [3],
-    "eos_token_id": [3, [3, 4]],
-    "pretraining_tp": [2],
-    "transformers_version": ["4.57.0"],
-    "architectures": [["LlamaModel"]],
-    "output_hidden_states": [True],
-    "output_attentions": [True],
-    "return_dict": [False],
-    "dtype": ["bfloat16"],
-    "torch_dtype": ["bfloat16"],
-    "chunk_size_feed_forward": [1],
-    "is_encoder_decoder": [True],
-    "id2label": [{"0": "a", "1": "b", "2": "c"}],
-    "label2id": [{"a": 0, "b": 1}],
-    "num_labels": [3],
-    "problem_type": ["regression"],
-    "name_or_path": ["somewhere/else"],
-    "attn_implementation": ["eager"],
-    "experts_implementation": ["eager"],
-    "auto_map": [{"AutoModelForCausalLM": "modeling_custom.Custom"}],
-    "gradient_checkpointing": [True],
-    "num_heads": [4],
-    # the rest is no key of these families, but transformers looks for it in every model
-    "attention_chunk_size": [4],
-    "is_causal": [False],
-    "decoder": [{"hidden_size": 8}],
-    "generator": [{"hidden_size": 8}],
-    "text_config": [{"hidden_size": 8}],
-    "fusion_config": [{"hidden_size": 8}],
-    "kv_sharing_modes": [["shared"] * 2],
-    "mlp_layer_types": [["dense"] * 2],
-    "mtp_layer_types": [["full_attention"] * 2],
-    "per_layer_config": [{"0": {"rms_norm_eps": 0.5}}],
-    "quantization_config": [{"quant_method": "fp8"}],
-    "transformers_weights": ["other.safetensors"],
-    "configuration_files": [["config.4.0.0.json"]],
-    "vision_aspect_ratio": ["square"],
-    "vision_feature_layer": [1],
-    "vision_feature_select_strategy": ["full"],
-}
-"""Key -> other values to try. What transformers refuses counts as tried: there is nothing to agree with."""
 
 LEGACY = (
     "rope_theta",
@@ -191,32 +86,32 @@ LEGACY = (
 """Keys that transformers takes out of config.json before its classes see them, so that no trace shows them."""
 
 
-def config_class(family: str) -> type[PreTrainedConfig]:
+def config_class(family: str) -> type[PretrainedConfig]:
     return type(transformers.AutoConfig.for_model(family))
 
 
 def declared(family: str) -> set[str]:
     """The keys that transformers' config class has, its bases' too."""
-    names = {field.name for field in dataclasses.fields(config_class(family))}
+    names = {key for key in config_class(family)().to_dict() if not key.startswith("_")}
     return names | set(config_class(family).attribute_map)
 
 
 def looked_up(family: str) -> set[str]:
     """The attributes that transformers asks a config for while it loads and runs a model, fields or not."""
     asked: set[str] = set()
-    plain = PreTrainedConfig.__getattribute__
+    plain = PretrainedConfig.__getattribute__
 
-    def ask(self: PreTrainedConfig, name: str) -> Any:
+    def ask(self: PretrainedConfig, name: str) -> Any:
         asked.add(name)
         return plain(self, name)
 
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), base(family), model_of(base(family)))
-        PreTrainedConfig.__getattribute__ = ask  # type: ignore[method-assign]
+        PretrainedConfig.__getattribute__ = ask  # type: ignore[method-assign]
         try:
             transformers.AutoModelForCausalLM.from_pretrained(folder)(torch.arange(8)[None])
         finally:
-            PreTrainedConfig.__getattribute__ = plain  # type: ignore[method-assign]
+            PretrainedConfig.__getattribute__ = plain  # type: ignore[method-assign]
     fields = declared(family)
     own = {
         name for name in asked if name.startswith("_") or (hasattr(config_class(family), name) and name not in fields)
@@ -248,11 +143,11 @@ def changes(family: str, scalings: slice = slice(None)) -> list[dict[str, Any]]:
         if key in start:
             found.append({name: value for name, value in start.items() if name != key})
     old = {**start, "rope_theta": THETA}
-    del old["rope_parameters"]
+    old.pop("rope_parameters", None)
     found.append(old)
     for value in VALUES["rope_scaling"][scalings]:
         found.append({**old, "rope_scaling": copy.deepcopy(value)})
-    found.append({**start, "rope_scaling": start["rope_parameters"], "rope_theta": THETA})
+    found.append({**start, "rope_scaling": {"rope_type": "default", "rope_theta": THETA}, "rope_theta": THETA})
     return found
 
 
@@ -290,6 +185,7 @@ def model_of(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | No
 
 def write(folder: Path, config: Mapping[str, Any], model: Any) -> None:
     """A model folder: the weights as transformers saves them, and the config as it stands."""
+    model.generation_config = transformers.GenerationConfig()  # transformers saves no inconsistent settings
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
 

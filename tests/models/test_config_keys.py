@@ -3,7 +3,8 @@
 import pytest
 
 from mrl.models.hf_config import families
-from tests.models.judge import BASES, VALUES, changes, drawn, judge, keys_of
+from tests.models.judge import BASES, changes, drawn, judge, keys_of
+from tests.models.values import VALUES
 
 DRAWS = 5
 """Configs with several changed keys, of each family; `python -m tests.models.judge` draws more."""

@@ -1,11 +1,19 @@
-"""The actor's first weights: each parameter is read by one of the ranks that hold it, and is there on all of them."""
+"""The actor's first weights: each parameter is read by one of the ranks that hold it, and is there on all of them.
 
+And the folder without weights that an engine builds its model from.
+"""
+
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from mrl.data.tokenizer import CharTokenizer
 from mrl.formats.hf import HfSource, load_from_hf
+from mrl.functional.rope import inverse_frequencies
+from mrl.models.hf_config import arch_from_folder, family_of, read_config
 from mrl.run.actor_weights import ActorWeights
 from mrl.weights.hf import hf_layout
 from mrl.weights.init import random_init
@@ -13,6 +21,8 @@ from mrl.weights.tensors import allocate
 from tests.formats.test_hf import write_folder
 from tests.megatron.actors import ARCHS, CONTEXT_LAYOUTS, EXPERT_LAYOUTS, LAYOUTS, MIXTURES, make_policy
 from tests.ranks import run_ranks
+
+THETA = 5.0e5
 
 
 def read(folder, name, grid):
@@ -67,3 +77,33 @@ def test_each_parameter_is_read_once_and_is_there_on_all_ranks(name, grid, share
             assert num_bytes == 0
         else:
             assert num_bytes > 0.9 * held - 4096 * 4  # padding of the vocabulary is not read
+
+
+NEW = {"rope_parameters": {"rope_type": "default", "rope_theta": THETA}}
+"""As transformers 5 writes it; transformers 4 takes its default of 10,000 for such a file."""
+OLD = {"rope_theta": THETA}
+
+
+def for_the_engine(folder, root, dtype):
+    """config.json of the folder that an engine gets, and the rotary frequencies that transformers reads there."""
+    arch = arch_from_folder(folder)
+    tokenizer = CharTokenizer("0123456789")
+    settings = SimpleNamespace(
+        model=SimpleNamespace(path=str(folder), dtype="float32"), rollout=SimpleNamespace(dtype=dtype)
+    )
+    plan = SimpleNamespace(arch=arch, config=settings, run=SimpleNamespace(root=root), tokenizer=tokenizer)
+    made = ActorWeights(plan, None, 0).model_folder()
+    read = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(made))
+    return read_config(made), read.model.rotary_emb.inv_freq
+
+
+@pytest.mark.parametrize("spelling", [OLD, NEW], ids=["old", "new"])
+def test_an_engine_gets_the_structure_in_the_spellings_of_all_versions_of_transformers(spelling, tmp_path):
+    config = family_of(ARCHS["qwen2"]).arch_to_hf(ARCHS["qwen2"])
+    config = {key: value for key, value in config.items() if not key.startswith("rope_")} | spelling
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "initializer_range": 0.3}))
+    ((made, frequencies),) = run_ranks(1, for_the_engine, tmp_path / "model", tmp_path / "run", "bfloat16")
+    assert made["rope_theta"] == made["rope_parameters"]["rope_theta"] == THETA
+    assert made["initializer_range"] == 0.3 and made["dtype"] == "bfloat16"
+    assert torch.equal(frequencies, inverse_frequencies(ARCHS["qwen2"].head_dim, THETA))

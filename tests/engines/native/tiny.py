@@ -13,6 +13,7 @@ from mrl.models.hf_config import arch_from_folder
 from mrl.types import Prompt
 from mrl.weights.regions import whole
 from tests.engines.specs import spec_of
+from tests.models.rope import both_spellings
 
 VOCAB = 99
 
@@ -36,14 +37,14 @@ SHAPE = {
     "initializer_range": 0.15,  # spreads the logits: greedy decoding has no near ties
 }
 FAMILIES = {
-    "qwen2": {"model_type": "qwen2", **SHAPE, "rope_parameters": ROPE, "tie_word_embeddings": True},
-    "qwen2_untied": {"model_type": "qwen2", **SHAPE, "rope_parameters": ROPE, "tie_word_embeddings": False},
-    "llama3_rope": {"model_type": "llama", **SHAPE, "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False},
-    "qwen3": {"model_type": "qwen3", **SHAPE, "head_dim": 32, "rope_parameters": ROPE, "tie_word_embeddings": True},
+    "qwen2": {"model_type": "qwen2", **SHAPE, **both_spellings(ROPE), "tie_word_embeddings": True},
+    "qwen2_untied": {"model_type": "qwen2", **SHAPE, **both_spellings(ROPE), "tie_word_embeddings": False},
+    "llama3_rope": {"model_type": "llama", **SHAPE, **both_spellings(LLAMA3_ROPE), "tie_word_embeddings": False},
+    "qwen3": {"model_type": "qwen3", **SHAPE, "head_dim": 32, **both_spellings(ROPE), "tie_word_embeddings": True},
     "phi3": {
         "model_type": "phi3",
         **SHAPE,
-        "rope_parameters": ROPE,
+        **both_spellings(ROPE),
         "tie_word_embeddings": False,
         "pad_token_id": None,
     },

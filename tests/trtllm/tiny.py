@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import closing, contextmanager
 
+import torch
+
 from mrl.config import CheckpointEngineConfig, RolloutConfig
 from mrl.data.tokenizer import CharTokenizer
 from mrl.engines.base import SamplingConfig, WeightSlice
@@ -22,6 +24,7 @@ TOKENIZER = CharTokenizer("0123456789<>+#")
 ARCH = small("qwen2_tiny", vocab_size=14)
 SAMPLING = SamplingConfig(n=3, max_tokens=6, stop_token_ids=(13,), seed=5)
 PROMPTS = [Prompt(uid=uid, prompt_ids=tuple(range(1, 3 + uid)), text="") for uid in range(3)]
+CPU = torch.device("cpu")
 BUCKET = CheckpointEngineConfig(update_weights_bucket_megabytes=1)
 
 
@@ -39,7 +42,7 @@ def rollout(**settings):
 
 
 @contextmanager
-def engine(folder, arch=ARCH, *, timeout_s=20.0, trains_on_logprobs=True, **settings):
+def engine(folder, arch=ARCH, *, timeout_s=20.0, trains_on_logprobs=True, device=CPU, **settings):
     """An engine that was never refitted."""
 
     def model_folder():
@@ -49,7 +52,7 @@ def engine(folder, arch=ARCH, *, timeout_s=20.0, trains_on_logprobs=True, **sett
     made = LlmEngine(
         spec_of(
             rollout(**settings), arch, decode=TOKENIZER.decode, model_folder=model_folder, timeout_s=timeout_s,
-            trains_on_logprobs=trains_on_logprobs,
+            trains_on_logprobs=trains_on_logprobs, device=device,
         )
     )  # fmt: skip
     with closing(made):

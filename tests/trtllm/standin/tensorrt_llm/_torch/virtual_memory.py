@@ -11,12 +11,20 @@ else:
 
 executor = None
 released: set[str] = set()
+sizes: dict[str, int] = {}
+"""Bytes of a tag's memory on a GPU that a test plays."""
 
 
 def attach(new):
     global executor  # noqa: PLW0603
     executor = new
     released.clear()
+    sizes.clear()
+
+
+def held():
+    """Bytes on the GPU."""
+    return sum(size for tag, size in sizes.items() if tag not in released)
 
 
 def _check(tags):

@@ -1,4 +1,4 @@
-from tensorrt_llm._torch.pyexecutor.py_executor import PyExecutor
+from tensorrt_llm._torch.pyexecutor.py_executor_creator import create_py_executor
 from tensorrt_llm.executor.executor import GenerationExecutor
 from tensorrt_llm.executor.result import GenerationResult
 from tests.trtllm.signature import signed
@@ -12,7 +12,7 @@ class GenerationExecutorWorker(GenerationExecutor):
         self, engine, executor_config=None, batched_logits_processor=None, postproc_worker_config=None,
         is_llm_executor=None, hf_model_dir=None, tokenizer=None, llm_args=None,
     ):  # fmt: skip
-        self.engine = PyExecutor(llm_args, hf_model_dir)
+        self.engine = create_py_executor(llm_args, hf_model_dir)
 
     def submit(self, request):
         result = GenerationResult(request)

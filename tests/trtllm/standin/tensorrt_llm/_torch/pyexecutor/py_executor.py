@@ -70,6 +70,8 @@ class PyExecutor:
         self.is_shutdown = False
         virtual_memory.attach(self)
         self.worker_thread = threading.Thread(target=self._event_loop_wrapper, daemon=True)
+
+    def start_worker(self):
         self.worker_thread.start()
 
     # control

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import inspect
-import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -26,6 +25,7 @@ from mrl.config import RolloutConfig
 from mrl.distributed import launch
 from mrl.engines.trtllm.features import Features
 from mrl.engines.trtllm.features import find as find_features
+from mrl.engines.trtllm.process import kept
 from mrl.engines.trtllm.replica import BEAT_S, Replica
 from mrl.engines.trtllm.world import communicator_of, hidden
 from mrl.errors import UserError, first_line
@@ -120,9 +120,9 @@ class Host:
             UserError: TensorRT-LLM is not installed, it or MPI cannot start in this job, or it would take another
                 rank's device.
         """
-        launcher, cores = launch.environment().launcher, os.sched_getaffinity(0)
+        launcher = launch.environment().launcher
         communicator = communicator_of(replica, config.name)
-        with launch.scrubbed_variables(hide=hidden(launcher), given=_given(communicator)):
+        with launch.scrubbed_variables(hide=hidden(launcher), given=_given(communicator)), kept(device):
             self.features = find_features()
             from tensorrt_llm import LLM
 
@@ -136,9 +136,6 @@ class Host:
                 raise RuntimeError(
                     f"TensorRT-LLM {self.features.version} did not start on {device}: {type(error).__name__}: {error}"
                 ) from error
-        os.sched_setaffinity(0, cores)  # TensorRT-LLM binds the thread that starts it, and sets its device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         self.executor: Any = getattr(self.llm._executor, "engine", None)
         if self.executor is None or not hasattr(self.executor, "control_action"):
             found = type(self.llm._executor).__name__

@@ -71,9 +71,13 @@ def weights(arch=ARCH, seed=0):
 
 def refit(engine, tensors, version=0):
     engine.begin_update()
+    fill(engine, tensors)
+    engine.finish_update(version)
+
+
+def fill(engine, tensors):
     for name, tensor in tensors.items():
         engine.update_weights([WeightSlice(name, whole(tensor.shape), tensor)])
-    engine.finish_update(version)
 
 
 def native(tensors, arch=ARCH, **settings):

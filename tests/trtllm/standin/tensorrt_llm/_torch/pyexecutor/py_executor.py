@@ -1,9 +1,13 @@
-"""The executor: an event loop in a thread of each rank, which mrl's native engine computes for on the first one."""
+"""The executor: an event loop in a thread of each rank, which mrl's native engine computes for on the first one.
+
+A pause is `py_executor.py`'s: two events, which the loop and the caller set and clear in its order. The loop waits in
+it under the hang detector's eyes, as in 1.2; 1.3 pauses the detector there.
+"""
 
 import queue
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -14,10 +18,12 @@ from mrl.weights.checksum import bit_sum
 from tensorrt_llm import _utils
 from tensorrt_llm._torch import virtual_memory
 from tensorrt_llm._torch.pyexecutor import answers
+from tensorrt_llm._torch.pyexecutor.hang_detector import HangDetector
 from tensorrt_llm._torch.pyexecutor.model_loader import Model, ModelLoader
 from tensorrt_llm.bindings import MpiComm
 from tensorrt_llm.faults import StandInError, fault
 from tests.trtllm.native_model import NativeModel
+from tests.trtllm.signature import flavour
 
 IDLE_S = 0.02
 """Requests that come within it are one batch."""
@@ -64,7 +70,8 @@ class PyExecutor:
         self._native = NativeModel(self.arch, args.dtype, args.max_seq_len + 1) if self.dist.rank == 0 else None
         self._requests = queue.Queue()
         self._waiting = None
-        self._paused, self._resume = threading.Event(), threading.Event()
+        self.control_request_barrier, self.control_action_done = threading.Event(), threading.Event()
+        self.hang_detector = HangDetector(on_detected=self._on_detected)
         self._filled = None
         self._batches = 0
         self.is_shutdown = False
@@ -78,18 +85,18 @@ class PyExecutor:
 
     @property
     def paused(self):
-        return self._paused.is_set()
+        return self.control_request_barrier.is_set()
 
     @contextmanager
     def control_action(self):
         if self.dist.rank == 0:
             self._requests.put(PAUSE)
-        self._paused.wait()
+        self.control_request_barrier.wait()
         try:
             yield self
         finally:
-            self._resume.set()
-            self._paused.clear()
+            self.control_action_done.set()
+            self.control_request_barrier.clear()
 
     def reset_prefix_cache(self):
         if not self.paused:
@@ -123,15 +130,28 @@ class PyExecutor:
         finally:
             self.is_shutdown = True
 
+    def _on_detected(self):
+        self.is_shutdown = True
+
     def _event_loop(self):
+        with self.hang_detector:
+            self._loop()
+
+    def _handle_control_request(self):
+        self.control_request_barrier.set()
+        with self.hang_detector.pause() if flavour() == "1.3" else nullcontext():
+            self.control_action_done.wait()
+            self.control_action_done.clear()
+
+    def _loop(self):
         while True:
-            work = self._fetch()
-            if work is END:
+            self.hang_detector.checkpoint()
+            with self.hang_detector.pause():  # where requests are waited for
+                work = self._fetch()
+            if work is END or self.is_shutdown:
                 return
             if work is PAUSE:
-                self._paused.set()
-                self._resume.wait()
-                self._resume.clear()
+                self._handle_control_request()
                 continue
             self._batches += 1
             number = fault("die" if self.dist.rank == 0 else "die_on_rank1")

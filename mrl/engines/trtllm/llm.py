@@ -15,7 +15,7 @@ import inspect
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +165,8 @@ class Host:
     def paused(self) -> Iterator[None]:
         """Collective over the replica: inside, all requests have ended and the event loop waits (`control_action`).
 
+        TensorRT-LLM's hang detector does not look meanwhile: it would end a loop that 1.2 lets wait for 300 s.
+
         Raises:
             RuntimeError: The event loop has ended, or does not come to rest; TensorRT-LLM alone would wait for ever.
         """
@@ -190,8 +192,10 @@ class Host:
                 )
         if failures:
             raise RuntimeError(f"TensorRT-LLM did not pause: {_described(failures[0])}") from failures[0]
+        detector = getattr(self.executor, "hang_detector", None)
         try:
-            yield
+            with nullcontext() if detector is None else detector.pause():  # over before the loop runs, which uses it too
+                yield
         finally:
             action.__exit__(None, None, None)
 

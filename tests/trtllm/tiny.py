@@ -42,7 +42,7 @@ def rollout(**settings):
 
 
 @contextmanager
-def engine(folder, arch=ARCH, *, timeout_s=20.0, trains_on_logprobs=True, device=CPU, **settings):
+def engine(folder, arch=ARCH, *, timeout_s=20.0, trains_on_logprobs=True, device=CPU, tp_group=None, **settings):
     """An engine that was never refitted."""
 
     def model_folder():
@@ -52,7 +52,7 @@ def engine(folder, arch=ARCH, *, timeout_s=20.0, trains_on_logprobs=True, device
     made = LlmEngine(
         spec_of(
             rollout(**settings), arch, decode=TOKENIZER.decode, model_folder=model_folder, timeout_s=timeout_s,
-            trains_on_logprobs=trains_on_logprobs, device=device,
+            trains_on_logprobs=trains_on_logprobs, device=device, tp_group=tp_group,
         )
     )  # fmt: skip
     with closing(made):

@@ -3,6 +3,7 @@
 reload=NAME            reload raises at this tensor
 die=N, die_on_rank1=N  the event loop raises in its N-th batch
 hang=S                 seconds until the hang detector fires, 300 without it
+slow_exit=S            ranks but the first take so many seconds to leave a pause
 silent                 requests are never answered
 no_logits              no logits are returned
 top1                   log-probabilities of the most likely token only, not of the sampled one

@@ -96,6 +96,8 @@ class PyExecutor:
             yield self
         finally:
             self.control_action_done.set()
+            if self.dist.rank != 0:
+                time.sleep(float(fault("slow_exit") or 0))  # as the scheduler of threads may have it
             self.control_request_barrier.clear()
 
     def reset_prefix_cache(self):

@@ -103,11 +103,11 @@ class LlmEngine(RolloutEngine):
             return
         self._assembler = Assembler(self._layout, self.spec.device)
         self._given, self._num_buckets = 0, 0
-        self._wake(self._host.features.weight_tags)
         update = ExitStack()
         self._update = update
         update.enter_context(launch.scrubbed_variables(hide=(), given=SETTINGS))
         update.enter_context(self._host.paused())
+        self._materialize(self._host.features.weight_tags)
         loader = self._host.executor.model_engine.model_loader
         if hasattr(loader, "begin_update_weights"):  # newer than 1.2
             loader.begin_update_weights()
@@ -218,16 +218,18 @@ class LlmEngine(RolloutEngine):
 
     def wake(self) -> None:
         """Brings back what sleeps: first the weights, then the KV cache."""
-        self._wake((*self._host.features.weight_tags, self._host.features.cache_tag))
+        if self._asleep:
+            with self._host.paused():
+                self._materialize((*self._host.features.weight_tags, self._host.features.cache_tag))
 
-    def _wake(self, tags: Sequence[str]) -> None:
+    def _materialize(self, tags: Sequence[str]) -> None:
+        """Inside a pause: brings back those of the tags that sleep."""
         tags = [tag for tag in tags if tag in self._asleep]
         if tags:
             from tensorrt_llm._torch import virtual_memory
 
-            with self._host.paused():
-                virtual_memory.materialize_with_tag(*tags)
-                self._synchronize()
+            virtual_memory.materialize_with_tag(*tags)
+            self._synchronize()
             self._asleep -= set(tags)
 
     def close(self) -> None:

@@ -144,7 +144,7 @@ class Host:
                 f"TensorRT-LLM {self.features.version} put its executor into another process ({found}), where its "
                 "weights cannot be replaced"
             )
-        self._timeout_s = timeout_s
+        self._replica, self._timeout_s = replica, timeout_s
         self._death: BaseException | None = None
         self._hook = threading.excepthook
         threading.excepthook = self._hear
@@ -165,11 +165,15 @@ class Host:
     def paused(self) -> Iterator[None]:
         """Collective over the replica: inside, all requests have ended and the event loop waits (`control_action`).
 
+        It begins when every rank has left its last pause: the first rank starts it for all, and one that is still
+        leaving would miss that it did.
+
         TensorRT-LLM's hang detector does not look meanwhile: it would end a loop that 1.2 lets wait for 300 s.
 
         Raises:
             RuntimeError: The event loop has ended, or does not come to rest; TensorRT-LLM alone would wait for ever.
         """
+        self._replica.meet(self.check)
         action = self.executor.control_action()
         failures: list[BaseException] = []
         entered = threading.Event()
@@ -194,7 +198,9 @@ class Host:
             raise RuntimeError(f"TensorRT-LLM did not pause: {_described(failures[0])}") from failures[0]
         detector = getattr(self.executor, "hang_detector", None)
         try:
-            with nullcontext() if detector is None else detector.pause():  # over before the loop runs, which uses it too
+            with (
+                nullcontext() if detector is None else detector.pause()
+            ):  # over before the loop runs, which uses it too
                 yield
         finally:
             action.__exit__(None, None, None)

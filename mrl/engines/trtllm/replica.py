@@ -75,22 +75,37 @@ class Replica:
         while True:
             mine, error = self._say(running, check, told_to_stop)
             words = self._meet(mine)
-            for rank, word in enumerate(words):
-                if word.failure is not None:
-                    if running is not None:
-                        running.close()
-                    if word.is_user_error:
-                        raise UserError(word.failure) from error
-                    raise RuntimeError(
-                        f"rank {self.first_rank + rank}'s part of the engine failed: {word.failure}"
-                    ) from error
+            if running is not None and any(word.stop or word.failure is not None for word in words):
+                running.close()
+            self._raise_failure(words, error)
             if any(word.stop for word in words):
-                if running is not None:
-                    running.close()
                 return stopped
             if words[0].ended:
                 result: T = words[0].result
                 return result
+
+    def meet(self, check: Callable[[], None]) -> None:
+        """Collective over the replica: returns when every rank has come here and its `check` did not raise.
+
+        Raises:
+            RuntimeError: On every rank, where any rank's part of the engine has died.
+        """
+        try:
+            check()
+            mine, error = _Word(), None
+        except RuntimeError as dead:
+            mine, error = _Word(failure=str(dead)), dead
+        self._raise_failure(self._meet(mine), error)
+
+    def _raise_failure(self, words: list[_Word], error: Exception | None) -> None:
+        """Raises the first rank's failure, if there is one; `error` is this rank's own."""
+        for rank, word in enumerate(words):
+            if word.failure is not None:
+                if word.is_user_error:
+                    raise UserError(word.failure) from error
+                raise RuntimeError(
+                    f"rank {self.first_rank + rank}'s part of the engine failed: {word.failure}"
+                ) from error
 
     def _say(
         self, running: Generator[None, None, Any] | None, check: Callable[[], None], told_to_stop: Callable[[], bool]

@@ -19,9 +19,11 @@ SHORT = ("train.num_steps=2", "train.warm_start.num_steps=2")
 LIMITS = {"max_batch_size": 16, "max_input_len": 12, "max_seq_len": 16}
 SETTINGS = ("rollout.name=trtllm_engine", "rollout.enable_prefix_caching=false", "rollout.enforce_eager=true")
 REPLICAS = {
-    "tp2": (TrtllmMapping(2), "rollout.tensor_model_parallel_size=2"),
-    "pp2": (TrtllmMapping(1, 2), "rollout.pipeline_model_parallel_size=2"),
+    "tp2": (2, TrtllmMapping(2), "rollout.tensor_model_parallel_size=2"),
+    "pp2": (2, TrtllmMapping(1, 2), "rollout.pipeline_model_parallel_size=2"),
+    "two of tp2": (4, TrtllmMapping(2), "rollout.tensor_model_parallel_size=2"),
 }
+"""Ranks of the job, spread of an engine, the setting of its size."""
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +32,12 @@ def native(tmp_path_factory):
 
 
 def train(folder, replica, **variables):
-    """A run of two ranks that are one replica."""
-    mapping, size = REPLICAS[replica]
+    """A run of such replicas."""
+    ranks, mapping, size = REPLICAS[replica]
     words = runs.arguments(folder, [*SHORT, *SETTINGS, f"rollout.engine_dir={folder}/built/engines", size])
     arch, _ = load_model_facts(load(words[1], words[2:]))
     build_engines(folder / "built", arch, mapping, **LIMITS)
-    return mpirun(2, "-m", "mrl", *words, **variables)
+    return mpirun(ranks, "-m", "mrl", *words, **variables)
 
 
 @pytest.mark.parametrize("replica", REPLICAS)

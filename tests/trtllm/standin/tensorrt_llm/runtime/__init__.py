@@ -8,6 +8,7 @@ is what the real one does: tokens on the first pipeline stage, logits and log-pr
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +18,32 @@ import torch
 from mrl.engines.base import SamplingConfig as Contract
 from mrl.formats.trtllm_config import from_json
 from mrl.weights.trtllm import trtllm_layout
-from tensorrt_llm import bindings
+from tensorrt_llm import _utils, bindings
 from tensorrt_llm.builder import unpacked
-from tensorrt_llm.faults import fault
+from tensorrt_llm.faults import StandInError, fault
 from tensorrt_llm.runtime.generation import DISABLE_TORCH_DEVICE_SET, GenerationSession, SamplingConfig
 from tests.trtllm.native_model import NativeModel, assembled
 from tests.trtllm.signature import signed
 
 __all__ = ["GenerationSession", "ModelRunner", "SamplingConfig"]
+
+
+def _open_workspace(mapping, rank):
+    """The memory of the custom all-reduce, as `_ipc_utils.py: IpcMemory.open_ipc_memory` opens it.
+
+    Every rank opens the handles of the others that Python's communicator has in its pipeline stage, and its own pointer
+    stands in their list at its tensor-parallel rank: with ranks of other replicas among them it opens its own handle,
+    which CUDA refuses in the process that made it.
+    """
+    if mapping.tp_size == 1:
+        return
+    stage, tp_rank = divmod(rank, mapping.tp_size)
+    handles = _utils.mpi_comm().Split(stage, tp_rank).allgather(os.getpid())
+    for position, pid in enumerate(handles):
+        if position != tp_rank and pid == os.getpid():
+            raise RuntimeError("cudaErrorDeviceUninitialized")
+    if len(handles) != mapping.tp_size:
+        raise StandInError(f"the all-reduce of {mapping.tp_size} ranks has the memory of {len(handles)}")
 
 
 class ModelRunner:
@@ -46,6 +65,7 @@ class ModelRunner:
         runner = ModelRunner(Path(engine_dir), rank)
         if runner._mapping.world_size > 1 and bindings.MpiComm.size() != runner._mapping.world_size:
             raise AssertionError(f"{runner._mapping.world_size} ranks, the MPI session has {bindings.MpiComm.size()}")
+        _open_workspace(runner._mapping, rank)
         return runner
 
     @signed("tensorrt_llm.runtime.ModelRunner.generate")

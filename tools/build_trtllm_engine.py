@@ -11,7 +11,7 @@ appear under their name when all of them are finished.
 
 The folder is what `rollout.engine_dir` names; without one, preflight prints the command line that makes it.
 
-Written for the TensorRT backend of TensorRT-LLM 1.0 to 1.2 (1.3 removed it), from its sources; not run with it.
+Written for the TensorRT backend of TensorRT-LLM 1.2 (1.3 removed it), from its sources; not run with it.
 
 Exit status: 0 done, 2 a mistake in what was given, 3 TensorRT-LLM or mpi4py is missing or of another version.
 """
@@ -34,7 +34,7 @@ from mrl.formats.trtllm import TrtllmSource, rank_file
 MISSING = 3
 """Exit status where a package is missing or of another version."""
 
-VERSIONS = ((1, 0), (1, 3))
+VERSIONS = ((1, 2), (1, 3))
 """First version that is supported, first that is not any more."""
 
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")

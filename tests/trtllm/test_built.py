@@ -212,7 +212,8 @@ def test_a_response_without_its_end_is_an_error(made, standin):
     [
         ("1.3.0rc21", "1.3 removed the TensorRT backend"),
         ("0.21.0", "this is 0.21.0"),
-        ("1.1.0", "were built by Tensor"),
+        ("1.1.0", "this is 1.1.0"),
+        ("1.2.0", "were built by Tensor"),
     ],
 )
 def test_other_versions_are_refused(made, standin, version, said):
@@ -227,5 +228,5 @@ def test_other_versions_are_refused(made, standin, version, said):
 def test_without_tensorrt_llm_it_says_what_is_needed(made, standin):
     folder = made(refitted=False).spec.config.engine_dir
     standin.setitem(__import__("sys").modules, "tensorrt_llm", None)
-    with pytest.raises(UserError, match="needs TensorRT-LLM >= 1.0, < 1.3, which is not installed"):
+    with pytest.raises(UserError, match="needs TensorRT-LLM >= 1.2, < 1.3, which is not installed"):
         Runner(read_engine_folder(folder), replica=Replica(None), device=torch.device("cpu"))

@@ -27,7 +27,7 @@ from mrl.engines.trtllm.features import Features
 from mrl.engines.trtllm.features import find as find_features
 from mrl.engines.trtllm.process import kept
 from mrl.engines.trtllm.replica import BEAT_S, Replica
-from mrl.engines.trtllm.world import communicator_of, hidden
+from mrl.engines.trtllm.world import adopt, communicator_of, hidden
 from mrl.errors import UserError, first_line
 from mrl.models.base import ArchSpec
 
@@ -268,15 +268,11 @@ def check_choice(device: torch.device, mpi_rank: int, num_devices: int, replica_
 
 def _in_mpi(communicator: Any) -> dict[str, Any]:
     """Gives TensorRT-LLM the replica as its world; the arguments by which `LLM` makes its worker in this process."""
-    from tensorrt_llm import _utils
     from tensorrt_llm.executor.executor import GenerationExecutor
     from tensorrt_llm.executor.worker import GenerationExecutorWorker
     from tensorrt_llm.llmapi import mpi_session
 
-    world = _utils.mpi_comm()
-    own = type(world)(communicator)  # mpi4py's wrapper for large objects, where that is what it uses
-    _utils.set_mpi_comm(own)
-    mpi_session.set_mpi_session_cpp(own)
+    own = adopt(communicator)
 
     class Session(mpi_session.MpiSession):
         """Every rank runs the program itself, so a task for all of them is one for this one."""

@@ -29,11 +29,11 @@ from torch import Tensor
 from mrl.distributed import launch
 from mrl.engines.base import SamplingConfig
 from mrl.engines.trtllm.replica import Replica
-from mrl.engines.trtllm.world import communicator_of, hidden
+from mrl.engines.trtllm.world import adopt, communicator_of, hidden
 from mrl.errors import UserError, first_line
 from mrl.formats.trtllm_engine import EngineFolder
 
-FIRST_VERSION, END_VERSION = (1, 0), (1, 3)
+FIRST_VERSION, END_VERSION = (1, 2), (1, 3)
 """Of TensorRT-LLM: 1.3 took ModelRunner, trtllm-build and the rest of the TensorRT backend out."""
 
 NO_TOKEN = -42
@@ -84,9 +84,7 @@ class Runner:
             from tensorrt_llm.runtime import ModelRunner
 
             if session is not None:
-                from tensorrt_llm.llmapi.mpi_session import set_mpi_session_cpp
-
-                set_mpi_session_cpp(session)  # its NCCL plugins number the ranks of a replica from 0
+                adopt(session)
             self._runner: Any = ModelRunner.from_dir(engine_dir=str(folder.path), rank=replica.rank, stream=stream)
         self.engine: Any = self._runner.session.runtime.engine
 

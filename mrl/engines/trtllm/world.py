@@ -47,3 +47,24 @@ def communicator_of(replica: Replica, name: str) -> Any:
     communicator = mpi.split(replica.first_rank, replica.rank, environment)
     mpi.check_threads()  # TensorRT-LLM talks in a thread of its own
     return communicator
+
+
+def adopt(communicator: Any) -> Any:
+    """Makes the replica the whole world of TensorRT-LLM, on its Python side and on its C++ side.
+
+    Python's is what its own exchanges and the memory of the custom all-reduce are split from (`_utils.mpi_comm`), C++'s
+    is what NCCL's ranks are numbered by.
+
+    Args:
+        communicator: MPI's, of the replica's ranks in their order.
+
+    Returns:
+        It, as TensorRT-LLM wraps communicators.
+    """
+    from tensorrt_llm import _utils
+    from tensorrt_llm.llmapi.mpi_session import set_mpi_session_cpp
+
+    own = type(_utils.mpi_comm())(communicator)  # mpi4py's wrapper for large objects, where that is what it uses
+    _utils.set_mpi_comm(own)
+    set_mpi_session_cpp(own)
+    return own

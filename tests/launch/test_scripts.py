@@ -42,6 +42,18 @@ def test_mpirun_takes_its_variables():
     assert words[:8] == ["mpiexec", "-n", "16", "--bind-to", "none", "--host", "a:8,b:8", "python"]
 
 
+@pytest.mark.parametrize("given", [None, "1"])
+@pytest.mark.parametrize("script", ["mpirun.sh", "slurm.sbatch"])
+def test_ranks_of_mpi_start_without_its_ucc_component_unless_told_otherwise(script, given):
+    look = f"trap 'printenv OMPI_MCA_coll_ucc_enable' EXIT; . launch/{script} --dry-run train c.yaml"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "OMPI_"))}
+    variables = clean | ({} if given is None else {"OMPI_MCA_coll_ucc_enable": given})
+    done = subprocess.run(
+        ["bash", "-c", look], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.splitlines()[-1] == (given or "0")
+
+
 JOB = {"SLURM_JOB_ID": "12345", "SLURM_NNODES": "4", "SLURM_CPUS_ON_NODE": "64", "NPROC_PER_NODE": "8"}
 
 

@@ -2,7 +2,12 @@
 
 import os
 
+from tensorrt_llm.faults import StandInError
 from tests.trtllm.signature import signed
+
+
+UCC = "OMPI_MCA_coll_ucc_enable"
+"""Set to 0 by `import tensorrt_llm`: collectives of MPI's UCC component go wrong with it. MPI_Init reads it."""
 
 
 class _Alone:
@@ -18,6 +23,8 @@ def _world():
         return _Alone()
     from mpi4py import MPI
 
+    if os.environ.get(UCC) != "0":
+        raise StandInError(f"MPI was started without {UCC}=0, which comes too late with this import")
     return MPI.Intracomm(MPI.COMM_WORLD)
 
 

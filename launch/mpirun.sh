@@ -8,6 +8,9 @@
 # --dry-run as the first argument prints the command and starts nothing.
 set -euo pipefail
 
+# Read by MPI_Init; TensorRT-LLM sets it itself, too late.
+export OMPI_MCA_coll_ucc_enable="${OMPI_MCA_coll_ucc_enable:-0}"
+
 : "${PYTHON:=python}"
 : "${MPIRUN:=mpirun}"
 : "${NPROC:=1}"

@@ -42,10 +42,15 @@ _set_by_start: list[str] = []
 def environment() -> Environment:
     """What the launcher says of this process; no process group is needed.
 
+    Whoever starts MPI comes here first; it runs without its UCC component unless the user said otherwise. TensorRT-LLM
+    turns that off too, but at its import, when MPI_Init has read the setting.
+
     Raises:
         UserError: The launchers' variables are incomplete or contradict each other.
     """
     found = read(os.environ)
+    if found.launcher in ("mpirun", "mpi", "srun"):
+        os.environ.setdefault("OMPI_MCA_coll_ucc_enable", "0")
     return _of_mpi(found) if found.launcher == "mpi" else found
 
 

@@ -5,7 +5,6 @@ import os
 from tensorrt_llm.faults import StandInError
 from tests.trtllm.signature import signed
 
-
 UCC = "OMPI_MCA_coll_ucc_enable"
 """Set to 0 by `import tensorrt_llm`: collectives of MPI's UCC component go wrong with it. MPI_Init reads it."""
 

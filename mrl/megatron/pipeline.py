@@ -2,7 +2,11 @@
 
 All stages of a data-parallel index hold the same microbatches. So a stage need not ask its neighbour how long the next
 one is: Megatron would send three numbers before every message and wait for the device twice. Messages of either
-direction come in the order of the microbatches, except in an interleaved schedule: there Megatron's way is left alone.
+direction come in the order of the schedule's own table (`get_schedule_table`).
+
+An interleaved schedule sends while it computes, and empties an output (`deallocate_pipeline_outputs`) before it has
+waited for its send. What the process group holds of a message is the tensor it was given, not the memory that it had;
+so it is given one that nobody empties. Megatron's exchange of numbers only made it likely that the bytes had left.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
@@ -31,7 +36,21 @@ class Pipeline(P2PCommunicator):  # type: ignore[misc]  # megatron.core has no t
         super().__init__(group, config)
         cut = config.tensor_model_parallel_size if config.sequence_parallel else 1
         shapes = [[length // cut, 1, config.hidden_size] for length in lengths]
-        self._forward, self._backward = iter(shapes), iter(shapes)
+        chunks = config.virtual_pipeline_model_parallel_size or 1
+        table = get_schedule_table(len(shapes), chunks, config.microbatch_group_size_per_vp_stage or len(shapes))
+        every = [shapes[microbatch] for microbatch, _ in table]
+        # an end of the pipeline gets what the other end hands back, and that is done with its last chunk's
+        handed_back = [shapes[microbatch] for microbatch, chunk in table if chunk < chunks - 1]
+        self._forward = iter(handed_back if group.rank() == 0 else every)
+        self._backward = iter(handed_back if group.rank() == group.size() - 1 else every)
+
+    def _communicate(self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, **given: Any) -> Any:
+        """Sends what the schedule may empty meanwhile."""
+        return super()._communicate(
+            tensor_send_next=None if tensor_send_next is None else tensor_send_next.detach(),
+            tensor_send_prev=None if tensor_send_prev is None else tensor_send_prev.detach(),
+            **given,
+        )
 
     def _communicate_shapes(
         self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
@@ -40,14 +59,14 @@ class Pipeline(P2PCommunicator):  # type: ignore[misc]  # megatron.core has no t
 
 
 def messages(group: dist.ProcessGroup, config: Any, lengths: Sequence[int]) -> dict[str, Any]:
-    """What Megatron's `forward_backward_func` is given of a pipeline; nothing where it is to find that out itself.
+    """What Megatron's `forward_backward_func` is given of a pipeline; nothing where there is none.
 
     Args:
         group: The pipeline.
         config: Megatron's, of this rank's chunks.
         lengths: Tokens of each microbatch on this rank.
     """
-    if group.size() == 1 or config.virtual_pipeline_model_parallel_size is not None:
+    if group.size() == 1:
         return {}
     # a schedule that is given the one asks for the other
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp", "embd", "pos_embd", "dp_cp"])

@@ -5,12 +5,14 @@
     python tools/bench_memory.py --device cuda         # the layouts that there are GPUs for
 
 Each layout is a job of fresh processes that runs two GRPO steps with a reference, as `mrl train` does; the second is
-measured, since buffers and optimizer states are made in the first. Measured is the largest resident set of a phase
-(`mrl/observe/ledger.py`) less the resident set after imports and before the process group. Predicted is
-`mrl/plan/memory.py` with no allowance; `code_mb`, which it does not know, is what the resident set grew by in pages of
-libraries' files, as their functions were first called. The C library's allocator gives large blocks back at once
-(MALLOC_MMAP_THRESHOLD_), so that the resident set is what is held. On a GPU measured is what torch's allocator had
-handed out at most, less what it had before; models are in bfloat16 there. One JSON line for each layout.
+measured, since buffers and optimizer states are made in the first. Before it the same ranks run the same two steps with
+a model of almost nothing: what they then hold is what a process takes that runs mrl at all, whatever the model: pages
+of libraries whose functions were called, Python modules that are imported when first needed, buffers of process groups.
+It is reported as `process_mb`. Measured is the largest resident set of a phase (`mrl/observe/ledger.py`) less what was
+resident before the model; predicted is `mrl/plan/memory.py` with no allowance. The C library's allocator gives large
+blocks back at once (MALLOC_MMAP_THRESHOLD_), so that the resident set is what is held, and oneDNN keeps few kernels
+(ONEDNN_PRIMITIVE_CACHE_CAPACITY). On a GPU both are what torch's allocator has handed out, and models are in bfloat16.
+One JSON line for each layout.
 """
 
 from __future__ import annotations
@@ -20,19 +22,21 @@ import gc
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import yaml
 
 from mrl.config import load
+from mrl.distributed.local_ranks import free_port
 from mrl.distributed.transformer_engine import why_local
 from mrl.engines.native.linear import compute_dtype
 from mrl.observe.benchmark import add_device, device_name
@@ -40,7 +44,7 @@ from mrl.plan.engine_memory import Device
 from mrl.plan.memory import memory_by_stage
 from mrl.run.job import Job
 from mrl.run.opening import open_job
-from mrl.run.prepare import prepare
+from mrl.run.prepare import Plan, prepare
 from mrl.train import reinforcement_step
 from mrl.weights.copies import Copy
 from mrl.weights.tensors import DTYPES
@@ -96,40 +100,44 @@ CONFIG: dict[str, Any] = {
     "run": {"num_threads": 1},
     "observe": {"console": "off", "tensorboard": False, "report": False},
 }
+SMALL = [
+    f"model.overrides.{name}={size}"
+    for name, size in {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 64,
+    }.items()
+]
+"""A model of almost nothing, on any layout."""
 PHASES = {"update_weights": "refit", "gen": "rollout", "ref": "score", "update_actor": "update"}
 """Phases of the loop -> those of the prediction."""
 MMAP_THRESHOLD = 1 << 16
+KERNELS = 16
+"""That oneDNN keeps. It makes machine code for each shape of a product, for up to 1024 of them unless told otherwise;
+an expert's rows are others each time."""
 SEED = 0
 
 
-def resident_bytes(key: str) -> int:
-    """VmRSS or RssFile of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {key}")
-
-
-def run_rank(layout: str, folder: Path) -> None:
-    """One rank of a job: writes what is predicted and measured."""
-    config = load(folder / "run.yaml", LAYOUTS[layout][1])
-    plan = prepare(config)
-    gc.collect()
-    on_gpu = config.run.device == "cuda"
-    baseline, code = 0 if on_gpu else resident_bytes("VmRSS"), resident_bytes("RssFile")
-    with open_job(plan, log=False) as job:
-        job.resume()
-        with job.timers.step(0):
-            job.state.reference.start(0)
-        for step in (1, 2):
-            with job.timers.step(step):
-                reinforcement_step(job, step)
-        device = predicted_on(job)
-        rank, stage = job.groups.rank, job.groups.coords.pp
+def run_rank(layout: str, folder: Path, port: str) -> None:
+    """One rank of two jobs: writes what is predicted and measured of the second, which meets at `port`."""
+    given = [*LAYOUTS[layout][1]]
+    small = prepare(load(folder / "run.yaml", [*given, *SMALL]))
+    before = held_bytes(small.config.run.device)
+    with two_steps(small):
+        pass
+    os.environ["MASTER_PORT"] = port
+    plan = prepare(load(folder / "run.yaml", given))
+    baseline = held_bytes(plan.config.run.device)
+    with two_steps(plan) as job:
+        device, rank, stage = predicted_on(job), job.groups.rank, job.groups.coords.pp
         moved = most_moved_bytes(job.sampler.refit.plan.copies)
-    code = 0 if on_gpu else resident_bytes("RssFile") - code
+        peaks = job.timers.ledger.peaks
     predicted = memory_by_stage(plan, device, moved_bytes=moved)[stage]
-    measured = {ours: job.timers.ledger.peaks[theirs] - baseline for theirs, ours in PHASES.items()}
+    measured = {ours: peaks[theirs] - baseline for theirs, ours in PHASES.items()}
     rows = {
         phase: {
             "predicted_mb": predicted.total(phase) / 1e6,
@@ -139,7 +147,26 @@ def run_rank(layout: str, folder: Path) -> None:
         }
         for phase in measured
     }
-    (folder / f"rank{rank}.json").write_text(json.dumps({"code_mb": code / 1e6, "phases": rows}))
+    (folder / f"rank{rank}.json").write_text(json.dumps({"process_mb": (baseline - before) / 1e6, "phases": rows}))
+
+
+@contextmanager
+def two_steps(plan: Plan) -> Iterator[Job]:
+    """Collective over the job: inside, the second step is done, and all that it held is there."""
+    with open_job(plan, log=False) as job:
+        job.resume()
+        with job.timers.step(0):
+            job.state.reference.start(0)
+        for step in (1, 2):
+            with job.timers.step(step):
+                reinforcement_step(job, step)
+        yield job
+
+
+def held_bytes(device: str) -> int:
+    """What this process holds."""
+    gc.collect()
+    return torch.cuda.memory_allocated() if device == "cuda" else psutil.Process().memory_info().rss
 
 
 def predicted_on(job: Job) -> Device:
@@ -163,13 +190,11 @@ def most_moved_bytes(copies: Sequence[Copy]) -> int:
 def run_layout(layout: str, device: str, *, details: bool) -> dict[str, Any]:
     """Starts the ranks of a layout and gathers what they wrote."""
     size = LAYOUTS[layout][0]
-    with tempfile.TemporaryDirectory() as name, socket.socket() as probe:
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_inputs(folder, device)
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()  # for the ranks to take
         ranks = []
+        first, second = str(free_port()), str(free_port())
         for rank in range(size):
             environment = {
                 **os.environ,
@@ -178,11 +203,12 @@ def run_layout(layout: str, device: str, *, details: bool) -> dict[str, Any]:
                 "LOCAL_RANK": str(rank),
                 "LOCAL_WORLD_SIZE": str(size),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                "MASTER_PORT": first,
                 "OMP_NUM_THREADS": "1",
                 "MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD),
+                "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(KERNELS),
             }
-            command = [sys.executable, __file__, "--rank-of", layout, "--folder", name]
+            command = [sys.executable, __file__, "--rank-of", layout, "--folder", name, "--port", second]
             ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
         for rank, process in enumerate(ranks):
             _, error = process.communicate()
@@ -200,12 +226,12 @@ def run_layout(layout: str, device: str, *, details: bool) -> dict[str, Any]:
             phases[phase]["terms_mb"] = [
                 {term: round(value, 1) for term, value in rank["terms_mb"].items()} for rank in each
             ]
-    code = [round(rank["code_mb"], 1) for rank in found]
+    process = [round(rank["process_mb"], 1) for rank in found]
     peaks = []
     for rank in found:
         peak = {key: max(phase[key] for phase in rank["phases"].values()) for key in ("predicted_mb", "measured_mb")}
         peaks.append(round(peak["predicted_mb"] / peak["measured_mb"], 3))
-    return {"layout": layout, "ranks": size, "peak_ratio": peaks, "code_mb": code, "phases": phases}
+    return {"layout": layout, "ranks": size, "peak_ratio": peaks, "process_mb": process, "phases": phases}
 
 
 def write_inputs(folder: Path, device: str) -> None:
@@ -230,10 +256,11 @@ def main() -> None:
     parser.add_argument("--details", action="store_true", help="also the prediction's terms")
     parser.add_argument("--rank-of", choices=LAYOUTS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--port", help=argparse.SUPPRESS)
     add_device(parser)
     arguments = parser.parse_args()
     if arguments.rank_of:
-        run_rank(arguments.rank_of, arguments.folder)
+        run_rank(arguments.rank_of, arguments.folder, arguments.port)
         return
     most = torch.cuda.device_count() if arguments.device == "cuda" else len(LAYOUTS)
     for layout in arguments.layout or [name for name, (ranks, _) in LAYOUTS.items() if ranks <= most]:

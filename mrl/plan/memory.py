@@ -137,9 +137,12 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
         used = shape.activations(stage)
         actor = {part: size for part, size in parts.items() if part in away}
         weights = {part: size for part, size in actor.items() if part == "weights"}
+        here = {**always, **kept}
+        refit = {**weights, **always, **engine.awake, **kept, **engine.refit}
+        rollout = {**always, **engine.awake, "KV cache": engine.cache, **engine.rollout}
         phases = {
-            "refit": {**weights, **always, **engine.awake, **kept, **engine.refit},
-            "rollout": {**always, **engine.awake, "KV cache": engine.cache, **engine.rollout},
+            "refit": _begun(refit, {**actor, **here}),
+            "rollout": _begun(rollout, {**weights, **here, **engine.awake}),
             **({"score": {**weights, **always, **kept, "activations": used.scoring}} if scored else {}),
             "update": {**actor, **always, **kept, **_update(used)},
         }
@@ -189,6 +192,11 @@ def staging_bytes(config: Config, grid: Grid, moved_bytes: int) -> int:
     bucket = config.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
     each = min(bucket, max(MIN_ROUND_BYTES, math.ceil(moved_bytes / PIPELINE_ROUNDS)))
     return min(2 * NUM_BUFFERS * each, 2 * moved_bytes)
+
+
+def _begun(terms: dict[str, int], before: dict[str, int]) -> dict[str, int]:
+    """A phase that first sends parts of the actor away: `before` is what is there until then, which may be more."""
+    return {**terms, "actor, before it leaves": max(0, sum(before.values()) - sum(terms.values()))}
 
 
 def _update(used: Activations) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """One thread per process, long files first, and tests that need hardware only where it is."""
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in every child process
@@ -19,6 +20,7 @@ from tests.launch.cluster import missing_programs
 from tests.source import PACKAGE, ROOT
 
 torch.set_num_threads(1)
+gc.disable()  # until all is collected: what is imported and collected is no garbage, and much to look through
 if sys.dont_write_bytecode and "PYTEST_XDIST_WORKER" not in os.environ:
     compileall.compile_dir(PACKAGE, quiet=2)  # once, not in each of hundreds of processes
 
@@ -68,3 +70,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker in MARKERS:
             if item.get_closest_marker(marker) and (reason := _missing(marker)):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # Megatron collects garbage again and again
+    gc.enable()

@@ -132,10 +132,12 @@ def test_the_two_commands_install_alike_and_ci_runs_the_second():
     assert first_command("quickstart").endswith("&& mrl train configs/quickstart.yaml")
     assert first_command("test").endswith("&& pytest -n 3 --dist loadfile")
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    (extract,) = [line for line in script.splitlines() if line.startswith("test_command=")]
+    extract = "\n".join(re.findall(r"^(?:test_command|install|tests)=.*", script, re.MULTILINE))
+    assert '-c "$install"' in script and '-c "$tests"' in script
     shown = subprocess.run(
-        ["bash", "-c", f'{extract}; printf %s "$test_command"'], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+        ["bash", "-c", f'{extract}; printf %s "$install && $tests"'], cwd=ROOT, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
     assert shown.stdout == first_command("test")
 
 

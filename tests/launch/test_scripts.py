@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.runs import arguments
 from tests.source import ROOT
 
-SCRIPTS = sorted((ROOT / "launch").iterdir())
+SCRIPTS = sorted(path for path in (ROOT / "launch").iterdir() if path.suffix in (".sh", ".sbatch"))
 WORDS = ["train", "a config.yaml", "run.seed=1"]
 
 

@@ -27,7 +27,7 @@ from mrl.formats.hf import load_from_hf
 from mrl.grid import Grid
 from mrl.megatron import parallel
 from mrl.models.base import ArchSpec
-from mrl.models.hf_config import arch_from_config, arch_from_folder
+from mrl.models.hf_config import arch_from_config, arch_from_folder, families
 from tests.megatron.actors import make_batch, make_policy, scores
 from tests.models.values import THETA, VALUES
 from tests.ranks import run_ranks
@@ -185,7 +185,9 @@ def model_of(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | No
 
 def write(folder: Path, config: Mapping[str, Any], model: Any) -> None:
     """A model folder: the weights as transformers saves them, and the config as it stands."""
-    model.generation_config = transformers.GenerationConfig()  # transformers saves no inconsistent settings
+    plain = config_class(config["model_type"])()
+    for key in plain.to_dict().keys() & families()[config["model_type"]].keys.without_effect.keys():
+        setattr(model.config, key, getattr(plain, key))  # transformers 4 saves no inconsistent settings of `generate`
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
 

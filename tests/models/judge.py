@@ -188,6 +188,7 @@ def write(folder: Path, config: Mapping[str, Any], model: Any) -> None:
     plain = config_class(config["model_type"])()
     for key in plain.to_dict().keys() & families()[config["model_type"]].keys.without_effect.keys():
         setattr(model.config, key, getattr(plain, key))  # transformers 4 saves no inconsistent settings of `generate`
+    model.generation_config = transformers.GenerationConfig()
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
 

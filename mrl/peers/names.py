@@ -5,7 +5,8 @@ Owns the sentence that an unknown key is answered with.
 
 from __future__ import annotations
 
-from mrl.peers.verl_keys import verdict
+from mrl.peers.verl_keys import ROOT, Verdict, verdict
+from mrl.peers.verl_rollout import section_of
 
 TRL = {
     "num_generations": "rollout.n",
@@ -71,7 +72,7 @@ MEGATRON = {
 
 def elsewhere(key: str) -> str:
     """What another trainer's key is called here, or why it is not here; "" where none has such a key."""
-    found = verdict(key)
+    found = _of_verl(key)
     if found.kind == "maps":
         more = f" ({found.text})" if found.text else ""
         return f"'{key}' is verl's name for {found.to}{more}; `mrl from-verl` translates a whole command line."
@@ -83,3 +84,12 @@ def elsewhere(key: str) -> str:
         if name in table:
             return f"'{name}' is {owner}'s name for {table[name]}."
     return ""
+
+
+def _of_verl(key: str) -> Verdict:
+    """The verdict on a key of verl's, or on one of mrl's `rollout` by the name that a field has in verl's section."""
+    section, _, name = key.partition(".")
+    if section != "rollout" or not name:
+        return verdict(key)
+    found = verdict(f"{ROOT}{key}")
+    return verdict(f"{ROOT}rollout.{section_of(name)}") if found.kind == "unknown" and section_of(name) else found

@@ -1,8 +1,8 @@
 """What becomes of each key of verl's trainer config (verl 0.9.1, `verl/trainer/config/`), as data.
 
 A key maps to one of mrl's, needs no counterpart, or has none. Owns that verdict, its reason and verl's default of the
-keys that map; `from_verl/translate.py` translates values, `mrl/docs/verl.md` is written from here. It imports nothing
-of mrl.
+keys that map, those of the rollout section with `verl_rollout.py`; `from_verl/translate.py` translates values,
+`mrl/docs/verl.md` is written from here.
 
 Patterns: `*` stands for any text, dots too. The first that fits counts, in the order MAPS, MOOT, MISSING.
 """
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+from mrl.peers import verl_rollout
+
 ROOT = "actor_rollout_ref."
 ACTOR = f"{ROOT}actor."
 MEGATRON = f"{ACTOR}megatron."
@@ -22,14 +24,6 @@ OPTIMIZER = f"{ACTOR}optim.override_optimizer_config"
 FSDP = f"{ACTOR}fsdp_config."
 ROLLOUT = f"{ROOT}rollout."
 
-_SAME_ROLLOUT = {
-    "n": 1, "temperature": 1.0, "top_k": -1, "top_p": 1, "do_sample": True, "ignore_eos": False, "enforce_eager": False,
-    "gpu_memory_utilization": 0.5, "free_cache_engine": True, "tensor_model_parallel_size": 2, "max_num_seqs": 256,
-    "pipeline_model_parallel_size": 1, "max_num_batched_tokens": 8192, "max_model_len": None,
-    "enable_chunked_prefill": True, "enable_prefix_caching": True, "enable_rollout_routing_replay": False,
-    "checkpoint_engine.update_weights_bucket_megabytes": 2048, "val_kwargs.n": 1, "val_kwargs.do_sample": False,
-    "val_kwargs.temperature": 0, "val_kwargs.top_k": -1, "val_kwargs.top_p": 1.0,
-}  # fmt: skip
 _SAME_PARALLEL = {
     "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None,
     "context_parallel_size": 1, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None,
@@ -106,12 +100,7 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     **{f"{OVERRIDE}{name}": (f"actor.{name}", None, "") for name in (
         "moe_token_dispatcher_type", "moe_router_dtype", "moe_aux_loss_coeff", "moe_z_loss_coeff",
         "moe_router_load_balancing_type")},
-    **{f"{ROLLOUT}{name}": (f"rollout.{name}", default, "") for name, default in _SAME_ROLLOUT.items()},
-    f"{ROLLOUT}name": ("rollout.name", "???", "`vllm`, `sglang` and `hf` are `native`; `trtllm`"),
-    f"{ROLLOUT}prompt_length": ("rollout.prompt_length", "${oc.select:data.max_prompt_length,512}", ""),
-    f"{ROLLOUT}response_length": ("rollout.response_length", "${oc.select:data.max_response_length,512}", ""),
-    f"{ROLLOUT}dtype": ("rollout.dtype", "bfloat16", "here `model.dtype`, unless set"),
-    f"{ROLLOUT}expert_parallel_size": ("rollout.expert_parallel_size", 1, "within a replica's ranks"),
+    **{f"{ROLLOUT}{name}": row for name, row in verl_rollout.MAPS.items()},
     "algorithm.adv_estimator": (
         "algorithm.name", "gae", "`grpo`, `rloo`, `reinforce_plus_plus` is `reinforce_pp`, `..._baseline` too"),
     "algorithm.norm_adv_by_std_in_grpo": ("algorithm.advantage_std", True, "`False` is `none`"),
@@ -204,36 +193,10 @@ MOOT: dict[str, str] = {
     f"{ROOT}model.exclude_modules": "of LoRA, which is not there",
     f"{ROOT}model.tiled_mlp.num_shards": "of tiled MLPs, which are not there",
     f"{ROOT}model.enable_activation_offload": "`actor.recompute` saves the memory",
-    f"{ROLLOUT}mode": "the engine samples in the ranks themselves",
-    f"{ROLLOUT}nnodes": "the engine's replicas are the job's ranks",
-    f"{ROLLOUT}n_gpus_per_node": "the engine's replicas are the job's ranks",
-    f"{ROLLOUT}data_parallel_size": "replicas are what the ranks leave",
-    f"{ROLLOUT}*seed": "`run.seed`; tokens do not depend on the batch",
-    f"{ROLLOUT}full_determinism": "equal runs give equal numbers",
-    f"{ROLLOUT}calculate_log_probs": "always: they are captured as the tokens are sampled",
-    f"{ROLLOUT}log_prob_*": "read in the actor's microbatches",
-    f"{ROLLOUT}logprobs_mode": "of the distribution that was sampled from, always",
-    f"{ROLLOUT}cudagraph_capture_sizes": "chosen by the engine",
-    f"{ROLLOUT}scheduling_policy": "the longest expected response starts first",
-    f"{ROLLOUT}load_format": "the actor's weights are copied into the engine before the first step",
-    f"{ROLLOUT}layered_summon": "weights are copied piece by piece",
-    f"{ROLLOUT}disable_log_stats": "`perf/rollout/*` is always written",
-    f"{ROLLOUT}multi_stage_wake_up": "weights and KV cache wake in the order that a refit needs",
-    f"{ROLLOUT}engine_kwargs*": "arguments of another engine",
-    f"{ROLLOUT}router_config_path": "no HTTP router",
-    f"{ROLLOUT}checkpoint_engine.*": "a refit has one transport, the job's process groups",
-    f"{ROLLOUT}multi_turn.*_*": "of conversations with tools, which are not there",
-    f"{ROLLOUT}multi_turn.format": "of conversations with tools, which are not there",
-    f"{ROLLOUT}agent.*": "no agent loop",
-    f"{ROLLOUT}trace.*": "`samples.jsonl` keeps some samples",
-    f"{ROLLOUT}skip_tokenizer_init": "the engine needs no tokenizer of its own",
-    f"{ROLLOUT}prometheus.*": "metrics are in the run folder",
-    f"{ROLLOUT}*profiler.*": "no profiler",
-    f"{ROLLOUT}mtp": "part of the model's own setting",
-    f"{ROLLOUT}qat": "part of the actor's own setting",
-    f"{ROLLOUT}limit_images": "no images",
-    f"{ROLLOUT}disaggregation.*_*": "prefill and decoding share the ranks",
-    f"{ROLLOUT}moe_load_balance_metrics_interval": "`actor/moe/*` is written at every step",
+    **{f"{ROLLOUT}{name}": why for name, why in verl_rollout.NEEDLESS.items()},
+    f"{ROLLOUT}profiler.tool_config.*": verl_rollout.NEEDLESS["profiler.tool_config"],
+    f"{ROLLOUT}engine_kwargs.vllm.*": verl_rollout.NEEDLESS["engine_kwargs.vllm"],
+    f"{ROLLOUT}engine_kwargs.sglang.*": verl_rollout.NEEDLESS["engine_kwargs.sglang"],
     "data.tokenizer": "the model's; `model.tokenizer` is another",
     "data.use_shm": "files are read where they lie",
     "data.gen_batch_size": "dynamic sampling asks for what is missing",
@@ -305,10 +268,8 @@ MISSING: dict[str, str] = {
     f"{ROOT}model.external_lib": "no code of a model folder is run",
     f"{ROOT}model.override_config*": "the model's structure comes from its config.json",
     f"{ROOT}model.tiled_mlp.enabled": "`actor.recompute` saves the memory",
-    f"{ROLLOUT}over_sample_rate": "all samples that were begun are used",
-    f"{ROLLOUT}multi_turn.enable": "no conversations of several turns, no tools",
-    f"{ROLLOUT}quantization*": "no quantized weights",
-    f"{ROLLOUT}disaggregation.enabled": "prefill and decoding share the ranks",
+    **{f"{ROLLOUT}{name}": why for name, why in verl_rollout.ABSENT.items()},
+    f"{ROLLOUT}engine_kwargs.trtllm.*": verl_rollout.ABSENT["engine_kwargs.trtllm"],
     "data.train_max_samples": "cut the file",
     "data.val_max_samples": "cut the file",
     "data.trust_remote_code": "no code of a tokenizer folder is run",
@@ -347,6 +308,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     f"{ACTOR}optim.eps": (1e-8,),
     f"{ACTOR}optim.*_dtype": ("fp32",),
     f"{ACTOR}optim.weight_decay_incr_style": ("constant",),
+    f"{ROLLOUT}repetition_penalty": (1.0,),
+    f"{ROLLOUT}over_sample_rate": (0.0,),
     "algorithm.gamma": (1.0,),
     "algorithm.lam": (1.0,),
     "algorithm.kl_ctrl.type": ("fixed",),

@@ -1,5 +1,6 @@
 """A commit gathers nothing: a rank holds its own part, and later commits plan nothing anew."""
 
+import ctypes
 import gc
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,10 @@ from tests.ranks import run_ranks
 
 STAGING = 8 << 20
 """Bytes that a save needs beside copies of what the rank writes: metadata, buffers of files, what malloc keeps."""
-RANKS = 4
+RANKS = 8
 
 
-WIDE = replace(ARCHS["qwen2"], hidden_size=256, intermediate_size=2048)
+WIDE = replace(ARCHS["qwen2"], hidden_size=256, intermediate_size=4096)
 
 
 def memory(name):
@@ -27,17 +28,22 @@ def memory(name):
 
 
 def growth(folder):
-    """Peak of a save above what was there, bytes of this rank's files, and the optimizer's own part."""
+    """Peaks of a save above what was there, bytes of this rank's files, and the optimizer's own part.
+
+    The peaks are of one that the caller waits for, and of one beside it.
+    """
     policy = make_policy(WIDE, Grid(RANKS), dtype="bfloat16")
     policy.start_optimizer(RATE)
     train(policy, 1)
-    saver = checkpoint.Saver(policy)
+    saver, grown = checkpoint.Saver(policy), []
     saver.begin(folder / "first").finish()
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    before = memory("VmRSS")
-    saver.begin(folder / "second").finish()
-    grown = memory("VmHWM") - before
+    for name, beside in (("second", False), ("third", True)):
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed is not used again unseen
+        Path("/proc/self/clear_refs").write_text("5")
+        before = memory("VmRSS")
+        saver.begin(folder / name, beside=beside).finish()
+        grown.append(memory("VmHWM") - before)
     written = sum(file.stat().st_size for file in (folder / "second").glob(f"__{dist.get_rank()}_*.distcp"))
     groups = (group for part in policy.optimizer.chained_optimizers for group in part.optimizer.param_groups)
     own = sum(parameter.numel() for group in groups for parameter in group["params"])
@@ -48,7 +54,7 @@ def test_a_rank_holds_no_more_than_its_own_part(tmp_path):
     for grown, written, own in run_ranks(RANKS, growth, tmp_path):
         assert own > 2 * STAGING, "the part is too small to be seen"
         assert written < 1.5 * own  # fp32 master weights and moments, and some of the bf16 weights
-        assert grown <= written + STAGING
+        assert max(grown) <= written + STAGING
 
 
 def several(folder):

@@ -226,12 +226,12 @@ def run_layout(layout: str, device: str, *, details: bool) -> dict[str, Any]:
             phases[phase]["terms_mb"] = [
                 {term: round(value, 1) for term, value in rank["terms_mb"].items()} for rank in each
             ]
-    process = [round(rank["process_mb"], 1) for rank in found]
+    without_model = [round(rank["process_mb"], 1) for rank in found]
     peaks = []
     for rank in found:
         peak = {key: max(phase[key] for phase in rank["phases"].values()) for key in ("predicted_mb", "measured_mb")}
         peaks.append(round(peak["predicted_mb"] / peak["measured_mb"], 3))
-    return {"layout": layout, "ranks": size, "peak_ratio": peaks, "process_mb": process, "phases": phases}
+    return {"layout": layout, "ranks": size, "peak_ratio": peaks, "process_mb": without_model, "phases": phases}
 
 
 def write_inputs(folder: Path, device: str) -> None:

@@ -138,6 +138,8 @@ class Commits:
         with self._timers.phase("save_checkpoint"):
             unfinished = self.checkpoints.begin(standing.state["step"], write, standing.state, metric)
         self._pending = _Pending(standing, unfinished, begun[0], time.monotonic() - began)
+        if beside:
+            self._progress.writes_beside()
 
     def resume(self) -> int | None:
         """Collective over the job: takes up the run's last commit, else the initial weights.

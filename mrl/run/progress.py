@@ -81,6 +81,11 @@ class Progress:
         if self.stop is not None:
             self.stop.reserve_s = MARGIN * commit_s
 
+    def writes_beside(self) -> None:
+        """Notes that a commit is being written, until `took` says how long: a stop waits for it and writes its own."""
+        if self.stop is not None:
+            self.stop.reserve_s = 2 * MARGIN * self._commit_s
+
     def told_to_stop(self) -> bool:
         """Whether this rank was told to stop: work within a phase may end early, its result is not used."""
         return self.stop is not None and self.stop.told

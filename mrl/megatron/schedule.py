@@ -120,7 +120,9 @@ class Schedule:
             distribution: What is scored.
         """
         grid = self._groups.grid
-        multiple = grid.pp if grid.vpp > 1 else 1  # what the interleaved schedule asks for
+        config: Any = self._chunks[0].config
+        # what the interleaved schedule asks for
+        multiple: int = config.microbatch_group_size_per_vp_stage if grid.vpp > 1 else 1
         families = self._families(batch)
         lens = [length for _, length in families]
         packed = pack_microbatches(lens, self._max_tokens, multiple_of=multiple) or [[]]

@@ -11,6 +11,11 @@ from tests.ranks import run_ranks
 SHORT = {"max_tokens_per_microbatch": 20}
 """Many microbatches of different lengths."""
 
+GROUPS = {"microbatch_group_size_per_vp_stage": 3}
+"""More microbatches of a chunk at a time than there are stages."""
+EARLY = {"overlap_p2p_comm_warmup_flush": True}
+"""Receives are begun before they are needed."""
+
 
 def _trained(arch, grid, options):
     asked = []
@@ -26,20 +31,23 @@ def _trained(arch, grid, options):
 
 
 @pytest.mark.parametrize(
-    ("arch", "grid"),
+    ("arch", "grid", "passed"),
     [
-        (ARCHS["qwen3"], Grid(2, pp=2)),
-        (ARCHS["qwen3"], Grid(2, pp=2, vpp=2)),
-        (ARCHS["qwen2_untied"], Grid(4, pp=4)),
-        (ARCHS["qwen2"], Grid(4, tp=2, pp=2)),
-        (ARCHS["qwen2"], Grid(4, cp=2, pp=2)),
-        (MIXTURES["qwen3_moe"], Grid(4, pp=2, vpp=2, ep=2)),
+        (ARCHS["qwen3"], Grid(2, pp=2), {}),
+        (ARCHS["qwen3"], Grid(2, pp=2, vpp=2), {}),
+        (ARCHS["qwen3"], Grid(2, pp=2, vpp=2), GROUPS),
+        (ARCHS["qwen3"], Grid(2, pp=2, vpp=2), EARLY),
+        (ARCHS["qwen2_untied"], Grid(4, pp=4), {}),
+        (ARCHS["qwen2"], Grid(4, tp=2, pp=2), {}),
+        (ARCHS["qwen2"], Grid(4, cp=2, pp=2), {}),
+        (MIXTURES["qwen3_moe"], Grid(4, pp=2, vpp=2, ep=2), {}),
     ],
-    ids=["pp2", "pp2_vpp2", "pp4", "tp2_pp2", "cp2_pp2", "ep2_pp2_vpp2"],
+    ids=["pp2", "pp2_vpp2", "pp2_vpp2_groups", "pp2_vpp2_early", "pp4", "tp2_pp2", "cp2_pp2", "ep2_pp2_vpp2"],
 )
-def test_stages_know_how_long_each_microbatch_is(arch, grid):
+def test_stages_know_how_long_each_microbatch_is(arch, grid, passed):
     ((plain, scored, _, _),) = run_ranks(1, _trained, arch, Grid(1), {"actor": SHORT})
-    for found, before, asked, lengths in run_ranks(grid.world_size, _trained, arch, grid, {"actor": SHORT}):
+    options = {"actor": SHORT, "megatron": {"transformer": passed}}
+    for found, before, asked, lengths in run_ranks(grid.world_size, _trained, arch, grid, options):
         assert lengths > 1 and asked == 0
         assert_same(found, plain)
         if before is not None:

@@ -25,15 +25,18 @@ if sys.dont_write_bytecode and "PYTEST_XDIST_WORKER" not in os.environ:
     compileall.compile_dir(PACKAGE, quiet=2)  # once, not in each of hundreds of processes
 
 LONGEST = (
-    "launch/test_slurm.py", "rehearsal/test_rehearse.py", "launch/test_survival.py", "e2e/test_stop.py",
-    "e2e/test_layouts.py", "e2e/test_resume.py", "launch/test_stop.py", "trtllm/test_refit.py", "test_fields.py",
-    "launch/test_strangers.py", "survival/test_ending.py", "launch/test_hosts.py", "launch/test_mpirun.py",
-    "doctor/test_doctor.py", "te/test_actor.py", "trtllm/test_runs.py", "trtllm/test_built_ranks.py",
-    "run_folder/test_commit_kills.py",
-    "fuzz/test_fixed.py", "acceptance/test_gpu.py", "test_wiring.py",
+    "launch/test_slurm.py", "rehearsal/test_rehearse.py", "launch/test_survival.py", "e2e/test_layouts.py",
+    "te/test_actor.py", "convert/test_convert_round_trips.py", "launch/test_stop.py", "e2e/test_resume.py",
+    "engines/native/test_experts.py", "launch/test_strangers.py", "test_fields.py", "doctor/test_doctor.py",
+    "test_bad_input.py", "trtllm/test_acceptance.py", "launch/test_hosts.py", "launch/test_mpirun.py",
+    "megatron/test_checkpoint.py", "e2e/test_stop.py", "trtllm/test_runs.py", "trtllm/test_built_ranks.py",
+    "survival/test_ending.py", "launch/test_doctor.py", "e2e/test_experts.py", "rewards/test_scorer.py",
+    "megatron/test_moe.py", "e2e/test_quickstart.py", "engines/native/test_engine.py", "acceptance/test_gpu.py",
+    "formats/test_megatron.py", "formats/test_trtllm.py", "test_layers.py", "run_folder/test_commit_kills.py",
+    "e2e/test_async_checkpoint.py", "trtllm/test_refit.py", "fuzz/test_fixed.py", "test_wiring.py",
 )  # fmt: skip
-"""Begun first, in this order: one of them at the end would keep one worker busy while the others are done. Those that
-mostly wait stand between those that mostly compute."""
+"""Those of over 10 s of processor time, begun first, in this order: one of them at the end would keep one worker busy
+while the others are done. Those that mostly wait stand between those that mostly compute."""
 
 MARKERS = ("gpu", "multigpu", "te", "trtllm", "mpi", "slurm", "netns")
 

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -187,6 +188,7 @@ def test_no_assert_in_the_package():
     assert asserting == set()
 
 
+@cache
 def modules_loaded_by(module: str) -> set[str]:
     code = f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

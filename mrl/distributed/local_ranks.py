@@ -39,7 +39,9 @@ OTHERS_S = 3.0
 STACKS_S = 1.0
 """Ranks that are out of time get this long to write where they are."""
 SAMPLE_S = 0.5
-"""Between two looks at the ranks' memory."""
+"""Between two looks at the ranks' memory, and longer where a look takes long: the kernel goes through every page."""
+LOOK_FRAC = 0.05
+"""Of a core, at most, for those looks."""
 LAST_LINES = 3
 """Of a rank that died without telling why."""
 PORTS = range(20_000, 32_000)
@@ -238,9 +240,11 @@ class _Memory:
         self._thread.join()
 
     def _watch(self) -> None:
-        me = psutil.Process()
-        while not self._end.wait(SAMPLE_S):
+        me, pause_s = psutil.Process(), SAMPLE_S
+        while not self._end.wait(pause_s):
+            began = time.thread_time()
             self.peak = max(self.peak, sum(_held(me)))
+            pause_s = max(SAMPLE_S, (time.thread_time() - began) / LOOK_FRAC)
 
 
 def _held(parent: psutil.Process) -> Iterator[int]:

@@ -9,7 +9,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from mrl.doctor.meeting import AbsentError, Deadline, EndedError, FailedError, Meeting, not_entered, reconnect
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 2.0
+"""For a rank to come: threads of one process take milliseconds."""
 BOUND_S = 15.0
 """A machine that is busy with other tests is this slow at most."""
 

@@ -122,7 +122,7 @@ tell(begins="end")
 def test_a_check_that_hangs_or_dies_takes_no_other_with_it(on_path, tmp_path):
     (tmp_path / "fake.py").write_text(FAKE)
     found = Acceptance(
-        folder=tmp_path / "out", tools=TOOL.parent, engines=["trtllm"], overrides=TINY, timeout_s=2.0,
+        folder=tmp_path / "out", tools=TOOL.parent, engines=["trtllm"], overrides=TINY, timeout_s=5.0,
         start_timeout_s=60.0, launcher=[sys.executable, str(tmp_path / "fake.py")],
     )  # fmt: skip
     states = {result.check: (result.status, result.said) for result in found.run()}
@@ -130,7 +130,7 @@ def test_a_check_that_hangs_or_dies_takes_no_other_with_it(on_path, tmp_path):
     assert states == {
         "start": works,
         "device": works,
-        "refit": ("fails", "no answer in 2 s; the last of its log: nothing"),
+        "refit": ("fails", "no answer in 5 s; the last of its log: nothing"),
         "qkv": ("fails", "the process ended with status 1: RuntimeError: device-side assert"),
         "sleep": ("fails", "rank 1: 0 GiB freed"),
         "logprobs": works,

@@ -63,7 +63,7 @@ def _generate_on_ranks(folder, sampling, settings):
 def test_ranks_give_the_tokens_of_one(folders, family, ranks, ep):
     folder = folders(family)
     settings = {"max_num_seqs": 4, "expert_parallel_size": ep, **RECORD}
-    sampling = SamplingConfig(n=2, max_tokens=24, temperature=0.9, top_p=0.95)
+    sampling = SamplingConfig(n=2, max_tokens=12, temperature=0.9, top_p=0.95)
     found = run_ranks(ranks, _generate_on_ranks, folder, sampling, settings)
     assert all(result == found[0] for result in found)
     alone = make_engine(folder, **RECORD).generate(make_prompts(LENGTHS), sampling)

@@ -15,7 +15,8 @@ from mrl.doctor.finding import Finding, ok, problem
 from mrl.formats.hf import HfSource
 from mrl.formats.hub import local_folder
 from mrl.models.base import ArchSpec
-from mrl.plan.memory import MASTER_BYTES, MOMENT_BYTES, num_parameters
+from mrl.plan.memory import num_parameters
+from mrl.plan.optimizer_memory import optimizer_memory
 from mrl.run.prepare import load_model_facts, resolve
 from mrl.weights.copies import ITEM_BYTES
 
@@ -73,7 +74,8 @@ def checkpoint_bytes(config: Config, arch: ArchSpec) -> int:
     """What the checkpoints of a run take on the disk: those kept, the one being written, a reference."""
     dtype = ITEM_BYTES[config.model.dtype]
     parameters = num_parameters(arch)
-    each = parameters * (dtype + MOMENT_BYTES + MASTER_BYTES)
+    optimizer = optimizer_memory(config, owned=parameters, largest=parameters, held=parameters)
+    each = parameters * dtype + optimizer.saved
     if config.checkpoint.export_hf:
         each += parameters * dtype
     algorithm = algorithms.build(config.algorithm, config.rollout)

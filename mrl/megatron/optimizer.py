@@ -1,7 +1,7 @@
 """The optimizer of the actor: Megatron's AdamW over fp32 master weights.
 
-Owns how config becomes Megatron's optimizer. What a checkpoint holds of it is in `optimizer_state.py`; its learning
-rate is in `functional/learning_rate.py`.
+Owns how config becomes Megatron's optimizer. What a checkpoint holds of it is in `optimizer_state.py`, what an Adam is
+in `adam.py`; its learning rate is in `functional/learning_rate.py`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
 from mrl.config import ActorConfig
+from mrl.megatron.adam import adam_of
 from mrl.megatron.passed import given_to, objects
+from mrl.megatron_fields.table import own_value
 
 
 def build_optimizer(
@@ -46,6 +47,7 @@ def build_optimizer(
         "bf16": bf16,
         "params_dtype": dtype,
         "use_distributed_optimizer": actor.use_distributed_optimizer,
+        "optimizer_offload_fraction": own_value("optimizer", "optimizer_offload_fraction"),
     }
     with given_to("optimizer", given or ()):
         config = OptimizerConfig(**{**own, **objects("optimizer", given or {})})
@@ -58,8 +60,11 @@ def build_optimizer(
 
 def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
     """What Megatron's optimizer holds on this rank: master weights (in fp32 training views of the weights), moments."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        for group in part.optimizer.param_groups:
-            yield from group["params"]
-        for state in part.optimizer.state.values():
-            yield from (value for value in state.values() if torch.is_tensor(value))
+    for part in optimizer.chained_optimizers:
+        yield from adam_of(part).tensors()
+
+
+def reload_masters(optimizer: Any) -> None:
+    """Must be called after the model's weights were written: master weights, where there are any, are these again."""
+    for part in optimizer.chained_optimizers:
+        adam_of(part).reload()

@@ -21,12 +21,14 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from torch import Tensor
 
+from mrl.megatron.adam import adam_of
+
 Shards = dict[int, dict[str, list[ShardedTensor]]]
 """By parameter, in the optimizer's order, and what it is ("param" is the master weight): the rectangles of the run."""
 
 
 def rank_shards(optimizer: Any, model_state: dict[str, Any], key: Callable[[str, str], str | None]) -> Shards:
-    """This rank's part of a distributed optimizer that has Adam state, live.
+    """This rank's part of a distributed optimizer that has Adam state, live where its type is the checkpoint's.
 
     Args:
         optimizer: Megatron's DistributedOptimizer.
@@ -35,10 +37,10 @@ def rank_shards(optimizer: Any, model_state: dict[str, Any], key: Callable[[str,
     """
     sharded, _ = extract_sharded_tensors_and_factories(model_state)
     whole = {id(each.data): each for each in nested_values(sharded)}
-    found: Shards = {}
+    found, adam = Shards(), adam_of(optimizer)
     for order, (parameter, run) in enumerate(_runs(optimizer)):
         found[order] = {}
-        for what, tensor in _tensors(optimizer, parameter).items():
+        for what, tensor in adam.read(parameter).items():
             name = key(what, whole[id(parameter)].key)
             if name is not None:
                 found[order][what] = list(_rectangles(whole[id(parameter)], name, tensor, run, optimizer))
@@ -52,11 +54,10 @@ def fill(optimizer: Any, loaded: dict[int, dict[str, list[Tensor]]]) -> None:
         optimizer: As for `rank_shards`, the model's weights loaded.
         loaded: Rectangles of each run, in the order in which `rank_shards` gave them.
     """
+    adam = adam_of(optimizer)
     for order, (parameter, run) in enumerate(_runs(optimizer)):
-        state = optimizer._get_main_param_and_optimizer_states(parameter)
-        state["param"] = parameter.detach().flatten()[run.start : run.stop]
-        state |= {what: torch.cat([part.flatten() for part in parts]) for what, parts in loaded[order].items()}
-        optimizer._set_main_param_and_optimizer_states(parameter, state)
+        own = {what: torch.cat([part.flatten() for part in parts]) for what, parts in loaded[order].items()}
+        adam.write(parameter, {"param": parameter.detach().flatten()[run.start : run.stop], **own})
 
 
 def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -91,12 +92,6 @@ def _runs(optimizer: Any) -> Iterator[tuple[Tensor, range]]:
             for bucket in of_dtype:
                 for parameter, ranges in bucket["param_map"].items():
                     yield parameter, range(ranges["param"].start, ranges["param"].end)
-
-
-def _tensors(optimizer: Any, parameter: Tensor) -> dict[str, Tensor]:
-    """Master weight and moments of the run. The step is the same for all parameters."""
-    state: dict[str, Tensor] = optimizer._get_main_param_and_optimizer_states(parameter)
-    return {what: tensor for what, tensor in state.items() if what != "step"}
 
 
 def _rectangles(

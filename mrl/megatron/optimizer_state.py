@@ -3,7 +3,9 @@
 A checkpoint holds tensors by the parameter's name (first and second moment, and the fp32 master weight where the
 optimizer has one of its own) and how often it stepped. Nothing else of it is read: not the form in which Megatron saves
 them, which depends on `actor.use_distributed_optimizer`, on the dtype and on whether experts are spread over ranks, and
-not the hyperparameters, which are the config's. So a run goes on with any of these changed.
+not the hyperparameters, which are the config's. So a run goes on with any of these changed. Master weights are in it as
+fp32 whatever form the optimizer keeps them in, and so are moments in float16, whose scale is a rank's own; moments in
+bfloat16 are as they are.
 
 What a distributed optimizer holds is cut by `optimizer_shards.py`. Megatron's own `load_state_dict` is not used: it
 gives all parameters ONE `step` tensor, which torch's Adam then advances once for each parameter.
@@ -18,8 +20,8 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch import Tensor
 
+from mrl.megatron.adam import adam_of
 from mrl.megatron.optimizer_shards import fill, rank_shards
 
 PREFIX = "optimizer.state."
@@ -40,7 +42,7 @@ def to_save(optimizer: Any, model_state: dict[str, Any], metadata: dict[str, Any
     """
     found: dict[int, Any] = {}
     for index, part in enumerate(optimizer.chained_optimizers):
-        make_adam_state(part)
+        adam_of(part).make_state()
         if isinstance(part, DistributedOptimizer):
             found[index] = rank_shards(part, model_state, _key)
         else:
@@ -59,7 +61,7 @@ def to_load(optimizer: Any, model_state: dict[str, Any], metadata: dict[str, Any
     """
     asked: Asked = {}
     for index, part in enumerate(optimizer.chained_optimizers):
-        make_adam_state(part)
+        adam_of(part).make_state()
         if isinstance(part, DistributedOptimizer):
             shards = rank_shards(part, model_state, partial(_saved_key, saved))
             asked[index] = {order: _emptied(tensors) for order, tensors in shards.items()}
@@ -83,12 +85,7 @@ def take_up(optimizer: Any, loaded: Asked, num_updates: int) -> None:
                 fill(part, loaded[index])
             else:
                 _fill(part, loaded[index])
-        if _steps_by_parameter(part):
-            for _, adam in _states(part):
-                adam["step"] = torch.tensor(float(num_updates))
-        else:
-            for group in part.optimizer.param_groups:
-                group["step"] = num_updates
+        adam_of(part).set_steps(num_updates)
 
 
 def _by_parameter(state: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -130,31 +127,6 @@ def _emptied(shards: dict[str, list[Any]]) -> dict[str, list[Any]]:
 def _fill(part: Any, loaded: dict[int, dict[str, Any]]) -> None:
     if not all("param" in tensors for tensors in loaded.values()):
         part.reload_model_params()
-    for order, (parameter, adam) in enumerate(_states(part)):
+    for order, (parameter, state) in enumerate(adam_of(part).states()):
         for name, tensor in loaded[order].items():
-            (parameter if name == "param" else adam[name]).copy_(tensor)
-
-
-def make_adam_state(optimizer: Any) -> None:
-    """Zero moments for parameters that were never stepped."""
-    for parameter, adam in _states(optimizer):
-        if not adam:
-            if _steps_by_parameter(optimizer):
-                adam["step"] = torch.tensor(0.0)
-            adam["exp_avg"] = torch.zeros_like(parameter)
-            adam["exp_avg_sq"] = torch.zeros_like(parameter)
-
-
-def _steps_by_parameter(optimizer: Any) -> bool:
-    """Whether the step is state of each parameter, as torch's Adam has it.
-
-    TransformerEngine's and Apex's have it in the groups, and take whatever is in the state for a moment.
-    """
-    return isinstance(optimizer.optimizer, (torch.optim.Adam, torch.optim.AdamW))
-
-
-def _states(optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """Parameters of the inner optimizer in their order, with their state."""
-    for group in optimizer.optimizer.param_groups:
-        for parameter in group["params"]:
-            yield parameter, optimizer.optimizer.state[parameter]
+            (parameter if name == "param" else state[name]).copy_(tensor)

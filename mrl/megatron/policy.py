@@ -29,7 +29,7 @@ from mrl.megatron.data_parallel import Replicas
 from mrl.megatron.model import build_chunks, named_tensors
 from mrl.megatron.moe import load_balance
 from mrl.megatron.offload import PARTS, Offload, Part, pinned_like
-from mrl.megatron.optimizer import build_optimizer, optimizer_tensors
+from mrl.megatron.optimizer import build_optimizer, optimizer_tensors, reload_masters
 from mrl.megatron.passed import check_te
 from mrl.megatron.schedule import Microbatch, Schedule
 from mrl.models.base import ArchSpec
@@ -149,7 +149,7 @@ class Policy:
         """Must be called after parameters were written from outside: the optimizer's master weights follow."""
         if self.optimizer is not None:
             self.bring("weights", "optimizer")
-            self.optimizer.reload_model_params()
+            reload_masters(self.optimizer)
 
     def reference_tensors(self) -> dict[str, Tensor]:
         """The reference's tensors in host memory, named as in `layout`; made at the first call, NaN until filled."""
@@ -259,7 +259,6 @@ class Policy:
             group["lr"] = rate
             group["weight_decay"] = self._config.weight_decay * group.get("wd_mult", 1.0)
         self._replicas.zero_gradients()
-        self.optimizer.zero_grad()
         distribution = self._whole if algorithm.supervised else self._sampled
         microbatches = self._schedule.microbatches(minibatch, distribution)
         if self._balance is not None:
@@ -269,6 +268,7 @@ class Policy:
         if self._balance is not None:
             metrics |= self._balance.metrics()
         _, grad_norm, _ = self.optimizer.step()
+        self.optimizer.zero_grad()  # fp32 copies of gradients, where the buffer is of another type
         self._replicas.updated()
         self.num_updates += 1
         if not torch.isfinite(torch.tensor(float(grad_norm))):

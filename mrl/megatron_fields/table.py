@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mrl.megatron_fields.installed import fields_of
+from mrl.megatron_fields.values import DTYPES, names_dtype
 
 Kind = Literal["derived", "model", "guarded", "free"]
 Rows = dict[str, dict[str, str]]
@@ -119,6 +120,7 @@ OWN: dict[tuple[str, str], Any] = {
     ("ddp", "grad_reduce_in_fp32"): True,
     ("optimizer", "optimizer"): "adam",
     ("optimizer", "decoupled_weight_decay"): True,
+    ("optimizer", "optimizer_offload_fraction"): 1.0,
 }
 """mrl's value where it is not Megatron's default, of fields that may be named."""
 
@@ -131,10 +133,6 @@ _FP8 = (
 _FSDP = "Megatron-FSDP cuts every parameter over ranks, and refit, checkpoint and offloading read whole ones"
 _INFERENCE = "it is of Megatron's inference; mrl samples with an engine (rollout.name)"
 _CALLED = "it needs a call after each step that mrl does not make"
-_HYBRID = (
-    "half of the optimizer would live in an optimizer of its own, which checkpoint and offloading do not reach; set "
-    "actor.optimizer_offload"
-)
 
 LACKING: Rows = {
     "transformer": {
@@ -180,8 +178,8 @@ LACKING: Rows = {
         ),
         "fp8_recipe reuse_grad_buf_for_mxfp8_param_ag": _FP8,
         "overlap_param_gather_with_optimizer_step": _SCHEDULE,
-        "optimizer_cpu_offload optimizer_offload_fraction use_torch_optimizer_for_cpu_offload "
-        "overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params": _HYBRID,
+        "use_torch_optimizer_for_cpu_offload": "it would have no effect: torch's AdamW steps on the host anyway",
+        "pin_cpu_params": "it would have no effect: Megatron reads it nowhere",
     },
 }
 """Guarded, and what mrl lacks for it."""
@@ -214,8 +212,15 @@ ASKED: Rows = {
         "disable_symmetric_registration": "symmetric",
     },
     "optimizer": {
-        "use_precision_aware_optimizer store_param_remainders main_grads_dtype main_params_dtype exp_avg_dtype "
-        "exp_avg_sq_dtype": "precision",
+        "use_precision_aware_optimizer": "precision",
+        "store_param_remainders": "remainders",
+        "main_params_dtype": "masters",
+        "main_grads_dtype": "main_gradients",
+        "exp_avg_dtype exp_avg_sq_dtype": "moments",
+        "optimizer_cpu_offload": "hybrid",
+        "optimizer_offload_fraction": "fraction",
+        "overlap_cpu_optimizer_d2h_h2d": "hybrid_overlap",
+        "pin_cpu_grads": "of_hybrid",
         "apply_wd_to_qk_layernorm": "qk_norm",
     },
 }
@@ -254,6 +259,8 @@ def own_value(section: str, name: str) -> Any:
 def is_own(section: str, name: str, value: Any) -> bool:
     """Whether a field at this value is as if it were not named."""
     own = own_value(section, name)
+    if isinstance(value, str) and names_dtype(fields_of(section)[name].kind):
+        value = DTYPES.get(value, value)
     return type(own) is type(value) and bool(own == value)
 
 

@@ -15,9 +15,10 @@ from mrl.config import Config
 from mrl.distributed.transformer_engine import asked_for
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
+from mrl.plan import optimizer_memory, recompute
 from mrl.plan.activations import Activations, ActorShape
 from mrl.plan.engine_memory import Device, EngineMemory, arriving_bytes, engine_memory, weight_bytes
-from mrl.plan.recompute import FIELDS
+from mrl.plan.optimizer_memory import OptimizerMemory
 from mrl.preflight.megatron import changes
 from mrl.run.prepare import Resolved
 from mrl.weights.buckets import MIN_ROUND_BYTES, NUM_BUFFERS, PIPELINE_ROUNDS
@@ -27,22 +28,27 @@ from mrl.weights.megatron import chunk_layers, megatron_layout
 
 GRADIENT_BYTES = 4
 """Megatron's gradient buffer is fp32, or of the parameters' type without `grad_reduce_in_fp32` in `megatron.ddp`."""
-COUNTED = {("transformer", name) for name in FIELDS} | {("ddp", "grad_reduce_in_fp32")}
+COUNTED = {
+    *(("transformer", name) for name in recompute.FIELDS),
+    ("ddp", "grad_reduce_in_fp32"),
+    *(("optimizer", name) for name in optimizer_memory.FIELDS),
+}
 """Fields of `megatron` that the prediction knows."""
-MOMENT_BYTES = 8
-"""Adam's two moments, fp32."""
-MASTER_BYTES = 4
-"""fp32 master weights, kept where the parameters are of another type."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a rank holds all the time, by the shapes of its tensors."""
+    """Bytes that a rank holds all the time, by the shapes of its tensors; `states` says what the optimizer takes."""
 
     weights: int
     gradients: int
-    optimizer: int
+    states: OptimizerMemory
     engine: int
+
+    @property
+    def optimizer(self) -> int:
+        """What the optimizer holds on the device."""
+        return self.states.device
 
     @property
     def total(self) -> int:
@@ -59,8 +65,8 @@ class StageMemory:
         rank: The first of them.
         phases: "refit", "rollout", "score" where something is scored without training, "update" -> term -> bytes.
         kv_rows: Sequences that the KV cache has room for.
-        host: Bytes in host memory beside the device: what was offloaded, an engine's weights while it sleeps, the
-            reference, the actor while it is away for it, and copies for a checkpoint.
+        host: Bytes in host memory beside the device: what was offloaded or is stepped there, an engine's weights while
+            it sleeps, the reference, the actor while it is away for it, and copies for a checkpoint.
     """
 
     stage: int
@@ -81,7 +87,6 @@ class StageMemory:
 
 def stage_memory(config: Config, arch: ArchSpec, grid: Grid) -> list[Memory]:
     """What a rank of each pipeline stage holds of weights, gradients and optimizer, and the weights of its engine."""
-    kept_bytes = MOMENT_BYTES + (MASTER_BYTES if config.model.dtype != "float32" else 0)
     in_fp32 = config.megatron.ddp.get("grad_reduce_in_fp32", True)
     gradient_bytes = GRADIENT_BYTES if in_fp32 else ITEM_BYTES[config.model.dtype]
     sharded = config.actor.use_distributed_optimizer
@@ -90,12 +95,14 @@ def stage_memory(config: Config, arch: ArchSpec, grid: Grid) -> list[Memory]:
     engine = weight_bytes(config, arch, grid)
     found = []
     for dense, experts in _actor_elements(arch, grid):
-        owned = math.ceil(dense / copies) + math.ceil(experts / expert_copies)
+        owned = math.ceil(dense / copies), math.ceil(experts / expert_copies)
         found.append(
             Memory(
                 weights=(dense + experts) * ITEM_BYTES[config.model.dtype],
                 gradients=(dense + experts) * gradient_bytes,
-                optimizer=owned * kept_bytes,
+                states=optimizer_memory.optimizer_memory(
+                    config, owned=sum(owned), largest=max(owned), held=dense + experts
+                ),
                 engine=engine,
             )
         )
@@ -144,13 +151,13 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
             "refit": _begun(refit, {**actor, **here}),
             "rollout": _begun(rollout, {**weights, **here, **engine.awake}),
             **({"score": {**weights, **always, **kept, "activations": used.scoring}} if scored else {}),
-            "update": {**actor, **always, **kept, **_update(used)},
+            "update": {**actor, **always, **kept, **_update(used, own.states.step)},
         }
         phases = {phase: {term: size for term, size in terms.items() if size} for phase, terms in phases.items()}
         host = 0
         if not device.is_host:
             host = sum(away.values()) + (2 * own.weights if algorithm.needs_reference else 0) + engine.host
-            host += commit_bytes(config, grid, own)
+            host += commit_bytes(config, grid, own) + own.states.host
         stages.append(StageMemory(stage, stage * (grid.world_size // grid.pp), phases, engine.rows, host))
     return stages
 
@@ -178,11 +185,10 @@ def commit_bytes(config: Config, grid: Grid, own: Memory) -> int:
     """Copies of what a rank writes of a checkpoint beside the training; data-parallel ranks write in turns."""
     if not config.checkpoint.async_save:
         return 0
-    writers, sharded = grid.dp * grid.cp, config.actor.use_distributed_optimizer
-    optimizer = own.optimizer if sharded else math.ceil(own.optimizer / writers)
-    # a distributed optimizer's fp32 weights are in the checkpoint as its master weights, too
-    masters = optimizer * MASTER_BYTES // MOMENT_BYTES if sharded and config.model.dtype == "float32" else 0
-    return math.ceil(own.weights / writers) + optimizer + masters
+    writers = grid.dp * grid.cp
+    saved = own.states.saved
+    optimizer = saved if config.actor.use_distributed_optimizer else math.ceil(saved / writers)
+    return math.ceil(own.weights / writers) + optimizer
 
 
 def staging_bytes(config: Config, grid: Grid, moved_bytes: int) -> int:
@@ -199,8 +205,13 @@ def _begun(terms: dict[str, int], before: dict[str, int]) -> dict[str, int]:
     return {**terms, "actor, before it leaves": max(0, sum(before.values()) - sum(terms.values()))}
 
 
-def _update(used: Activations) -> dict[str, int]:
-    """What a pass needs beside the weights; the output layer and the layers below it work one after the other."""
+def _update(used: Activations, step: int) -> dict[str, int]:
+    """What a pass or the step after it needs beside the weights, whichever is more.
+
+    The output layer and the layers below it work one after the other.
+    """
+    if step > used.saved + max(used.logits, used.backward):
+        return {"step of the optimizer": step}
     if used.logits >= used.backward:
         return {"activations": used.saved, "logits": used.logits}
     return {"activations": used.saved, "backward of a layer": used.backward}

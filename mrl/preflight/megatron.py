@@ -20,7 +20,7 @@ from mrl.grid import Grid
 from mrl.megatron_fields.defaults import ddp_defaults, overlaps_gradients
 from mrl.megatron_fields.installed import CLASSES, fields_of, version
 from mrl.megatron_fields.table import TABLE, Verdict, is_own, own_value, te_only
-from mrl.megatron_fields.values import expected, fits
+from mrl.megatron_fields.values import DTYPES, expected, fits
 from mrl.models.base import ArchSpec
 
 NEAR = 0.6
@@ -229,6 +229,11 @@ def _gathers(asked: Asked) -> bool:
     return bool(on.get("overlap_param_gather"))
 
 
+def _dtype(value: Any) -> str:
+    """Torch's name of a type that may be written as Megatron does."""
+    return DTYPES.get(str(value), str(value))
+
+
 def _cp_ways(asked: Asked) -> bool:
     ways = asked.value if isinstance(asked.value, list) else [asked.value]
     return all(way in CP_WAYS for way in ways)
@@ -247,9 +252,10 @@ OVERLAPPED: Needs = (
     _none("actor.overlap_grad_reduce=true: there is one bucket"),
 )
 PIPELINED: Needs = (lambda asked: asked.grid.pp > 1, _none("a pipeline (parallel.pipeline_model_parallel_size)"))
-PRECISION = (
-    "master weights and moments would be in types of TransformerEngine's own, scaled or cut, which a checkpoint of mrl "
-    "does not hold"
+PRECISE: Needs = (_set("use_precision_aware_optimizer"), _none("use_precision_aware_optimizer: true"))
+NOT_HYBRID: Needs = (
+    lambda asked: not asked.beside.get("optimizer_cpu_offload"),
+    "it would have no effect with optimizer_cpu_offload: true, whose master weights and moments are float32",
 )
 
 RULES: dict[str, tuple[Needs, ...]] = {
@@ -321,7 +327,79 @@ RULES: dict[str, tuple[Needs, ...]] = {
         ),
     ),
     "symmetric": ((_set("nccl_ub"), _none("nccl_ub: true")),),
-    "precision": ((lambda asked: False, PRECISION),),
+    "precision": (
+        (
+            lambda asked: asked.config.actor.use_distributed_optimizer,
+            "Megatron has it for the distributed optimizer: set actor.use_distributed_optimizer=true",
+        ),
+    ),
+    "remainders": (
+        PRECISE,
+        NOT_HYBRID,
+        (
+            lambda asked: _dtype(asked.beside.get("main_params_dtype", "float32")) == "float32",
+            _none("main_params_dtype: float32"),
+        ),
+    ),
+    "masters": (
+        PRECISE,
+        NOT_HYBRID,
+        (
+            lambda asked: _dtype(asked.value) in ("float32", "float16"),
+            "TransformerEngine keeps master weights in float32 or float16",
+        ),
+    ),
+    "main_gradients": (
+        PRECISE,
+        (
+            lambda asked: _dtype(asked.value) in ("float32", "bfloat16"),
+            "the gradients' buffer is float32, or bfloat16 with grad_reduce_in_fp32: false in megatron.ddp",
+        ),
+        (
+            lambda asked: (
+                (_dtype(asked.value) == "float32") == asked.config.megatron.ddp.get("grad_reduce_in_fp32", True)
+            ),
+            "megatron.ddp says of what type the gradients' buffer is: float32, or bfloat16 with grad_reduce_in_fp32: "
+            "false; give both, or neither",
+        ),
+    ),
+    "moments": (
+        PRECISE,
+        NOT_HYBRID,
+        (
+            lambda asked: _dtype(asked.value) != "uint8",
+            "moments of 8 bits are tensors of TransformerEngine's own, which offloading does not reach: float32, "
+            "bfloat16 or float16",
+        ),
+    ),
+    "hybrid": (
+        (
+            _set("use_precision_aware_optimizer"),
+            "it needs use_precision_aware_optimizer: true, as on Megatron's own command line; without it the device "
+            "keeps a second set of master weights",
+        ),
+        (
+            lambda asked: asked.beside.get("decoupled_weight_decay", True),
+            "what steps on the host is AdamW: it needs decoupled_weight_decay: true",
+        ),
+    ),
+    "fraction": (
+        (_set("optimizer_cpu_offload"), _none("optimizer_cpu_offload: true")),
+        (lambda asked: 0 < asked.value <= 1, "expected is a part of 1 (0.5 is half): above 0, at most 1"),
+    ),
+    "of_hybrid": ((_set("optimizer_cpu_offload"), _none("optimizer_cpu_offload: true")),),
+    "hybrid_overlap": (
+        (_set("optimizer_cpu_offload"), _none("optimizer_cpu_offload: true")),
+        (
+            lambda asked: (
+                asked.config.megatron.ddp.get("grad_reduce_in_fp32", True)
+                or asked.beside.get("optimizer_offload_fraction", own_value("optimizer", "optimizer_offload_fraction"))
+                == 1
+            ),
+            "Megatron makes bfloat16 gradients float32 in another stream than the one in which the device's part is "
+            "stepped, which does not wait: leave out grad_reduce_in_fp32: false in megatron.ddp, or offload all",
+        ),
+    ),
     "qk_norm": (
         (lambda asked: asked.arch.qk_norm, "it would have no effect because the model norms no queries and keys"),
     ),

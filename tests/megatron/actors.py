@@ -175,6 +175,7 @@ def train(policy: Policy, steps: int, *, first: int = 0, rate: LearningRate = CO
 def adam_steps(policy: Policy) -> list[Any]:
     """How often Adam has stepped: torch's holds it for each parameter, TransformerEngine's for each group of them."""
     adams = [part.optimizer for part in policy.optimizer.chained_optimizers]
+    adams = [adam for each in adams for adam in getattr(each, "sub_optimizers", [each])]  # Megatron's hybrid has many
     return [
         holder["step"]
         for adam in adams

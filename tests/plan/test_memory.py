@@ -10,7 +10,7 @@ from mrl.config import Config, load
 from mrl.grid import Grid
 from mrl.models.presets import arch_from_preset
 from mrl.plan.engine_memory import Device
-from mrl.plan.memory import memory_by_stage, num_parameters, stage_memory
+from mrl.plan.memory import memory_by_stage, not_counted, num_parameters, stage_memory
 from mrl.run.prepare import resolve
 from mrl.weights.megatron import megatron_layouts
 from mrl.weights.native import native_layouts
@@ -134,6 +134,36 @@ def test_local_layers_are_counted_where_the_config_has_them(tmp_path):
         for impl, there in (("auto", True), ("local", True), ("auto", False))
     )
     assert te["activations"] > local["activations"] == neither["activations"]
+
+
+PRECISE = "use_precision_aware_optimizer: true"
+MOMENTS = "exp_avg_dtype: bf16, exp_avg_sq_dtype: bf16"
+LOW = f"{PRECISE}, {MOMENTS}"
+HYBRID = f"{PRECISE}, optimizer_cpu_offload: true"
+
+
+@pytest.mark.parametrize(
+    ("fields", "device", "host"),
+    [(PRECISE, 10, 0), (LOW, 6, 0), (f"{PRECISE}, main_params_dtype: fp16", 10, 0),
+     (f"{PRECISE}, store_param_remainders: false", 12, 0), (f"{LOW}, store_param_remainders: false", 8, 0),
+     (HYBRID, 0, 16), (f"{HYBRID}, optimizer_offload_fraction: 0.25", 9, 4)],
+)  # fmt: skip
+def test_bytes_of_the_optimizer_are_those_of_its_types(fields, device, host, tmp_path):
+    """12 bytes of a parameter without, 4 of them a master weight."""
+    quiet = "checkpoint.async_save=false"
+    (plain,) = phases(tmp_path, quiet)
+    (found,) = phases(tmp_path, quiet, f"megatron.optimizer={{{fields}}}")
+    each = plain.phases["update"]["optimizer"] / 12
+    assert found.phases["update"].get("optimizer", 0) == device * each and found.host == host * each
+    assert not_counted(load({}, [f"megatron.optimizer={{{fields}}}"])) == []
+
+
+def test_states_of_two_bytes_are_made_wide_for_a_step(tmp_path):
+    wide = "model.overrides={hidden_size: 1024, intermediate_size: 4096}"
+    (found,) = phases(tmp_path, wide, f"megatron.optimizer={{{LOW}}}", "actor.max_tokens_per_microbatch=128")
+    assert found.phases["update"]["step of the optimizer"] == found.phases["update"]["optimizer"] / 6 * 8
+    (large,) = phases(tmp_path, wide, f"megatron.optimizer={{{LOW}}}", "actor.max_tokens_per_microbatch=65536")
+    assert "step of the optimizer" not in large.phases["update"]
 
 
 def test_what_is_offloaded_is_counted_where_it_is_needed(tmp_path):

@@ -3,8 +3,9 @@
 The wheel `transformer-engine` is pure Python; its C++ extension is what needs a GPU. `extension/` stands in for that in
 plain PyTorch, `permutation.py` for Triton kernels, `cuda.py` for `torch.cuda`. Everything between Megatron and the
 kernels is NVIDIA's: FusedAdam, the layers of Megatron's TE spec, the choice of an attention backend, the ring of
-context parallelism. Nothing but the modules of `transformer_engine` sees a difference. What is shown so are names,
-shapes, dtypes, wiring and mathematics, not kernels: no FP8, no userbuffers, no CUDA graphs, no streams.
+context parallelism. Of Megatron one module sees a difference, the optimizer that works on device and host
+(`hybrid.py`); nothing else does but the modules of `transformer_engine`. What is shown so are names, shapes, dtypes,
+wiring and mathematics, not kernels: no FP8, no userbuffers, no CUDA graphs, no streams.
 """
 
 import ast
@@ -13,8 +14,8 @@ import importlib.machinery
 import os
 import sys
 
-from mrl.distributed import transformer_engine
-from tests.te import cuda, permutation
+from mrl.distributed import device, transformer_engine
+from tests.te import cuda, hybrid, permutation
 
 ROOT = "transformer_engine"
 COMMON = "transformer_engine.common"
@@ -30,10 +31,11 @@ _CUDA = "_te_cuda"
 
 
 def install():
-    """Before the first import of transformer_engine; mrl then takes its layers on a CPU too, and in float32."""
+    """Before the first import of either package; mrl then takes TE's layers on a CPU too, and in float32."""
     os.environ.update(ENVIRONMENT)
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
+    device._CPU_FIXES[hybrid.MODULE] = hybrid.correct
     transformer_engine.DEVICES = {*transformer_engine.DEVICES, "cpu"}
     transformer_engine.DTYPES = {*transformer_engine.DTYPES, "float32"}
 

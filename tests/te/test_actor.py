@@ -11,7 +11,12 @@ from tests.source import ROOT
 pytestmark = pytest.mark.te
 
 LIMIT_S = 400
-MEGATRON, INSIDE, E2E = "tests/megatron", "tests/te/inside.py", "tests/e2e"
+MEGATRON, INSIDE, STATES, E2E = "tests/megatron", "tests/te/inside.py", "tests/te/states.py", "tests/e2e"
+KINDS = ("plain", "remainders", "low", "hybrid")
+MOVES = (
+    "plain-remainders-tp2", "remainders-plain-pp2", "low-low-tp2", "plain-low-pp2", "hybrid-hybrid-tp2",
+    "remainders-hybrid-pp2", "hybrid-remainders-dp2",
+)  # fmt: skip
 CHOSEN = [
     # scores are those of transformers
     f"{MEGATRON}/test_model.py::test_log_probabilities_and_entropy_are_those_of_transformers[qwen3-tp2]",
@@ -38,6 +43,13 @@ CHOSEN = [
     f"{MEGATRON}/test_checkpoint.py::test_an_optimizer_of_the_other_kind_goes_on_with_the_same_numbers"
     "[0-float32-dp2-True-dp2-False]",
     f"{MEGATRON}/test_moe_checkpoint.py::test_training_goes_on_where_the_experts_lie_otherwise[single]",
+    # states of 2 bytes, and on the host
+    *(f"{STATES}::test_a_resumed_run_is_the_one_that_went_on[{kind}]" for kind in KINDS),
+    *(f"{STATES}::test_its_steps_are_those_of_the_plain_optimizer[{kind}]" for kind in KINDS[1:]),
+    *(f"{STATES}::test_after_other_weights_came_masters_are_these[{kind}]" for kind in KINDS),
+    *(f"{STATES}::test_memory_is_what_a_rank_holds[{kind}]" for kind in KINDS),
+    *(f"{STATES}::test_another_layout_and_another_kind_hold_the_same_states[{move}]" for move in MOVES),
+    f"{STATES}::test_a_float16_state_that_is_saved_has_the_scale_of_one_that_is_loaded",
     # a whole run: refit into the engine, kill -9 and resume
     f"{E2E}/test_resume.py::test_a_killed_run_continues_as_if_nothing_had_happened[7]",
 ]

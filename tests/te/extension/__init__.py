@@ -10,6 +10,7 @@ from tests.te.extension.adam import (
     multi_tensor_adam,
     multi_tensor_adam_capturable,
     multi_tensor_adam_capturable_master,
+    multi_tensor_adam_param_remainder,
     multi_tensor_l2norm,
     multi_tensor_scale,
     multi_tensor_unscale_l2norm,

@@ -44,6 +44,26 @@ def multi_tensor_adam(chunk_size, noop, lists, lr, beta1, beta2, eps, step, mode
             master.copy_(weight)
 
 
+@torch.no_grad()
+def multi_tensor_adam_param_remainder(chunk_size, noop, lists, *options):
+    """The fifth list holds the lower halves, int16, of fp32 master weights; the second their upper halves, rounded up
+    where the lower half is below zero as an int16. adam.cu takes each half for two bytes, in the order of the machine.
+    """
+    gradients, params, exp_avgs, exp_avg_sqs, lows = lists
+    masters = [torch.empty(param.shape) for param in params]
+    for param, low, master in zip(params, lows, masters, strict=True):
+        if (param.dtype, low.dtype) != (torch.bfloat16, torch.int16):
+            raise TypeError(f"multi_tensor_adam_param_remainder: {param.dtype} and {low.dtype}")
+        halves = master.view(torch.int16).view(*master.shape, 2)
+        halves[..., 1] = torch.where(low < 0, param.view(torch.int16) - 1, param.view(torch.int16))
+        halves[..., 0] = low
+    multi_tensor_adam(chunk_size, noop, [gradients, masters, exp_avgs, exp_avg_sqs], *options)
+    for param, low, master in zip(params, lows, masters, strict=True):
+        halves = master.view(torch.int16).view(*master.shape, 2)
+        low.copy_(halves[..., 0])
+        param.view(torch.int16).copy_(torch.where(low < 0, halves[..., 1] + 1, halves[..., 1]))
+
+
 def multi_tensor_adam_capturable(
     chunk_size, noop, lists, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay, inv_scale
 ):

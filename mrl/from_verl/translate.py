@@ -17,6 +17,7 @@ from mrl.config import Config
 from mrl.errors import UserError
 from mrl.from_verl.line import Settings
 from mrl.megatron_fields.table import TABLE, is_own
+from mrl.peers import verl_keys
 from mrl.peers.verl_keys import ACTOR, DDP, FSDP, MAPS, MEGATRON, OVERRIDE, PASSED, ROLLOUT, ROOT, is_harmless, verdict
 from mrl.schema.keys import nested
 from mrl.schema.values import Values
@@ -204,7 +205,7 @@ def _recompute(verl: _Verl) -> str | None:
 def _passed(verl: _Verl) -> Iterator[Pair]:
     """Megatron's own fields, those that mrl takes."""
     for prefix, to in PASSED.items():
-        section, given = to.rpartition(".")[2], {}
+        given = _precision(verl, section := to.rpartition(".")[2])
         for name, value in verl.under(prefix).items():
             key, what = f"{prefix}{name}", TABLE.get((section, name))
             if key in MAPS and not MAPS[key][0].startswith("megatron."):
@@ -224,6 +225,15 @@ def _passed(verl: _Verl) -> Iterator[Pair]:
             else:
                 given[name] = value
         yield to, given or None
+
+
+def _precision(verl: _Verl, section: str) -> dict[str, Any]:
+    """Fields of the precision-aware optimizer, for which verl has keys of its own."""
+    on = verl.megatron and verl[f"{ACTOR}optim.use_precision_aware_optimizer"]
+    found = {name: verl[f"{ACTOR}optim.{name}"] for name in verl_keys.PRECISION if on}
+    if section == "ddp":
+        return {} if found.get("main_grads_dtype", "fp32") == "fp32" else {"grad_reduce_in_fp32": False}
+    return {name: value for name, value in found.items() if value != "fp32"} if section == "optimizer" else {}
 
 
 def _warmup(verl: _Verl) -> int:

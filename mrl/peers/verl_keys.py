@@ -21,6 +21,11 @@ MEGATRON = f"{ACTOR}megatron."
 OVERRIDE = f"{MEGATRON}override_transformer_config."
 DDP = f"{MEGATRON}override_ddp_config"
 OPTIMIZER = f"{ACTOR}optim.override_optimizer_config"
+PRECISION = {
+    "use_precision_aware_optimizer": False, "main_grads_dtype": "fp32", "exp_avg_dtype": "fp32",
+    "exp_avg_sq_dtype": "fp32",
+}  # fmt: skip
+"""Of `optim`, Megatron's fields by their names, with verl's defaults."""
 FSDP = f"{ACTOR}fsdp_config."
 ROLLOUT = f"{ROOT}rollout."
 
@@ -95,6 +100,9 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     f"{DDP}.overlap_grad_reduce": ("actor.overlap_grad_reduce", None, ""),
     DDP: ("megatron.ddp", {}, "each field by its name"),
     OPTIMIZER: ("megatron.optimizer", {}, "each field by its name"),
+    **{f"{ACTOR}optim.{name}": (
+        "megatron.optimizer", default, "with `use_precision_aware_optimizer`" if default == "fp32" else "")
+       for name, default in PRECISION.items()},
     **{f"{OVERRIDE}{name}": (f"parallel.{name}", None, "") for name in (
         "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")},
     **{f"{OVERRIDE}{name}": (f"actor.{name}", None, "") for name in (
@@ -306,7 +314,6 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     f"{ACTOR}optim.optimizer_impl": ("torch.optim",),
     f"{ACTOR}optim.name": ("AdamW",),
     f"{ACTOR}optim.eps": (1e-8,),
-    f"{ACTOR}optim.*_dtype": ("fp32",),
     f"{ACTOR}optim.weight_decay_incr_style": ("constant",),
     f"{ROLLOUT}repetition_penalty": (1.0,),
     f"{ROLLOUT}over_sample_rate": (0.0,),

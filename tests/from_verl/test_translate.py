@@ -120,7 +120,9 @@ def test_megatrons_own_fields_keep_their_names():
         f"{megatron}override_transformer_config.nonsense=3 {megatron}override_ddp_config.bucket_size=1000 "
         f"{megatron}override_ddp_config.overlap_grad_reduce=True "
         f"{optimizer}override_optimizer_config.decoupled_weight_decay=False "
-        f"{optimizer}override_optimizer_config.optimizer_cpu_offload=True"
+        f"{optimizer}override_optimizer_config.optimizer_cpu_offload=True "
+        f"{optimizer}override_optimizer_config.sgd_momentum=0.5 "
+        f"{optimizer}use_precision_aware_optimizer=True {optimizer}main_grads_dtype=bf16 {optimizer}exp_avg_dtype=bf16"
     )
     found = translate(read(line.split()))
     config = yaml.safe_load(found.text)
@@ -128,13 +130,16 @@ def test_megatrons_own_fields_keep_their_names():
         "transformer": {
             "apply_rope_fusion": True, "recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"],
         },
-        "ddp": {"bucket_size": 1000},
-        "optimizer": {"decoupled_weight_decay": False},
+        "ddp": {"bucket_size": 1000, "grad_reduce_in_fp32": False},
+        "optimizer": {
+            "decoupled_weight_decay": False, "optimizer_cpu_offload": True, "use_precision_aware_optimizer": True,
+            "main_grads_dtype": "bf16", "exp_avg_dtype": "bf16",
+        },
     }  # fmt: skip
     assert config["actor"]["overlap_grad_reduce"] and config["actor"]["moe_token_dispatcher_type"] == "flex"
     assert "recompute" not in config["actor"]
     missing, moot = "\n".join(found.missing), "\n".join(found.moot)
-    assert "nonsense=3: Megatron has no such field" in missing and "set actor.optimizer_offload" in missing
+    assert "nonsense=3: Megatron has no such field" in missing and "the optimizer is adam" in missing
     assert "persist_layer_norm: it would have no effect" in moot and "hidden_dropout: it is so without it" in moot
 
 

@@ -8,11 +8,11 @@ from safetensors.torch import load_file, save_file
 
 from mrl.errors import UserError
 from mrl.files.output_file import hash_file
-from mrl.formats.trtllm import TrtllmSource, TrtllmTarget
+from mrl.formats.trtllm import TrtllmSource, TrtllmTarget, read_activation_scales
 from mrl.weights.hf import hf_layout
 from mrl.weights.regions import whole
 from mrl.weights.tensors import DTYPES
-from mrl.weights.trtllm import TrtllmMapping
+from mrl.weights.trtllm import TrtllmMapping, linear_modules
 from tests.formats import trtllm_oracle as oracle
 from tests.formats.trtllm_cases import ARCHS, CASES, as_nvidia_names, case_id, model, weights, write_checkpoint, written
 
@@ -145,6 +145,27 @@ def test_a_checkpoint_of_nvidias_converter_without_mrls_keys_reads(tmp_path):
         source.check(deep=True)
         assert source.arch == arch
         assert_same_weights(source, hf, "float32")
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_shared_expert_beside_the_mlp_as_before_1_0_reads_too(tmp_path, fp8):
+    arch = model("qwen2_moe_tiny", moe_intermediate_size=16, shared_expert_intermediate_size=32)
+    hf = weights(arch)
+    linear = {module for rank in range(2) for module in linear_modules(arch, TrtllmMapping(2), rank).values()}
+    folders = [tmp_path / "new", tmp_path / "old"]
+    for folder in folders:
+        written(folder, arch, TrtllmMapping(2), hf=hf, activation_scales=dict.fromkeys(linear, 0.1) if fp8 else None)
+    for file in folders[1].glob("*.safetensors"):
+        tensors = {name.replace(".mlp.shared_", ".shared_"): tensor for name, tensor in load_file(file).items()}
+        assert any(".0.shared_expert." in name for name in tensors)
+        save_file(tensors, file)
+    new, old = (TrtllmSource(folder) for folder in folders)
+    old.check(deep=True)
+    for name, tensor in hf.items():
+        assert torch.equal(old.read(name, whole(tensor.shape)), new.read(name, whole(tensor.shape))), name
+    scales = tmp_path / "scales.json"
+    scales.write_text('{"transformer.layers.0.shared_expert.fc": 0.5}')
+    assert read_activation_scales(scales) == {"transformer.layers.0.mlp.shared_expert.fc": 0.5}
 
 
 def change(folder, rank, name, alter):

@@ -185,9 +185,9 @@ def expected(c, w, world_rank):
         if c.get("qwen_type") == "qwen2_moe":
             shared = prefix + "shared_expert"
             up, gate = (split(w[f"{shared}.{x}_proj.weight"], tp, rank) for x in ("up", "gate"))
-            found[ours + "shared_expert.fc.weight"] = torch.cat([up, gate])
-            found[ours + "shared_expert.proj.weight"] = split(w[f"{shared}.down_proj.weight"], tp, rank, 1)
-            found[ours + "shared_expert_gate.weight"] = w[f"{shared}_gate.weight"]
+            found[ours + "mlp.shared_expert.fc.weight"] = torch.cat([up, gate])
+            found[ours + "mlp.shared_expert.proj.weight"] = split(w[f"{shared}.down_proj.weight"], tp, rank, 1)
+            found[ours + "mlp.shared_expert_gate.weight"] = w[f"{shared}_gate.weight"]
     return found
 
 

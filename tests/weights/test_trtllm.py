@@ -55,7 +55,14 @@ def test_linear_modules_count_layers_in_the_whole_model():
     modules = linear_modules(ARCHS["qwen2_moe"], TrtllmMapping(1, 2), 1)
     assert modules == {
         f"transformer.layers.0.{name}.weight": f"transformer.layers.2.{name}"
-        for name in ("attention.qkv", "attention.dense", "mlp.fc", "mlp.proj", "shared_expert.fc", "shared_expert.proj")
+        for name in (
+            "attention.qkv",
+            "attention.dense",
+            "mlp.fc",
+            "mlp.proj",
+            "mlp.shared_expert.fc",
+            "mlp.shared_expert.proj",
+        )
     }
 
 

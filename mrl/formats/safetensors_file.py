@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -171,6 +171,17 @@ class SafetensorsFile:
             end = header.stop
         if end != self.num_bytes:
             self._refuse(f"its tensors end at byte {end}, but it has {self.num_bytes} bytes")
+
+    def rename(self, new_name: Callable[[str], str]) -> None:
+        """From here on the tensors go by other names; one whose new name is taken keeps its own.
+
+        Args:
+            new_name: Of a tensor, from the name in the file.
+        """
+        taken = set(self.headers)
+        self.headers = {
+            name if (other := new_name(name)) in taken else other: header for name, header in self.headers.items()
+        }
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor, as a view of a private map of the file: what is not looked at is not read.

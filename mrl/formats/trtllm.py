@@ -33,7 +33,7 @@ from mrl.weights.hf import EMBEDDINGS
 from mrl.weights.layout import Layout, Piece, Region, StoredTensor
 from mrl.weights.regions import intersect, slices, translate, volume, whole, without
 from mrl.weights.tensors import DTYPES
-from mrl.weights.trtllm import HEAD, TrtllmMapping, linear_modules, trtllm_layout
+from mrl.weights.trtllm import HEAD, TrtllmMapping, current_name, linear_modules, trtllm_layout
 
 _FP8 = "float8_e4m3fn"
 _WEIGHT_SCALE = "weights_scaling_factor"
@@ -66,7 +66,7 @@ def read_activation_scales(path: str | Path) -> dict[str, float]:
         raise UserError(
             f"'{path}' is not a JSON object of numbers, {{\"transformer.layers.0.attention.qkv\": 0.01, ...}}."
         )
-    return scales
+    return {current_name(module): scale for module, scale in scales.items()}
 
 
 class TrtllmTarget(Target):
@@ -199,6 +199,8 @@ class TrtllmSource(Source):
                     f"{self.config.mapping.tp_size} x {self.config.mapping.pp_size} ranks (tp_size x pp_size)."
                 )
         self._open_files = [SafetensorsFile(self.folder / name) for name in names]
+        for file in self._open_files:
+            file.rename(current_name)
         if not any(HEAD in file.headers for file in self._open_files):
             arch = replace(self.config.arch, tie_word_embeddings=True)
             self.config = replace(self.config, arch=arch)

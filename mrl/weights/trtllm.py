@@ -2,8 +2,8 @@
 
 Owns its mapping of ranks and its order of fused rows. `attention.qkv` holds the rank's query heads, then its key heads,
 then its value heads; a dense MLP keeps its branches apart (`mlp.fc` is the activated one, Hugging Face's gate_proj, and
-`mlp.gate` is up_proj); experts and the shared expert are [up; gate], the opposite of Megatron's order. Names stand in
-the families' tables; layers are counted from the first one of the pipeline stage.
+`mlp.gate` is up_proj); experts and the shared expert, a part of `mlp`, are [up; gate], the opposite of Megatron's
+order. Names stand in the families' tables; layers are counted from the first one of the pipeline stage.
 
 A built engine may store otherwise. Two things of `trtllm-build` were read in its sources and have not been seen
 running: it fuses the MLP of a dense layer (`mlp.fused_fc` is [mlp.gate; mlp.fc], unless `use_fused_mlp` is off), and
@@ -15,6 +15,7 @@ dup_kv_weight`, `layers/moe.py`, `layers/embedding.py`. They were read; nothing 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -44,6 +45,8 @@ FUSED = ".mlp.fused_fc.weight"
 """[up_proj; gate_proj] of a dense layer, as `fuse_gate_mlp` of TensorRT-LLM's models/modeling_utils.py makes it."""
 
 UNFUSED = (".mlp.gate.weight", ".mlp.fc.weight")
+
+BESIDE = re.compile(r"^(transformer\.layers\.\d+\.)(shared_expert)")
 
 CONSTANTS = ("embed_positions", "embed_positions_for_gpt_attention", "rotary_inv_freq")
 """Last part of the names of tables that follow from config.json alone."""
@@ -159,6 +162,11 @@ def parts_in_engine(name: str) -> tuple[str, ...]:
     if name.rpartition(".")[2] in CONSTANTS:
         return ()
     return tuple(name.removesuffix(FUSED) + suffix for suffix in UNFUSED) if name.endswith(FUSED) else (name,)
+
+
+def current_name(name: str) -> str:
+    """A tensor's or a module's name as 1.x spells it: before, qwen2_moe's shared expert stood beside `mlp`."""
+    return BESIDE.sub(r"\1mlp.\2", name)
 
 
 def is_shared_head(name: str, layout: Layout, used: Collection[str]) -> bool:

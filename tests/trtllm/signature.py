@@ -17,11 +17,15 @@ import functools
 import inspect
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
 FILE = Path(__file__).with_name("signatures.json")
 FLAVOUR_VARIABLE = "MRL_STANDIN_FLAVOUR"
+PARSING = threading.Lock()
+"""`ast.parse` of Python 3.11 fails now and then where two threads call it."""
+
 KINDS = {kind.name: kind for kind in inspect._ParameterKind}
 
 
@@ -106,7 +110,13 @@ def _check(entry: str, name: str, annotation: str, value: Any, kind: Any) -> Non
 
 def fits(annotation: str, value: Any) -> bool:
     """Whether a value is of an annotation of signatures.json."""
-    return _fits(ast.parse(annotation, mode="eval").body, value)
+    return _fits(_parsed(annotation), value)
+
+
+@functools.cache
+def _parsed(annotation: str) -> ast.expr:
+    with PARSING:
+        return ast.parse(annotation, mode="eval").body
 
 
 def _fits(node: ast.expr, value: Any) -> bool:

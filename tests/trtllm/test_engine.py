@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,9 +58,15 @@ def _length(rollout):
     return len(rollout.response_ids)
 
 
-def test_stop_strings_cut_a_response_as_in_the_native_engine(standin, tmp_path, weights):
-    from dataclasses import replace
+@pytest.mark.parametrize("min_p", [0.0, 0.3])
+def test_a_sample_is_its_seeds_own_and_hears_min_p(flavour, tmp_path, weights, min_p):
+    sampling = replace(SAMPLING, min_p=min_p, ignore_eos=True)  # and all logits are there
+    with tiny.engine(tmp_path, min_p=min_p) as engine:
+        tiny.refit(engine, weights)
+        assert_same(engine.generate(PROMPTS, sampling), tiny.native(weights).generate(PROMPTS, sampling))
 
+
+def test_stop_strings_cut_a_response_as_in_the_native_engine(standin, tmp_path, weights):
     sampling = replace(SAMPLING, stop=("9", "12"))
     expected = tiny.native(weights).generate(PROMPTS, sampling)
     assert any(r.finish_reason == "stop" and r.response_ids[-1] != 13 for r in expected)

@@ -8,8 +8,9 @@ silent                 requests are never answered
 no_logits              no logits are returned
 top1                   log-probabilities of the most likely token only, not of the sampled one
 whole_only             load_weights has no allow_partial_loading
-scores=raw|tempered|processed    what log-probabilities score; default: raw, and as asked in 1.3
-min_p_ignored          samples without min_p
+scores=raw|tempered|processed    what log-probabilities score; default: as the sampler has it, and as asked in 1.3
+min_p_ignored          TRTLLMSampler samples without min_p
+no_min_p               1.3's TorchSampler does not know min_p
 engine_fails=R         a built engine's rank R of a replica raises in generate
 decoder=raw|shifted    a built engine's log-probabilities are of raw logits, or stand one position on
 warm_logits            a built engine returns logits over the temperature

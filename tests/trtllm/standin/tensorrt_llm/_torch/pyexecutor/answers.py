@@ -1,18 +1,20 @@
-"""From requests to completions: tokens by the native engine, log-probabilities as the flavour's sampler has them."""
+"""From requests to completions: tokens by the native engine, everything else as the sampler and the storage have it."""
 
 from collections import defaultdict
-from dataclasses import replace
 
 import torch
 
 from mrl.engines.base import SamplingConfig
-from mrl.functional.sampling import keep_threshold
-from tensorrt_llm.executor.result import CompletionOutput, Logprob
+from tensorrt_llm._torch.pyexecutor import llm_request
+from tensorrt_llm._torch.pyexecutor.sampler import scored
+from tensorrt_llm.executor.result import CompletionOutput
 from tensorrt_llm.faults import fault
 
 
-def of(batch, native, args, arch):
+def of(batch, native, sampler, args, arch):
     """(result, completion or exception) of each request that was not taken back."""
+    overlap = not args.disable_overlap_scheduler
+    llm_request.pin([result.request.sampling_params for result in batch], arch.vocab_size, overlap)
     groups = defaultdict(list)
     for result in batch:
         if result.aborted:
@@ -23,11 +25,11 @@ def of(batch, native, args, arch):
         else:
             groups[_sampling(result.request.sampling_params)].append(result)
     for sampling, results in groups.items():
-        keys = [result.request.sampling_params.seed or 0 for result in results]
-        under = replace(sampling, min_p=0.0) if fault("min_p_ignored") else sampling
-        found = native.generate([result.request.prompt_token_ids for result in results], keys, under)
+        prompts = [result.request.prompt_token_ids for result in results]
+        found = native.generate(prompts, sampler.keys(results), sampler.heard(sampling))
         for result, (tokens, logits) in zip(results, found, strict=True):
-            yield result, _completion(result.request.sampling_params, sampling, args, tokens, logits)
+            params = result.request.sampling_params
+            yield result, _completion(params, sampling, sampler, tokens, logits, overlap=overlap)
 
 
 def _refuse(request, args):
@@ -53,39 +55,23 @@ def _sampling(params):
     )
 
 
-def _completion(params, sampling, args, tokens, logits_TV):
+def _completion(params, sampling, sampler, tokens, logits_TV, *, overlap):
     ended = tokens[-1] in sampling.stop_token_ids
     logprobs = []
     if params.logprobs:
-        scored = torch.log_softmax(_scored(params, sampling, args, logits_TV), 1)
-        for token, row in zip(tokens, scored, strict=True):
-            best = int(row.argmax())
-            entry = {best: Logprob(logprob=float(row[best]), rank=1)}
-            if not fault("top1"):
-                entry[token] = Logprob(logprob=float(row[token]), rank=int((row > row[token]).sum()) + 1)
-            logprobs.append(entry)
+        rows = torch.log_softmax(scored(sampler, params, sampling, logits_TV), 1)
+        logprobs = [sampler.entry(token, row) for token, row in zip(tokens, rows, strict=True)]
+        if fault("top1"):
+            logprobs = [dict([min(entry.items(), key=lambda item: item[1].rank)]) for entry in logprobs]
+    logits = None
+    if params.return_generation_logits and not fault("no_logits"):
+        logits = llm_request.returned(logits_TV, ended_early=len(tokens) < params.max_tokens, overlap=overlap)
     if ended and not params.include_stop_str_in_output:
         tokens = tokens[:-1]
-    returned = None if fault("no_logits") or not params.return_generation_logits else logits_TV
     return CompletionOutput(
         index=0,
         token_ids=list(tokens),
         logprobs=logprobs,
         finish_reason="stop" if ended else "length",
-        generation_logits=returned,
+        generation_logits=logits,
     )
-
-
-def _scored(params, sampling, args, logits_TV):
-    mode = fault("scores")
-    if mode is None:
-        asked = getattr(params, "logprobs_mode", None)
-        mode = "processed" if getattr(asked, "name", "") == "PROCESSED" else "raw"
-        mode = "tempered" if args.sampler_type == "TRTLLMSampler" else mode
-    if mode == "raw":
-        return logits_TV
-    tempered = logits_TV / sampling.temperature
-    threshold = keep_threshold(tempered, 1 if sampling.greedy else sampling.top_k, sampling.top_p, sampling.min_p)
-    if mode == "tempered" or threshold is None:
-        return tempered
-    return tempered.masked_fill(tempered < threshold[:, None], -torch.inf)

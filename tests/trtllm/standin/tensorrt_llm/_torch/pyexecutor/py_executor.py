@@ -20,6 +20,7 @@ from tensorrt_llm._torch import virtual_memory
 from tensorrt_llm._torch.pyexecutor import answers
 from tensorrt_llm._torch.pyexecutor.hang_detector import HangDetector
 from tensorrt_llm._torch.pyexecutor.model_loader import Model, ModelLoader
+from tensorrt_llm._torch.pyexecutor.sampler import instantiate_sampler
 from tensorrt_llm.bindings import MpiComm
 from tensorrt_llm.faults import StandInError, fault
 from tests.trtllm.native_model import NativeModel
@@ -68,6 +69,7 @@ class PyExecutor:
         self.discards = {str(tag) for tag, mode in _restore_modes(args).items() if mode == "NONE"}
         self.model_engine = SimpleNamespace(model=Model(self.arch, args.dtype), model_loader=ModelLoader())
         self._native = NativeModel(self.arch, args.dtype, args.max_seq_len + 1) if self.dist.rank == 0 else None
+        self.sampler = instantiate_sampler(args)
         self._requests = queue.Queue()
         self._waiting = None
         self.control_request_barrier, self.control_action_done = threading.Event(), threading.Event()
@@ -200,7 +202,7 @@ class PyExecutor:
             if self._filled is not self.model_engine.model.tensors:
                 self._filled = self.model_engine.model.tensors
                 self._native.fill(self._filled)
-            for result, answer in answers.of(batch, self._native, self.args, self.arch):
+            for result, answer in answers.of(batch, self._native, self.sampler, self.args, self.arch):
                 result.queue.put(answer)
         except (StandInError, ValueError) as error:
             for result in batch:

@@ -57,7 +57,7 @@ def test_a_whole_run_on_the_stand_in(on_path, tmp_path, capsys):
     assert {result["check"]: result["status"] for result in found["results"]} == dict.fromkeys(CHECKS, "works")
     assert found["versions"]["tensorrt_llm"] == "1.2.1"
     facts = {result["check"]: result["facts"] for result in found["results"]}
-    assert facts["contract"]["probe"] == "scores logits; logits are returned"
+    assert facts["contract"]["probe"] == "scores logits / temperature; logits are returned"
     assert 0 < facts["logprobs"]["mean difference, nats"] < 1e-5 < facts["logprobs"]["tokens"]
     page = (tmp_path / "llm" / "acceptance.md").read_text()
     assert "**trtllm works here as far as was asked: 9 work, 0 fail, 0 skipped**" in page

@@ -23,6 +23,7 @@ from tests.engines.specs import spec_of
 from tests.formats.trtllm_cases import ARCHS, weights
 from tests.trtllm.conftest import FAULTS
 from tests.trtllm.engines import build_engines
+from tests.trtllm.tiny import trains_with
 from tests.weights.archs import filled
 
 ARCH = ARCHS["qwen2"]
@@ -92,7 +93,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize(("sampling", "by_logits"), SETTINGS.values(), ids=SETTINGS)
 def test_it_samples_and_scores_as_the_native_engine(made, native, sampling, by_logits):
-    engine = made()
+    engine = made(**trains_with(sampling))
     expected = native.generate(PROMPTS, sampling)
     assert_same(engine.generate(PROMPTS, sampling), expected)
     assert {rollout.finish_reason for rollout in expected} >= ({"stop"} if sampling.stop else set())
@@ -102,13 +103,13 @@ def test_it_samples_and_scores_as_the_native_engine(made, native, sampling, by_l
 
 
 def test_the_runtime_is_asked_for_what_the_fields_say(made, standin):
-    engine = made()
-    engine.generate(PROMPTS, PLAIN)
+    sampling = replace(PLAIN, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, stop_token_ids=(8, 2))
+    engine = made(**trains_with(sampling))
+    engine.generate(PROMPTS, sampling)  # with the probe
     from tensorrt_llm.runtime import ModelRunner
 
     asked, generate = [], ModelRunner.generate
     standin.setattr(ModelRunner, "generate", lambda self, **given: (asked.append(given), generate(self, **given))[1])
-    sampling = replace(PLAIN, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, stop_token_ids=(8, 2))
     engine.generate(PROMPTS, sampling)
     engine.generate(PROMPTS, replace(PLAIN, greedy=True, ignore_eos=True, n=1))
     settings = [given["sampling_config"] for given in asked]
@@ -136,8 +137,8 @@ def test_a_mixture_of_experts_too(standin, tmp_path):
 @pytest.mark.parametrize("fault", ["decoder=raw", "decoder=shifted"])
 def test_a_decoder_that_scores_something_else_is_not_believed(made, native, standin, fault):
     standin.setenv(FAULTS, fault)
-    engine = made()
     sampling = replace(PLAIN, temperature=0.6)
+    engine = made(**trains_with(sampling))
     assert_same(engine.generate(PROMPTS, sampling), native.generate(PROMPTS, sampling))
     assert engine.stats()["by_logits"] == 1.0
     assert engine._verdict.scores is (Scores.RAW if fault == "decoder=raw" else Scores.UNKNOWN)

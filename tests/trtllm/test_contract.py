@@ -1,27 +1,37 @@
 """What the log-probabilities score is found out, corrected where it can be, and refused where it cannot."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mrl.engines.base import SamplingConfig
 from mrl.engines.trtllm import contract
-from mrl.engines.trtllm.contract import PROBE, Scores, Verdict
+from mrl.engines.trtllm.contract import CUT, HOT, Answer, Scores
+from mrl.engines.trtllm.logits import HOST_PART
 from mrl.engines.trtllm.scoring import score
 from mrl.errors import UserError
 from tests.trtllm import tiny
-from tests.trtllm.conftest import FAULTS
+from tests.trtllm.conftest import FAULTS, STANDIN, forget
+from tests.trtllm.signature import FLAVOUR_VARIABLE
 from tests.trtllm.test_engine import LOGPROB_TOLERANCE
 from tests.trtllm.tiny import PROMPTS, SAMPLING
 
+ENDING = replace(SAMPLING, stop_token_ids=(13, 4, 9))
+"""Many responses end before their length."""
+
 SETTINGS = {
-    "plain": SAMPLING,
-    "tempered": replace(SAMPLING, temperature=0.7),
-    "truncated": replace(SAMPLING, temperature=0.7, top_k=9, top_p=0.9),
-    "min_p": replace(SAMPLING, min_p=0.2),
-    "greedy": replace(SAMPLING, n=1, greedy=True, temperature=0.7),
+    "plain": ENDING,
+    "tempered": replace(ENDING, temperature=0.7),
+    "truncated": replace(ENDING, temperature=0.7, top_k=9, top_p=0.9),
+    "min_p": replace(ENDING, min_p=0.2),
+    "greedy": replace(ENDING, n=1, greedy=True, temperature=0.7),
 }
+
+
+SURPRISES = (("tempered", "raw"), ("greedy", "raw"), ("greedy", "processed"))
+"""Settings that need no logits with what 1.2's sampler scores, and something else that it scored."""
 
 
 @pytest.fixture(scope="module")
@@ -35,59 +45,116 @@ def expected(weights):
     return {name: native.generate(PROMPTS, sampling) for name, sampling in SETTINGS.items()}
 
 
-@pytest.mark.parametrize("scores", ["raw", "tempered", "processed"])
-def test_whatever_is_scored_the_rollouts_have_the_contracts_logprobs(standin, tmp_path, weights, expected, scores):
-    standin.setenv(FAULTS, f"scores={scores}")
-    with tiny.engine(tmp_path, max_num_seqs=4) as engine:  # logits come in waves
+def sampled(folder, weights, name, **settings):
+    """Rollouts of a setting that the run trains on, and the engine."""
+    with tiny.engine(
+        folder, **tiny.trains_with(SETTINGS[name]), max_num_seqs=4, **settings
+    ) as engine:  # logits come in waves
         tiny.refit(engine, weights)
-        for name, sampling in SETTINGS.items():
-            found = engine.generate(PROMPTS, sampling)
-            assert [r.response_ids for r in found] == [r.response_ids for r in expected[name]], name
-            for one, other in zip(found, expected[name], strict=True):
-                assert one.rollout_logprobs == pytest.approx(other.rollout_logprobs, abs=LOGPROB_TOLERANCE), name
-        assert engine._verdict == Verdict(Scores[scores.upper()], has_logits=True)
+        return engine.generate(PROMPTS, SETTINGS[name]), engine
+
+
+def assert_same(found, expected):
+    assert [r.response_ids for r in found] == [r.response_ids for r in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.rollout_logprobs == pytest.approx(other.rollout_logprobs, abs=LOGPROB_TOLERANCE)
+
+
+@pytest.mark.parametrize("scores", ["raw", "tempered", "processed"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_whatever_is_scored_the_rollouts_have_the_contracts_logprobs(
+    standin, tmp_path, weights, expected, name, scores
+):
+    standin.setenv(FAULTS, f"scores={scores}")
+    try:
+        found, engine = sampled(tmp_path, weights, name)
+    except UserError as error:  # the sampler was chosen for what it should score
+        assert "it returns no logits" in str(error) and (name, scores) in SURPRISES
+        return
+    assert_same(found, expected[name])
+    assert engine._verdict.scores is Scores[scores.upper()]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_line_samples_and_scores_as_the_contract_says(flavour, tmp_path, weights, expected, name):
+    found, engine = sampled(tmp_path, weights, name)
+    assert {rollout.finish_reason for rollout in expected[name]} >= {"stop"}, "no response ends early"
+    assert_same(found, expected[name])
+    assert engine._verdict.scores is (Scores.TEMPERED if flavour == "1.2" else Scores.PROCESSED)
+    assert engine._host.llm.args.sampler_type == ("TRTLLMSampler" if flavour == "1.2" else "TorchSampler")
+
+
+def test_logits_take_no_more_of_the_hosts_memory_than_their_part(standin, tmp_path, weights, expected):
+    row = 4 * tiny.ARCH.vocab_size * (SAMPLING.max_tokens + 1)
+    free = 2 * row / HOST_PART
+    standin.setattr("mrl.engines.trtllm.logits.virtual_memory", lambda: SimpleNamespace(available=free))
+    standin.setattr("mrl.engines.trtllm.contract.PROBE_TOKENS", 2)
+    found, _ = sampled(tmp_path, weights, "truncated")
+    from tensorrt_llm._torch.pyexecutor import llm_request
+
+    assert_same(found, expected["truncated"])
+    assert 0 < llm_request.pinned_peak <= 2 * row
+    standin.setattr("mrl.engines.trtllm.logits.virtual_memory", lambda: SimpleNamespace(available=row))
+    with pytest.raises(UserError, match="logits of one response take .* of this host's memory"):
+        sampled(tmp_path, weights, "truncated")
+
+
+def test_an_evaluation_asks_for_no_logits(flavour, tmp_path, weights, expected):
+    with tiny.engine(tmp_path) as engine:
+        tiny.refit(engine, weights)
+        asked = []
+        ask = engine._requests.ask
+        engine._requests.ask = lambda prompts, given: asked.extend(given) or ask(prompts, given)
+        engine.generate(PROMPTS, SAMPLING)
+        asked.clear()
+        for name in ("truncated", "greedy"):
+            found = engine.generate(PROMPTS, SETTINGS[name])
+            assert [r.response_ids for r in found] == [r.response_ids for r in expected[name]]
+        assert not any(given.get("return_generation_logits") for given in asked)
+
+
+def test_a_sampler_without_min_p_is_refused_where_it_is_asked_for(monkeypatch, tmp_path, weights):
+    monkeypatch.setenv(FLAVOUR_VARIABLE, "1.3")
+    monkeypatch.setenv(FAULTS, "no_min_p")
+    monkeypatch.syspath_prepend(str(STANDIN))
+    forget()
+    refusal = "rollout.min_p.*TorchSampler of TensorRT-LLM 1.3.* does not know it"
+    with pytest.raises(UserError, match=refusal):
+        sampled(tmp_path, weights, "min_p")
+    with tiny.engine(tmp_path) as engine:
+        tiny.refit(engine, weights)
+        with pytest.raises(UserError, match=refusal):
+            engine.generate(PROMPTS, SETTINGS["min_p"])
+    forget()
 
 
 def test_without_logits_a_setting_that_needs_them_is_refused_with_choices(standin, tmp_path, weights):
-    standin.setenv(FAULTS, "no_logits")
-    with tiny.engine(tmp_path) as engine:
-        tiny.refit(engine, weights)
-        assert len(engine.generate(PROMPTS, SAMPLING)) == 9  # temperature 1: every distribution is the same
-        with pytest.raises(UserError, match=r"temperature=0.7.*Set temperature=1.*algorithm.proximal=recompute"):
-            engine.generate(PROMPTS, SETTINGS["tempered"])
-    with tiny.engine(tmp_path, trains_on_logprobs=False) as engine:  # the second choice
+    standin.setenv(FAULTS, "no_logits scores=raw")
+    assert len(sampled(tmp_path, weights, "plain")[0]) == 9  # temperature 1: every distribution is the same
+    with pytest.raises(UserError, match=r"temperature=0.7.*Set temperature=1.*algorithm.proximal=recompute"):
+        sampled(tmp_path, weights, "tempered")
+    with tiny.engine(
+        tmp_path, **tiny.trains_with(SETTINGS["tempered"]), trains_on_logprobs=False
+    ) as engine:  # second choice
         tiny.refit(engine, weights)
         assert len(engine.generate(PROMPTS, SETTINGS["tempered"])) == 9
 
 
-def test_a_sampled_token_without_a_logprob_is_never_given_anothers(standin, tmp_path, weights):
+def test_a_sampled_token_without_a_logprob_is_never_given_anothers(standin, tmp_path, weights, expected):
     standin.setenv(FAULTS, "top1")
-    with tiny.engine(tmp_path) as engine:
-        tiny.refit(engine, weights)
-        found = engine.generate(PROMPTS, SAMPLING)  # from logits instead
-        assert engine._verdict == Verdict(Scores.UNKNOWN, has_logits=True)
-        for one, other in zip(found, tiny.native(weights).generate(PROMPTS, SAMPLING), strict=True):
-            assert one.rollout_logprobs == pytest.approx(other.rollout_logprobs, abs=LOGPROB_TOLERANCE)
-    standin.setenv(FAULTS, "top1 no_logits")
-    with tiny.engine(tmp_path) as engine:
-        tiny.refit(engine, weights)
-        with pytest.raises(UserError, match="score nothing that could be recognised"):
-            engine.generate(PROMPTS, SAMPLING)
+    found, engine = sampled(tmp_path, weights, "truncated")  # which goes by logits anyway
+    assert_same(found, expected["truncated"])
+    assert engine._verdict.scores is Scores.UNKNOWN
+    with pytest.raises(UserError, match="score nothing that could be recognised"):
+        sampled(tmp_path, weights, "plain")
 
 
 def test_a_token_that_truncation_drops_is_an_error(standin, tmp_path, weights):
     standin.setenv(FAULTS, "min_p_ignored")
-    with tiny.engine(tmp_path) as engine:
+    with tiny.engine(tmp_path, min_p=0.5) as engine:
         tiny.refit(engine, weights)
         with pytest.raises(RuntimeError, match=r"prompt 0, sample \d: response token \d .*min_p=0.5 keep"):
             engine.generate(PROMPTS, replace(SAMPLING, min_p=0.5))
-
-
-def test_the_newer_line_is_asked_for_what_it_samples_from(flavour, tmp_path, weights):
-    with tiny.engine(tmp_path) as engine:
-        tiny.refit(engine, weights)
-        engine.generate(PROMPTS, SETTINGS["truncated"])
-        assert engine._verdict.scores is (Scores.RAW if flavour == "1.2" else Scores.PROCESSED)
 
 
 LOGITS = torch.tensor([[3.0, 1.0, 0.0, -2.0]]).repeat(3, 1) * torch.tensor([[1.0], [0.7], [1.3]])
@@ -97,12 +164,23 @@ TOKENS = [0, 1, 0]
 @pytest.mark.parametrize("scale, expected", [(0.0, Scores.UNVERIFIED), (1.0, Scores.TEMPERED)])
 def test_the_probe_decides_only_where_the_distributions_differ(scale, expected):
     logits = LOGITS * scale
-    reported = score(logits, torch.tensor(TOKENS), replace(PROBE, top_p=1.0)).tolist()
-    assert contract.judge(reported, logits, TOKENS).scores is expected
-    wrong = [value - 0.3 for value in reported]
-    assert contract.judge(wrong, logits, TOKENS).scores is Scores.UNKNOWN
-    assert contract.judge(reported, None, TOKENS) == Verdict(Scores.UNVERIFIED, has_logits=False)
-    assert contract.judge(None, logits, TOKENS) == Verdict(Scores.UNKNOWN, has_logits=True)
+
+    def answers(change=0.0, **missing):
+        found = []
+        for under in (HOT, CUT):
+            tempered = score(logits, torch.tensor(TOKENS), replace(under, top_p=1.0)).tolist()
+            found.append(replace(Answer(under, TOKENS, [value + change for value in tempered], logits), **missing))
+        return found
+
+    assert contract.judge(answers()) is expected
+    assert contract.judge(answers(change=-0.3)) is Scores.UNKNOWN
+    assert contract.judge(answers(logits_TV=None)) is Scores.UNVERIFIED
+    assert contract.judge(answers(reported=None)) is Scores.UNKNOWN
+
+
+def test_a_temperature_alone_does_not_tell_what_is_cut():
+    hot = Answer(HOT, TOKENS, score(LOGITS, torch.tensor(TOKENS), HOT).tolist(), LOGITS)
+    assert contract.judge([hot]) is Scores.UNVERIFIED
 
 
 def sampling(**settings):

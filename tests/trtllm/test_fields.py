@@ -43,7 +43,7 @@ def asked(features, **settings):
 
 
 START = {
-    "prompt_length": ({"prompt_length": 7}, lambda a: a.max_input_len == 7 and a.max_seq_len == 15),
+    "prompt_length": ({"prompt_length": 7}, lambda a: a.max_input_len == a.max_seq_len == 15),
     "response_length": ({"response_length": 9}, lambda a: a.max_seq_len == 17),
     "max_model_len": ({"max_model_len": 40}, lambda a: a.max_seq_len == 40),
     "max_num_seqs": ({"max_num_seqs": 5}, lambda a: a.max_batch_size == 5),
@@ -78,10 +78,11 @@ def test_what_every_start_says(standin, tmp_path):
 def test_ranks_and_experts_are_spread_as_the_config_says(standin):
     arch, config = small("qwen3_moe_tiny"), partial(tiny.rollout, tensor_model_parallel_size=4, expert_parallel_size=2)
     for given in (config(), config(moe_tensor_parallel_size=2)):
-        found = start_arguments(given, arch, torch.float32, find())
+        found = start_arguments(given, arch, torch.float32, find(), trains_on_logprobs=True)
         names = ("tensor_parallel_size", "moe_expert_parallel_size", "moe_tensor_parallel_size")
         assert [found[name] for name in names] == [4, 2, 2]
-    assert "moe_expert_parallel_size" not in start_arguments(config(), tiny.ARCH, torch.float32, find())
+    found = start_arguments(config(), tiny.ARCH, torch.float32, find(), trains_on_logprobs=True)
+    assert "moe_expert_parallel_size" not in found
 
 
 def test_graphs_are_left_out_where_they_are_not_known_to_survive_sleep(flavour, tmp_path):
@@ -89,6 +90,13 @@ def test_graphs_are_left_out_where_they_are_not_known_to_survive_sleep(flavour, 
     awake = args(free_cache_engine=False)(tmp_path)
     assert awake.cuda_graph_config.enable_padding and awake.cuda_graph_config.max_batch_size == 16
     assert (args()(tmp_path).cuda_graph_config is None) == (flavour == "1.2")
+
+
+def test_no_word_about_the_job_leaves_it(flavour, tmp_path):
+    args()(tmp_path)
+    from tensorrt_llm import usage
+
+    assert usage.reported == []
 
 
 def test_free_cache_engine_asks_for_sleep_in_the_words_of_each_line(flavour, tmp_path):
@@ -142,10 +150,10 @@ def test_n_samples_are_n_requests_with_seeds_of_their_own(standin, tmp_path):
     with tiny.engine(tmp_path) as engine:
         tiny.refit(engine, tiny.weights())
         seen = []
-        ask = engine._ask
-        engine._ask = lambda prompts, given: seen.extend(given) or ask(prompts, given)
+        ask = engine._requests.ask
+        engine._requests.ask = lambda prompts, given: seen.extend(given) or ask(prompts, given)
         engine.generate(tiny.PROMPTS, tiny.SAMPLING)
-        assert len(seen) == 1 + 9 and len({each["seed"] for each in seen[1:]}) == 9  # the first is the probe
+        assert len(seen) == 4 + 9 and len({each["seed"] for each in seen[4:]}) == 9  # the first are the probe's
 
 
 def test_the_bucket_size_cuts_what_reload_gets(standin, tmp_path):

@@ -41,6 +41,12 @@ def rollout(**settings):
     )
 
 
+def trains_with(sampling):
+    """The fields of `rollout` of a run that trains on such samples."""
+    names = ("temperature", "top_k", "top_p", "min_p")
+    return {name: getattr(sampling, name) for name in names} | {"do_sample": not sampling.greedy}
+
+
 @contextmanager
 def engine(folder, arch=ARCH, *, timeout_s=20.0, trains_on_logprobs=True, device=CPU, tp_group=None, **settings):
     """An engine that was never refitted."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from mrl.distributed.collectives import from_rank, together
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
 from mrl.engines.native.memory import kv_budget
-from mrl.engines.trtllm.contract import PROBE, TOLERANCE, Scores, Verdict, judge, needs_logits
+from mrl.engines.trtllm.contract import CUT, TOLERANCE, Answer, Scores, Verdict, is_trained_on, judge, needs_logits
 from mrl.engines.trtllm.refitter import EngineWeights
 from mrl.engines.trtllm.replica import Replica
 from mrl.engines.trtllm.rows import Sample, end_rows, to_rollouts
@@ -242,7 +242,7 @@ class BuiltEngine(RolloutEngine):
         Raises:
             UserError: They cannot be exact under this setting.
         """
-        if not self.spec.trains_on_logprobs:
+        if not (self.spec.trains_on_logprobs and is_trained_on(sampling, self.spec.config)):
             return False
         if self._verdict is None or self._verdict.scores is Scores.UNKNOWN:  # other weights may tell more
             self._verdict, self._greedy_is_exact = self._probe(sampling.seed)
@@ -255,9 +255,9 @@ class BuiltEngine(RolloutEngine):
             UserError: The logits are not the model's.
         """
         prompts = PROMPTS[: self.spec.config.max_num_seqs]
-        max_tokens = min(PROBE.max_tokens, self.spec.max_len - max(map(len, prompts)))
-        sampled = replace(PROBE, max_tokens=max_tokens, seed=seed)
-        greedy = replace(sampled, greedy=True, temperature=2 * PROBE.temperature, top_p=1.0)
+        max_tokens = min(CUT.max_tokens, self.spec.max_len - max(map(len, prompts)))
+        sampled = replace(CUT, max_tokens=max_tokens, seed=seed)
+        greedy = replace(sampled, greedy=True, temperature=2 * CUT.temperature, top_p=1.0)
         seeds = list(range(len(prompts)))
         first, tokens_BT = self._call(prompts, sampled, seeds, True)
         second, greedy_BT = self._call(prompts, greedy, seeds, True)
@@ -267,15 +267,14 @@ class BuiltEngine(RolloutEngine):
             if first.logits and second.logits and theirs is not None and greedy_theirs is not None:
                 check_raw(first.logits[0], second.logits[0])
                 logits_BTV = torch.stack(first.logits, 1)[:, :, : self.spec.arch.vocab_size].cpu()
-                verdicts = [
-                    judge(reported.tolist(), logits_TV, tokens.tolist())
+                rows = [
+                    Answer(sampled, tokens.tolist(), reported.tolist(), logits_TV)
                     for reported, logits_TV, tokens in zip(theirs, logits_BTV, tokens_BT, strict=True)
                 ]
-                agreed = all(verdict == verdicts[0] for verdict in verdicts)
                 lens = [max_tokens] * len(prompts)
                 ours = score_steps(second.logits, greedy_BT, lens, self.spec.arch.vocab_size, greedy)
                 is_exact = float((greedy_theirs - ours).abs().max()) <= TOLERANCE
-                found = (verdicts[0] if agreed else Verdict(Scores.UNKNOWN, True), is_exact)
+                found = (Verdict(judge(rows), has_logits=True), is_exact)
         told: tuple[Verdict, bool] = self._share(found, -1)
         return told
 

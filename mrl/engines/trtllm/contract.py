@@ -7,12 +7,15 @@ TensorRT-LLM does: 1.2's two samplers score different distributions, and 1.3 can
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
 from torch import Tensor
 
+from mrl.config import RolloutConfig
 from mrl.engines.base import SamplingConfig
 from mrl.engines.trtllm.scoring import is_truncated, score
 from mrl.errors import UserError
@@ -24,8 +27,13 @@ TOLERANCE = 0.02
 EDGE = 0.1
 """A sampled token this far below what truncation keeps, in logits, was not truncated at all."""
 
-PROBE = SamplingConfig(n=1, max_tokens=16, temperature=0.5, top_p=0.7, ignore_eos=True)
+PROBE_TOKENS = 16
+
+CUT = SamplingConfig(n=1, max_tokens=PROBE_TOKENS, temperature=0.5, top_p=0.7, ignore_eos=True)
 """Far from temperature 1 and cut, so that the distributions differ by more than `TOLERANCE` on some token."""
+
+HOT = SamplingConfig(n=1, max_tokens=PROBE_TOKENS, temperature=2.0, ignore_eos=True)
+"""Samples that are often not the most likely token: is their own log-probability there?"""
 
 
 class Scores(Enum):
@@ -38,43 +46,70 @@ class Scores(Enum):
     UNKNOWN = "nothing that could be recognised"
 
 
+DISTRIBUTIONS: dict[Scores, Callable[[SamplingConfig], SamplingConfig]] = {
+    Scores.RAW: lambda under: replace(under, temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0),
+    Scores.TEMPERED: lambda under: replace(under, top_k=-1, top_p=1.0, min_p=0.0),
+    Scores.PROCESSED: lambda under: under,
+}
+"""What a setting's samples are scored under."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What the probe found.
 
     Attributes:
         scores: Of the engine's log-probabilities.
-        has_logits: The engine returns the logits of each token.
+        has_logits: The engine returns the logits of each token, also where a response ends early.
     """
 
     scores: Scores
     has_logits: bool
 
 
-def judge(reported: list[float] | None, logits_TV: Tensor | None, tokens: list[int]) -> Verdict:
-    """Compares the probe's log-probabilities with those of each distribution, computed from its logits.
+@dataclass(frozen=True)
+class Answer:
+    """One response to a probe.
 
-    Args:
-        reported: The engine's, one for each token; None: it gave none for a sampled token.
+    Attributes:
+        under: What it was asked for.
+        tokens: Sampled.
+        reported: The engine's log-probabilities, one for each token; None: it gave none for a sampled token.
         logits_TV: What it returned, true vocabulary; None: nothing.
-        tokens: Sampled under `PROBE`.
     """
-    if reported is None:
-        return Verdict(Scores.UNKNOWN, logits_TV is not None)
-    if logits_TV is None:
-        return Verdict(Scores.UNVERIFIED, False)
-    ids = torch.tensor(tokens, dtype=torch.int64, device=logits_TV.device)
-    found = torch.tensor(reported, dtype=torch.float32, device=logits_TV.device)
-    candidates = {
-        Scores.RAW: replace(PROBE, temperature=1.0, top_p=1.0),
-        Scores.TEMPERED: replace(PROBE, top_p=1.0),
-        Scores.PROCESSED: PROBE,
-    }
-    apart = {each: float((score(logits_TV, ids, under) - found).abs().max()) for each, under in candidates.items()}
-    near = [each for each, distance in apart.items() if distance <= TOLERANCE]
+
+    under: SamplingConfig
+    tokens: list[int]
+    reported: list[float] | None
+    logits_TV: Tensor | None
+
+
+def judge(answers: Sequence[Answer]) -> Scores:
+    """Compares an engine's log-probabilities with those of each distribution, computed from its logits."""
+    if any(answer.reported is None for answer in answers):
+        return Scores.UNKNOWN
+    if any(answer.logits_TV is None for answer in answers):
+        return Scores.UNVERIFIED
+    near = [each for each in DISTRIBUTIONS if all(apart(answer, each) <= TOLERANCE for answer in answers)]
     if len(near) > 1:  # the model is so flat, or so sure, that they do not differ here
-        return Verdict(Scores.UNVERIFIED, True)
-    return Verdict(near[0] if near else Scores.UNKNOWN, True)
+        return Scores.UNVERIFIED
+    return near[0] if near else Scores.UNKNOWN
+
+
+def apart(answer: Answer, scores: Scores) -> float:
+    """Largest difference of an answer's log-probabilities from those of a distribution, nats; infinite without them."""
+    if answer.logits_TV is None or answer.reported is None:
+        return math.inf
+    ids = torch.tensor(answer.tokens, dtype=torch.int64, device=answer.logits_TV.device)
+    found = torch.tensor(answer.reported, dtype=torch.float32, device=answer.logits_TV.device)
+    expected = score(answer.logits_TV, ids, DISTRIBUTIONS[scores](answer.under))
+    return float((expected - found).abs().max())
+
+
+def is_trained_on(sampling: SamplingConfig, config: RolloutConfig) -> bool:
+    """Whether samples of this setting are the run's, and no evaluation's: whose log-probabilities nothing reads."""
+    own = (config.temperature, config.top_k, config.top_p, config.min_p, not config.do_sample)
+    return own == (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.greedy)
 
 
 def is_exact(scores: Scores, sampling: SamplingConfig) -> bool:

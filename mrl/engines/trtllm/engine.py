@@ -12,10 +12,8 @@ is (`llm.py`), what its log-probabilities score (`contract.py`).
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import replace
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -24,8 +22,10 @@ from mrl.distributed import launch
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
 from mrl.engines.trtllm import contract
 from mrl.engines.trtllm.contract import Verdict
-from mrl.engines.trtllm.llm import SETTINGS, Host, refusal
+from mrl.engines.trtllm.llm import SETTINGS, Host, check_min_p, refusal
+from mrl.engines.trtllm.logits import requests_at_a_time
 from mrl.engines.trtllm.replica import Replica
+from mrl.engines.trtllm.requests import Requests
 from mrl.engines.trtllm.sampling import arguments, logits_of, logprobs_of, to_rollout
 from mrl.engines.trtllm.tensors import Assembler
 from mrl.errors import UserError
@@ -36,9 +36,6 @@ from mrl.weights.hf import hf_layout
 from mrl.weights.layout import Layout
 
 MIB = 1 << 20
-
-POLL_S = 0.005
-"""Between two looks for an answer."""
 
 CLOSE_S, FAILED_CLOSE_S = 30.0, 2.0
 """For the event loop to end; after a failure it may wait for a rank that has gone."""
@@ -69,7 +66,9 @@ class LlmEngine(RolloutEngine):
             device=device,
             dtype=spec.dtype,
             timeout_s=spec.timeout_s,
+            trains_on_logprobs=spec.trains_on_logprobs,
         )
+        self._requests = Requests(self._host, spec)
         model = self._host.executor.model_engine.model
         self._in_parts = "allow_partial_loading" in inspect.signature(model.load_weights).parameters
         self._asleep: set[str] = set()
@@ -281,6 +280,7 @@ class LlmEngine(RolloutEngine):
     def _check(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> None:
         """Raises UserError for a prompt that TensorRT-LLM would refuse, or read otherwise."""
         most = self.spec.config.prompt_length
+        check_min_p(self.spec.config, self._host.features, sampling.min_p)
         for prompt in prompts:
             length, where = len(prompt.prompt_ids), f"prompt {prompt.source or prompt.uid}"
             if length == 0:
@@ -296,10 +296,14 @@ class LlmEngine(RolloutEngine):
     def _lead(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> Generator[None, None, list[Rollout]]:
         """On the first rank: every sample as a request, a few at a time where logits come back with them."""
         if self._verdict is None:
-            self._verdict = yield from self._probe(prompts[0])
-        with_logits = contract.needs_logits(self._verdict, sampling, trained=self.spec.trains_on_logprobs)
+            self._verdict = yield from self._requests.probe(prompts[0])
+        trained = self.spec.trains_on_logprobs and contract.is_trained_on(sampling, self.spec.config)
+        with_logits = contract.needs_logits(self._verdict, sampling, trained=trained)
         samples = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
-        wave = self.spec.config.max_num_seqs if with_logits else len(samples)
+        wave = len(samples)
+        if with_logits:
+            most, ranks = self.spec.config.max_num_seqs, launch.environment().local_world_size
+            wave = requests_at_a_time(sampling, self.spec.arch.vocab_size, most=most, ranks=ranks)
         rollouts: list[Rollout] = []
         for first in range(0, len(samples), wave):
             part = samples[first : first + wave]
@@ -312,9 +316,11 @@ class LlmEngine(RolloutEngine):
                 )
                 for prompt, index in part
             ]
-            outputs = self._ask([prompt for prompt, _ in part], asked)
+            outputs = self._requests.ask([prompt for prompt, _ in part], asked)
             for prompt, index in part:
-                output = yield from self._next(outputs, f"prompt {prompt.source or prompt.uid}, sample {index}")
+                output = yield from self._requests.next(
+                    outputs, f"prompt {prompt.source or prompt.uid}, sample {index}"
+                )
                 rollouts.append(self._rollout(prompt, index, output, sampling, with_logits=with_logits))
         return rollouts
 
@@ -338,45 +344,3 @@ class LlmEngine(RolloutEngine):
             return to_rollout(prompt, index, output, logprobs, sampling, self.policy_version, self.spec.decode)
         except RuntimeError as error:
             raise RuntimeError(f"{where}: {error}") from error
-
-    def _probe(self, prompt: Prompt) -> Generator[None, None, Verdict]:
-        """Samples once with log-probabilities and logits, and compares them."""
-        probe = replace(contract.PROBE, max_tokens=min(contract.PROBE.max_tokens, self.spec.config.response_length))
-        features = self._host.features
-        asked = arguments(probe, stream_key(0, prompt.uid, 0), features, with_logits=True)
-        asked |= {"logprobs": 1, **features.processed_logprobs}
-        output = yield from self._next(self._ask([prompt], [asked]), "the probe of the log-probabilities")
-        return contract.judge(logprobs_of(output), logits_of(output, self.spec.arch.vocab_size), list(output.token_ids))
-
-    def _ask(self, prompts: Sequence[Prompt], asked: Sequence[dict[str, Any]]) -> list[Any]:
-        """Requests that are on their way, in the order of the prompts."""
-        from tensorrt_llm import SamplingParams
-
-        return [
-            self._host.llm.generate_async({"prompt_token_ids": list(prompt.prompt_ids)}, SamplingParams(**arguments))
-            for prompt, arguments in zip(prompts, asked, strict=True)
-        ]
-
-    def _next(self, requests: list[Any], what: str) -> Generator[None, None, Any]:
-        """The completion of the first of the requests, which is taken off the list; no wait is longer than the run's.
-
-        Raises:
-            RuntimeError: TensorRT-LLM gave an error, or no answer in time; the other requests are taken back.
-        """
-        request, began = requests.pop(0), time.monotonic()
-        try:
-            while request.queue.empty():  # `result` would wait for ever: some versions do not pass its timeout on
-                if time.monotonic() - began > self.spec.timeout_s:
-                    raise RuntimeError(
-                        f"{what}: TensorRT-LLM gave no answer in {self.spec.timeout_s:g} s (run.collective_timeout_s)"
-                    )
-                time.sleep(POLL_S)
-                yield
-            return request.result(timeout=self.spec.timeout_s).outputs[0]
-        except BaseException as error:
-            for each in (request, *requests):
-                with suppress(Exception):  # the first failure is the one to tell
-                    each.abort()
-            if isinstance(error, UserError | RuntimeError | GeneratorExit):
-                raise
-            raise RuntimeError(f"{what}: TensorRT-LLM failed: {refusal(error)}") from error  # type: ignore[arg-type]

@@ -1,17 +1,23 @@
 """What the installed TensorRT-LLM can do, found by looking for each feature and not by its version.
 
 Owns the differences between the 1.2 and the 1.3 line that the LLM API's engine meets: how an engine is made to sleep,
-which tags its memory has, and whether log-probabilities can be asked for as they were sampled.
+which tags its memory has, which samplers there are and what they hear, and whether log-probabilities can be asked for
+as they were sampled.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import importlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from mrl.errors import UserError, first_line
+
+SAMPLERS = "tensorrt_llm._torch.pyexecutor.sampler"
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,9 @@ class Features:
         cache_tag: Memory of the KV cache.
         graphs_sleep: CUDA graphs are known to survive sleep.
         processed_logprobs: Arguments of `SamplingParams` that ask for log-probabilities of what is sampled from.
+        cpp_sampler: There is a TRTLLMSampler: it hears each request's seed and `min_p`, and gives the sampled token's
+            log-probability under the temperature.
+        torch_min_p: TorchSampler hears `min_p`; whether it hears a request's seed cannot be seen.
     """
 
     version: str
@@ -33,6 +42,8 @@ class Features:
     cache_tag: str
     graphs_sleep: bool
     processed_logprobs: Mapping[str, Any]
+    cpp_sampler: bool
+    torch_min_p: bool
 
 
 def find() -> Features:
@@ -50,6 +61,7 @@ def find() -> Features:
             f"rollout.name=trtllm needs TensorRT-LLM 1.2 or 1.3, which does not import ({first_line(error)}). Start in "
             "NVIDIA's container (nvcr.io/nvidia/tensorrt-llm/release), or use rollout.name=native."
         ) from error
+    samplers = importlib.import_module(SAMPLERS)
     known = llm_args.TorchLlmArgs.model_fields
     home: Any = llm_args if hasattr(llm_args, "ExecutorMemoryType") else virtual_memory
     tags: dict[str, Any] = {item.name: item for item in home.ExecutorMemoryType if not item.value.startswith("_")}
@@ -68,7 +80,18 @@ def find() -> Features:
         cache_tag=str(cache.value),
         graphs_sleep="sleep_config" in known,
         processed_logprobs=_processed_logprobs(),
+        cpp_sampler=hasattr(samplers, "TRTLLMSampler"),
+        torch_min_p="min_p" in _heard_by_torch(samplers),
     )
+
+
+def _heard_by_torch(samplers: Any) -> set[str]:
+    """What TorchSampler reads of a request's setting."""
+    homes = [samplers]
+    with suppress(ImportError):  # a module of its own where the samplers are a package
+        homes.append(importlib.import_module(f"{SAMPLERS}.sampler_common"))
+    found = next((home.UtilsSamplingParams for home in homes if hasattr(home, "UtilsSamplingParams")), None)
+    return set() if found is None else {field.name for field in dataclasses.fields(found)}
 
 
 def _processed_logprobs() -> dict[str, Any]:

@@ -41,7 +41,10 @@ TABLE = {
     ),
     "top_k": Use("`SamplingParams.top_k`; -1 becomes 0", "`SamplingConfig.top_k`; -1 becomes 0"),
     "top_p": Use("`SamplingParams.top_p`", "`SamplingConfig.top_p`"),
-    "min_p": Use("`SamplingParams.min_p`", "`SamplingConfig.min_p`"),
+    "min_p": Use(
+        "`SamplingParams.min_p`; refused above 0 where the sampler does not hear it (TorchSampler of some 1.3)",
+        "`SamplingConfig.min_p`",
+    ),
     "do_sample": Use("false: `top_k=1`", "false: `top_k=1`"),
     "ignore_eos": Use("true: no `stop_token_ids`", "true: no `stop_words_list`"),
     "stop": Use(
@@ -49,7 +52,11 @@ TABLE = {
         "the same",
     ),
     "repetition_penalty": Use("must be 1, as everywhere", "must be 1, as everywhere"),
-    "prompt_length": Use("`max_input_len`", "must fit the engine's `max_input_len`"),
+    "prompt_length": Use(
+        "longer prompts are refused; `max_input_len` is `max_seq_len`, since a paused request comes again with what it "
+        "has sampled",
+        "must fit the engine's `max_input_len`",
+    ),
     "response_length": Use("`SamplingParams.max_tokens`", "`max_new_tokens`"),
     "max_model_len": Use(
         "`max_seq_len`; null: `prompt_length + response_length`", "must fit the engine's `max_seq_len`"

@@ -34,8 +34,15 @@ from mrl.models.base import ArchSpec
 SETTINGS = {"TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1"}
 """While it loads weights: one stream and less memory, as verl and NeMo-RL do it."""
 
+START_SETTINGS = {**SETTINGS, "TRTLLM_NO_USAGE_STATS": "1"}
+"""At its start too: no word to NVIDIA about the job, which 1.3 sends from every rank (`tensorrt_llm/usage`)."""
 
-def arguments(config: RolloutConfig, arch: ArchSpec, dtype: torch.dtype, features: Features) -> dict[str, Any]:
+CPP_SAMPLER = "TRTLLMSampler"
+
+
+def arguments(
+    config: RolloutConfig, arch: ArchSpec, dtype: torch.dtype, features: Features, *, trains_on_logprobs: bool
+) -> dict[str, Any]:
     """Keyword arguments of `LLM`, but `model` and those of the executor.
 
     Raises:
@@ -48,6 +55,7 @@ def arguments(config: RolloutConfig, arch: ArchSpec, dtype: torch.dtype, feature
             f"TensorRT-LLM {features.version} has neither enable_sleep nor sleep_config, so that nothing can free its "
             "memory while training. Set rollout.free_cache_engine=false, or install 1.2 or 1.3."
         )
+    check_min_p(config, features, max(config.min_p, config.val_kwargs.min_p))
     graphs = not config.enforce_eager and (features.graphs_sleep or not config.free_cache_engine)
     experts: dict[str, Any] = {}
     if arch.moe is not None:
@@ -59,7 +67,7 @@ def arguments(config: RolloutConfig, arch: ArchSpec, dtype: torch.dtype, feature
         "dtype": str(dtype).removeprefix("torch."),
         "max_batch_size": config.max_num_seqs,
         "max_num_tokens": config.max_num_batched_tokens,
-        "max_input_len": config.prompt_length,
+        "max_input_len": config.longest,  # a request that is paused comes again with what it has sampled
         "max_seq_len": config.longest,
         "kv_cache_config": KvCacheConfig(
             enable_block_reuse=config.enable_prefix_caching, free_gpu_memory_fraction=config.gpu_memory_utilization
@@ -70,19 +78,40 @@ def arguments(config: RolloutConfig, arch: ArchSpec, dtype: torch.dtype, feature
         else None,
         "enable_chunked_prefill": config.enable_chunked_prefill,
         "allreduce_strategy": "NCCL",  # its own kernels break convergence with several engines, says its source
-        "sampler_type": _sampler(config, features),
+        "sampler_type": sampler_of(config, features),
+        "disable_overlap_scheduler": trains_on_logprobs and _goes_by_logits(config, features),
         "load_format": "dummy",  # a refit fills it
         **experts,
         **(features.sleep if config.free_cache_engine else {}),
     }
 
 
-def _sampler(config: RolloutConfig, features: Features) -> str:
-    """The sampler whose log-probabilities need no correction, as far as there is one; the probe has the last word."""
-    cut = config.top_k >= 0 or config.top_p < 1.0 or config.min_p > 0.0
-    if features.processed_logprobs or config.temperature == 1.0 or cut:
-        return "TorchSampler"
-    return "TRTLLMSampler"
+def sampler_of(config: RolloutConfig, features: Features) -> str:
+    """The sampler whose log-probabilities need no correction, as far as there is one; the probe has the last word.
+
+    1.2's TorchSampler gives the log-probability of the most likely token only, and hears neither seed nor `min_p`.
+    """
+    hears_all = features.torch_min_p or not (config.min_p > 0.0 or config.val_kwargs.min_p > 0.0)
+    return "TorchSampler" if not features.cpp_sampler or (features.processed_logprobs and hears_all) else CPP_SAMPLER
+
+
+def check_min_p(config: RolloutConfig, features: Features, min_p: float) -> None:
+    """Raises UserError where the sampler would leave `min_p` out."""
+    if min_p > 0.0 and sampler_of(config, features) != CPP_SAMPLER and not features.torch_min_p:
+        raise UserError(
+            f"rollout.min_p={min_p}: the TorchSampler of TensorRT-LLM {features.version} does not know it. Set it to "
+            "0, also in rollout.val_kwargs, or use rollout.name=native."
+        )
+
+
+def _goes_by_logits(config: RolloutConfig, features: Features) -> bool:
+    """Whether log-probabilities that are trained on will be computed from logits, as far as is known before the probe.
+
+    The overlap scheduler runs one step too many where a response ends early, and leaves logits out with it.
+    """
+    if sampler_of(config, features) == CPP_SAMPLER:
+        return config.top_k >= 0 or config.top_p < 1.0 or config.min_p > 0.0
+    return not features.processed_logprobs or not config.do_sample
 
 
 class Host:
@@ -104,6 +133,7 @@ class Host:
         device: torch.device,
         dtype: torch.dtype,
         timeout_s: float,
+        trains_on_logprobs: bool,
     ) -> None:
         """Collective over the job: starts this rank's part.
 
@@ -115,6 +145,7 @@ class Host:
             device: Of this rank.
             dtype: Of the weights.
             timeout_s: Longest wait for the engine to pause, s.
+            trains_on_logprobs: Whether the loss reads them.
 
         Raises:
             UserError: TensorRT-LLM is not installed, it or MPI cannot start in this job, or it would take another
@@ -127,7 +158,7 @@ class Host:
             from tensorrt_llm import LLM
 
             _check_device(device, replica.size)
-            chosen = arguments(config, arch, dtype, self.features)
+            chosen = arguments(config, arch, dtype, self.features, trains_on_logprobs=trains_on_logprobs)
             if communicator is not None:
                 chosen |= _in_mpi(communicator)
             try:
@@ -234,7 +265,7 @@ def _described(error: BaseException) -> str:
 
 def _given(communicator: Any) -> Mapping[str, str]:
     """Variables for the start."""
-    return SETTINGS if communicator is not None else {**SETTINGS, "TLLM_WORKER_USE_SINGLE_PROCESS": "1"}
+    return START_SETTINGS if communicator is not None else {**START_SETTINGS, "TLLM_WORKER_USE_SINGLE_PROCESS": "1"}
 
 
 def _check_device(device: torch.device, replica_size: int) -> None:

@@ -1,7 +1,7 @@
 import os
 from pathlib import Path
 
-from tensorrt_llm import _utils
+from tensorrt_llm import _utils, usage
 from tensorrt_llm.executor.executor import GenerationExecutor
 from tensorrt_llm.executor.result import GenerationRequest
 from tensorrt_llm.faults import StandInError
@@ -21,6 +21,7 @@ class LLM:
             raise StandInError(f"the environment has {left}")
         if os.environ.get("TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL") != "1":
             raise StandInError("TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL is not set")
+        usage.report_usage()
         executor_cls = kwargs.pop("executor_cls", GenerationExecutor)
         known = {item.get("alias", name) for name, item in TorchLlmArgs.model_fields.items()} | {"backend"}
         for key in kwargs:

@@ -61,8 +61,6 @@ def _completion(params, sampling, sampler, tokens, logits_TV, *, overlap):
     if params.logprobs:
         rows = torch.log_softmax(scored(sampler, params, sampling, logits_TV), 1)
         logprobs = [sampler.entry(token, row) for token, row in zip(tokens, rows, strict=True)]
-        if fault("top1"):
-            logprobs = [dict([min(entry.items(), key=lambda item: item[1].rank)]) for entry in logprobs]
     logits = None
     if params.return_generation_logits and not fault("no_logits"):
         logits = llm_request.returned(logits_TV, ended_early=len(tokens) < params.max_tokens, overlap=overlap)

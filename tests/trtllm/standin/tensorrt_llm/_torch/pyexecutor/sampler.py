@@ -1,8 +1,9 @@
 """The samplers: whose random numbers a request draws, what of its setting is heard, which log-probabilities it gets.
 
 As `_torch/pyexecutor/sampler.py` has them. 1.2's TorchSampler reads temperature, top_k and top_p of a request and
-nothing else, draws for all requests from one generator that begins at 42, and reports its most likely token, which need
-not be the sampled one. TRTLLMSampler hears everything and reports the sampled token under the temperature; 1.3 has none.
+nothing else, draws for all requests from one generator that begins at 42, and reports its most likely token, which
+need not be the sampled one. TRTLLMSampler hears everything and reports the sampled token under the temperature; 1.3 has
+none.
 """
 
 from dataclasses import dataclass, replace
@@ -52,7 +53,7 @@ class TorchSampler:
     def entry(self, token, row):
         best = int(row.argmax())
         entry = {best: Logprob(logprob=float(row[best]), rank=1)}
-        if IS_NEW:
+        if IS_NEW and not fault("top1"):
             entry[token] = Logprob(logprob=float(row[token]), rank=int((row > row[token]).sum()) + 1)
         return entry
 
@@ -67,6 +68,7 @@ class _TRTLLMSampler:
         return replace(sampling, min_p=0.0) if fault("min_p_ignored") else sampling
 
     def entry(self, token, row):
+        token = int(row.argmax()) if fault("top1") else token
         return {token: Logprob(logprob=float(row[token]), rank=1)}
 
 

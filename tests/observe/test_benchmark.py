@@ -10,7 +10,7 @@ from mrl.observe import benchmark
 from tests.source import ROOT
 
 CPU = torch.device("cpu")
-MEASURING = ("bench_memory", "bench_refit", "bench_rollout", "bench_step")
+MEASURING = ("bench_commit", "bench_memory", "bench_refit", "bench_rollout", "bench_step")
 """Tools whose figures are a device's; conversion and the exchange of samples happen in host memory."""
 
 

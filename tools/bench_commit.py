@@ -1,0 +1,156 @@
+"""A step during which a checkpoint is written beside the training, against one during which none is.
+
+    python tools/bench_commit.py
+    python tools/bench_commit.py --device cuda --repeats 20 model.dtype=bfloat16 model.overrides.hidden_size=1024
+
+One process runs GRPO steps as `mrl train` does, with `checkpoint.async_save=true`: always one while a commit is being
+written and one while nothing is, in turns first. On a CPU training has `--num-threads` threads, by default all cores
+but one. The machine should do nothing else: where no core is free the writing takes its time from the training. A step
+should take longer than the writing (`written_frac`), so that it feels all of it. One JSON line: the median, over the
+pairs, of the ratio of their times; the same with the time that training waited for copies and for the commit counted to
+the step; and what such a commit costs that is written before training goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from mrl.config import Config, load
+from mrl.observe.benchmark import add_device, commit, device_name, seconds, spread
+from mrl.run.job import Job
+from mrl.run.opening import open_job
+from mrl.run.prepare import prepare
+from mrl.train import reinforcement_step
+
+WARM_UP = 2
+CONFIG: dict[str, Any] = {
+    "model": {
+        "preset": "qwen3_tiny",
+        "overrides": {
+            "hidden_size": 512,
+            "num_hidden_layers": 4,
+            "intermediate_size": 1408,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "vocab_size": 4096,
+        },
+        "tokenizer": "char:0123456789<>+#",
+        "dtype": "float32",
+    },
+    "data": {"task": "addition"},
+    "train": {"num_steps": 1_000_000, "batch_size": 8},
+    "actor": {"max_tokens_per_microbatch": 1200},
+    "rollout": {"n": 8, "prompt_length": 32, "response_length": 32, "ignore_eos": True},
+    "reward": {"functions": [{"name": "length", "kwargs": {"target": 16, "limit": 32}}]},
+    "observe": {"console": "off", "tensorboard": False, "report": False},
+    "checkpoint": {"async_save": True, "keep_last": 1},
+}
+
+
+@dataclass(frozen=True)
+class Written:
+    """A commit and what was done meanwhile, s.
+
+    Attributes:
+        step: The step.
+        waited: What training waited, before the step and after it.
+        files: From the first byte to the last hash.
+        done: Whether the files were there when the step was.
+    """
+
+    step: float
+    waited: float
+    files: float
+    done: bool
+
+
+def main() -> None:
+    """Parses the command line and prints one line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=10, help="pairs; default: 10")
+    parser.add_argument("--num-threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: a temporary one")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="of the config")
+    add_device(parser)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        run = {"output_dir": f"{folder}/run", "device": given.device, "num_threads": given.num_threads}
+        config = load({**CONFIG, "run": run}, given.overrides)
+        found = measure(config, given.repeats)
+    threads = given.num_threads if given.device == "cpu" else None
+    line = {"bench": "commit", **found, "device": device_name(given.device), "num_threads": threads}
+    versions = {name: version(name) for name in ("torch", "megatron-core")}
+    print(json.dumps({**line, "versions": versions, "commit": commit()}), flush=True)
+
+
+def measure(config: Config, repeats: int) -> dict[str, Any]:
+    """The pairs of one job."""
+    plain: list[float] = []
+    beside: list[Written] = []
+    waiting: list[float] = []
+    with open_job(prepare(config)) as job:
+        job.resume()
+        step = 0
+        for pair in range(-WARM_UP, repeats):
+            for writes in (True, False) if pair % 2 else (False, True):
+                step += 1
+                found = written_beside(job, step) if writes else alone(job, step)
+                if pair >= 0:
+                    (beside if isinstance(found, Written) else plain).append(found)  # type: ignore[arg-type]
+        for _ in range(min(3, repeats)):
+            step += 1
+            standing = job.progress.reached(step, {})
+            waiting.append(seconds(partial(job.commits.write_standing, standing), job.device))
+        files = [file.stat().st_size for file in job.commits.checkpoints.path(step).rglob("*") if file.is_file()]
+    pairs = list(zip(beside, plain, strict=True))
+    return {
+        "ratio_step": round(statistics.median(ours.step / theirs for ours, theirs in pairs), 3),
+        "ratio_with_waiting": round(statistics.median((one.step + one.waited) / other for one, other in pairs), 3),
+        "ratios": [round(ours.step / theirs, 3) for ours, theirs in pairs],
+        "step_s": spread(plain),
+        "writing_step_s": spread([each.step for each in beside]),
+        "waited_s": spread([each.waited for each in beside]),
+        "files_s": spread([each.files for each in beside]),
+        "written_frac": round(statistics.median(each.files / each.step for each in beside), 3),
+        "done_within_step": sum(each.done for each in beside),
+        "waiting_commit_s": spread(waiting),
+        "commit_mb": round(sum(files) / 1e6, 1),
+        "pairs": repeats,
+    }
+
+
+def alone(job: Job, step: int) -> float:
+    """Seconds of a step."""
+    with job.timers.step(step):
+        return seconds(lambda: reinforcement_step(job, step), job.device)
+
+
+def written_beside(job: Job, step: int) -> Written:
+    """A step that begins when a commit has been begun, and that commit."""
+    began = time.perf_counter()
+    job.commits.write(step, {})
+    waited, writing = time.perf_counter() - began, job.commits.writing
+    if writing is None:
+        raise RuntimeError("nothing is being written")
+    took = alone(job, step)
+    done = writing.is_done
+    while not writing.is_done:  # what training does not wait for, if steps are long
+        time.sleep(0.01)
+    began = time.perf_counter()
+    job.commits.settle(wait=True)
+    return Written(took, waited + time.perf_counter() - began, writing.seconds, done)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+from functools import cache
 from typing import Any
 
 from mrl.errors import UserError
@@ -17,9 +18,15 @@ from mrl.schema import own_code
 
 def names(folder: str) -> list[str]:
     """The plugins in `mrl/<folder>`, sorted; `base` and private modules are none."""
+    return list(_names(folder))
+
+
+@cache
+def _names(folder: str) -> tuple[str, ...]:
+    """Read once: a checkpoint of a large model asks for its family thousands of times."""
     package = importlib.import_module(f"mrl.{folder}")
     found = (module.name for module in pkgutil.iter_modules(package.__path__))
-    return sorted(name for name in found if name != "base" and not name.startswith("_"))
+    return tuple(sorted(name for name in found if name != "base" and not name.startswith("_")))
 
 
 _REQUIRED = object()

@@ -32,8 +32,9 @@ LONGEST = (
     "megatron/test_checkpoint.py", "e2e/test_stop.py", "trtllm/test_runs.py", "trtllm/test_built_ranks.py",
     "survival/test_ending.py", "launch/test_doctor.py", "e2e/test_experts.py", "rewards/test_scorer.py",
     "megatron/test_moe.py", "e2e/test_quickstart.py", "engines/native/test_engine.py", "acceptance/test_gpu.py",
-    "formats/test_megatron.py", "formats/test_trtllm.py", "test_layers.py", "run_folder/test_commit_kills.py",
-    "e2e/test_async_checkpoint.py", "trtllm/test_refit.py", "fuzz/test_fixed.py", "test_wiring.py",
+    "refit/test_refit.py", "survival/test_torchrun.py", "formats/test_megatron.py", "formats/test_trtllm.py",
+    "models/test_config_keys.py", "run_folder/test_commit_kills.py", "e2e/test_async_checkpoint.py",
+    "trtllm/test_refit.py", "fuzz/test_fixed.py", "test_wiring.py",
 )  # fmt: skip
 """Those of over 10 s of processor time, begun first, in this order: one of them at the end would keep one worker busy
 while the others are done. Those that mostly wait stand between those that mostly compute."""

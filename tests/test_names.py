@@ -3,8 +3,6 @@
 import ast
 import re
 
-import pytest
-
 from tests.source import ROOT, modules, tree_of
 
 SYNONYMS = {
@@ -30,6 +28,10 @@ ALLOWED = {("mrl/functional", "old_logprobs_R")}
 DRAWERS = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "base_utils"}
 
 
+def is_like(pattern: str, name: str) -> bool:
+    return re.fullmatch(f"_?({pattern})(_[A-Z]+)?", name) is not None
+
+
 def identifiers(tree: ast.Module):
     """Names that the file itself gives: variables, arguments, attributes it sets, functions and classes."""
     for node in ast.walk(tree):
@@ -43,14 +45,19 @@ def identifiers(tree: ast.Module):
             yield node.name, node.lineno
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_no_synonym_of_a_glossary_word(path):
-    folder = path.parent.relative_to(ROOT).as_posix()
-    found = [
-        f"line {line}: '{name}' is called '{word}' here"
+def test_no_synonym_of_a_glossary_word():
+    given = {
+        (path.parent.relative_to(ROOT).as_posix(), name): f"{path.relative_to(ROOT)}:{line}"
+        for path in modules()
         for name, line in identifiers(tree_of(path))
-        for pattern, word in SYNONYMS.items()
-        if re.fullmatch(f"_?({pattern})(_[A-Z]+)?", name) and (folder, name) not in ALLOWED
+    }
+    assert len(given) > 1000
+    names = {name for _, name in given}
+    words = {name: word for pattern, word in SYNONYMS.items() for name in names if is_like(pattern, name)}
+    found = [
+        f"{place}: '{name}' is called '{words[name]}' here"
+        for (folder, name), place in given.items()
+        if name in words and (folder, name) not in ALLOWED
     ]
     assert found == []
 
@@ -63,4 +70,4 @@ def test_no_file_is_a_drawer():
 def test_the_pattern_finds_a_planted_synonym():
     planted = ast.parse("old_log_probs_R = 1\ndef f(micro_batches): pass")
     names = {name for name, _ in identifiers(planted)}
-    assert sum(any(re.fullmatch(f"_?({p})(_[A-Z]+)?", n) for p in SYNONYMS) for n in names) == 2
+    assert sum(any(is_like(pattern, name) for pattern in SYNONYMS) for name in names) == 2

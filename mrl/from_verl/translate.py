@@ -32,7 +32,10 @@ KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3":
 ENGINES = {"vllm": "native", "sglang": "native", "hf": "native", "???": "native", "trtllm": "trtllm"}
 SCHEDULES = ("constant", "linear", "cosine")
 DEFAULT_CLIP = 0.2
-OWN_WAY = ("name", "dtype", "prompt_length", "response_length", "expert_parallel_size", "moe_tensor_parallel_size")
+OWN_WAY = (
+    "name", "dtype", "prompt_length", "response_length", "expert_parallel_size", "moe_tensor_parallel_size",
+    "repetition_penalty", "calculate_log_probs",
+)  # fmt: skip
 """Of `rollout`, besides `val_kwargs`: what is not simply taken over."""
 
 NUMBERS = {
@@ -292,6 +295,10 @@ def _rollout(verl: _Verl) -> Iterator[Pair]:
     yield "rollout.expert_parallel_size", inside
     cut = verl[f"{ROLLOUT}moe_tensor_parallel_size"]
     yield "rollout.moe_tensor_parallel_size", None if cut == 1 else cut
+    if verl[f"{ROLLOUT}repetition_penalty"] != 1:
+        verl.notes[f"{ROLLOUT}repetition_penalty"] = MAPS[f"{ROLLOUT}repetition_penalty"][2]
+    if not verl[f"{ROLLOUT}calculate_log_probs"]:
+        verl.decided[f"{ROLLOUT}calculate_log_probs"] = "always: they are captured while sampling"
     if inside != ep:
         verl.notes[f"{ROLLOUT}expert_parallel_size"] = f"a replica's {tp} rank(s) hold all experts: {inside} is taken"
     yield "rollout.dtype", {"float32": "float32", "bfloat16": "bfloat16"}.get(str(verl.given.get(f"{ROLLOUT}dtype")))

@@ -315,7 +315,6 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     f"{ACTOR}optim.name": ("AdamW",),
     f"{ACTOR}optim.eps": (1e-8,),
     f"{ACTOR}optim.weight_decay_incr_style": ("constant",),
-    f"{ROLLOUT}repetition_penalty": (1.0,),
     f"{ROLLOUT}over_sample_rate": (0.0,),
     "algorithm.gamma": (1.0,),
     "algorithm.lam": (1.0,),

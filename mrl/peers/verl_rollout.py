@@ -25,6 +25,8 @@ MAPS: Mapping[str, tuple[str, Any, str]] = {
     "response_length": ("rollout.response_length", "${oc.select:data.max_response_length,512}", ""),
     "dtype": ("rollout.dtype", "bfloat16", "here `model.dtype`, unless set"),
     "expert_parallel_size": ("rollout.expert_parallel_size", 1, "within a replica's ranks"),
+    "repetition_penalty": ("rollout.repetition_penalty", 1.0, "must be 1: training would not know of a penalty"),
+    "calculate_log_probs": ("rollout.calculate_log_probs", True, "must be true: they are captured while sampling"),
     "moe_tensor_parallel_size": ("rollout.moe_tensor_parallel_size", 1, "1 there is null here: what EP leaves"),
 }
 """Field -> mrl's key, the default of verl's trainer config, and how values differ."""
@@ -61,7 +63,6 @@ NEEDLESS: Mapping[str, str] = {
     "multi_stage_wake_up": "weights and KV cache wake in the order that a refit needs",
     "engine_kwargs.vllm": "arguments of an engine that is not there",
     "engine_kwargs.sglang": "arguments of an engine that is not there",
-    "calculate_log_probs": "always: they are captured as the tokens are sampled",
     "agent.num_workers": _AGENT,
     "agent.default_agent_loop": _AGENT,
     "agent.agent_loop_config_path": _AGENT,
@@ -137,7 +138,6 @@ NEEDLESS: Mapping[str, str] = {
 """Field -> why no value of it needs a counterpart, and what acts in its place."""
 
 ABSENT: Mapping[str, str] = {
-    "repetition_penalty": "it must be 1: a penalty would not be modelled in the training log-probabilities",
     "over_sample_rate": "all samples that were begun are used; `algorithm.dynamic_sampling` asks for more prompts",
     "engine_kwargs": "no arguments are handed to an engine: what it can be told are the keys of `rollout`",
     "engine_kwargs.trtllm": "no arguments are handed to an engine: what it can be told are the keys of `rollout`",

@@ -17,7 +17,7 @@ from mrl.config import Config
 from mrl.errors import UserError
 from mrl.from_verl.line import Settings
 from mrl.megatron_fields.table import TABLE, is_own
-from mrl.peers import verl_keys
+from mrl.peers import verl_keys, verl_rollout
 from mrl.peers.verl_keys import ACTOR, DDP, FSDP, MAPS, MEGATRON, OVERRIDE, PASSED, ROLLOUT, ROOT, is_harmless, verdict
 from mrl.schema.keys import nested
 from mrl.schema.values import Values
@@ -283,13 +283,9 @@ def _rollout(verl: _Verl) -> Iterator[Pair]:
     prompt, response = _lengths(verl)
     yield "rollout.prompt_length", prompt
     yield "rollout.response_length", response
-    same = [
-        key for key, (to, _, _) in MAPS.items() if key.startswith(ROLLOUT) and to == f"rollout.{key[len(ROLLOUT) :]}"
-    ]
-    for key in same:
-        name = key.removeprefix(ROLLOUT)
+    for name in verl_rollout.MAPS:
         if "val_kwargs" not in name and name not in OWN_WAY:
-            yield f"rollout.{name}", verl[key]
+            yield f"rollout.{name}", verl[f"{ROLLOUT}{name}"]
     tp, ep = verl[f"{ROLLOUT}tensor_model_parallel_size"], verl[f"{ROLLOUT}expert_parallel_size"]
     inside = math.gcd(tp, ep)
     yield "rollout.expert_parallel_size", inside

@@ -10,8 +10,10 @@ import time
 
 import pytest
 
+from mrl.distributed.local_ranks import forks
 from tests.doctor.test_versions import distribution
 from tests.e2e import runs
+from tests.ranks import PRELOAD
 from tests.source import ROOT
 
 TIMEOUT_S = 120
@@ -36,6 +38,34 @@ def ended(process):
         return *process.communicate(timeout=TIMEOUT_S), process.returncode
     finally:
         process.kill()
+
+
+def forked(folder, *words, **variables):
+    """As `doctor`, in a process that was spared the imports; `said` gives what it gives."""
+    out, err = (folder / f"rank{variables.get('RANK', 0)}.{stream}" for stream in ("out", "err"))
+    process = forks(PRELOAD).Process(target=_main, args=(folder, words, CLEAN | variables, out, err))
+    process.start()
+    return process, out, err
+
+
+def _main(folder, words, variables, out, err):
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(folder)
+    for stream, file in ((1, out), (2, err)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
+    sys.argv = ["mrl", "doctor", *words]
+    from mrl.__main__ import main
+
+    sys.exit(main())
+
+
+def said(process, out, err):
+    process.join(TIMEOUT_S)
+    status = process.exitcode
+    process.kill()
+    process.join()
+    return out.read_text(), err.read_text(), status
 
 
 def place(rank, port, *, apart=False):
@@ -64,7 +94,7 @@ def test_alone_it_looks_at_this_machine_and_at_a_config(tmp_path):
 
 def test_a_mistake_in_the_config_or_the_launcher_is_one_line_of_the_table(tmp_path):
     _, config, _ = runs.arguments(tmp_path)
-    out, err, status = doctor(tmp_path, config, "train.num_step=3", RANK="0", WORLD_SIZE="2")
+    out, err, status = said(*forked(tmp_path, config, "train.num_step=3", RANK="0", WORLD_SIZE="2"))
     problems = [line for line in out.splitlines() if line.startswith("problem")]
     assert (status, err, len(problems)) == (2, "", 2)
     assert "torchrun's variables but not LOCAL_RANK" in problems[0] and "'train.num_step' is unknown" in problems[1]
@@ -75,9 +105,8 @@ def test_a_check_that_hangs_is_ended_and_named(tmp_path):
     _, config, _ = runs.arguments(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     start = time.monotonic()
-    out, _, status = doctor(
-        tmp_path, config, f"data.train_files=[{tmp_path}/pipe]", "data.task=null", "--timeout-s", "8"
-    )
+    words = [f"data.train_files=[{tmp_path}/pipe]", "data.task=null", "--timeout-s", "8"]
+    out, _, status = said(*forked(tmp_path, config, *words))
     assert status == 2 and time.monotonic() - start < BOUND_S
     lines = out.splitlines()
     assert lines[0].startswith("problem") and "no end after 13 s" in lines[0] and lines[0].split()[1] == "data"
@@ -86,7 +115,7 @@ def test_a_check_that_hangs_is_ended_and_named(tmp_path):
 
 def test_a_rank_that_does_not_come_is_named_in_time(tmp_path):
     start = time.monotonic()
-    out, _, status = doctor(tmp_path, "--timeout-s", "4", **place(0, runs.free_port()))
+    out, _, status = said(*forked(tmp_path, "--timeout-s", "4", **place(0, runs.free_port())))
     assert status == 2 and time.monotonic() - start < BOUND_S
     (line,) = [line for line in out.splitlines() if line.startswith("problem")]
     assert "rank(s) 1 did not come in 4 s" in line and "is the job's port open" in line
@@ -100,7 +129,8 @@ def test_a_rank_that_cannot_reach_the_first_says_so_itself(tmp_path, there):
         mute.bind(("127.0.0.1", 0))
         if there:
             mute.listen()
-        out, err, status = doctor(tmp_path, "--timeout-s", "3", **place(1, mute.getsockname()[1], apart=True))
+        words = ["--timeout-s", "3"]
+        out, err, status = said(*forked(tmp_path, *words, **place(1, mute.getsockname()[1], apart=True)))
     assert (out, status) == ("", 2)
     (line,) = [line for line in err.splitlines() if line.startswith("mrl doctor on ")]  # TCPStore logs beside it
     assert "cannot reach rank 0 at 127.0.0.1:" in line
@@ -111,10 +141,10 @@ def test_a_check_that_hangs_on_another_host_is_named_by_rank_0(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     port, start = runs.free_port(), time.monotonic()
     words = [config, "--timeout-s", "8"]
-    first = doctor(tmp_path, *words, wait=False, **place(0, port, apart=True))
+    first = forked(tmp_path, *words, **place(0, port, apart=True))
     hangs = ["data.task=null", f"data.train_files=[{tmp_path}/pipe]"]
-    second = doctor(tmp_path, *words, *hangs, wait=False, **place(1, port, apart=True))
-    (out, _, status), (silent, _, other) = ended(first), ended(second)
+    second = forked(tmp_path, *words, *hangs, **place(1, port, apart=True))
+    (out, _, status), (silent, _, other) = said(*first), said(*second)
     assert (status, silent, other) == (2, "", 2) and time.monotonic() - start < 2 * BOUND_S
     assert any("rank 1 on " in line and "'data' has no end after 13 s" in line for line in out.splitlines()), out
 

@@ -10,38 +10,36 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.acceptance.result import CheckError, Facts, NotHereError, Spec
-from mrl.config import load
+from mrl.acceptance import behaviour
+from mrl.acceptance.bench import Bench, opened
+from mrl.acceptance.result import CheckError, Facts, NotHereError
 from mrl.distributed import launch
-from mrl.distributed.collectives import from_first_rank, together
-from mrl.engines.base import SamplingConfig
+from mrl.distributed.collectives import from_first_rank
 from mrl.engines.trtllm import inspection
 from mrl.errors import UserError
 from mrl.formats.hf import HfSource
 from mrl.plan.engine_memory import weight_bytes
 from mrl.run import canary
-from mrl.run.job import Job
-from mrl.run.opening import open_job
-from mrl.run.prepare import prepare
-from mrl.types import Prompt, Rollout, RolloutBatch
+from mrl.types import Rollout, RolloutBatch
 from mrl.weights.checksum import bit_sum
-from mrl.weights.init import random_init
 from mrl.weights.native import native_layout
 from mrl.weights.regions import slices
 from mrl.weights.tensors import DTYPES
 
+__all__ = ["FUNCTIONS", "opened"]
 GIB = 1 << 30
 FREED = 0.9
 """Part of the weights' bytes that must be free while they sleep; allocators round."""
+
+ALLOWED = 0.9
+"""Part of the free memory that the trainer must be able to allocate while the engine sleeps."""
 
 NUM_PROMPTS = 8
 MEAN_NATS = 0.05
@@ -50,66 +48,6 @@ a log-probability of -12. A distribution of another temperature is off by more."
 
 BINS = (0.0, 1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0, math.inf)
 """Edges of the histogram, nats."""
-
-
-class Bench:
-    """A job whose actor holds the model of `model.path`.
-
-    Attributes:
-        folder: Of the engine's results, shared by its sessions.
-    """
-
-    def __init__(self, job: Job, folder: Path) -> None:
-        """Args: job: Come up, nothing loaded. folder: Exists."""
-        self.job, self.folder = job, folder
-        job.weights.load_initial()
-
-    @property
-    def tolerance(self) -> float:
-        """Of the canary, nats."""
-        return canary.tolerance_of(self.job.device)
-
-    def refit(self) -> None:
-        """The actor's weights into the engine, also where it holds them."""
-        self.job.state.policy_version += 1
-        self.job.refit_if_stale()
-
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
-        """Awake for as long as it takes."""
-        with together(), self.job.sampler.awake() as engine:
-            return engine.generate(prompts, sampling)
-
-    def answers(self) -> list[Rollout]:
-        """To the canary's prompts."""
-        return canary.answers(self.generate, self.job.arch, self.job.config.rollout)
-
-    @contextmanager
-    def other_weights(self) -> Iterator[None]:
-        """Inside, the actor has random weights."""
-        job = self.job
-        kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in job.policy.named_tensors().items()}
-        random_init(job.arch, job.policy.layout(), job.policy.named_tensors(), seed=job.config.run.seed + 1)
-        try:
-            yield
-        finally:
-            for name, tensor in job.policy.named_tensors().items():
-                tensor.detach().copy_(kept[name])
-
-    def used(self) -> int:
-        """Bytes of the device in use, by everyone; 0 on a CPU."""
-        if self.job.device.type != "cuda":
-            return 0
-        torch.cuda.synchronize(self.job.device)
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.job.device)
-        return total - free
-
-
-@contextmanager
-def opened(spec: Spec) -> Iterator[Bench]:
-    """Collective over the job: what a session looks at."""
-    with open_job(prepare(load(spec.config, spec.overrides)), log=False) as job:
-        yield Bench(job, Path(spec.folder))
 
 
 def device(bench: Bench) -> Facts:
@@ -204,6 +142,7 @@ def sleep(bench: Bench) -> Facts:
     awake = bench.used()
     job.sampler.engine.sleep()
     asleep = bench.used()
+    allowed = _allowed(job.device)
     trainer = torch.cuda.memory_reserved(job.device) if job.device.type == "cuda" else 0
     job.sampler.engine.wake()
     moved = canary.compare(first, canary.answers(job.sampler.engine.generate, job.arch, rollout))
@@ -218,15 +157,37 @@ def sleep(bench: Bench) -> Facts:
             "GiB freed by sleeping": freed / GIB,
             "GiB in use after waking": again / GIB,
             "GiB of the weights": weights / GIB,
+            "GiB that the trainer could allocate meanwhile": allowed / GIB,
             "GiB that stay, the trainer's tensors aside": (asleep - trainer) / GIB,
         }
     else:
         facts["memory"] = "a CPU: nothing to measure"
     if not moved.within(bench.tolerance):
         raise CheckError(f"the answers moved over sleeping and waking: {moved}", facts)
+    if job.device.type == "cuda" and allowed < ALLOWED * freed:
+        raise CheckError(
+            f"the trainer could allocate {allowed / GIB:.3f} GiB while the engine slept, which freed {freed / GIB:.3f} "
+            "GiB; is torch's allocator capped?",
+            facts,
+        )
     if job.device.type == "cuda" and freed < (FREED * weights if inspection.is_llm(job.sampler.engine) else 1):
         raise CheckError(f"sleeping freed {freed / GIB:.3f} GiB; the weights take {weights / GIB:.3f}", facts)
     return facts
+
+
+def _allowed(device: torch.device) -> int:
+    """Bytes of nearly all that is free, which torch hands out and gets back; 0 where it refuses, or on a CPU."""
+    if device.type != "cuda":
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    try:
+        held = torch.empty(int(ALLOWED * free), dtype=torch.uint8, device=device)
+    except torch.cuda.OutOfMemoryError:
+        return 0
+    size = held.numel()
+    del held
+    torch.cuda.empty_cache()
+    return size
 
 
 def logprobs(bench: Bench) -> Facts:
@@ -297,6 +258,9 @@ FUNCTIONS: dict[str, Callable[[Bench], Facts]] = {
     "refit": refit,
     "qkv": qkv,
     "sleep": sleep,
+    "pause": behaviour.pause,
+    "ends": behaviour.ends,
+    "seeds": behaviour.seeds,
     "logprobs": logprobs,
     "contract": contract,
     "graphs": graphs,

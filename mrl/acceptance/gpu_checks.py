@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.acceptance import bench as of_engine
 from mrl.acceptance import checks, gpu_commands
-from mrl.acceptance.checks import GIB, Bench
+from mrl.acceptance.bench import Bench
+from mrl.acceptance.checks import GIB
 from mrl.acceptance.gpu_table import CHECKS, COMMANDS
 from mrl.acceptance.result import CheckError, Facts, NotHereError, Spec
 from mrl.algorithms.base import build, required
@@ -71,7 +73,7 @@ def opened(spec: Spec) -> Iterator[Bench | gpu_commands.Commands]:
     if all(CHECKS[name].session == COMMANDS for name in spec.checks):
         yield gpu_commands.Commands(spec)
     else:
-        with checks.opened(spec) as bench:
+        with of_engine.opened(spec) as bench:
             yield bench
 
 

@@ -52,6 +52,24 @@ CHECKS: dict[str, Check] = {
         "a trainer and an engine on one GPU run out of memory, or the engine forgets its weights",
         "rollout.free_cache_engine=false where both fit at the same time, else rollout.name=native",
     ),
+    "pause": Check(
+        PLAIN,
+        "Does the event loop outlive a refit that takes longer than its hang detector waits, and pauses in a row?",
+        "a refit of a large model, or one at a bad moment, would end or hang the job",
+        "send the log; meanwhile rollout.name=native",
+    ),
+    "ends": Check(
+        PLAIN,
+        "Does a response end at its end token, which stays part of it?",
+        "responses would be cut or run on: rewards and lengths are wrong",
+        "do not train with this engine; the log has both responses",
+    ),
+    "seeds": Check(
+        PLAIN,
+        "Are the samples of a prompt different, and the same alone and among others?",
+        "the samples of a group would be one and the same, and teach nothing",
+        "do not train with this engine; that samples depend on the batch is only noted",
+    ),
     "logprobs": Check(
         PLAIN,
         "Are its log-probabilities those that the actor computes for the same tokens?",

@@ -6,12 +6,14 @@ import os
 import runpy
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mrl.acceptance.accept import Acceptance
-from mrl.acceptance.checks import FUNCTIONS, Bench
+from mrl.acceptance.bench import Bench
+from mrl.acceptance.checks import FUNCTIONS
 from mrl.acceptance.model import CONFIG
 from mrl.acceptance.page import verdict, write_page
 from mrl.acceptance.result import CheckError
@@ -60,7 +62,7 @@ def test_a_whole_run_on_the_stand_in(on_path, tmp_path, capsys):
     assert facts["contract"]["probe"] == "scores logits / temperature; logits are returned"
     assert 0 < facts["logprobs"]["mean difference, nats"] < 1e-5 < facts["logprobs"]["tokens"]
     page = (tmp_path / "llm" / "acceptance.md").read_text()
-    assert "**trtllm works here as far as was asked: 9 work, 0 fail, 0 skipped**" in page
+    assert "**trtllm works here as far as was asked: 12 work, 0 fail, 0 skipped**" in page
     assert "trtllm: graphs works" in capsys.readouterr().out
 
 
@@ -133,6 +135,9 @@ def test_a_check_that_hangs_or_dies_takes_no_other_with_it(on_path, tmp_path):
         "refit": ("fails", "no answer in 5 s; the last of its log: nothing"),
         "qkv": ("fails", "the process ended with status 1: RuntimeError: device-side assert"),
         "sleep": ("fails", "rank 1: 0 GiB freed"),
+        "pause": works,
+        "ends": works,
+        "seeds": works,
         "logprobs": works,
         "contract": (
             "skipped",
@@ -142,7 +147,7 @@ def test_a_check_that_hangs_or_dies_takes_no_other_with_it(on_path, tmp_path):
         "end": works,
     }
     page = write_page(PAGE, found.folder, found.results, found.versions, command="it", took_s=3.0).read_text()
-    assert "5 work, 3 fail, 1 skipped" in verdict(found.results)
+    assert "8 work, 3 fail, 1 skipped" in verdict(found.results)
     for said in (
         "### trtllm: sleep",
         CHECKS["sleep"].means,
@@ -211,6 +216,24 @@ class Hot(Claims):
         return rollouts
 
 
+class Endless(Claims):
+    """It goes on behind an end token."""
+
+    def generate(self, prompts, sampling):
+        return super().generate(prompts, replace(sampling, ignore_eos=True))
+
+
+class Echo(Claims):
+    """Every sample of a prompt is the first."""
+
+    def generate(self, prompts, sampling):
+        rollouts = super().generate(prompts, sampling)
+        for rollout in rollouts:
+            first = next(each for each in rollouts if each.prompt.uid == rollout.prompt.uid)
+            rollout.response_ids, rollout.rollout_logprobs = first.response_ids, first.rollout_logprobs
+        return rollouts
+
+
 CAUGHT = {
     "native": {},
     "trtllm_engine": {},
@@ -219,11 +242,13 @@ CAUGHT = {
     "Stuck": {"refit": "a refit of other weights did not change the answers"},
     "Forgets": {"sleep": "the answers moved over sleeping and waking"},
     "Hot": {"logprobs": "engine and actor differ by"},
+    "Endless": {"ends": "with the end token"},
+    "Echo": {"seeds": "4 samples of one prompt are all the same"},
 }
 """Engine -> check -> what it says; the other checks may fail too."""
 
 
-ASKED = ("device", "refit", "sleep", "logprobs")
+ASKED = ("device", "refit", "sleep", "ends", "seeds", "logprobs")
 
 
 def looked_at(folder, overrides, built):

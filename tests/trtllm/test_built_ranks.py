@@ -15,7 +15,8 @@ from tests.trtllm.mpi_ranks import mpirun
 
 pytestmark = pytest.mark.mpi
 
-SHORT = ("train.num_steps=2", "train.warm_start.num_steps=2")
+LENGTH = "response_length/mean"
+SHORT = ("train.num_steps=2", "train.warm_start.num_steps=2", "rollout.temperature=0.8", "rollout.top_p=0.9")
 LIMITS = {"max_batch_size": 16, "max_input_len": 12, "max_seq_len": 16}
 SETTINGS = ("rollout.name=trtllm_engine", "rollout.enable_prefix_caching=false", "rollout.enforce_eager=true")
 REPLICAS = {
@@ -28,7 +29,9 @@ REPLICAS = {
 
 @pytest.fixture(scope="module")
 def native(tmp_path_factory):
-    return runs.train_in_pool(tmp_path_factory.mktemp("native"), SHORT, 1)
+    found = runs.train_in_pool(tmp_path_factory.mktemp("native"), SHORT, 1)
+    assert any(1 < line.get(LENGTH, 0) < 4 for line in found), "no response ends early"
+    return found
 
 
 def train(folder, replica, **variables):

@@ -10,7 +10,8 @@ import importlib
 import json
 import os
 import platform
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import metadata
 from typing import Any
 
@@ -56,6 +57,27 @@ def verdict(engine: RolloutEngine) -> Verdict | None:
 def features(engine: RolloutEngine) -> str:
     """What mrl found the installed package to have."""
     return str(engine._host.features) if isinstance(engine, LlmEngine) else ""
+
+
+@contextmanager
+def impatient(engine: RolloutEngine, patience_s: float) -> Iterator[bool]:
+    """Inside, the engine's hang detector fires after `patience_s` instead of its own time; False: there is none."""
+    detector = getattr(engine._host.executor, "hang_detector", None) if isinstance(engine, LlmEngine) else None
+    if detector is None:
+        yield False
+        return
+    own, detector.timeout = detector.timeout, patience_s
+    try:
+        yield True
+    finally:
+        detector.timeout = own
+
+
+@contextmanager
+def paused(engine: RolloutEngine) -> Iterator[None]:
+    """Collective over the replica: inside, the event loop of the LLM API waits; another engine has none."""
+    with engine._host.paused() if isinstance(engine, LlmEngine) else nullcontext():
+        yield
 
 
 def _model(engine: RolloutEngine) -> Any:

@@ -1,0 +1,80 @@
+"""The job that an acceptance run's checks look at: its engine refitted, woken and asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from mrl.acceptance.result import Spec
+from mrl.config import load
+from mrl.distributed.collectives import together
+from mrl.engines.base import SamplingConfig
+from mrl.run import canary
+from mrl.run.job import Job
+from mrl.run.opening import open_job
+from mrl.run.prepare import prepare
+from mrl.types import Prompt, Rollout
+from mrl.weights.init import random_init
+
+
+class Bench:
+    """A job whose actor holds the model of `model.path`.
+
+    Attributes:
+        folder: Of the engine's results, shared by its sessions.
+    """
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        """Args: job: Come up, nothing loaded. folder: Exists."""
+        self.job, self.folder = job, folder
+        job.weights.load_initial()
+
+    @property
+    def tolerance(self) -> float:
+        """Of the canary, nats."""
+        return canary.tolerance_of(self.job.device)
+
+    def refit(self) -> None:
+        """The actor's weights into the engine, also where it holds them."""
+        self.job.state.policy_version += 1
+        self.job.refit_if_stale()
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
+        """Awake for as long as it takes."""
+        with together(), self.job.sampler.awake() as engine:
+            return engine.generate(prompts, sampling)
+
+    def answers(self) -> list[Rollout]:
+        """To the canary's prompts."""
+        return canary.answers(self.generate, self.job.arch, self.job.config.rollout)
+
+    @contextmanager
+    def other_weights(self) -> Iterator[None]:
+        """Inside, the actor has random weights."""
+        job = self.job
+        kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in job.policy.named_tensors().items()}
+        random_init(job.arch, job.policy.layout(), job.policy.named_tensors(), seed=job.config.run.seed + 1)
+        try:
+            yield
+        finally:
+            for name, tensor in job.policy.named_tensors().items():
+                tensor.detach().copy_(kept[name])
+
+    def used(self) -> int:
+        """Bytes of the device in use, by everyone; 0 on a CPU."""
+        if self.job.device.type != "cuda":
+            return 0
+        torch.cuda.synchronize(self.job.device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.job.device)
+        return total - free
+
+
+@contextmanager
+def opened(spec: Spec) -> Iterator[Bench]:
+    """Collective over the job: what a session looks at."""
+    with open_job(prepare(load(spec.config, spec.overrides)), log=False) as job:
+        yield Bench(job, Path(spec.folder))

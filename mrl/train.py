@@ -243,9 +243,7 @@ def evaluate(config: Config, checkpoint: str | None = None) -> dict[str, Any]:
     Raises:
         UserError: There are no held-out prompts, or no such checkpoint.
     """
-    if config.run.resume == "never":  # nothing is continued here
-        config = replace(config, run=replace(config.run, resume="auto"))
-    with open_job(prepare(config), log=False) as job:
+    with open_job(prepare(config, resumes=False), log=False) as job:
         if not job.validation:
             raise UserError("there are no held-out prompts to evaluate on: set data.val_files or data.task.")
         loaded = job.commits.load_for_evaluation(checkpoint)

@@ -84,8 +84,12 @@ class Plan(Checked):
     run: RunDir
 
 
-def prepare(config: Config) -> Plan:
+def prepare(config: Config, *, resumes: bool = True) -> Plan:
     """Reads and checks everything that needs no other rank, of a run that begins now.
+
+    Args:
+        config: What was asked for.
+        resumes: Whether the run goes on in its folder, where `run.resume` says whether it may.
 
     Raises:
         UserError: A mistake in the config, the model folder, the data, the rewards or the run folder.
@@ -99,7 +103,8 @@ def prepare(config: Config) -> Plan:
     check_switches(config, launch.variables(*SWITCHES))
     found = check_run(local_models(config, download=True), here.world_size, launcher=here.launcher)
     transformer_engine.check(found.config, found.arch, device)
-    check_run_folder(config)
+    if resumes:
+        check_run_folder(config)
     return Plan(**vars(found), run=RunDir(Path(config.run.output_dir)))
 
 

@@ -229,9 +229,8 @@ class Host:
             raise RuntimeError(f"TensorRT-LLM did not pause: {_described(failures[0])}") from failures[0]
         detector = getattr(self.executor, "hang_detector", None)
         try:
-            with (
-                nullcontext() if detector is None else detector.pause()
-            ):  # over before the loop runs, which uses it too
+            # It is left before the loop goes on, whose own checkpoints would race with the end of the pause.
+            with nullcontext() if detector is None else detector.pause():
                 yield
         finally:
             action.__exit__(None, None, None)

@@ -16,7 +16,7 @@ END_TOKENS, NUM_SAMPLES = 16, 4
 
 
 def pause(bench: Bench) -> Facts:
-    """(vii) A refit that takes longer than the hang detector waits, and pauses that follow each other closely."""
+    """(vii) Pauses in a row, and a pause and an idle loop that last longer than the hang detector waits."""
     job = bench.job
     with inspection.impatient(job.sampler.engine, PATIENCE_S) as watched:
         if not watched:
@@ -27,7 +27,9 @@ def pause(bench: Bench) -> Facts:
         with inspection.paused(job.sampler.engine):
             time.sleep(2 * PATIENCE_S)
         bench.answers()
-    return {"held, s": 2 * PATIENCE_S, "refits": NUM_PAUSES}
+        time.sleep(2 * PATIENCE_S)  # as while the actor trains
+        bench.answers()
+    return {"held and idle, s": 2 * PATIENCE_S, "refits": NUM_PAUSES}
 
 
 def ends(bench: Bench) -> Facts:

@@ -54,8 +54,8 @@ CHECKS: dict[str, Check] = {
     ),
     "pause": Check(
         PLAIN,
-        "Does the event loop outlive a refit that takes longer than its hang detector waits, and pauses in a row?",
-        "a refit of a large model, or one at a bad moment, would end or hang the job",
+        "Does the event loop outlive pauses in a row, and a pause or a rest longer than its hang detector waits?",
+        "a refit of a large model, a long update of the actor, or a refit at a bad moment would end or hang the job",
         "send the log; meanwhile rollout.name=native",
     ),
     "ends": Check(

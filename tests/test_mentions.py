@@ -21,6 +21,9 @@ FOREIGN = {
         "transformer/transformer_layer.py",
     ),
     "TensorRT-LLM": (
+        "_ipc_utils.py",
+        "_torch/pyexecutor/_util.py",
+        "_torch/pyexecutor/llm_request.py",
         "builder.py",
         "executor/base_worker.py",
         "executor/worker.py",
@@ -35,6 +38,7 @@ FOREIGN = {
         "quantization/quantize.py",
         "runtime/generation.py",
         "runtime/model_runner.py",
+        "usage/__init__.py",
     ),
     "torch": ("torch/_utils.py", "torch/serialization.py"),
     "transformers": ("modeling_rope_utils.py",),

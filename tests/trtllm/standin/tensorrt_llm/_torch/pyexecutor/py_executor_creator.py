@@ -2,7 +2,7 @@
 
 As `_torch/pyexecutor/py_executor_creator.py: create_py_executor`: the KV cache's size is estimated by requests of
 random tokens of Python's own generator, and the last step before the event loop starts caps torch's allocator
-(`_util.py: _adjust_torch_mem_fraction`) to what is free beside the cache.
+(`_torch/pyexecutor/_util.py: _adjust_torch_mem_fraction`) to what is free beside the cache.
 """
 
 import random

@@ -169,6 +169,7 @@ ROWS = {
     "rollout.response_length": row("rollout.response_length=4"),
     "rollout.max_model_len": row("rollout.max_model_len=19", refused="rollout.max_model_len=19 is below"),
     "rollout.dtype": row("rollout.dtype=bfloat16"),
+    "rollout.quantization": row("rollout.quantization=fp8"),
     "rollout.tensor_model_parallel_size": row("rollout.tensor_model_parallel_size=2", by=laid),
     "rollout.pipeline_model_parallel_size": row(
         "rollout.pipeline_model_parallel_size=2", by=laid, refused="only built TensorRT-LLM engines"

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from mrl.errors import UserError
 from mrl.formats.base import OutFile, Source, Target
-from mrl.formats.fp8 import dequantize, quantize
 from mrl.formats.safetensors_file import SafetensorsFile, write_safetensors
 from mrl.formats.trtllm_config import CONFIG, TrtllmConfig, read_config, to_json
+from mrl.functional.fp8 import dequantize_matrix, quantize_matrices
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import read_json
 from mrl.weights.copies import ITEM_BYTES
@@ -148,7 +148,7 @@ class TrtllmTarget(Target):
             stored = file.layout[name]
             if self.config.fp8 and name in linear:
                 matrices = tensor.reshape(stored.view or (1, *stored.shape))
-                quantized, scales = quantize(f"{file.name}: {name}", matrices)
+                quantized, scales = quantize_matrices(f"{file.name}: {name}", matrices)
                 yield name, quantized.view(stored.view or stored.shape)
                 yield _scale_name(name, _WEIGHT_SCALE), scales.view(-1, 1) if stored.view else scales
                 yield _scale_name(name, _ACTIVATION_SCALE), torch.tensor([self._scales[linear[name]]])
@@ -310,7 +310,7 @@ class TrtllmSource(Source):
         if name not in self._linear[rank]:
             return values
         scales = file.tensor(_scale_name(name, _WEIGHT_SCALE)).view(-1)
-        return dequantize(values, scales[region[0][0] * len(scales) // stored.shape[0]])
+        return dequantize_matrix(values, scales[region[0][0] * len(scales) // stored.shape[0]])
 
     def _check_copies(self, hf_names: Iterable[str]) -> None:
         for hf_name in hf_names:

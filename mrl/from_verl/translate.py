@@ -33,8 +33,8 @@ ENGINES = {"vllm": "native", "sglang": "native", "hf": "native", "???": "native"
 SCHEDULES = ("constant", "linear", "cosine")
 DEFAULT_CLIP = 0.2
 OWN_WAY = (
-    "name", "dtype", "prompt_length", "response_length", "expert_parallel_size", "moe_tensor_parallel_size",
-    "repetition_penalty", "calculate_log_probs",
+    "name", "dtype", "quantization", "prompt_length", "response_length", "expert_parallel_size",
+    "moe_tensor_parallel_size", "repetition_penalty", "calculate_log_probs",
 )  # fmt: skip
 """Of `rollout`, besides `val_kwargs`: what is not simply taken over."""
 
@@ -298,6 +298,7 @@ def _rollout(verl: _Verl) -> Iterator[Pair]:
     if inside != ep:
         verl.notes[f"{ROLLOUT}expert_parallel_size"] = f"a replica's {tp} rank(s) hold all experts: {inside} is taken"
     yield "rollout.dtype", {"float32": "float32", "bfloat16": "bfloat16"}.get(str(verl.given.get(f"{ROLLOUT}dtype")))
+    yield "rollout.quantization", {"fp8": "fp8"}.get(verl.one_of(f"{ROLLOUT}quantization", ("None", "fp8"), "None"))
     samples = verl[f"{ROLLOUT}val_kwargs.do_sample"] and verl[f"{ROLLOUT}val_kwargs.temperature"] != 0
     if samples:
         for name in ("n", "do_sample", "temperature", "top_k", "top_p"):

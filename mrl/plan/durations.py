@@ -8,7 +8,7 @@ assumptions of `observe/hardware.py`, not measurements.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mrl.config import Config
 from mrl.distributed.transformer_engine import asked_for
@@ -17,7 +17,7 @@ from mrl.models.base import ArchSpec
 from mrl.observe.hardware import Hardware
 from mrl.observe.metrics import forward_flops
 from mrl.plan.activations import largest_microbatch
-from mrl.plan.memory import stage_memory
+from mrl.plan.engine_memory import weight_bytes
 from mrl.plan.recompute import recompute_of
 from mrl.run.prepare import Resolved
 from mrl.weights.copies import ITEM_BYTES
@@ -115,7 +115,8 @@ def _decode_pass(config: Config, arch: ArchSpec, grid: Grid, hardware: Hardware,
     """Seconds of each thing that a pass over `rows` sequences does, by name."""
     rollout = config.rollout
     size = ITEM_BYTES[rollout.dtype or config.model.dtype]
-    weights = stage_memory(config, arch, grid)[0].engine - _unread_bytes(arch, grid, rows, size)
+    read = replace(config, rollout=replace(rollout, quantization=None))  # products are of what FP8 stands for
+    weights = weight_bytes(read, arch, grid) - _unread_bytes(arch, grid, rows, size)
     mean_len = rollout.prompt_length + rollout.response_length / 2
     kv_heads = max(1, arch.num_kv_heads // grid.rollout_tp)
     cache = rows * mean_len * 2 * arch.num_layers * kv_heads * arch.head_dim * size

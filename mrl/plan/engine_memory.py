@@ -16,16 +16,22 @@ from mrl.engines.native.experts import work_bytes
 from mrl.engines.native.kv_cache import SLOT_MULTIPLE
 from mrl.engines.native.rows import record_of
 from mrl.formats.trtllm_engine import read_engine_folder
+from mrl.functional.fp8 import BAND_ELEMENTS
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.run.prepare import Resolved
-from mrl.weights.copies import ITEM_BYTES
+from mrl.weights.copies import ITEM_BYTES, num_bytes
+from mrl.weights.fp8 import DTYPE as FP8
+from mrl.weights.fp8 import grids_of, in_fp8, scale_tables
 from mrl.weights.hf import hf_layout
+from mrl.weights.holdings import distinct
 from mrl.weights.layout import Layout
 from mrl.weights.native import native_layout, native_layouts
 from mrl.weights.trtllm import TrtllmMapping, trtllm_layout
 
 FP32_BYTES = 4
+FP8_WORK = 3
+"""Tensors in fp32 of a band of a matrix while it is quantised: values, factors, products."""
 TOKENS_PER_BLOCK = 32
 """Of TensorRT-LLM's paged cache (`KvCacheConfig.tokens_per_block`)."""
 
@@ -95,10 +101,10 @@ def weight_bytes(config: Config, arch: ArchSpec, grid: Grid) -> int:
 
     TensorRT-LLM's LLM API is counted as if it cut the model like the native engine: every matrix, embedding and head.
     """
-    size = ITEM_BYTES[config.rollout.dtype or config.model.dtype]
+    dtype = config.rollout.dtype or config.model.dtype
     if config.rollout.name == "trtllm_engine":
-        return _built_bytes(arch, _mapping(config), config.rollout.dtype or config.model.dtype)
-    return sum(_elements(arch, grid.rollout_tp, grid.rollout_ep)) * size
+        return _built_bytes(arch, _mapping(config), dtype)
+    return _native_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, config.rollout.quantization)[0]
 
 
 def arriving_bytes(config: Config, arch: ArchSpec, grid: Grid) -> int:
@@ -109,14 +115,16 @@ def arriving_bytes(config: Config, arch: ArchSpec, grid: Grid) -> int:
 
 
 def engine_layouts(config: Config, arch: ArchSpec, grid: Grid) -> dict[int, Layout]:
-    """Rank -> what its engine wants of a refit; equal ones are one object."""
+    """Rank -> what its engine wants of other ranks in a refit, so no scales; equal ones are one object."""
     dtype = config.rollout.dtype or config.model.dtype
     if config.rollout.name == "trtllm":
         return dict.fromkeys(range(grid.world_size), hf_layout(arch, dtype))
     if config.rollout.name == "trtllm_engine":
         shared = [trtllm_layout(arch, _mapping(config), rank, dtype) for rank in range(grid.rollout_size)]
         return {rank: shared[grid.rollout_rank(rank)] for rank in range(grid.world_size)}
-    return native_layouts(arch, grid, dtype)
+    layouts, grids = native_layouts(arch, grid, dtype), grids_of(arch, config.rollout.quantization)
+    in_turn = {id(layout): in_fp8(layout, grids) for layout in distinct(layouts)}
+    return {rank: in_turn[id(layout)] for rank, layout in layouts.items()}
 
 
 def packed_elements(arch: ArchSpec, grid: Grid) -> int:
@@ -130,7 +138,11 @@ def packed_elements(arch: ArchSpec, grid: Grid) -> int:
 def _native(found: Resolved, device: Device, weights: int, actor: int) -> EngineMemory:
     """Its cache is as large as its prompts need; its weights come with each refit."""
     config, arch, grid, rollout = found.config, found.arch, found.grid, found.config.rollout
-    copies = packed_elements(arch, grid) * device.engine_copies
+    copies, in_fp8_bytes = packed_elements(arch, grid) * device.engine_copies, 0
+    if rollout.quantization is not None:
+        dtype = rollout.dtype or config.model.dtype
+        in_fp8_bytes = _native_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, rollout.quantization)[1]
+        copies = copies or in_fp8_bytes * _item_bytes(config)  # products are of the weights that FP8 stands for
     size = device.engine_copies or _item_bytes(config)
     slots = math.ceil(_longest(config) / SLOT_MULTIPLE) * SLOT_MULTIPLE
     row_bytes = _row_bytes(arch, slots, grid.rollout_tp, size)
@@ -142,8 +154,8 @@ def _native(found: Resolved, device: Device, weights: int, actor: int) -> Engine
         free -= _experts_work(arch, grid, rollout.max_num_batched_tokens)
         rows = min(rows, max(0, int(free * rollout.gpu_memory_utilization)) // row_bytes)
     cast = 0
-    if rollout.dtype not in (None, config.model.dtype):  # a bucket in the engine's dtype
-        cast = min(weights, _bucket_bytes(config))
+    if rollout.dtype not in (None, config.model.dtype) or in_fp8_bytes:  # a bucket in the engine's dtype
+        cast = min(weights, _bucket_bytes(config)) + FP8_WORK * FP32_BYTES * min(in_fp8_bytes, BAND_ELEMENTS)
     largest = max(arch.vocab_size, 2 * arch.intermediate_size) * arch.hidden_size // grid.rollout_tp
     own = {"engine's weights": weights, "engine's packed copies": copies}
     return EngineMemory(
@@ -317,3 +329,22 @@ def _elements(arch: ArchSpec, tp: int, ep: int) -> tuple[int, int]:
         else:
             others += count
     return matrices, others
+
+
+@functools.cache
+def _native_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str, quantization: str | None) -> tuple[int, int]:
+    """(bytes of the native engine's tensors on a rank, scales included; those in FP8).
+
+    Ranks differ in the blocks that they touch, so in their scales alone.
+    """
+    few = replace(arch, num_layers=1)
+    grids = grids_of(few, quantization)
+    found = []
+    for position in range(tp if grids else 1):
+        layout = in_fp8(native_layout(few, tp, position, dtype, ep_size=ep), grids)
+        sizes = [
+            (num_bytes(stored) * (arch.num_layers if name.startswith("layers.") else 1), stored.dtype)
+            for name, stored in {**layout, **scale_tables(layout, grids)}.items()
+        ]
+        found.append((sum(size for size, _ in sizes), sum(size for size, kind in sizes if kind == FP8)))
+    return max(found)

@@ -61,5 +61,17 @@ def sampling_rules(config: Config) -> Iterator[str]:
         why = "temperature=0" if val.do_sample else "do_sample=false"
         yield f"rollout.val_kwargs.n={val.n} with {why} scores the same answer {val.n} times."
     yield from trtllm.refusals(rollout)
+    yield from _quantization_rules(config)
     if any(not text for text in rollout.stop):
         yield "rollout.stop holds an empty string, which would end every response at once."
+
+
+def _quantization_rules(config: Config) -> Iterator[str]:
+    """A message where nothing corrects what quantised weights sample."""
+    rollout, algorithm = config.rollout, config.algorithm
+    if rollout.quantization is not None and algorithm.proximal == "recompute" and algorithm.tis_clip == 0:
+        yield (
+            f"rollout.quantization={rollout.quantization} with algorithm.proximal=recompute and algorithm.tis_clip=0: "
+            "samples of the quantised weights would train as if the actor had drawn them. Set algorithm.tis_clip "
+            "above 0 (2 is usual)."
+        )

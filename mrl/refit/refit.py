@@ -3,8 +3,9 @@
 Owns `Refit`: one plan made at start, run before every rollout. The engine refuses to generate from the first byte to
 the last check; a failure on any rank raises on all, and the engine stays shut until a whole refit has passed.
 
-Steps of a refit: `begin_update` -> local copies and rounds of messages, each with its checksum (`transfer.py`) -> the
-engine's own checksum of all it stores must equal the sum of what it was given -> all ranks agree -> `finish_update`.
+Steps of a refit: `begin_update` -> with FP8 the scales of all weights (`quantizer.py`) -> local copies and rounds of
+messages, each with its checksum (`transfer.py`) -> the engine's own checksum of all it stores must equal the sum of
+what it was given -> all ranks agree -> `finish_update`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ from torch import Tensor
 from mrl.config import CheckpointEngineConfig
 from mrl.distributed.collectives import from_rank, together
 from mrl.engines.base import RolloutEngine, WeightSlice
+from mrl.refit.quantizer import Quantizer
 from mrl.refit.transfer import Arrival, Transfer
+from mrl.weights.checksum import MODULUS, bit_sum
+from mrl.weights.copies import num_bytes
+from mrl.weights.fp8 import DTYPE as FP8
+from mrl.weights.fp8 import Grids, is_scale_table, matrix_of
 from mrl.weights.layout import Layout
 from mrl.weights.plan import Plan, make_plan
 from mrl.weights.tensors import DTYPES, check_tensors
@@ -42,6 +48,7 @@ class Refit:
         sources: Mapping[str, Tensor],
         engine: RolloutEngine,
         config: CheckpointEngineConfig,
+        grids: Grids | None = None,
     ) -> None:
         """Collective over the job: exchanges layouts and makes the plan.
 
@@ -50,24 +57,40 @@ class Refit:
             sources: Its tensors, by the names of the layout; read at every refit.
             engine: This rank's part of its replica.
             config: Size of the staging buffers.
+            grids: Of the matrices that are quantised to FP8 on their way, which the engine must store so, with their
+                scales; None: none.
 
         Raises:
-            RuntimeError: Tensors and layout disagree, or the actor's layouts do not hold what the engines need.
+            RuntimeError: Tensors and layout disagree, the actor's layouts do not hold what the engines need, or the
+                engine does not store in FP8 what is quantised.
         """
-        rank = dist.get_rank()
+        rank, grids = dist.get_rank(), grids or {}
+        target_layout = engine.layout()
         with together():
             check_tensors(source_layout, sources)
-        target_layout = engine.layout()
+            _check_quantized(target_layout, grids)
+        self._scales = {name: stored for name, stored in target_layout.items() if is_scale_table(stored)}
         hosts: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(hosts, socket.gethostname())
         self.plan: Plan = make_plan(
             gather_layouts(source_layout),
-            gather_layouts(target_layout),
+            gather_layouts({name: stored for name, stored in target_layout.items() if name not in self._scales}),
             host_of=lambda other: hosts.index(hosts[other]),
         )
         bucket_bytes = config.update_weights_bucket_megabytes * MIB
         dtypes = {name: stored.dtype for name, stored in target_layout.items()}
-        self._transfer = Transfer(self.plan.copies, sources, dtypes, rank=rank, bucket_bytes=bucket_bytes)
+        self._quantizer = Quantizer(source_layout, sources, grids) if grids else None
+        self._transfer = Transfer(
+            self.plan.copies,
+            sources,
+            dtypes,
+            rank=rank,
+            bucket_bytes=bucket_bytes,
+            quantize=self._quantizer.quantize if self._quantizer else None,
+        )
+        counts: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(counts, sum(map(num_bytes, self._scales.values())))
+        self._scale_bytes = sum(counts)
         self._engine = engine
         self._target_layout = target_layout
 
@@ -86,9 +109,13 @@ class Refit:
         with together():
             self._engine.begin_update()
             self._engine.update_weights(self._zero_padding())
+        if self._quantizer is not None:
+            self._quantizer.measure()
         given = self._transfer.run(self._write)
         with together():
-            self._compare(given)
+            if self._quantizer is not None:
+                given += self._write_scales(self._quantizer)
+            self._compare(given % MODULUS)
         elapsed = time.perf_counter() - start
         try:
             with together():
@@ -100,12 +127,16 @@ class Refit:
         return {**self.cost(), "refit/gb_per_s": rate}
 
     def cost(self) -> dict[str, float]:
-        """Bytes of any refit, over all ranks: copied inside ranks, sent between them, the least that must be sent."""
-        return {
+        """Bytes of any refit, over all ranks: copied inside ranks, sent between them, the least that must be sent.
+
+        With FP8 also refit/bytes_scales, which every rank writes by itself.
+        """
+        found = {
             "refit/bytes_local": float(self.plan.bytes_local),
             "refit/bytes_moved": float(self.plan.bytes_moved),
             "refit/bytes_lower_bound": float(self.plan.lower_bound_bytes),
         }
+        return found if self._quantizer is None else {**found, "refit/bytes_scales": float(self._scale_bytes)}
 
     def _compare(self, given: int) -> None:
         stored = self._engine.checksum()
@@ -118,6 +149,17 @@ class Refit:
     def _write(self, arrivals: Sequence[Arrival]) -> None:
         self._engine.update_weights([WeightSlice(item.name, item.region, item.data) for item in arrivals])
 
+    def _write_scales(self, quantizer: Quantizer) -> int:
+        """Fills the engine's tables; the sum of what it was given."""
+        total = 0
+        for name, stored in self._scales.items():
+            values = [quantizer.scales(matrix_of(piece), piece.src) for piece in stored.pieces]
+            self._engine.update_weights(
+                [WeightSlice(name, piece.dst, data) for piece, data in zip(stored.pieces, values, strict=True)]
+            )
+            total += sum(map(bit_sum, values))
+        return total
+
     def _zero_padding(self) -> list[WeightSlice]:
         """Padded rows hold zeros, so that they add nothing to the checksum."""
         return [
@@ -125,6 +167,19 @@ class Refit:
             for name, stored in self._target_layout.items()
             for region in stored.padding
         ]
+
+
+def _check_quantized(layout: Layout, grids: Grids) -> None:
+    """Raises RuntimeError unless an engine stores in FP8, with scales, what is quantised, and nothing else."""
+    scaled = {matrix_of(piece) for stored in layout.values() if is_scale_table(stored) for piece in stored.pieces}
+    for name, stored in layout.items():
+        wanted = any(piece.hf_name in grids for piece in stored.pieces)
+        if wanted != (stored.dtype == FP8) or (wanted and any(piece.hf_name not in scaled for piece in stored.pieces)):
+            raise RuntimeError(
+                f"the engine stores '{name}' as {stored.dtype}, and rollout.quantization has it "
+                f"{'in float8_e4m3fn with scales' if wanted else 'without quantisation'}: the engine's layout and "
+                "rollout.quantization disagree"
+            )
 
 
 def gather_layouts(layout: Layout) -> dict[int, Layout]:

@@ -25,6 +25,7 @@ from mrl.distributed.collectives import raise_together
 from mrl.weights.buckets import NUM_BUFFERS, local_turns, round_bytes, rounds
 from mrl.weights.checksum import MODULUS, bit_sum, word_sum
 from mrl.weights.copies import Copy
+from mrl.weights.fp8 import DTYPE as FP8
 from mrl.weights.layout import Region
 from mrl.weights.regions import slices
 from mrl.weights.tensors import DTYPES
@@ -44,6 +45,9 @@ class Arrival:
 
 Sink = Callable[[Sequence[Arrival]], None]
 
+Quantize = Callable[[Copy, Tensor], Tensor]
+"""(copy, the values of its source) -> what is sent of them in FP8."""
+
 
 class Transfer:
     """One rank's part of a set of copies, ready to run any number of times.
@@ -60,6 +64,7 @@ class Transfer:
         *,
         rank: int,
         bucket_bytes: int,
+        quantize: Quantize | None = None,
     ) -> None:
         """Sorts the copies into buckets and rounds.
 
@@ -69,9 +74,11 @@ class Transfer:
             target_dtypes: Dtype of each of this rank's targets, as its layout names it.
             rank: This rank.
             bucket_bytes: Largest staging buffer; a rank has two to send and two to receive.
+            quantize: For copies into FP8; None: there are none.
         """
         self._sources = sources
         self._target_dtypes = target_dtypes
+        self._quantize = quantize
         batches = rounds(copies, round_bytes(copies, bucket_bytes))
         self._local = local_turns(copies, rank, batches, bucket_bytes)
         self._rounds = [_by_peer(batch, rank) for batch in batches]
@@ -155,8 +162,9 @@ class Transfer:
         return total
 
     def _source(self, copy: Copy) -> Tensor:
-        """A view of what is to be copied, in the stored dtype."""
-        return self._sources[copy.source_name].detach()[slices(copy.source_region)]
+        """What is to be copied: a view in the stored dtype, or its values in FP8."""
+        values = self._sources[copy.source_name].detach()[slices(copy.source_region)]
+        return values if self._quantize is None or copy.wire_dtype != FP8 else self._quantize(copy, values)
 
     def _copy(self, bucket: Sequence[Copy], sink: Sink) -> int:
         """Copies inside this rank."""

@@ -22,6 +22,7 @@ from mrl.run.actor_weights import ActorWeights
 from mrl.run.prepare import Plan
 from mrl.schema.registry import find
 from mrl.types import Prompt, Rollout
+from mrl.weights.fp8 import grids_of
 from mrl.weights.megatron import stage_layers
 from mrl.weights.tensors import DTYPES, choice_dtype
 
@@ -69,7 +70,13 @@ class Sampler:
                 trains_on_logprobs=config.algorithm.proximal == "rollout" or config.algorithm.tis_clip > 0,
             )
         )
-        self.refit = Refit(policy.layout(), policy.named_tensors(), self.engine, rollout.checkpoint_engine)
+        self.refit = Refit(
+            policy.layout(),
+            policy.named_tensors(),
+            self.engine,
+            rollout.checkpoint_engine,
+            grids_of(plan.arch, rollout.quantization),
+        )
         self._canary_is_due = canary.is_wanted(rollout)
         self.training = training_sampling(config, plan.tokenizer.eos_ids)
         self.held_out = held_out_sampling(config, plan.tokenizer.eos_ids)

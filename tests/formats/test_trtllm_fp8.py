@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from mrl.convert.convert import convert
 from mrl.errors import UserError
 from mrl.files.output_file import hash_file
-from mrl.formats.fp8 import dequantize, quantize
 from mrl.formats.hf import HfSource
 from mrl.formats.trtllm import TrtllmSource, TrtllmTarget, read_activation_scales
+from mrl.functional.fp8 import dequantize_matrix, quantize_matrices
 from mrl.models.hf_config import family_of
 from mrl.weights.regions import whole
 from mrl.weights.trtllm import TrtllmMapping, linear_modules
@@ -48,17 +48,17 @@ def assert_close(found, exact, scale):
 def test_the_error_of_a_matrix_stays_below_half_a_step():
     generator = torch.Generator().manual_seed(3)
     values = torch.randn(2, 64, 64, generator=generator) * torch.logspace(-6, 2, 64)
-    quantized, scales = quantize("x", values)
+    quantized, scales = quantize_matrices("x", values)
     assert torch.allclose(scales * 448, values.abs().amax((1, 2)))
     for matrix, scale, exact in zip(quantized, scales, values, strict=True):
-        assert_close(dequantize(matrix, scale), exact, scale)
+        assert_close(dequantize_matrix(matrix, scale), exact, scale)
 
 
 def test_the_largest_value_is_kept_and_zeros_stay_zero():
-    quantized, scales = quantize("x", torch.tensor([[[0.0, 0.0]], [[-3.5, 1.0]]]))
+    quantized, scales = quantize_matrices("x", torch.tensor([[[0.0, 0.0]], [[-3.5, 1.0]]]))
     assert scales.tolist() == pytest.approx([1.0, 3.5 / 448])
     assert quantized.float().tolist()[0] == [[0.0, 0.0]]
-    assert dequantize(quantized[1], scales[1])[0, 0].item() == pytest.approx(-3.5)
+    assert dequantize_matrix(quantized[1], scales[1])[0, 0].item() == pytest.approx(-3.5)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

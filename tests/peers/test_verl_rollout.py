@@ -34,7 +34,7 @@ NAMED = {
     "server.timeout": (60, "no HTTP server"),
     "enable_sleep_mode": ("false", "`rollout.free_cache_engine`"),
     "load_format": ("auto", "a refit fills it"),
-    "quantization": ("fp8", "no quantized weights"),
+    "quantization_config_file": ("fp8.json", "`rollout.quantization`"),
     "engine_kwargs": ("{trtllm: {attn_backend: FLASHINFER}}", "no arguments are handed to an engine"),
 }
 
@@ -82,3 +82,11 @@ def test_what_mrl_always_does_is_not_passed_on_and_what_it_never_does_is_listed(
     assert "log_probs" not in found.text and "penalty" not in found.text
     assert f"{ROLLOUT}calculate_log_probs: always: they are captured while sampling" in found.moot
     assert [one for one in found.missing if "repetition_penalty=1.05: must be 1" in one]
+
+
+def test_fp8_means_the_same_blocks_and_other_quantisation_is_told():
+    base = {"algorithm.adv_estimator": "grpo"}
+    assert "quantization: fp8" in translate({**base, f"{ROLLOUT}quantization": "fp8"}).text
+    found = translate({**base, f"{ROLLOUT}quantization": "torchao"})
+    assert "quantization: " not in found.text.replace("rollout.quantization", "")
+    assert any("quantization" in told and "mrl has None, fp8" in told for told in found.missing)

@@ -5,6 +5,7 @@ import pytest
 from mrl.preflight.preflight import check_config
 from tests.preflight.runs import VAL, make, refusal
 
+UNCORRECTED = ("algorithm.proximal=recompute", "algorithm.tis_clip=0")
 RULES = [
     # overrides, ranks, what the message says
     (["rollout.name=vllm"], 1, "rollout.name=vllm is no engine of this version"),
@@ -17,6 +18,8 @@ RULES = [
     (["rollout.val_kwargs.n=4"], 1, "rollout.val_kwargs.n=4 with do_sample=false"),
     ([f"{VAL}.n=4", f"{VAL}.do_sample=true", f"{VAL}.temperature=0"], 1, "with temperature=0 scores the same answer"),
     (["rollout.stop=['']"], 1, "rollout.stop holds an empty string"),
+    (["rollout.quantization=fp8", *UNCORRECTED], 1, "would train as if the actor had drawn them"),
+    (["rollout.quantization=fp8_per_tensor", "rollout.name=trtllm"], 1, "hands TensorRT-LLM no scales"),
 ]  # fmt: skip
 
 
@@ -28,3 +31,8 @@ def test_a_broken_rule_is_named(overrides, world_size, said):
 def test_greedy_evaluations_are_verls_default():
     check_config(make(f"{VAL}.temperature=0"), world_size=1)
     check_config(make(f"{VAL}.temperature=0", f"{VAL}.do_sample=true"), world_size=1)
+
+
+def test_weights_that_correct_quantised_rollouts_are_enough():
+    check_config(make("rollout.quantization=fp8", "algorithm.proximal=recompute"), world_size=1)
+    check_config(make(*UNCORRECTED), world_size=1)

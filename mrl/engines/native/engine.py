@@ -25,13 +25,16 @@ from mrl.engines.native.memory import kv_budget
 from mrl.engines.native.model import Decoder
 from mrl.engines.native.poll import Poll
 from mrl.engines.native.rows import Rows, record_of
+from mrl.engines.native.scales import Scales
 from mrl.engines.native.scheduler import Scheduler
 from mrl.engines.native.stopping import Stopping
 from mrl.errors import UserError
 from mrl.types import Prompt, Rollout
 from mrl.weights.checksum import MODULUS, bit_sum
+from mrl.weights.fp8 import SCALES, grids_of, in_fp8, is_quantized, scale_indices, scale_tables
 from mrl.weights.layout import Layout
 from mrl.weights.native import native_layout
+from mrl.weights.tensors import DTYPES
 
 
 class NativeEngine(RolloutEngine):
@@ -41,7 +44,7 @@ class NativeEngine(RolloutEngine):
         """Collective over the job.
 
         Args:
-            spec: Its dtype is torch.float32 or torch.bfloat16.
+            spec: Its dtype is torch.float32 or torch.bfloat16; with `rollout.quantization` of what is not quantised.
 
         Raises:
             UserError: The ranks of the replica cannot share the model.
@@ -51,11 +54,27 @@ class NativeEngine(RolloutEngine):
         tp_size = 1 if tp_group is None else dist.get_world_size(tp_group)
         tp_rank = 0 if tp_group is None else dist.get_rank(tp_group)
         ep_size = config.expert_parallel_size
-        self._layout = native_layout(arch, tp_size, tp_rank, spec.dtype_name, ep_size=ep_size)
+        grids = grids_of(arch, config.quantization)
+        own = in_fp8(native_layout(arch, tp_size, tp_rank, spec.dtype_name, ep_size=ep_size), grids)
+        self._layout = {**own, **scale_tables(own, grids)}
         self._weights = {
-            name: torch.zeros(stored.shape, dtype=spec.dtype, device=device) for name, stored in self._layout.items()
+            name: torch.zeros(stored.shape, dtype=DTYPES[stored.dtype], device=device)
+            for name, stored in self._layout.items()
         }
-        self._model = Decoder(arch, self._weights, tp_group=tp_group, max_positions=spec.max_len, ep_size=ep_size)
+        self._model = Decoder(
+            arch,
+            {name: self._weights[name] for name in own},
+            tp_group=tp_group,
+            max_positions=spec.max_len,
+            ep_size=ep_size,
+            scales={
+                name: Scales(
+                    self._weights[f"{name}{SCALES}"], *(index.to(device) for index in scale_indices(stored, grids))
+                )
+                for name, stored in own.items()
+                if is_quantized(stored, grids)
+            },
+        )
         later_bytes = self._model.later_bytes(config.max_num_batched_tokens)
         if device.type == "cpu":  # a CPU gives zeros their memory when they are written
             later_bytes += sum(weight.nbytes for weight in self._weights.values())

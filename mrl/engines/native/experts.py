@@ -5,8 +5,8 @@ of the replica has all tokens and chooses the same experts for them; what a rank
 
 A token's result does not depend on the other tokens: each expert is one product over its tokens, through `linear.py`,
 and a token's experts are added in the order of its choice. With few tokens only the chosen experts' weights are read.
-On a GPU that has them, bfloat16 experts are grouped products instead: nothing comes to the host, so that decoding can
-be captured. That path is compared with the other on a CPU and has not been run on a GPU.
+On a GPU that has them, experts stored in bfloat16 are grouped products instead: nothing comes to the host, so that
+decoding can be captured. That path is compared with the other on a CPU and has not been run on a GPU.
 
 Shapes: P tokens, K experts of a token, E experts, A = P x K assignments, I width of an expert's part, H hidden.
 """
@@ -20,10 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.engines.native.linear import Linear
+from mrl.engines.native.scales import Scales
 from mrl.models.base import MoeSpec
 
 _SHARED = ("shared_gate_up", "shared_down", "shared_gate")
-NAMES = ("router", "experts_gate_up", "experts_down", *_SHARED)
+_STACKS = ("experts_gate_up", "experts_down")
+NAMES = ("router", *_STACKS, *_SHARED)
 """A layer's stored tensors that belong here (`weights/native.py`)."""
 
 GROUPED_FROM, GROUPED_BELOW = (9, 0), (12, 0)
@@ -44,29 +46,39 @@ class Experts:
         weights: The layer's stored tensors, by `NAMES`; updates in place are seen after `refresh`.
         held: Experts of this rank.
         dtype: Of the products; routing is float32.
+        scales: Of those weights that are stored in FP8, by `NAMES`.
 
     Attributes:
         is_capturable: Whether a call can be part of a CUDA graph.
     """
 
-    def __init__(self, moe: MoeSpec, weights: Mapping[str, Tensor], held: range, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        moe: MoeSpec,
+        weights: Mapping[str, Tensor],
+        held: range,
+        dtype: torch.dtype,
+        scales: Mapping[str, Scales] | None = None,
+    ) -> None:
         self._moe = moe
         self._held = held
         self._dtype = dtype
-        self._stacks = [
-            weights[name].view(len(held), -1, weights[name].size(1)) for name in ("experts_gate_up", "experts_down")
-        ]
+        scales = scales or {}
+        self._stacks = [weights[name].view(len(held), -1, weights[name].size(1)) for name in _STACKS]
         self._router = Linear(weights["router"], None, torch.float32)
-        self._shared = {name: Linear(weights[name], None, dtype) for name in _SHARED if name in weights}
+        self._shared = {
+            name: Linear(weights[name], None, dtype, scales.get(name)) for name in _SHARED if name in weights
+        }
         device = weights["router"].device
         self.is_capturable = (
             device.type == "cuda"
-            and dtype == torch.bfloat16
+            and dtype == self._stacks[0].dtype == torch.bfloat16
             and has_grouped_products(torch.cuda.get_device_capability(device))
             and all(stack.size(2) % GROUPED_MULTIPLE == 0 for stack in self._stacks)
         )
         self._gate_up, self._down = (
-            [] if self.is_capturable else [Linear(weight, None, dtype) for weight in stack] for stack in self._stacks
+            [] if self.is_capturable else _linears(stack, dtype, scales.get(name))
+            for name, stack in zip(_STACKS, self._stacks, strict=True)
         )
 
     def _linears(self) -> list[Linear]:
@@ -118,6 +130,12 @@ class Experts:
             shared = self._shared["shared_down"](_activate(self._shared["shared_gate_up"](x_PH)))
             mixed += shared.mul_(self._shared["shared_gate"](x_PH).sigmoid())
         return mixed
+
+
+def _linears(stack: Tensor, dtype: torch.dtype, scales: Scales | None) -> list[Linear]:
+    """One of each expert."""
+    parts = [None] * len(stack) if scales is None else scales.of_rows(len(stack))
+    return [Linear(weight, None, dtype, part) for weight, part in zip(stack, parts, strict=True)]
 
 
 def work_bytes(num_assignments: int, hidden: int, inner: int) -> int:

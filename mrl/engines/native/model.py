@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mrl.engines.native.experts import NAMES, Experts
 from mrl.engines.native.linear import Linear, compute_dtype
+from mrl.engines.native.scales import Scales
 from mrl.functional.rope import inverse_frequencies, scale_llama3
 from mrl.models.base import ArchSpec
 from mrl.weights.native import expert_shard
@@ -60,6 +61,7 @@ class Decoder:
         tp_group: Ranks of the replica; None: this rank alone.
         max_positions: Rotary angles are prepared for positions below this.
         ep_size: Parts in which the replica's ranks spread the experts.
+        scales: Of the weights that are stored in FP8, by their names.
 
     Attributes:
         dtype: Of activations, keys and values.
@@ -76,9 +78,11 @@ class Decoder:
         tp_group: dist.ProcessGroup | None,
         max_positions: int,
         ep_size: int = 1,
+        scales: Mapping[str, Scales] | None = None,
     ) -> None:
         self._arch = arch
         self._weights = weights
+        scales = scales or {}
         self._tp_group = tp_group if tp_group is not None and dist.get_world_size(tp_group) > 1 else None
         self._tp_size = 1 if self._tp_group is None else dist.get_world_size(self._tp_group)
         tp_rank = 0 if self._tp_group is None else dist.get_rank(self._tp_group)
@@ -100,10 +104,11 @@ class Decoder:
             for i in range(arch.num_layers):
                 prefix = f"layers.{i}."
                 inside = {name: weights[prefix + name] for name in NAMES if prefix + name in weights}
-                self._experts.append(Experts(arch.moe, inside, held, self.dtype))
+                scaled = {name: scales[prefix + name] for name in NAMES if prefix + name in scales}
+                self._experts.append(Experts(arch.moe, inside, held, self.dtype, scaled))
         self.is_capturable = all(experts.is_capturable for experts in self._experts)
         self._linears = {
-            name: Linear(weight, weights.get(f"{name}_bias"), self.dtype)
+            name: Linear(weight, weights.get(f"{name}_bias"), self.dtype, scales.get(name))
             for name, weight in weights.items()
             if weight.dim() == 2
             and (name != "embed" or arch.tie_word_embeddings)

@@ -62,6 +62,9 @@ TABLE = {
         "`max_seq_len`; null: `prompt_length + response_length`", "must fit the engine's `max_seq_len`"
     ),
     "dtype": Use("`dtype`; null: `model.dtype`", "must be the engine's"),
+    "quantization": Use(
+        "refused: a refit gives `ModelLoader.reload` no scales", "refused: a refit gives the engines no scales"
+    ),
     "tensor_model_parallel_size": Use(
         "`tensor_parallel_size`; above 1 the ranks are started by mpirun or srun with MPI", "must be the engine's"
     ),
@@ -109,6 +112,12 @@ TABLE = {
 
 Refusal = tuple[str, Callable[[RolloutConfig], bool], str]
 
+_QUANTIZATION: Refusal = (
+    "quantization",
+    lambda r: r.quantization is not None,
+    "mrl's refit hands TensorRT-LLM no scales; leave it out, or use rollout.name=native",
+)
+
 LLM_REFUSALS: tuple[Refusal, ...] = (
     (
         "engine_dir",
@@ -120,6 +129,7 @@ LLM_REFUSALS: tuple[Refusal, ...] = (
         lambda r: r.pipeline_model_parallel_size != 1,
         "weights replaced in place under a pipeline are used nowhere; raise rollout.tensor_model_parallel_size instead",
     ),
+    _QUANTIZATION,
     (
         "enable_rollout_routing_replay",
         lambda r: r.enable_rollout_routing_replay,
@@ -129,6 +139,7 @@ LLM_REFUSALS: tuple[Refusal, ...] = (
 """(field, whether it is refused, why and what to do) of the LLM API."""
 
 BUILT_REFUSALS: tuple[Refusal, ...] = (
+    _QUANTIZATION,
     (
         "enable_prefix_caching",
         lambda r: r.enable_prefix_caching,

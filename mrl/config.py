@@ -304,6 +304,9 @@ class RolloutConfig:
     """Must be true: sampling-time log-probabilities are pi_old."""
     enable_rollout_routing_replay: bool = False
     """Keep the experts that the engine chose for each token and layer, for `actor.router_replay`."""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the engine by its own names, `{trtllm: {attn_backend: FLASHINFER, kv_cache_config: {dtype: fp8}}}`.
+    Those that other keys decide are refused."""
     val_kwargs: ValConfig = field(default_factory=ValConfig)
     checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
 

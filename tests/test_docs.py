@@ -86,7 +86,8 @@ def test_config_keys_exist():
     }
     assert len(keys) > 20
     known = dotted_keys(Config)
-    assert keys - set(known) == set()
+    inside = {key for key in keys if key.startswith("rollout.engine_kwargs.trtllm")}  # a mapping's own keys
+    assert keys - inside - set(known) == set()
 
 
 def test_links_lead_to_pages_and_every_page_is_linked():

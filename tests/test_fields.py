@@ -187,6 +187,10 @@ ROWS = {
     "rollout.enable_prefix_caching": row("rollout.enable_prefix_caching=false"),
     "rollout.gpu_memory_utilization": row("rollout.gpu_memory_utilization=1e-9", refused="MiB for the KV cache"),
     "rollout.free_cache_engine": row("rollout.free_cache_engine=false"),
+    "rollout.engine_kwargs": row(
+        "rollout.engine_kwargs={trtllm: {attn_backend: FLASHINFER}}",
+        refused="rollout.engine_kwargs.trtllm is refused with rollout.name=native",
+    ),
     "rollout.calculate_log_probs": row("rollout.calculate_log_probs=false", refused="it must be True"),
     f"{VAL}.n": row(f"{VAL}.n=2", given=SAMPLED),
     f"{VAL}.do_sample": row(*SAMPLED),

@@ -29,6 +29,7 @@ FOREIGN = {
         "executor/worker.py",
         "layers/embedding.py",
         "layers/moe.py",
+        "llmapi/llm_args.py",
         "llmapi/mpi_session.py",
         "mapping.py",
         "models/convert_utils.py",

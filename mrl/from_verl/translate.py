@@ -15,6 +15,7 @@ import yaml
 
 from mrl.config import Config
 from mrl.errors import UserError
+from mrl.from_verl.engine_arguments import engine_arguments
 from mrl.from_verl.line import Settings
 from mrl.megatron_fields.table import TABLE, is_own
 from mrl.peers import verl_keys, verl_rollout
@@ -34,7 +35,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 DEFAULT_CLIP = 0.2
 OWN_WAY = (
     "name", "dtype", "quantization", "prompt_length", "response_length", "expert_parallel_size",
-    "moe_tensor_parallel_size", "repetition_penalty", "calculate_log_probs",
+    "moe_tensor_parallel_size", "repetition_penalty", "calculate_log_probs", "engine_kwargs", "engine_kwargs.trtllm",
 )  # fmt: skip
 """Of `rollout`, besides `val_kwargs`: what is not simply taken over."""
 
@@ -280,9 +281,7 @@ def _parallel(verl: _Verl) -> Iterator[Pair]:
 
 def _rollout(verl: _Verl) -> Iterator[Pair]:
     yield "rollout.name", verl.one_of(f"{ROLLOUT}name", ENGINES, "native")
-    prompt, response = _lengths(verl)
-    yield "rollout.prompt_length", prompt
-    yield "rollout.response_length", response
+    yield from zip(("rollout.prompt_length", "rollout.response_length"), _lengths(verl), strict=True)
     for name in verl_rollout.MAPS:
         if "val_kwargs" not in name and name not in OWN_WAY:
             yield f"rollout.{name}", verl[f"{ROLLOUT}{name}"]
@@ -299,6 +298,7 @@ def _rollout(verl: _Verl) -> Iterator[Pair]:
         verl.notes[f"{ROLLOUT}expert_parallel_size"] = f"a replica's {tp} rank(s) hold all experts: {inside} is taken"
     yield "rollout.dtype", {"float32": "float32", "bfloat16": "bfloat16"}.get(str(verl.given.get(f"{ROLLOUT}dtype")))
     yield "rollout.quantization", {"fp8": "fp8"}.get(verl.one_of(f"{ROLLOUT}quantization", ("None", "fp8"), "None"))
+    yield "rollout.engine_kwargs", engine_arguments(verl.given, verl.decided, verl.notes)
     samples = verl[f"{ROLLOUT}val_kwargs.do_sample"] and verl[f"{ROLLOUT}val_kwargs.temperature"] != 0
     if samples:
         for name in ("n", "do_sample", "temperature", "top_k", "top_p"):

@@ -151,6 +151,8 @@ MAPS: dict[str, tuple[str, Any, str]] = {
 
 PASSED = {OVERRIDE: "megatron.transformer", f"{DDP}.": "megatron.ddp", f"{OPTIMIZER}.": "megatron.optimizer"}
 """What Megatron's own fields stand under -> the section that takes them by the same names."""
+ENGINE_ARGUMENTS = f"{ROLLOUT}engine_kwargs.trtllm."
+"""What TensorRT-LLM's own arguments stand under."""
 
 MOOT: dict[str, str] = {
     "*_target_": "the class that verl builds",
@@ -277,7 +279,6 @@ MISSING: dict[str, str] = {
     f"{ROOT}model.override_config*": "the model's structure comes from its config.json",
     f"{ROOT}model.tiled_mlp.enabled": "`actor.recompute` saves the memory",
     **{f"{ROLLOUT}{name}": why for name, why in verl_rollout.ABSENT.items()},
-    f"{ROLLOUT}engine_kwargs.trtllm.*": verl_rollout.ABSENT["engine_kwargs.trtllm"],
     "data.train_max_samples": "cut the file",
     "data.val_max_samples": "cut the file",
     "data.trust_remote_code": "no code of a tokenizer folder is run",
@@ -365,6 +366,8 @@ def verdict(key: str) -> Verdict:
     for prefix, section in PASSED.items():
         if key.startswith(prefix):
             return Verdict("maps", section, "Megatron's own, by its name there")
+    if key.startswith(ENGINE_ARGUMENTS):
+        return Verdict("maps", *MAPS[ENGINE_ARGUMENTS.removesuffix(".")][::2])
     pattern = _first(MISSING, key)
     return Verdict("unknown") if pattern is None else Verdict("missing", "", MISSING[pattern])
 

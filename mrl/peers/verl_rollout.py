@@ -28,6 +28,8 @@ MAPS: Mapping[str, tuple[str, Any, str]] = {
     "expert_parallel_size": ("rollout.expert_parallel_size", 1, "within a replica's ranks"),
     "repetition_penalty": ("rollout.repetition_penalty", 1.0, "must be 1: training would not know of a penalty"),
     "calculate_log_probs": ("rollout.calculate_log_probs", True, "must be true: they are captured while sampling"),
+    "engine_kwargs": ("rollout.engine_kwargs", {}, "of `trtllm` only"),
+    "engine_kwargs.trtllm": ("rollout.engine_kwargs", {}, "each by its name; what other keys decide is left out"),
     "moe_tensor_parallel_size": ("rollout.moe_tensor_parallel_size", 1, "1 there is null here: what EP leaves"),
 }
 """Field -> mrl's key, the default of verl's trainer config, and how values differ."""
@@ -140,8 +142,6 @@ NEEDLESS: Mapping[str, str] = {
 
 ABSENT: Mapping[str, str] = {
     "over_sample_rate": "all samples that were begun are used; `algorithm.dynamic_sampling` asks for more prompts",
-    "engine_kwargs": "no arguments are handed to an engine: what it can be told are the keys of `rollout`",
-    "engine_kwargs.trtllm": "no arguments are handed to an engine: what it can be told are the keys of `rollout`",
     "multi_turn.enable": "no conversations of several turns, no tools",
     "custom": "nothing reads it; an engine of your own goes by its path in `rollout.name`",
     "checkpoint_manager_class": "checkpoints are the trainer's own, section `checkpoint`",

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from mrl.config import ActorConfig, Config, ParallelConfig
+from mrl.engines.trtllm import passed
 from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec, MoeSpec
@@ -22,6 +23,7 @@ def expert_rules(config: Config, arch: ArchSpec, grid: Grid, *, supervised: bool
     """Each broken rule, with the keys and what to do."""
     if arch.moe is None:
         yield from _idle(config)
+        yield from passed.expert_refusals(config.rollout)
     else:
         yield from _experts(config, arch.moe, grid)
         yield from _rollout(config, arch.moe, grid)

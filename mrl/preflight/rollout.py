@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from mrl.config import Config
 from mrl.engines.trtllm import fields as trtllm
+from mrl.engines.trtllm import passed
 from mrl.models.base import ArchSpec
 from mrl.schema import own_code, registry
 
@@ -61,6 +62,7 @@ def sampling_rules(config: Config) -> Iterator[str]:
         why = "temperature=0" if val.do_sample else "do_sample=false"
         yield f"rollout.val_kwargs.n={val.n} with {why} scores the same answer {val.n} times."
     yield from trtllm.refusals(rollout)
+    yield from passed.refusals(rollout)
     yield from _quantization_rules(config)
     if any(not text for text in rollout.stop):
         yield "rollout.stop holds an empty string, which would end every response at once."

@@ -230,6 +230,7 @@ def _rollout(rollout: RolloutConfig, sizes: Sizes) -> RolloutConfig:
         rollout,
         name=ENGINE,
         engine_dir=None,
+        engine_kwargs={},
         n=min(rollout.n, SAMPLES),
         prompt_length=prompt,
         response_length=response,

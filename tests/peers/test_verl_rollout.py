@@ -35,7 +35,6 @@ NAMED = {
     "enable_sleep_mode": ("false", "`rollout.free_cache_engine`"),
     "load_format": ("auto", "a refit fills it"),
     "quantization_config_file": ("fp8.json", "`rollout.quantization`"),
-    "engine_kwargs": ("{trtllm: {attn_backend: FLASHINFER}}", "no arguments are handed to an engine"),
 }
 
 

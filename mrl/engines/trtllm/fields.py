@@ -103,6 +103,10 @@ TABLE = {
     "enable_rollout_routing_replay": Use(
         "refused: TensorRT-LLM does not tell which experts it chose", "refused, for the same reason"
     ),
+    "engine_kwargs": Use(
+        "`trtllm`: arguments of `LLM` by their own names, merged with what the other keys make",
+        "refused: ModelRunner has no such arguments",
+    ),
     "val_kwargs": Use("sampling parameters of evaluations", "sampling parameters of evaluations"),
     "checkpoint_engine": Use(
         "size of the buckets that are handed to `ModelLoader.reload`, and of the transport", "size of the transport"

@@ -25,6 +25,7 @@ from mrl.config import RolloutConfig
 from mrl.distributed import launch
 from mrl.engines.trtllm.features import Features
 from mrl.engines.trtllm.features import find as find_features
+from mrl.engines.trtllm.passed import given_by, merged
 from mrl.engines.trtllm.process import kept
 from mrl.engines.trtllm.replica import BEAT_S, Replica
 from mrl.engines.trtllm.world import adopt, communicator_of, hidden
@@ -46,10 +47,8 @@ def arguments(
     """Keyword arguments of `LLM`, but `model` and those of the executor.
 
     Raises:
-        UserError: The installed version lacks a feature that the config needs.
+        UserError: The installed version lacks a feature or an argument that the config needs.
     """
-    from tensorrt_llm.llmapi import CapacitySchedulerPolicy, CudaGraphConfig, KvCacheConfig, SchedulerConfig
-
     if config.free_cache_engine and not features.sleep:
         raise UserError(
             f"TensorRT-LLM {features.version} has neither enable_sleep nor sleep_config, so that nothing can free its "
@@ -61,7 +60,7 @@ def arguments(
     if arch.moe is not None:
         cut = config.moe_tensor_parallel_size or config.tensor_model_parallel_size // config.expert_parallel_size
         experts = {"moe_expert_parallel_size": config.expert_parallel_size, "moe_tensor_parallel_size": cut}
-    return {
+    derived = {
         "skip_tokenizer_init": True,
         "tensor_parallel_size": config.tensor_model_parallel_size,
         "dtype": str(dtype).removeprefix("torch."),
@@ -69,13 +68,12 @@ def arguments(
         "max_num_tokens": config.max_num_batched_tokens,
         "max_input_len": config.longest,  # a request that is paused comes again with what it has sampled
         "max_seq_len": config.longest,
-        "kv_cache_config": KvCacheConfig(
-            enable_block_reuse=config.enable_prefix_caching, free_gpu_memory_fraction=config.gpu_memory_utilization
-        ),
-        "scheduler_config": SchedulerConfig(capacity_scheduler_policy=CapacitySchedulerPolicy.MAX_UTILIZATION),
-        "cuda_graph_config": CudaGraphConfig(enable_padding=True, max_batch_size=config.max_num_seqs)
-        if graphs
-        else None,
+        "kv_cache_config": {
+            "enable_block_reuse": config.enable_prefix_caching,
+            "free_gpu_memory_fraction": config.gpu_memory_utilization,
+        },
+        "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
+        "cuda_graph_config": {"enable_padding": True, "max_batch_size": config.max_num_seqs} if graphs else None,
         "enable_chunked_prefill": config.enable_chunked_prefill,
         "allreduce_strategy": "NCCL",  # its own kernels break convergence with several engines, says its source
         "sampler_type": sampler_of(config, features),
@@ -84,6 +82,7 @@ def arguments(
         **experts,
         **(features.sleep if config.free_cache_engine else {}),
     }
+    return merged(derived, given_by(config), features.version)
 
 
 def sampler_of(config: RolloutConfig, features: Features) -> str:

@@ -1,24 +1,62 @@
-from tests.trtllm.signature import Fields, enum_of, flavour, parameters
+from tests.trtllm.signature import Fields, enum_of, flavour, parameters, signed
 
 HOME = "tensorrt_llm.llmapi.llm_args."
 CapacitySchedulerPolicy = enum_of(HOME + "CapacitySchedulerPolicy")
+ContextChunkingPolicy = enum_of(HOME + "ContextChunkingPolicy")
+
+
+def fields_of(entry):
+    """What pydantic calls `model_fields`."""
+    return {item["name"]: item for item in parameters(entry)}
 
 
 class KvCacheConfig(Fields):
     entry = HOME + "KvCacheConfig"
+    model_fields = fields_of(entry)
 
 
 class CudaGraphConfig(Fields):
     entry = HOME + "CudaGraphConfig"
+    model_fields = fields_of(entry)
+
+    def __init__(self, **given):
+        super().__init__(**given)
+        if self.batch_sizes and self.max_batch_size:
+            raise ValueError("Please don't set both cuda_graph_config.batch_sizes and cuda_graph_config.max_batch_size")
 
 
 class SchedulerConfig(Fields):
     entry = HOME + "SchedulerConfig"
+    model_fields = fields_of(entry)
+
+
+class MoeConfig(Fields):
+    entry = HOME + "MoeConfig"
+    model_fields = fields_of(entry)
+
+    def __init__(self, **given):
+        super().__init__(**given)
+        if self.backend not in ("CUTLASS", "CUTEDSL", "WIDEEP", "TRTLLM", "DEEPGEMM", "VANILLA", "TRITON"):
+            raise ValueError(f"1 validation error for MoeConfig\nbackend\n  {self.backend!r} is none of its values")
+
+
+class NGramDecodingConfig(Fields):
+    entry = HOME + "NGramDecodingConfig"
+
+
+class DecodingBaseConfig:
+    @staticmethod
+    @signed(HOME + "DecodingBaseConfig.from_dict")
+    def from_dict(data):
+        if data.get("decoding_type") != "NGram":
+            raise ValueError(f"Invalid decoding type: {data.get('decoding_type')}")
+        data.pop("decoding_type")
+        return NGramDecodingConfig(**data)
 
 
 class TorchLlmArgs(Fields):
     entry = HOME + "TorchLlmArgs"
-    model_fields = {item["name"]: item for item in parameters(HOME + "TorchLlmArgs")}  # noqa: RUF012
+    model_fields = fields_of(entry)
 
     def __init__(self, **given):
         super().__init__(**{"kv_cache_config": KvCacheConfig(), "load_format": "auto", **given})

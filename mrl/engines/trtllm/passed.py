@@ -1,0 +1,198 @@
+"""What `rollout.engine_kwargs.trtllm` hands on to TensorRT-LLM's `LLM`, and what it must not.
+
+Owns the rules of that section and its merging with the arguments that mrl makes. The classes of all fields are in
+`llm_fields.py`. A field that only the installed version knows is passed on where TensorRT-LLM is installed, and held
+against the installed fields when the engine starts. It imports TensorRT-LLM in `merged` alone, and no torch.
+
+    refusals(rollout)                       # before anything starts
+    merged(derived, given, version)         # the arguments of LLM
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from mrl.config import RolloutConfig
+from mrl.engines.trtllm.llm_fields import MAPPING, SECTIONS, TABLE, VERSION
+from mrl.errors import UserError
+from mrl.megatron_fields.values import expected, fits
+
+ENGINE = "trtllm"
+KEY = f"rollout.engine_kwargs.{ENGINE}"
+NEAR = 0.6
+"""Similarity (difflib's ratio) from which on a field may have been meant."""
+DRAFTERS = ("NGram", "AUTO")
+"""Of `speculative_config.decoding_type`: those that draft from the text, without weights of their own."""
+ENUMS = {"capacity_scheduler_policy": "CapacitySchedulerPolicy", "context_chunking_policy": "ContextChunkingPolicy"}
+"""Field of a section -> the enumeration of TensorRT-LLM's that its value is made a member of."""
+
+Given = Mapping[str, Any]
+
+
+def given_by(rollout: RolloutConfig) -> dict[str, Any]:
+    """What is to be handed on; {} where nothing is."""
+    found = rollout.engine_kwargs.get(ENGINE)
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def refusals(rollout: RolloutConfig) -> Iterator[str]:
+    """A message for each argument that is not handed on, and for arguments of another engine."""
+    for engine, given in rollout.engine_kwargs.items():
+        if engine != ENGINE:
+            yield (
+                f"rollout.engine_kwargs.{engine} is refused: only rollout.name={ENGINE} takes arguments of its engine, "
+                f"under {KEY}. What other engines are told are the keys of rollout."
+            )
+        elif not isinstance(given, Mapping | None):
+            yield f"{KEY}={given} came, expected a mapping such as {{attn_backend: FLASHINFER}}."
+    given = given_by(rollout)
+    if given and rollout.name != ENGINE:
+        yield f"{KEY} is refused with rollout.name={rollout.name}: nothing would read it. Leave it out."
+        return
+    for name, value in given.items():
+        yield from _refusal(rollout, str(name), value)
+
+
+def expert_refusals(rollout: RolloutConfig) -> Iterator[str]:
+    """A message where a dense model's experts are set."""
+    if "moe_config" in given_by(rollout):
+        yield f"{KEY}.moe_config is refused: it would have no effect because the model has no experts."
+
+
+def _refusal(rollout: RolloutConfig, name: str, value: Any) -> Iterator[str]:
+    """Of a field of `LLM`, or of those inside its value."""
+    if name not in SECTIONS:
+        yield from _field_refusal(name, value)
+        if name == "speculative_config" and isinstance(value, Mapping):
+            yield from _draft_refusal(value)
+        return
+    if name == "cuda_graph_config" and (value is None or rollout.enforce_eager):
+        yield (
+            f"{KEY}.{name} is refused: rollout.enforce_eager says whether there are CUDA graphs. Set it to false, "
+            + ("or leave this out." if rollout.enforce_eager else "or to true for none.")
+        )
+    elif not isinstance(value, Mapping):
+        yield f"{KEY}.{name}={_shown(value)} came, expected a mapping of {_choices(name)}."
+    else:
+        for inner, each in value.items():
+            yield from _field_refusal(f"{name}.{inner}", each)
+        if name == "cuda_graph_config" and {"batch_sizes", "max_batch_size"} <= value.keys():
+            yield f"{KEY}.{name}: batch_sizes and max_batch_size came, TensorRT-LLM takes one of them."
+
+
+def _field_refusal(path: str, value: Any) -> Iterator[str]:
+    verdict = TABLE.get(path)
+    if verdict is None:
+        if not _installed():
+            yield f"{KEY}.{path} is unknown to TensorRT-LLM {VERSION}.{_meant(path, TABLE)}"
+    elif verdict.kind != "free":
+        yield f"{KEY}.{path} is refused: {verdict.why}."
+    elif verdict.takes == MAPPING:
+        if not isinstance(value, Mapping):
+            yield f"{KEY}.{path}={_shown(value)} came, expected a mapping."
+    elif not fits(verdict.takes, value):
+        yield f"{KEY}.{path}={_shown(value)} came, expected {expected(verdict.takes)}."
+
+
+def _draft_refusal(speculative: Given) -> Iterator[str]:
+    kind = speculative.get("decoding_type")
+    if kind not in DRAFTERS:
+        yield (
+            f"{KEY}.speculative_config.decoding_type={_shown(kind)} came, expected {' or '.join(DRAFTERS)}: the engine "
+            "starts with dummy weights, and a refit brings none of another drafter."
+        )
+
+
+def merged(derived: Given, given: Given, version: str) -> dict[str, Any]:
+    """The arguments of `LLM`: what mrl makes of `rollout`, and what is handed on beside it.
+
+    Args:
+        derived: Arguments; those of SECTIONS as mappings, or None for none.
+        given: `rollout.engine_kwargs.trtllm`, which `refusals` has let through.
+        version: Of the installed TensorRT-LLM, for messages.
+
+    Raises:
+        UserError: The installed version has no such field, cannot do it while its engine sleeps, or refuses a value.
+    """
+    from tensorrt_llm.llmapi import llm_args
+
+    _check_known(given, llm_args.TorchLlmArgs.model_fields, "", version)
+    found = dict(derived)
+    for name, value in given.items():
+        if name not in SECTIONS:
+            found[name] = _drafts(llm_args, value) if name == "speculative_config" else value
+    for name, kind in SECTIONS.items():
+        ours, theirs = derived.get(name, {}), given.get(name, {})
+        if theirs and ours is None:
+            raise UserError(
+                f"{KEY}.{name}: TensorRT-LLM {version} is not known to keep CUDA graphs while its engine sleeps, so "
+                "that there are none. Leave it out, or set rollout.free_cache_engine=false."
+            )
+        if ours or theirs:
+            found[name] = _made(llm_args, kind, ours, theirs, name, version)
+    return found
+
+
+def _made(llm_args: Any, name: str, ours: Given, theirs: Given, section: str, version: str) -> Any:
+    """An object of TensorRT-LLM's class `name`; what is given goes before what is mrl's."""
+    kind = getattr(llm_args, name)
+    _check_known(theirs, kind.model_fields, section, version)
+    if "batch_sizes" in theirs:  # the largest of them is the largest graph
+        ours = {name: value for name, value in ours.items() if name != "max_batch_size"}
+    values = {**ours, **theirs}
+    try:
+        members = {field: getattr(llm_args, ENUMS[field])(value) for field, value in values.items() if field in ENUMS}
+        return kind(**{**values, **members})
+    except (TypeError, ValueError) as error:
+        raise UserError(f"TensorRT-LLM {version} refuses {KEY}.{section}={dict(theirs)}: {_cause(error)}.") from error
+
+
+def _drafts(llm_args: Any, value: Given) -> Any:
+    """The configuration of a drafter by its `decoding_type`, made as TensorRT-LLM makes it of its own YAML files."""
+    make = getattr(getattr(llm_args, "DecodingBaseConfig", None), "from_dict", None)
+    if make is None:
+        return dict(value)
+    try:
+        return make(dict(value))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"TensorRT-LLM refuses {KEY}.speculative_config={dict(value)}: {_cause(error)}.") from error
+
+
+def _check_known(given: Given, known: Collection[str], section: str, version: str) -> None:
+    """Raises UserError for what the installed version does not have."""
+    for name in given:
+        if name not in known:
+            path = f"{section}.{name}" if section else name
+            names = [f"{section}.{each}" if section else each for each in known]
+            raise UserError(f"{KEY}.{path} is unknown to TensorRT-LLM {version}.{_meant(path, names)}")
+
+
+def _meant(path: str, known: Collection[str]) -> str:
+    section, _, name = path.rpartition(".")
+    beside = [each for each in known if each.rpartition(".")[0] == section]
+    near = difflib.get_close_matches(path, beside, 1, cutoff=NEAR)
+    inside = [each for each in known if each.rpartition(".")[2] == name and each != path]
+    meant = [*inside, *near]
+    return f" Did you mean '{meant[0]}'?" if meant else " Look its arguments up in TensorRT-LLM's documentation."
+
+
+def _choices(section: str) -> str:
+    names = (name.partition(".") for name, verdict in TABLE.items() if verdict.kind == "free")
+    return ", ".join(inner for outer, _, inner in names if outer == section)
+
+
+def _cause(error: Exception) -> str:
+    """A refusal of pydantic's in one line; its first says only how many there are."""
+    return " ".join(str(error).split())
+
+
+def _installed() -> bool:
+    """Whether the engine's start will say what the installed version knows."""
+    return importlib.util.find_spec("tensorrt_llm") is not None
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)

@@ -37,9 +37,9 @@ HANDED_ON = {
         and a.kv_cache_config.enable_block_reuse,
     ),
     "scheduler_config": (
-        {"context_chunking_policy": "EQUAL_PROGRESS"},
+        {"context_chunking_policy": "EQUAL_PROGRESS", "capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
         lambda a: a.scheduler_config.context_chunking_policy.name == "EQUAL_PROGRESS"
-        and a.scheduler_config.capacity_scheduler_policy.name == "MAX_UTILIZATION",
+        and a.scheduler_config.capacity_scheduler_policy.name == "GUARANTEED_NO_EVICT",
     ),
     "cuda_graph_config": (
         {"batch_sizes": [1, 4, 16]},

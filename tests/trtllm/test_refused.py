@@ -1,0 +1,36 @@
+"""A mistake that is TensorRT-LLM's own is refused by every command, in the same words, where it is not installed."""
+
+import pytest
+
+from tests.test_bad_input import Case
+
+ARGUMENTS = "rollout.engine_kwargs.trtllm"
+BUILT = ("rollout.name=trtllm_engine", "rollout.enable_prefix_caching=false", "rollout.enforce_eager=true")
+
+MISTAKES = {
+    "engine folder": (("rollout.engine_dir=engines",), "the LLM API has no built engine"),
+    "routing": (("rollout.enable_rollout_routing_replay=true",), "which experts it chose"),
+    "penalty": (("rollout.repetition_penalty=1.1",), "would not be those that sampled"),
+    "log-probabilities": (("rollout.calculate_log_probs=false",), "are pi_old"),
+    "FP8": (("rollout.quantization=fp8",), "is refused with rollout.name=trtllm"),
+    "unknown argument": ((f"{ARGUMENTS}.attn_backnd=TRTLLM",), "Did you mean 'attn_backend'"),
+    "ranks": ((f"{ARGUMENTS}.tensor_parallel_size=2",), "set rollout.tensor_model_parallel_size"),
+    "memory": ((f"{ARGUMENTS}.kv_cache_config.free_gpu_memory_fraction=0.9",), "set rollout.gpu_memory_utilization"),
+    "window": ((f"{ARGUMENTS}.kv_cache_config.max_attention_window=[8]",), "full attention"),
+    "type": ((f"{ARGUMENTS}.kv_cache_config.tokens_per_block=many",), "expected a whole number"),
+    "drafter": ((f"{ARGUMENTS}.speculative_config.decoding_type=Eagle",), "none of another drafter"),
+    "experts": ((f"{ARGUMENTS}.moe_config.backend=TRITON",), "the model has no experts"),
+    "graphs": (("rollout.enforce_eager=true", f"{ARGUMENTS}.cuda_graph_config.batch_sizes=[1]"), "Set it to false"),
+    "other engine": (("rollout.engine_kwargs.vllm.swap_space=4",), "only rollout.name=trtllm takes arguments"),
+    "idle arguments": (("rollout.name=native", f"{ARGUMENTS}.attn_backend=TRTLLM"), "nothing would read it"),
+    "no engines": (BUILT, "needs rollout.engine_dir"),
+    "prefix cache": ((*BUILT, "rollout.enable_prefix_caching=true"), "no prefix cache"),
+    "captured graphs": ((*BUILT, "rollout.enforce_eager=false"), "captures no CUDA graphs"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_every_command_refuses_it(tmp_path, capfd, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    overrides, why = MISTAKES[name]
+    assert why in Case(tmp_path, capfd).refused_by_all("rollout.name=trtllm", *overrides)

@@ -67,8 +67,8 @@ class GpuAcceptance(Sessions):
             self.device = launch.choose_device(self.device)
         except UserError as error:
             raise UserError(
-                f"{str(error).replace('run.device', '--device')} With --device cpu the same is asked of this machine's "
-                "CPU, as far as it makes sense there."
+                f"--device={self.device}, but torch sees no CUDA device. With --device cpu the same is asked of this "
+                "machine's CPU, as far as it makes sense there."
             ) from error
         super().__post_init__()
         self.given = tuple(self.overrides)

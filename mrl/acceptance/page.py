@@ -9,6 +9,9 @@ from pathlib import Path
 
 from mrl.acceptance.result import Check, Result
 
+LATE = "it is slower than its time limit here, or it hangs; what it asks is not answered"
+MORE_TIME = "look into the log how far it came; give it more time: --timeout-s, or --start-timeout-s for a start"
+
 
 @dataclass(frozen=True)
 class Page:
@@ -103,8 +106,8 @@ def _findings(page: Page, results: Sequence[Result]) -> Iterator[str]:
         check = page.checks[result.check]
         yield from ("", f"### {result.engine}: {result.check}", "")
         yield f"- what failed: {result.said}"
-        yield f"- what it means: {check.means}"
-        yield f"- what to do: {check.remedy}"
+        yield f"- what it means: {LATE if result.late else check.means}"
+        yield f"- what to do: {MORE_TIME if result.late else check.remedy}"
         yield f"- log: {result.log}"
     skipped = [result for result in results if result.status == "skipped"]
     if skipped:

@@ -74,6 +74,7 @@ class Result:
         facts: Figures and findings.
         took_s: The check alone, s.
         log: File that has the details.
+        late: It was ended at its time limit, which says nothing of what it asks.
     """
 
     engine: str
@@ -83,3 +84,4 @@ class Result:
     facts: Facts
     took_s: float = 0.0
     log: str = ""
+    late: bool = False

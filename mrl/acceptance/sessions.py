@@ -110,12 +110,12 @@ class Sessions:
             file.write_text(json.dumps(asdict(spec), indent=1), encoding="utf-8")
             lines.touch()
             words = [*launcher, sys.executable, "-m", "mrl.acceptance.session", str(file)]
-            at, said = self._watch(words, log, lines, engine, wanted)
+            at, said, late = self._watch(words, log, lines, engine, wanted)
             if not said:
                 return
             again = at == "start" and self.has(engine, "start")  # after a check that ended the process before
             if at in wanted and not again:
-                self.add(Result(engine, at, "fails", said, {}, log=str(log)))
+                self.add(Result(engine, at, "fails", said, {}, log=str(log), late=late))
             if at == "start":
                 rest = [name for name in wanted if not self.has(engine, name)]
                 why = "it did not start" + (f": {said}" if again or "start" not in wanted else "")
@@ -129,8 +129,8 @@ class Sessions:
 
     def _watch(
         self, words: Sequence[str], log: Path, lines: Path, engine: str, wanted: Sequence[str]
-    ) -> tuple[str, str]:
-        """Waits for a session; (check that it was at, why it ended there), "" where it ended as it should."""
+    ) -> tuple[str, str, bool]:
+        """Waits for a session: the check that it was at, why it ended there, "" where as it should, and if by time."""
         at, seen, since = "start", 0, time.monotonic()
         with log.open("wb") as output:
             process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
@@ -147,13 +147,13 @@ class Sessions:
                 seen = len(found)
                 limit = self.start_timeout_s if at == "start" else self.timeout_s
                 if status is not None and (status != 0 or at != "end"):
-                    return at, f"the process ended with status {status}: {last_words(log)}"
+                    return at, f"the process ended with status {status}: {last_words(log)}", False
                 if status is not None:
                     if "end" in wanted:
                         self.add(Result(engine, "end", "works", "", {}, time.monotonic() - since, str(log)))
-                    return at, ""
+                    return at, "", False
                 if time.monotonic() - since > limit:
-                    return at, f"no answer in {limit:g} s; the last of its log: {last_words(log)}"
+                    return at, f"no answer in {limit:g} s; the last of its log: {last_words(log)}", True
                 time.sleep(BEAT_S)
         finally:
             _end(process)
@@ -203,8 +203,9 @@ def check_names(what: str, asked: Sequence[str], known: Sequence[str] | Mapping[
 
 
 def last_words(log: Path) -> str:
-    """The last line that says something, which in Python is the error."""
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    """The last line that says something, which in Python is the error; what libraries log by the way is not it."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    lines = [line.strip() for line in text.splitlines() if not line.startswith("INFO:")]
     told = [line for line in lines[-TAIL_LINES:] if "Error" in line or "error" in line]
     return (told or [line for line in lines if line] or ["nothing"])[-1][:MOST_CHARS]
 

@@ -44,8 +44,8 @@ def given_to(section: str, given: Iterable[str]) -> Iterator[None]:
         if not names or out_of_memory(error) or not _is_megatrons(error):
             raise
         refusal = UserError(
-            f"Megatron refuses this configuration: {first_line(error)} Given were {', '.join(names)}: leave out or "
-            "change what that names."
+            f"Megatron refuses this configuration: {first_line(error).rstrip('.')}. Given were {', '.join(names)}: add "
+            "what Megatron asks for, or change or leave out what it names."
         )
         refusal.everywhere = True
         raise refusal from error
@@ -60,8 +60,8 @@ def check_te(section: str, given: Iterable[str], *, te: bool) -> None:
     names = [f"megatron.{section}.{name}" for name in given if te_only(section, name)]
     if names and not te:
         refusal = UserError(
-            f"{', '.join(names)} need TransformerEngine, which is not in use here: install it (pip install -e "
-            "'.[gpu]', README says how), or leave them out."
+            f"TransformerEngine is not in use here, and nothing else has {', '.join(names)}. Leave it out on a CPU; on "
+            "a GPU install TransformerEngine (pip install -e '.[gpu]', README says how)."
         )
         refusal.everywhere = True
         raise refusal

@@ -127,7 +127,7 @@ OWN: dict[tuple[str, str], Any] = {
 _ONE_LENGTH = "it needs microbatches of one length; mrl packs sequences to different ones"
 _SCHEDULE = "it needs another pipeline schedule than the one that mrl drives"
 _FP8 = (
-    "8 bits and fewer are refused: the log-probabilities of the actor would no longer be those of the engine's "
+    "in 8 bits and fewer the log-probabilities of the actor would no longer be those of the engine's "
     "weights, refit and checkpoint read whole bfloat16 or float32 tensors, and packed lengths are no multiples of 16"
 )
 _FSDP = "Megatron-FSDP cuts every parameter over ranks, and refit, checkpoint and offloading read whole ones"

@@ -90,7 +90,8 @@ def megatron_rules(config: Config, arch: ArchSpec, grid: Grid) -> Iterator[str]:
     """A message for each field that is refused, with the reason and what to do."""
     for section, name, refusal, can_be_forced in _refusals(config, arch, grid):
         if not (can_be_forced and config.megatron.unchecked):
-            yield f"megatron.{section}.{name} is refused: {refusal}."
+            way = " megatron.unchecked=true lets it through, and no check of mrl covers it." if can_be_forced else ""
+            yield f"megatron.{section}.{name} is refused: {refusal}.{way}"
 
 
 def forced(config: Config, arch: ArchSpec, grid: Grid) -> list[str]:
@@ -253,6 +254,8 @@ OVERLAPPED: Needs = (
 )
 PIPELINED: Needs = (lambda asked: asked.grid.pp > 1, _none("a pipeline (parallel.pipeline_model_parallel_size)"))
 PRECISE: Needs = (_set("use_precision_aware_optimizer"), _none("use_precision_aware_optimizer: true"))
+RECOMPUTED = {"core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"}
+"""What Megatron takes in recompute_modules."""
 NOT_HYBRID: Needs = (
     lambda asked: not asked.beside.get("optimizer_cpu_offload"),
     "it would have no effect with optimizer_cpu_offload: true, whose master weights and moments are float32",
@@ -290,6 +293,26 @@ RULES: dict[str, tuple[Needs, ...]] = {
             "actor.recompute says already what is recomputed; set it to none",
         ),
         (_set("recompute_granularity"), _none("recompute_granularity: full or selective")),
+        (
+            lambda asked: (
+                asked.beside["recompute_granularity"] != "full"
+                or (
+                    (asked.beside.get("recompute_method") in ("uniform", "block"))
+                    and asked.beside.get("recompute_num_layers") is not None
+                )
+            ),
+            "recompute_granularity: full needs recompute_method (uniform or block) and recompute_num_layers",
+        ),
+        (
+            lambda asked: (
+                asked.beside["recompute_granularity"] != "selective" or asked.beside.get("recompute_num_layers") is None
+            ),
+            "recompute_granularity: selective takes recompute_modules, and no recompute_num_layers",
+        ),
+        (
+            lambda asked: {*(asked.beside.get("recompute_modules") or ())} <= RECOMPUTED,
+            f"recompute_modules takes some of {', '.join(sorted(RECOMPUTED))}",
+        ),
     ),
     "shared_overlap": (
         (_has_shared_expert, "it would have no effect because the model has no shared expert"),

@@ -15,7 +15,7 @@ from mrl.acceptance.accept import Acceptance
 from mrl.acceptance.bench import Bench
 from mrl.acceptance.checks import FUNCTIONS
 from mrl.acceptance.model import CONFIG
-from mrl.acceptance.page import verdict, write_page
+from mrl.acceptance.page import LATE, verdict, write_page
 from mrl.acceptance.result import CheckError
 from mrl.acceptance.table import CHECKS, PAGE
 from mrl.config import load
@@ -127,8 +127,12 @@ def test_a_check_that_hangs_or_dies_takes_no_other_with_it(on_path, tmp_path):
         folder=tmp_path / "out", tools=TOOL.parent, engines=["trtllm"], overrides=TINY, timeout_s=5.0,
         start_timeout_s=60.0, launcher=[sys.executable, str(tmp_path / "fake.py")],
     )  # fmt: skip
-    states = {result.check: (result.status, result.said) for result in found.run()}
+    results = found.run()
+    states = {result.check: (result.status, result.said) for result in results}
     works = ("works", "")
+    assert [result.check for result in results if result.late] == ["refit"]
+    page = write_page(PAGE, tmp_path, results, {}, command="", took_s=0.0).read_text()
+    assert page.count(LATE) == 1 and CHECKS["refit"].means not in page and CHECKS["qkv"].means in page
     assert states == {
         "start": works,
         "device": works,

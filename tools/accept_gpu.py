@@ -16,39 +16,28 @@ Exit status: 0 nothing fails, 1 something does, 2 a mistake in what was given or
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
-import time
 from pathlib import Path
 
+from mrl.acceptance import tool
 from mrl.acceptance.gpu import GpuAcceptance
 from mrl.acceptance.gpu_table import CHECKS, PAGE
-from mrl.acceptance.page import verdict, write_page
-from mrl.errors import UserError
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", type=Path, default=Path("acceptance-gpu"), help="default: %(default)s")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
     parser.add_argument("--checks", nargs="+", default=list(CHECKS), metavar="CHECK", help=f"of {', '.join(CHECKS)}")
-    parser.add_argument("--start-timeout-s", type=float, default=180.0, help="default: %(default)s")
-    parser.add_argument("--timeout-s", type=float, default=300.0, help="of each check; default: %(default)s")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the config, as with mrl train")
-    found = parser.parse_intermixed_args(arguments)
-    found.overrides += [word for word in found.checks if "=" in word]  # nargs="+" takes the overrides behind it too
-    found.checks = [word for word in found.checks if "=" not in word]
-    return found
+    tool.add_options(parser, folder="acceptance-gpu", start_timeout_s=180.0, timeout_s=300.0)
+    return tool.parse(parser, arguments, ("checks",))
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the checks and writes the page; returns the exit status."""
     given = parse(arguments)
-    words = sys.argv[1:] if arguments is None else arguments
-    began = time.monotonic()
-    try:
-        acceptance = GpuAcceptance(
+
+    def begin() -> GpuAcceptance:
+        return GpuAcceptance(
             folder=given.output_dir,
             tools=Path(__file__).resolve().parent,
             checks=given.checks,
@@ -56,22 +45,10 @@ def main(arguments: list[str] | None = None) -> int:
             overrides=given.overrides,
             start_timeout_s=given.start_timeout_s,
             timeout_s=given.timeout_s,
-            tell=lambda line: print(line, flush=True),
+            tell=tool.tell,
         )
-        results = acceptance.run()
-    except UserError as error:
-        print(f"accept_gpu: error: {error}", file=sys.stderr)
-        return 2
-    page = write_page(
-        PAGE,
-        acceptance.folder,
-        results,
-        acceptance.versions,
-        command=shlex.join(["python", "tools/accept_gpu.py", *words]),
-        took_s=time.monotonic() - began,
-    )
-    print(f"{verdict(results)}\n{page}")
-    return 1 if any(result.status == "fails" for result in results) else 0
+
+    return tool.run("accept_gpu", PAGE, arguments, begin)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,9 @@ ERRNO = re.compile(r"\[Errno (\d+)\]")
 ZIP_WRITER = re.compile("inline_container|iostream error|PytorchStreamWriter")
 """How torch.save tells that a file does not take what it writes."""
 
+FULL_BYTES = 1 << 20
+"""A disk with less room takes no file of a checkpoint: what is left is what the last write did not fit into."""
+
 
 class Saver:
     """Saves one actor again and again.
@@ -246,7 +249,15 @@ def _disk_errors(folder: Path) -> Iterator[None]:
         number = int(quoted[1]) if quoted else errno.EIO if ZIP_WRITER.search(text) else 0
         if not number:
             raise RuntimeError(_reason(error)) from error
+        if not quoted and _is_full(folder):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
         raise OSError(number, os.strerror(number) if quoted else f"torch.save: {text}", str(folder)) from error
+
+
+def _is_full(folder: Path) -> bool:
+    """Whether the disk of a folder took no more, which torch.save may tell as a position in its file."""
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize < FULL_BYTES
 
 
 def load(folder: Path, policy: Policy) -> None:

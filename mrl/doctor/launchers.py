@@ -15,7 +15,8 @@ from mrl.doctor.finding import Finding, ok, problem, warning
 
 TIMEOUT_S = 30
 LIBRARY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
-HELLO = "from mpi4py import MPI; print('size', MPI.COMM_WORLD.Get_size())"
+HELLO = "import os; from mpi4py import MPI; os.write(1, f'size {MPI.COMM_WORLD.Get_size()}\\n'.encode())"
+"""In one write, as mpirun mixes the ranks' writes."""
 VENDORS = (("OpenMPI", r"Open ?MPI|OpenRTE"), ("Intel-MPI", r"Intel"), ("MPICH", r"MPICH|HYDRA"))
 SLURM = ("sbatch", "srun", "scontrol")
 

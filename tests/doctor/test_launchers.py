@@ -24,6 +24,21 @@ NO_PYTHON = str(shutil.which("false"))
 BASE = {"HOME": "/", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
+MIXING = """
+import socket, subprocess, sys
+words = sys.argv[sys.argv.index("-c") - 1 :]
+told = []
+for _ in range(2):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    subprocess.run(words, stdout=theirs, check=True)
+    theirs.close()
+    told.append(list(iter(lambda: ours.recv(4096), b"")))
+for writes in zip(*told):
+    print(b"".join(writes).decode(), end="")
+"""
+"""Starts two ranks that do not know each other, and mixes what they print as mpirun does: write by write."""
+
+
 def told(findings):
     return [(each.level, each.found) for each in findings]
 
@@ -58,6 +73,18 @@ def test_an_mpirun_whose_ranks_are_alone(tmp_path):
     tmp_path.joinpath("version").rename(tmp_path / "mpirun-version")
     path = f"{tmp_path}:{os.environ['PATH']}"
     ((level, found),) = told(check_mpi({**BASE, "PATH": path, "PYTHON": sys.executable}, wanted=True))
+    assert level == "problem" and found.endswith("see 1, 1")
+
+
+@pytest.mark.mpi
+def test_ranks_whose_output_is_mixed(tmp_path):
+    (tmp_path / "mixing.py").write_text(MIXING)
+    version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
+    (tmp_path / "version").write_text(version)
+    mixing = f'exec "{sys.executable}" "{tmp_path}/mixing.py" "$@"'
+    program(tmp_path, "mpirun", f'case $1 in --version) cat "{tmp_path}/version";; *) {mixing};; esac')
+    clean = {**BASE, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}
+    ((level, found),) = told(check_mpi(clean, wanted=True))
     assert level == "problem" and found.endswith("see 1, 1")
 
 

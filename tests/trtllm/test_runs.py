@@ -5,12 +5,18 @@ import sys
 
 import pytest
 
+from mrl.config import load
+from mrl.run.prepare import load_model_facts
+from mrl.weights.trtllm import TrtllmMapping
 from tests.e2e import runs
 from tests.e2e.test_layouts import assert_same as assert_same_numbers
 from tests.launch.test_mpirun import mpirun
 from tests.ranks import run_ranks
 from tests.source import ROOT
 from tests.trtllm.conftest import FAULTS, STANDIN, forget
+from tests.trtllm.engines import build_engines
+from tests.trtllm.signature import FLAVOUR_VARIABLE
+from tests.trtllm.test_built_ranks import LIMITS, SETTINGS
 
 LENGTH = "response_length/mean"
 SHORT = ("train.num_steps=2", "rollout.temperature=0.8", "rollout.top_p=0.9")
@@ -20,21 +26,21 @@ TOLERANCE = 1e-3
 PATHS = f"{ROOT}{os.pathsep}{STANDIN}"
 
 
-def _with_standin(words, ports):
+def _with_standin(words, ports, flavour):
     sys.path.insert(0, str(STANDIN))
+    os.environ[FLAVOUR_VARIABLE] = flavour
     forget()
     try:
         return runs._main(words, ports)
     finally:
         sys.path.remove(str(STANDIN))
+        del os.environ[FLAVOUR_VARIABLE]
         forget()
 
 
-def trained(folder, overrides):
+def trained(folder, words, flavour="1.2"):
     """metrics.jsonl of a run of one rank that has the stand-in."""
-    folder.mkdir()
-    words = runs.arguments(folder, overrides)
-    assert run_ranks(1, _with_standin, words, [runs.free_port(), runs.free_port()]) == [0]
+    assert run_ranks(1, _with_standin, words, [runs.free_port(), runs.free_port()], flavour) == [0]
     return runs.metrics(folder)
 
 
@@ -56,9 +62,18 @@ def expected(tmp_path_factory):
     return found
 
 
-def test_grpo_in_process_has_the_native_engines_rewards(tmp_path, expected):
-    assert_same_run(trained(tmp_path / "run", [*SHORT, "rollout.name=trtllm"]), expected)
-    assert (tmp_path / "run" / "run" / "model" / "config.json").is_file()
+@pytest.mark.parametrize("flavour", ["1.2", "1.3"])
+def test_grpo_in_process_has_the_native_engines_rewards(tmp_path, expected, flavour):
+    words = runs.arguments(tmp_path, [*SHORT, "rollout.name=trtllm"])
+    assert_same_run(trained(tmp_path, words, flavour), expected)
+    assert (tmp_path / "run" / "model" / "config.json").is_file()
+
+
+def test_grpo_on_a_built_engine_in_process_has_its_numbers(standin, tmp_path, expected):
+    words = runs.arguments(tmp_path, [*SHORT, *SETTINGS, f"rollout.engine_dir={tmp_path}/built/engines"])
+    arch, _ = load_model_facts(load(words[1], words[2:]))
+    build_engines(tmp_path / "built", arch, TrtllmMapping(1), **LIMITS)
+    assert_same_numbers(trained(tmp_path, words), expected)
 
 
 @pytest.mark.mpi

@@ -180,7 +180,7 @@ OVERRIDES = [
     ("nothing to resume", ["run.resume=must"], "has no checkpoint"),
     ("run folder is a file", ["run.output_dir=config.yaml"], "which is a file"),
     ("run folder below a file", ["run.output_dir=config.yaml/run"], "'config.yaml' is a file"),
-    ("no such metric to rank by", [*BEST, "checkpoint.best_metric=val/acuracy"], "Did you mean val/accuracy?"),
+    ("no such metric to rank by", [*BEST, "checkpoint.best_metric=val/acuracy"], "Did you mean 'val/accuracy'?"),
     ("a metric of several samples", [*BEST, "checkpoint.best_metric=val/accuracy/best@4"], "It gives: val/accuracy,"),
     ("evaluation without prompts", ["train.eval_interval=1"], "needs held-out prompts"),
     ("task that does not import", ["data.train_files=[]", "data.task=nowhere:Task"], "nowhere"),

@@ -6,7 +6,6 @@ others have the shapes of public models, for rehearsals and benchmarks.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from mrl.errors import UserError
 from mrl.models._keys import DECODER_KEYS
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_config
+from mrl.schema.nearest import did_you_mean
 
 INITIALIZER_RANGE = 0.02
 """Standard deviation of random matrices, transformers' default `initializer_range`."""
@@ -212,12 +212,14 @@ def arch_from_preset(name: str, overrides: Mapping[str, Any], vocab_size: int | 
         UserError: Unknown preset or key (the nearest is named), or values that do not fit together.
     """
     if name not in PRESETS:
-        raise UserError(f"model.preset: there is no '{name}'.{_near(name, PRESETS)} Known: {', '.join(PRESETS)}.")
+        hint = did_you_mean(name, PRESETS)
+        raise UserError(f"model.preset: there is no '{name}'.{hint} Known: {', '.join(PRESETS)}.")
     config = dict(PRESETS[name])
     known = (*DECODER_KEYS, *(key for key in config if key not in (*DECODER_KEYS, "model_type")), _INITIALIZER)
     for key in overrides:
         if key not in known:
-            raise UserError(f"model.overrides: unknown key '{key}'.{_near(key, known)} Known: {', '.join(known)}.")
+            hint = did_you_mean(key, known)
+            raise UserError(f"model.overrides: unknown key '{key}'.{hint} Known: {', '.join(known)}.")
     if vocab_size is not None:
         config["vocab_size"] = vocab_size
     try:
@@ -233,8 +235,3 @@ def initializer_range(overrides: Mapping[str, Any]) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise UserError(f"{_INITIALIZER} is {value!r}, expected a number above 0.")
     return float(value)
-
-
-def _near(name: str, known: Mapping[str, Any] | tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(name, known, 1)
-    return f" Did you mean '{near[0]}'?" if near else ""

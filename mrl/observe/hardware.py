@@ -7,11 +7,11 @@ cluster's own figures belong in a YAML file of the user's.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from mrl.errors import UserError
+from mrl.schema.nearest import did_you_mean
 from mrl.schema.yaml_file import read_yaml
 
 
@@ -85,10 +85,9 @@ def load_hardware(name: str) -> Hardware:
         return HARDWARE[name]
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
-        near = difflib.get_close_matches(name, HARDWARE, 1)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
         raise UserError(
-            f"--hardware {name} is not in the table.{hint} Known: {', '.join(HARDWARE)}; or give a YAML file."
+            f"--hardware {name} is not in the table.{did_you_mean(name, HARDWARE)} Known: {', '.join(HARDWARE)}; or "
+            "give a YAML file."
         )
     given = read_yaml(path, "--hardware")
     figures = {field.name for field in fields(Hardware)} - {"device_names"}

@@ -9,7 +9,6 @@ A sample is correct (`val/accuracy`) when the first function of `reward.function
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.observe.hardware import peak_bf16_flops
+from mrl.schema.nearest import did_you_mean
 from mrl.types import Rollout, SampleTable
 
 WALL_CLOCK_PREFIXES = ("timing_s/", "timing_per_token_ms/", "perf/")
@@ -125,11 +125,9 @@ def check_is_given(best_metric: str, names: Iterable[str]) -> None:
     """Raises UserError where `checkpoint.best_metric` is none of the names that an evaluation gives."""
     given = sorted(names)
     if best_metric not in given:
-        near = difflib.get_close_matches(best_metric, given, 1)
-        hint = f" Did you mean {near[0]}?" if near else ""
         raise UserError(
             f"checkpoint.best_metric={best_metric} is none that an evaluation of this run gives, so that "
-            f"checkpoint.keep_best could keep nothing.{hint} It gives: {', '.join(given)}."
+            f"checkpoint.keep_best could keep nothing.{did_you_mean(best_metric, given)} It gives: {', '.join(given)}."
         )
 
 

@@ -30,6 +30,11 @@ def clock(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def counted(number: int, noun: str) -> str:
+    """1 rank, 4 ranks."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def visible(text: str, most: int = TEXT_WIDTH) -> str:
     """Text on one line: line ends and other control characters as escapes, the middle of a long one left out."""
     line = "".join(map(escaped, text))

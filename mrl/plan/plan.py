@@ -14,6 +14,7 @@ from mrl.config import Config
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec, Place
 from mrl.observe.hardware import Hardware
+from mrl.observe.words import counted
 from mrl.plan.durations import predict_durations
 from mrl.plan.engine_memory import engine_layouts
 from mrl.plan.fit import check_fits, device_of
@@ -81,7 +82,7 @@ def describe(config: Config, world_size: int, hardware: Hardware) -> str:
 def _layout(found: Resolved, hardware: Hardware) -> Iterator[str]:
     arch, grid = found.arch, found.grid
     nodes = -(-grid.world_size // hardware.gpus_per_node)
-    yield f"{grid.world_size} ranks on {nodes} node(s) of {hardware.gpus_per_node}"
+    yield f"{counted(grid.world_size, 'rank')} on {counted(nodes, 'node')} of {hardware.gpus_per_node}"
     yield f"model     {num_parameters(arch) / GB:.2f} x 10^9 parameters, {found.config.model.dtype}"
     yield f"actor     tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}" + (
         f", experts ep {grid.ep} x etp {grid.expert_tp}" if arch.moe else ""

@@ -7,7 +7,6 @@ nothing. It imports neither torch nor Megatron.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,9 +21,8 @@ from mrl.megatron_fields.installed import CLASSES, fields_of, version
 from mrl.megatron_fields.table import TABLE, Verdict, is_own, own_value, te_only
 from mrl.megatron_fields.values import DTYPES, expected, fits
 from mrl.models.base import ArchSpec
+from mrl.schema.nearest import did_you_mean
 
-NEAR = 0.6
-"""Similarity (difflib's ratio) from which on a field may have been meant."""
 CP_WAYS = ("p2p", "a2a")
 """What TransformerEngine does for packed sequences, with process groups of one level."""
 
@@ -199,11 +197,10 @@ def _reasons(section: str, name: str, verdict: Verdict, asked: Asked) -> Iterato
 
 
 def _meant(name: str, section: str) -> str:
-    near = difflib.get_close_matches(name, fields_of(section), 1, cutoff=NEAR)
     elsewhere = [other for other in CLASSES if other != section and name in fields_of(other)]
     if elsewhere:
         return f" It is a field of megatron.{elsewhere[0]}."
-    return f" Did you mean '{near[0]}'?" if near else " Look its fields up in Megatron's documentation."
+    return did_you_mean(name, fields_of(section)) or " Look its fields up in Megatron's documentation."
 
 
 def _shown(value: Any) -> str:

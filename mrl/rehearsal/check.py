@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from mrl.config import Config
 from mrl.errors import UserError
 from mrl.observe.hardware import Hardware
+from mrl.observe.words import counted
 from mrl.plan.fit import check_fits, device_of
 from mrl.plan.memory import memory_by_stage
 from mrl.preflight.world_size import world_size
@@ -73,4 +74,4 @@ def check_real_run(
         report.warnings.append(f"mrl plan refuses the real run: {error}")
     prompts = [*found.peeked, *found.validation[:NUM_VAL]]
     longest = max(len(prompt.prompt_ids) for prompt in prompts)
-    return RealRun(config, found, longest, f"{size.ranks} ranks ({size.why})")
+    return RealRun(config, found, longest, f"{counted(size.ranks, 'rank')} ({size.why})")

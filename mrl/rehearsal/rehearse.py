@@ -31,6 +31,7 @@ from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.observe.hardware import Hardware
+from mrl.observe.words import counted
 from mrl.preflight.megatron import fitting, forced
 from mrl.preflight.parallel import grid_of
 from mrl.rehearsal.check import check_real_run
@@ -163,7 +164,8 @@ class _Rehearsal:
         }
         report.settings = _differences(flat(asdict(config)), flat(asdict(small)))
         report.warnings += [
-            f"{name} {asked[name]} is not rehearsed: {max_ranks} ranks cannot hold it beside the rest (--max-ranks)"
+            f"{name} {asked[name]} is not rehearsed: {counted(max_ranks, 'rank')} cannot hold it beside the rest "
+            "(--max-ranks)"
             for name in asked
             if asked[name] > 1 and used[name] == 1
         ]
@@ -267,7 +269,7 @@ class _Rehearsal:
     def _shown(self, stage: str, metrics: dict[str, float], small: _Small) -> str:
         """What a stage of the first run showed, in words."""
         if stage == "build":
-            return f"{small.grid.world_size} ranks: {_layout(small.grid)}"
+            return f"{counted(small.grid.world_size, 'rank')}: {_layout(small.grid)}"
         if stage == "refit" and "refit/bytes_moved" in metrics:
             local, moved = metrics["refit/bytes_local"], metrics["refit/bytes_moved"]
             return f"{moved:.0f} bytes between ranks = lower bound; {local:.0f} inside them"

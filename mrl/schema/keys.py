@@ -6,7 +6,6 @@ Owns names: a key that does not exist is refused, and the nearest one is named. 
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -15,9 +14,10 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from mrl.errors import UserError
 from mrl.peers.names import elsewhere
+from mrl.schema.nearest import nearest
 
 NEAR = 0.75
-"""Similarity (difflib's ratio) from which on a key may have been meant."""
+"""As `nearest.NEAR`, of keys: there are hundreds, and one of another section is often half like it."""
 
 
 def dotted_keys(schema: type, prefix: str = "") -> dict[str, Any]:
@@ -93,14 +93,13 @@ def _foreign(key: str, value: Any) -> str:
 def _nearest(key: str, path: str, siblings: list[str], schema: type) -> str | None:
     """The known key most like `path.key`: in its own section, else the same name elsewhere, else a similar one."""
     prefix = f"{path}." if path else ""
-    near = difflib.get_close_matches(key, siblings, 1, cutoff=NEAR)
-    if near:
-        return f"{prefix}{near[0]}"
+    if near := nearest(key, siblings, NEAR):
+        return f"{prefix}{near}"
     by_tail: dict[str, str] = {}
     for full in dotted_keys(schema):
         by_tail.setdefault(full.rpartition(".")[2], full)
-    near = difflib.get_close_matches(key, list(by_tail), 1, cutoff=NEAR)
-    return by_tail[near[0]] if near else None
+    near = nearest(key, by_tail, NEAR)
+    return by_tail[near] if near else None
 
 
 def _members(schema: Any) -> dict[str, Any]:

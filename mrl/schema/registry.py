@@ -6,7 +6,6 @@ defines the attribute that the folder's `base` names (for example `ALGORITHM`, `
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 from functools import cache
@@ -14,6 +13,7 @@ from typing import Any
 
 from mrl.errors import UserError
 from mrl.schema import own_code
+from mrl.schema.nearest import did_you_mean
 
 
 def names(folder: str) -> list[str]:
@@ -45,8 +45,7 @@ def find(folder: str, name: str, attribute: str, default: Any = _REQUIRED) -> An
             raise UserError(f"{folder}: {error}") from error
     known = names(folder)
     if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
+        hint = did_you_mean(name, known)
         raise UserError(f"{folder}: there is no '{name}'.{hint} Known: {', '.join(known)}, or a path {own_code.FORMS}.")
     module = importlib.import_module(f"mrl.{folder}.{name}")
     if not hasattr(module, attribute) and default is _REQUIRED:

@@ -60,19 +60,12 @@ def test_a_field_that_may_be_set_takes_its_own_default(section):
 @pytest.mark.parametrize(
     ("kind", "good", "bad"),
     [
-        ("bool", [True], [1, "true", None]),
-        ("int", [3], [True, 1.5, "3"]),
-        ("Optional[float]", [1, 0.5, None], [True, "1"]),
         ("torch.dtype", ["bfloat16", "bf16"], ["int8", 16, None]),
         ("AttnBackend", ["flash", "auto"], ["flash2", 1]),
-        ("Optional[List[str]]", [["a"], [], None], [["a", 1], "a"]),
-        ("Optional[Tuple[int, int]]", [[1, 2]], [[1], [1, 2, 3]]),
-        ("Literal['a', 'b']", ["a"], ["c", None]),
-        ("Union[str, List[str]]", ["a", ["a"]], [1]),
         ("Optional[Callable]", [None], ["len"]),
     ],
 )
-def test_values_are_held_against_annotations(kind, good, bad):
+def test_values_stand_by_megatrons_names(kind, good, bad):
     assert [value for value in good if not fits(kind, value)] == []
     assert [value for value in bad if fits(kind, value)] == []
 

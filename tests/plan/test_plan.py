@@ -51,7 +51,7 @@ def test_slower_links_take_longer_and_the_bound_is_below(config):
 def test_the_command_prints_bytes_and_time(config, capsys):
     assert main(["plan", str(config), "--world-size", "16", "--gpus-per-node", "4"]) == 0
     printed = capsys.readouterr().out
-    assert "16 ranks on 4 node(s) of 4" in printed
+    assert "16 ranks on 4 nodes of 4" in printed
     for line in ("copied inside ranks", "sent inside nodes", "sent between nodes", "predicted time"):
         assert line in printed
     for line in ("KV cache", "optimizer", "rollout, responses", "update", "all of it"):
@@ -103,7 +103,7 @@ def test_one_layer_of_each_stage_stands_for_all(preset, grid):
 def test_4096_ranks_take_seconds():
     loaded = load(ROOT / "configs" / "dapo_qwen3-235b-a22b_32x8_tp4pp8ep8.yaml", ["train.batch_size=4096"])
     began = time.process_time()
-    assert "4096 ranks on 512 node(s) of 8" in describe(loaded, 4096, HARDWARE["h100"])
+    assert "4096 ranks on 512 nodes of 8" in describe(loaded, 4096, HARDWARE["h100"])
     assert time.process_time() - began < SECONDS
 
 

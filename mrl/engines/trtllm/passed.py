@@ -10,7 +10,6 @@ against the installed fields when the engine starts. It imports TensorRT-LLM in 
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -18,12 +17,11 @@ from typing import Any
 from mrl.config import RolloutConfig
 from mrl.engines.trtllm.llm_fields import MAPPING, SECTIONS, TABLE, VERSION
 from mrl.errors import UserError
-from mrl.megatron_fields.values import expected, fits
+from mrl.schema.foreign_types import expected, fits
+from mrl.schema.nearest import did_you_mean
 
 ENGINE = "trtllm"
 KEY = f"rollout.engine_kwargs.{ENGINE}"
-NEAR = 0.6
-"""Similarity (difflib's ratio) from which on a field may have been meant."""
 DRAFTERS = ("NGram", "AUTO")
 """Of `speculative_config.decoding_type`: those that draft from the text, without weights of their own."""
 ENUMS = {"capacity_scheduler_policy": "CapacitySchedulerPolicy", "context_chunking_policy": "ContextChunkingPolicy"}
@@ -173,10 +171,9 @@ def _check_known(given: Given, known: Collection[str], section: str, version: st
 def _meant(path: str, known: Collection[str]) -> str:
     section, _, name = path.rpartition(".")
     beside = [each for each in known if each.rpartition(".")[0] == section]
-    near = difflib.get_close_matches(path, beside, 1, cutoff=NEAR)
     inside = [each for each in known if each.rpartition(".")[2] == name and each != path]
-    meant = [*inside, *near]
-    return f" Did you mean '{meant[0]}'?" if meant else " Look its arguments up in TensorRT-LLM's documentation."
+    asked = f" Did you mean '{inside[0]}'?" if inside else did_you_mean(path, beside)
+    return asked or " Look its arguments up in TensorRT-LLM's documentation."
 
 
 def _choices(section: str) -> str:

@@ -17,7 +17,7 @@ from mrl.models.base import ArchSpec
 from mrl.observe.hardware import Hardware
 from mrl.observe.metrics import forward_flops
 from mrl.plan.activations import largest_microbatch
-from mrl.plan.engine_memory import weight_bytes
+from mrl.plan.engine_memory import cache_item_bytes, token_elements, weight_bytes
 from mrl.plan.recompute import recompute_of
 from mrl.run.prepare import Resolved
 from mrl.weights.copies import ITEM_BYTES
@@ -118,8 +118,7 @@ def _decode_pass(config: Config, arch: ArchSpec, grid: Grid, hardware: Hardware,
     read = replace(config, rollout=replace(rollout, quantization=None))  # products are of what FP8 stands for
     weights = weight_bytes(read, arch, grid) - _unread_bytes(arch, grid, rows, size)
     mean_len = rollout.prompt_length + rollout.response_length / 2
-    kv_heads = max(1, arch.num_kv_heads // grid.rollout_tp)
-    cache = rows * mean_len * 2 * arch.num_layers * kv_heads * arch.head_dim * size
+    cache = rows * mean_len * token_elements(arch, grid.rollout_tp) * cache_item_bytes(config)
     flops = rows * (forward_flops(arch, [1]) + 4 * arch.num_layers * arch.num_heads * arch.head_dim * mean_len)
     inside = grid.rollout_tp <= hardware.gpus_per_node
     link = hardware.intra_node_bytes_per_s if inside else hardware.inter_node_bytes_per_s

@@ -15,6 +15,7 @@ from mrl.config import Config
 from mrl.engines.native.experts import work_bytes
 from mrl.engines.native.kv_cache import SLOT_MULTIPLE
 from mrl.engines.native.rows import record_of
+from mrl.engines.trtllm.kv_cache import kv_cache
 from mrl.formats.trtllm_engine import read_engine_folder
 from mrl.functional.fp8 import BAND_ELEMENTS
 from mrl.grid import Grid
@@ -32,8 +33,6 @@ from mrl.weights.trtllm import TrtllmMapping, trtllm_layout
 FP32_BYTES = 4
 FP8_WORK = 3
 """Tensors in fp32 of a band of a matrix while it is quantised: values, factors, products."""
-TOKENS_PER_BLOCK = 32
-"""Of TensorRT-LLM's paged cache (`KvCacheConfig.tokens_per_block`)."""
 
 
 @dataclass(frozen=True)
@@ -178,14 +177,13 @@ def _llm(found: Resolved, device: Device, weights: int, actor: int) -> EngineMem
     counted too large rather than too small.
     """
     config, arch, grid, rollout = found.config, found.arch, found.grid, found.config.rollout
-    size = _item_bytes(config)
-    slots = math.ceil(_longest(config) / TOKENS_PER_BLOCK) * TOKENS_PER_BLOCK
-    row_bytes = _row_bytes(arch, slots, grid.rollout_tp, size)
+    size, elements = _item_bytes(config), token_elements(arch, grid.rollout_tp)
+    asked = kv_cache(rollout, size)
+    row_bytes = asked.row_bytes(elements, _longest(config))
     rows = min(rollout.max_num_seqs, _samples(found))
-    cache = rows * row_bytes
-    if device.capacity is not None:
-        cache = _share_of_free(found, device, weights + actor)
-        rows = min(rollout.max_num_seqs, cache // row_bytes)
+    most = rows * row_bytes if device.capacity is None else _share_of_free(found, device, weights + actor)
+    cache = asked.bounded(most, elements)
+    rows = min(rows if device.capacity is None else rollout.max_num_seqs, cache // row_bytes)
     whole, largest = arriving_bytes(config, arch, grid), max(arch.vocab_size, arch.intermediate_size) * arch.hidden_size
     waiting = _bucket_bytes(config) + largest * size  # complete tensors; as much again is being put together
     held = {"TensorRT-LLM's own": device.engine_allowance}
@@ -280,10 +278,20 @@ def _samples(found: Resolved) -> int:
     return math.ceil(found.config.train.batch_size / found.grid.num_replicas) * found.config.rollout.n
 
 
+def token_elements(arch: ArchSpec, tp: int, *, layers: int | None = None) -> int:
+    """Keys and values of one token on a rank of an engine."""
+    return 2 * (layers or arch.num_layers) * max(1, arch.num_kv_heads // tp) * arch.head_dim
+
+
+def cache_item_bytes(config: Config) -> float:
+    """Of one element of the engine's KV cache."""
+    size = _item_bytes(config)
+    return kv_cache(config.rollout, size).item_bytes if config.rollout.name == "trtllm" else float(size)
+
+
 def _row_bytes(arch: ArchSpec, slots: int, tp: int, size: int, *, layers: int | None = None) -> int:
     """Keys and values of one sequence."""
-    heads = max(1, arch.num_kv_heads // tp)
-    return slots * 2 * (layers or arch.num_layers) * heads * arch.head_dim * size
+    return slots * token_elements(arch, tp, layers=layers) * size
 
 
 def _experts_work(arch: ArchSpec, grid: Grid, tokens: int) -> int:

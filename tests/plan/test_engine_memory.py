@@ -9,6 +9,7 @@ from mrl.config import load
 from mrl.formats.trtllm_config import TrtllmConfig, to_json
 from mrl.models.presets import arch_from_preset
 from mrl.observe.hardware import HARDWARE
+from mrl.plan.durations import predict_durations
 from mrl.plan.engine_memory import Device, engine_layouts
 from mrl.plan.fit import device_of
 from mrl.plan.memory import memory_by_stage
@@ -81,6 +82,35 @@ def test_its_cache_is_a_part_of_all_that_was_free_when_it_was_made(resolved):
     assert few.kv_rows == 3 and few.phases["rollout"]["KV cache"] == resident  # used or not
     (none,) = {phases(resolved("rollout.name=trtllm"), Device(te=True, capacity=10**6)).kv_rows}
     assert none == 0
+
+
+KV = "rollout.engine_kwargs.trtllm.kv_cache_config"
+
+
+@pytest.mark.parametrize(("dtype", "item_bytes"), [("auto", 2), ("fp8", 1), ("nvfp4", 9 / 16)])
+def test_its_cache_has_more_tokens_where_their_dtype_is_smaller(resolved, dtype, item_bytes):
+    found = resolved("rollout.name=trtllm", f"{KV}.dtype={dtype}", "rollout.max_num_seqs=100000", *OFFLOAD)
+    memory, arch = phases(found), found.arch
+    row = 128 * 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * item_bytes
+    assert memory.kv_rows == memory.phases["rollout"]["KV cache"] // row
+    decode = predict_durations(found, HARDWARE["h100"], 64).decode
+    plain = predict_durations(resolved("rollout.name=trtllm", *OFFLOAD), HARDWARE["h100"], 64).decode
+    assert (decode < plain) == (item_bytes < 2)
+
+
+def test_its_cache_is_bounded_as_its_own_arguments_say(resolved):
+    def cache(**asked):
+        """Bytes, tokens and sequences of 128 tokens."""
+        found = resolved("rollout.name=trtllm", *OFFLOAD, *(f"{KV}.{name}={value}" for name, value in asked.items()))
+        memory, arch = phases(found), found.arch
+        taken = memory.phases["rollout"]["KV cache"]
+        return taken, taken / (2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * 2), memory.kv_rows
+
+    assert cache(max_tokens=1000)[1:] == (1024, 8)  # whole blocks of 32
+    assert cache(max_tokens=1025, tokens_per_block=128)[1:] == (1152, 9)
+    assert cache(max_gpu_total_bytes=2**20)[0] == 2**20
+    assert cache(max_gpu_total_bytes=0) == cache()  # 0: not bounded
+    assert cache()[0] > 2**20
 
 
 def test_whole_tensors_wait_for_their_bucket(resolved):

@@ -178,8 +178,10 @@ class ActorConfig:
     """Weight of that loss, of which each layer has one."""
     moe_z_loss_coeff: float = 0.0
     """Weight of the mean square of each layer's log-sum-exp of the router's logits; 0: off."""
-    router_replay: Literal["none", "rollout"] = "none"
-    """rollout: a token goes to the experts that the engine chose for it, weighted by the actor's own router."""
+    router_replay: Literal["none", "recompute", "rollout"] = "none"
+    """Updates send a token to experts chosen before, weighted by the actor's router as it is. rollout ("R3"): to those
+    that the engine chose; recompute ("R2"): to those that the actor chose when it scored the samples at the rollout
+    weights, which `algorithm.proximal=recompute` does, with any engine."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +305,7 @@ class RolloutConfig:
     calculate_log_probs: bool = True
     """Must be true: sampling-time log-probabilities are pi_old."""
     enable_rollout_routing_replay: bool = False
-    """Keep the experts that the engine chose for each token and layer, for `actor.router_replay`."""
+    """Keep the experts that the engine chose for each token and layer, for `actor.router_replay=rollout`."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the engine by its own names, `{trtllm: {attn_backend: FLASHINFER, kv_cache_config: {dtype: fp8}}}`.
     Those that other keys decide are refused."""

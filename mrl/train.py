@@ -97,7 +97,7 @@ def reinforcement_step(job: Job, step: int) -> Metrics:
         data = pack(rollouts, table, job.groups, minibatch_size, routing=job.sampler.routing)
     if algorithm.needs_proximal:
         with phase("old_log_prob"):
-            data.batch.proximal_logprobs_R, _ = job.policy.score(data.batch)
+            data.batch.proximal_logprobs_R = job.policy.proximal(data.batch)
     if algorithm.needs_reference:
         with phase("ref"), job.policy.reference():
             data.batch.ref_logprobs_R, _ = job.policy.score(data.batch)

@@ -111,9 +111,9 @@ class RolloutBatch:
             trained; set by `Algorithm.weigh`, fp32.
         truncated_B: True where the response was cut at its length limit, bool; needed by
             `algorithm.overlong.mask_truncated`.
-        routed_experts_P: The experts that the engine chose for each token in the layers of this rank's pipeline stage,
-            [P, layers, top_k], integers as in `Rollout`; -1 for a token that the engine never read (the last of a
-            response). None unless they are replayed.
+        routed_experts_P: The experts that the engine, or the actor before its updates, chose for each token in the
+            layers of this rank's pipeline stage, [P, layers, top_k], integers as in `Rollout`; -1 for a token that went
+            nowhere (the last of a response). None unless they are replayed.
     """
 
     tokens_P: Tensor

@@ -208,6 +208,8 @@ def _experts(rng: Random, settings: Settings) -> Settings:
         found["actor.moe_z_loss_coeff"] = 0.001
     if settings["algorithm.name"] != "sft" and rng.random() < 0.3:
         found |= {"actor.router_replay": "rollout", "rollout.enable_rollout_routing_replay": True}
+    elif settings.get("algorithm.proximal") == "recompute" and rng.random() < 0.5:
+        found["actor.router_replay"] = "recompute"
     return found
 
 

@@ -189,7 +189,7 @@ def _actor(verl: _Verl) -> Iterator[Pair]:
         yield f"actor.{name}", verl[f"{OVERRIDE}{name}"] if name != "moe_aux_loss_coeff" or balances else None
     yield (
         "actor.router_replay",
-        verl.one_of(f"{MEGATRON}router_replay.mode", {"R3": "rollout", "disabled": "none"}, "none"),
+        verl.one_of(f"{MEGATRON}router_replay.mode", {"R2": "recompute", "R3": "rollout", "disabled": "none"}, "none"),
     )
     yield "checkpoint.export_hf", "hf_model" in (verl[f"{ACTOR}checkpoint.save_contents"] or ())
     yield "checkpoint.async_save", verl[f"{ACTOR}checkpoint.async_save"]

@@ -25,6 +25,7 @@ from mrl.functional.learning_rate import LearningRate
 from mrl.functional.logprobs import Distribution
 from mrl.functional.mismatch import mismatch_metrics, mismatch_sums
 from mrl.functional.sampling import keep_threshold
+from mrl.megatron.choices import Choices
 from mrl.megatron.data_parallel import Replicas
 from mrl.megatron.model import build_chunks, named_tensors
 from mrl.megatron.moe import load_balance
@@ -36,6 +37,7 @@ from mrl.models.base import ArchSpec
 from mrl.types import RolloutBatch
 from mrl.weights.layout import Layout
 from mrl.weights.megatron import megatron_layout, stage_layers
+from mrl.weights.tensors import choice_dtype
 
 
 class Policy:
@@ -83,7 +85,7 @@ class Policy:
             num_experts=arch.moe.num_experts if arch.moe else 0,
             layers=stage_layers(arch, groups.grid)[groups.coords.pp],
             even=groups.grid.ep > 1 and config.actor.moe_token_dispatcher_type == "allgather",
-            replay=config.actor.router_replay == "rollout",
+            replay=config.actor.router_replay != "none",
         )
         self._sampled = _sampled_distribution(config)
         self._whole = Distribution(1.0, None, config.actor.logprob_chunk_tokens)
@@ -208,10 +210,28 @@ class Policy:
         Returns:
             logprobs_R and entropy_R, fp32 on the CPU, in the batch's order, the same on all those ranks.
         """
+        return self._score(batch)
+
+    def proximal(self, batch: RolloutBatch) -> Tensor:
+        """Collective over the job: log-probability of every response token by the weights that sampled, as `score`.
+
+        With `actor.router_replay=recompute` the batch gets `routed_experts_P`: where its tokens went in this pass.
+        """
+        if self._config.router_replay != "recompute" or self._arch.moe is None:
+            return self._score(batch)[0]
+        layers = stage_layers(self._arch, self._groups.grid)[self._groups.coords.pp]
+        moe = self._arch.moe
+        choices = Choices(self._groups, num_layers=len(layers), top_k=moe.top_k, dtype=choice_dtype(moe.num_experts))
+        batch.routed_experts_P = None
+        return self._score(batch, choices)[0]
+
+    def _score(self, batch: RolloutBatch, choices: Choices | None = None) -> tuple[Tensor, Tensor]:
         self.bring("weights")
         microbatches = self._schedule.microbatches(batch, self._sampled)
         with torch.no_grad():
-            reports = self._schedule.run(microbatches, _no_loss, backward=False)
+            reports = self._schedule.run(microbatches, _no_loss, backward=False, choices=choices)
+        if choices is not None:
+            batch.routed_experts_P = choices.in_order(batch, [(micro.rows, micro.row_I) for micro in microbatches])
         scored = torch.zeros(2, batch.response_mask_R.numel())
         if self._is_last_stage:
             scored = _in_batch_order(batch, microbatches, reports)

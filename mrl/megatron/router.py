@@ -31,23 +31,25 @@ class Routing:
 
     Attributes:
         copies_D: How many tokens of the batch each stands for in losses and measures; 0 for filling, fp32.
+        layers: Of this rank's pipeline stage.
         experts_DLK: The experts to go to in each of `layers`, integers; -1 where the router chooses. None: it always
             does.
-        layers: Of this rank's pipeline stage.
+        chosen_nLK: Receives the experts that the tokens on this rank go to, most likely first. None: they are not kept.
     """
 
     copies_D: Tensor
+    layers: Sequence[int]
     experts_DLK: Tensor | None = None
-    layers: Sequence[int] = ()
+    chosen_nLK: Tensor | None = None
 
     def select(self, rows: Tensor) -> Routing:
         """The routing of some of the tokens."""
-        return Routing(self.copies_D[rows], None if self.experts_DLK is None else self.experts_DLK[rows], self.layers)
+        return Routing(self.copies_D[rows], self.layers, None if self.experts_DLK is None else self.experts_DLK[rows])
 
     def to(self, device: torch.device) -> Routing:
         """The same on another device."""
         experts = None if self.experts_DLK is None else self.experts_DLK.to(device)
-        return Routing(self.copies_D.to(device), experts, self.layers)
+        return Routing(self.copies_D.to(device), self.layers, experts)
 
 
 def routing_of(
@@ -58,8 +60,8 @@ def routing_of(
     Args:
         row_I: For each packed input the computed token that stands for it.
         count: Computed tokens, filling included.
-        routed_experts_I: The engine's choice for each packed input, [I, L, K], -1 where it made none; on the CPU. None:
-            nothing is replayed.
+        routed_experts_I: The choice to replay for each packed input, [I, L, K], -1 where there is none; on the CPU.
+            None: nothing is replayed.
         layers: Of this rank's pipeline stage, as in `routed_experts_I`.
         num_experts: E.
 
@@ -68,7 +70,7 @@ def routing_of(
     """
     copies = torch.bincount(row_I, minlength=count).float()
     if routed_experts_I is None:
-        return Routing(copies)
+        return Routing(copies, layers)
     chosen = routed_experts_I
     if chosen.size(1) != len(layers):
         raise RuntimeError(f"routed experts are of {chosen.size(1)} layers; this pipeline stage has {len(layers)}")
@@ -77,7 +79,7 @@ def routing_of(
     # sequences that share an input agree on it but for rounding
     known = chosen.flatten(1).min(1).values >= 0
     experts[row_I[known]] = chosen[known]
-    return Routing(copies, experts, layers)
+    return Routing(copies, layers, experts)
 
 
 def _check_choices(chosen: Tensor, num_experts: int) -> None:
@@ -111,11 +113,13 @@ class LoadBalance:
         self._minibatch_tokens = 1
         # of each layer: tokens of each expert, tokens, sum of entropies, auxiliary loss, z-loss
         self._sums_LM = torch.zeros(num_layers, num_experts + 4, dtype=torch.float64)
+        self._replayed_2 = torch.zeros(2, dtype=torch.float64)
         self._has_losses = aux_coeff > 0 or z_coeff > 0
 
     def start(self, routings: Iterable[Routing | None], dp_group: dist.ProcessGroup) -> None:
         """Collective over data- and context-parallel: begins an update with these microbatches."""
         self._sums_LM.zero_()
+        self._replayed_2.zero_()
         if self._has_losses:
             tokens = torch.tensor(sum(int(routing.copies_D.sum()) for routing in routings if routing is not None))
             dist.all_reduce(tokens, group=dp_group)
@@ -162,16 +166,32 @@ class LoadBalance:
         weighted: Tensor = MoEAuxLossAutoScaler.apply(probs_nE, self._aux_coeff * aux + self._z_coeff * z)
         return weighted
 
+    def compare(self, given_nK: Tensor, own_nK: Tensor, copies_n: Tensor) -> None:
+        """Measures how many of the replayed experts one layer's router would not have chosen.
+
+        Args:
+            given_nK: The replayed ones, -1 where the router chose.
+            own_nK: The router's.
+            copies_n: As in `Routing`.
+        """
+        known_nK = given_nK >= 0
+        changed_nK = known_nK & ~(given_nK[:, :, None] == own_nK[:, None, :]).any(-1)
+        counts = [(which * copies_n[:, None]).sum().double() for which in (known_nK, changed_nK)]
+        self._replayed_2 = self._replayed_2.to(given_nK.device) + torch.stack(counts)
+
     def metrics(self) -> dict[str, float]:
         """Collective over the job: measures since `start`.
 
         Returns:
             `actor/moe_load_max_over_mean` (tokens of the busiest expert over the mean expert's: mean over layers, and
-            `.../worst` the largest), `actor/moe_router_entropy` (nats, mean over tokens and layers), and where the
-            losses are on `actor/moe_aux_loss` and `actor/moe_z_loss` (before their weights, mean over layers).
+            `.../worst` the largest), `actor/moe_router_entropy` (nats, mean over tokens and layers), where experts are
+            replayed `actor/moe_replay_changed_frac` (the part of them that the router would not have chosen), and
+            where the losses are on `actor/moe_aux_loss` and `actor/moe_z_loss` (before their weights, mean over
+            layers).
         """
-        sums_LM = self._sums_LM.cpu().clone()
-        dist.all_reduce(sums_LM)
+        sums = torch.cat([self._sums_LM.cpu().flatten(), self._replayed_2.cpu()])
+        dist.all_reduce(sums)
+        sums_LM, (replayed, changed) = sums[:-2].view_as(self._sums_LM), sums[-2:].tolist()
         load_LE, (tokens_L, entropy_L, aux_L, z_L) = sums_LM[:, :-4], sums_LM[:, -4:].unbind(1)
         unevenness_L = load_LE.max(1).values / load_LE.mean(1).clamp(min=1e-9)
         metrics = {
@@ -179,6 +199,8 @@ class LoadBalance:
             "actor/moe_load_max_over_mean/worst": float(unevenness_L.max()),
             "actor/moe_router_entropy": float((entropy_L / tokens_L.clamp(min=1)).mean()),
         }
+        if replayed:
+            metrics["actor/moe_replay_changed_frac"] = changed / replayed
         if self._aux_coeff:
             metrics["actor/moe_aux_loss"] = float(aux_L.mean())
         if self._z_coeff:
@@ -187,7 +209,20 @@ class LoadBalance:
 
 
 class _Choice:
-    """Where Megatron's top-k chooses experts: its `router_replay`. It asks for `get_replay_topk`."""
+    """Where Megatron's top-k chooses experts: its `router_replay`. It asks for `get_replay_topk`.
+
+    Megatron's own `RouterReplay` holds one microbatch's experts for each layer, in lists that its user must fill in
+    the order of the pipeline's forwards and backwards, and knows no token without a choice. Here they come with the
+    microbatch, so that any schedule and any recomputation finds its own.
+
+    Attributes:
+        given_nK: Experts to go to, -1 where the router chooses; None: it always does.
+        own_nK: What the router chose at last.
+        chosen_nK: Where the tokens went.
+    """
+
+    own_nK: Tensor
+    chosen_nK: Tensor
 
     def __init__(self) -> None:
         self.given_nK: Tensor | None = None
@@ -197,10 +232,12 @@ class _Choice:
     ) -> tuple[Tensor, Tensor]:
         """Scores and indices of the chosen experts: the given ones, else the `top_k` largest."""
         scores_nK, chosen_nK = own(scores_nE, top_k, num_groups, group_topk)
-        if self.given_nK is None:
-            return scores_nK, chosen_nK
-        chosen_nK = torch.where(self.given_nK >= 0, self.given_nK, chosen_nK)
-        return scores_nE.gather(1, chosen_nK), chosen_nK
+        self.own_nK = chosen_nK
+        if self.given_nK is not None:
+            chosen_nK = torch.where(self.given_nK >= 0, self.given_nK, chosen_nK)
+            scores_nK = scores_nE.gather(1, chosen_nK)
+        self.chosen_nK = chosen_nK
+        return scores_nK, chosen_nK
 
 
 class Router(TopKRouter):  # type: ignore[misc]  # megatron.core has no types
@@ -223,23 +260,21 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron.core has no types
         plan = self.routing_plan
         if plan is None:
             raise RuntimeError("a router ran without a Routing: the layer was not given PackedSequences with one")
-        layer = self.layer_number - 1
-        given = plan.experts_DLK
+        layer, given, choice = self.layer_number - 1, plan.experts_DLK, self.router_replay
         if given is not None:
             given = self._own(given[:, plan.layers.index(layer)]).long()
-        self.router_replay.given_nK = given
+        choice.given_nK = given
         probs, chosen = super().routing(logits)
+        if plan.chosen_nLK is not None:
+            plan.chosen_nLK[:, plan.layers.index(layer)] = choice.chosen_nK.to(plan.chosen_nLK.dtype)
         if self.scale_to_one:
             probs = probs / probs.sum(-1, keepdim=True)
         if self.training and torch.is_grad_enabled():  # recomputation runs twice, once with gradients
-            probs = self.balance.attach(
-                probs,
-                chosen,
-                logits.view(-1, logits.size(-1)),
-                self._own(plan.copies_D),
-                layer=layer,
-                group=self.tp_cp_group,
-            )
+            copies = self._own(plan.copies_D)
+            if given is not None:
+                self.balance.compare(given, choice.own_nK, copies)
+            logits_nE = logits.view(-1, logits.size(-1))
+            probs = self.balance.attach(probs, chosen, logits_nE, copies, layer=layer, group=self.tp_cp_group)
         return probs, chosen
 
     def _own(self, rows: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from mrl.data.prefixes import Prefixes, each_token, shared_prefixes
 from mrl.distributed.groups import ProcessGroups
 from mrl.functional.logprobs import Distribution
 from mrl.megatron.attention import PackedSequences, pack, pack_for_te
+from mrl.megatron.choices import Choices
 from mrl.megatron.context import context_shard, context_targets, own_rows, own_rows_by_sequence
 from mrl.megatron.model import Targets
 from mrl.megatron.pipeline import messages
@@ -49,6 +50,8 @@ class Microbatch:
         positions: Position of each of these in its sequence, [1, rows].
         packed: Where the sequences lie.
         targets: What is scored.
+        row_I: Where each input of the sequences is computed, among the rows of all context-parallel ranks, those of
+            one after those of the other; on the CPU.
     """
 
     rows: list[int]
@@ -57,6 +60,7 @@ class Microbatch:
     positions: Tensor
     packed: PackedSequences
     targets: Targets
+    row_I: Tensor
 
 
 @dataclass(frozen=True)
@@ -142,8 +146,16 @@ class Schedule:
             self._microbatch(batch, each, distribution, most) for each, most in zip(rows, longest.tolist(), strict=True)
         ]
 
-    def run(self, microbatches: list[Microbatch], loss: Loss, *, backward: bool) -> list[dict[str, Tensor]]:
+    def run(
+        self, microbatches: list[Microbatch], loss: Loss, *, backward: bool, choices: Choices | None = None
+    ) -> list[dict[str, Tensor]]:
         """Collective over the actor's replica: forward, and backward where asked for.
+
+        Args:
+            microbatches: Of this data-parallel index.
+            loss: Of one of them.
+            backward: Whether gradients are wanted.
+            choices: Keeps the experts that the tokens go to; of a mixture of experts.
 
         Returns:
             On the last pipeline stage what `loss` reported for each microbatch, with "logprobs_R" and "entropy_R"
@@ -154,9 +166,11 @@ class Schedule:
 
         def forward(data: Iterator[tuple[int, Microbatch]], chunk: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
             index, micro = next(data)
-            packed = micro.packed
+            packed, kept = micro.packed, None
             if packed.routing is not None:  # on the device no longer than the microbatch's activations
-                packed = replace(packed, routing=packed.routing.to(self._device))
+                if choices is not None:
+                    kept = choices.room(micro.tokens.size(1), self._device)
+                packed = replace(packed, routing=replace(packed.routing.to(self._device), chosen_nLK=kept))
             output = chunk(
                 input_ids=micro.tokens,
                 position_ids=micro.positions,
@@ -164,6 +178,8 @@ class Schedule:
                 labels=micro.targets,
                 packed_seq_params=packed,
             )
+            if choices is not None and kept is not None:
+                choices.keep(index, kept)
             return output, lambda scored: self._report(scored, index, micro, loss)
 
         reports: list[tuple[int, dict[str, Tensor]]] = get_forward_backward_func()(
@@ -239,12 +255,13 @@ class Schedule:
             chosen = None if chosen is None else chosen[is_input_P]
             routing = routing_of(laid.row_I, laid.count, chosen, self._layers, num_experts=self._num_experts)
         packed = pack_for_te(laid.lens, self._device) if self._te else pack(laid.lens, laid.prefixes, self._device)
-        scores = None
+        scores, row_I = None, laid.row_I
         if grid.cp > 1:
-            owner = torch.empty(laid.count, dtype=torch.int64)
-            for rank in range(grid.cp):
-                owner[self._own_rows(laid, rank)] = rank
-            own = self._own_rows(laid, self._groups.coords.cp)
+            rows_of_ranks = torch.stack([self._own_rows(laid, rank) for rank in range(grid.cp)])
+            owner, place = torch.empty(2, laid.count, dtype=torch.int64)
+            owner[rows_of_ranks] = torch.arange(grid.cp)[:, None]
+            place[rows_of_ranks.flatten()] = torch.arange(laid.count)
+            own, row_I = rows_of_ranks[self._groups.coords.cp], place[row_I]
             tokens, positions = tokens[own], positions[own]
             routing = None if routing is None else routing.select(own)
             if not self._te:
@@ -262,6 +279,7 @@ class Schedule:
             positions[None].to(self._device),
             packed,
             Targets(rows_R.to(self._device), targets_R.to(self._device), distribution, scores),
+            row_I,
         )
 
     def _own_rows(self, laid: _Laid, rank: int) -> Tensor:

@@ -87,7 +87,7 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     f"{MEGATRON}grad_offload": ("actor.grad_offload", False, "of verl before 0.8"),
     f"{MEGATRON}optimizer_offload": ("actor.optimizer_offload", False, ""),
     f"{MEGATRON}dtype": ("model.dtype", "bfloat16", ""),
-    f"{MEGATRON}router_replay.mode": ("actor.router_replay", "disabled", "`R3` is `rollout`"),
+    f"{MEGATRON}router_replay.mode": ("actor.router_replay", "disabled", "`R2` is `recompute`, `R3` `rollout`"),
     f"{FSDP}param_offload": ("actor.param_offload", False, ""),
     f"{FSDP}optimizer_offload": ("actor.optimizer_offload", False, ""),
     f"{OVERRIDE}recompute_granularity": (
@@ -268,7 +268,7 @@ MISSING: dict[str, str] = {
     f"{MEGATRON}use_megatron_fsdp": "no FSDP",
     f"{MEGATRON}*dynamic_context_parallel": "the context-parallel size is fixed",
     f"{MEGATRON}max_seqlen_per_dp_cp_rank": "the context-parallel size is fixed",
-    f"{MEGATRON}router_replay.*": "routing is replayed from the engine only",
+    f"{MEGATRON}router_replay.*": "what is replayed travels with the samples, not in files",
     f"{MEGATRON}override_mcore_model_config*": "the model's structure comes from its config.json",
     f"{ROOT}model.*lora*": "no LoRA",
     f"{ROOT}model.mtp.*": "no multi-token prediction",

@@ -115,16 +115,25 @@ def _rollout(config: Config, moe: MoeSpec, grid: Grid) -> Iterator[str]:
 
 
 def _replay(config: Config, supervised: bool) -> Iterator[str]:
-    replays, records = config.actor.router_replay == "rollout", config.rollout.enable_rollout_routing_replay
-    if replays and supervised:
+    replay, records = config.actor.router_replay, config.rollout.enable_rollout_routing_replay
+    if replay != "none" and supervised:
         yield (
-            f"actor.router_replay=rollout would have no effect because algorithm.name={config.algorithm.name} samples "
-            "nothing: the engine chooses no experts. Remove it, or change that."
+            f"actor.router_replay={replay} would have no effect because algorithm.name={config.algorithm.name} samples "
+            "nothing: no experts are chosen before the update. Remove it, or change that."
         )
-    if replays and not records:
-        yield "actor.router_replay=rollout needs rollout.enable_rollout_routing_replay=true."
-    if records and not replays:
+    elif replay == "recompute" and config.algorithm.proximal != "recompute":
+        yield (
+            "actor.router_replay=recompute replays the experts of the pass that scores the samples at the rollout "
+            f"weights, which algorithm.proximal={config.algorithm.proximal} leaves out. Set "
+            "algorithm.proximal=recompute, or actor.router_replay=rollout for those that the engine chose."
+        )
+    if replay == "rollout" and not records:
+        yield (
+            "actor.router_replay=rollout needs rollout.enable_rollout_routing_replay=true. Where the engine cannot "
+            "tell its experts, actor.router_replay=recompute with algorithm.proximal=recompute replays the actor's."
+        )
+    if records and replay != "rollout":
         yield (
             "rollout.enable_rollout_routing_replay=true is set, but would have no effect because actor.router_replay "
-            "is none. Set it to rollout."
+            f"is {replay}. Set it to rollout."
         )

@@ -1,4 +1,4 @@
-"""GRPO on a mixture of experts that is resumed at another layout, or replays the engine's choices."""
+"""GRPO on a mixture of experts that is resumed at another layout, or replays the engine's choices, or the actor's."""
 
 import pytest
 
@@ -19,6 +19,8 @@ TP2_EP2 = [
     "rollout.expert_parallel_size=2",
 ]
 REPLAY = ["rollout.enable_rollout_routing_replay=true", "actor.router_replay=rollout"]
+RECOMPUTE = ["actor.router_replay=recompute", "algorithm.proximal=recompute"]
+CHANGED = "actor/moe_replay_changed_frac"
 PP2 = ["parallel.pipeline_model_parallel_size=2"]
 
 
@@ -38,7 +40,17 @@ def test_replayed_experts_give_the_same_updates(single, tmp_path):
     short = [*MODEL, *REPLAY, "train.num_steps=1", "train.warm_start.num_steps=1"]
     alone = runs.train_in_pool(tmp_path / "alone", short, 1)
     assert_same(runs.train_in_pool(tmp_path / "spread", [*short, *TP2_EP2], 4), alone)
-    assert {name for row in alone for name in row} == {name for row in single for name in row}
+    assert {name for row in alone for name in row} == {name for row in single for name in row} | {CHANGED}
+
+
+def test_recomputed_experts_are_replayed_at_any_layout_and_after_a_resume(tmp_path):
+    """Two optimizer steps on each rollout: by the second the routers would have chosen others."""
+    both = [*MODEL, *RECOMPUTE, "train.warm_start.num_steps=1", "actor.lr=0.02"]
+    alone = runs.train_in_pool(tmp_path / "alone", [*both, "train.num_steps=2"], 1)
+    runs.train_in_pool(tmp_path / "spread", [*both, *TP2_EP2, "train.num_steps=1"], 4)
+    spread = runs.train_in_pool(tmp_path / "spread", [*both, *PP2, "train.num_steps=2", "run.resume=must"], 2)
+    assert_same(updates(spread), updates(alone))
+    assert all(row[CHANGED] > 0 for row in updates(alone))
 
 
 def updates(rows):

@@ -160,6 +160,18 @@ def test_recompute_is_said_by_mrls_key_where_that_can_say_it(fields, recompute):
     assert set(passed) == (set() if recompute else {item.split("=")[0] for item in fields.split()})
 
 
+@pytest.mark.parametrize(
+    ("given", "rollout"), [("R2", "recompute"), ("R3", "rollout"), ("disabled", None)], ids=lambda word: str(word)
+)
+def test_router_replay_keeps_its_meaning(given, rollout):
+    line = f"algorithm.adv_estimator=grpo actor_rollout_ref.actor.megatron.router_replay.mode={given}"
+    found = translate(read(line.split()))
+    config = yaml.safe_load(found.text)
+    assert config.get("actor", {}).get("router_replay") == rollout
+    assert config["algorithm"]["proximal"] == "recompute"  # verl's own default, which R2 needs
+    assert not [one for one in found.missing if "router_replay" in one]
+
+
 SCRIPT = """
 set -xeuo pipefail
 MODEL=${MODEL:-models/tiny}

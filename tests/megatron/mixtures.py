@@ -85,6 +85,7 @@ class DenseMixture(torch.nn.Module):
         self.given_TK: Tensor | None = None
         self.logits_TE: list[Tensor] = []
         self.chosen_TK: list[Tensor] = []
+        self.num_changed = 0
 
     def forward(self, hidden: Tensor) -> Tensor:
         x = hidden.reshape(-1, hidden.size(-1))
@@ -92,7 +93,9 @@ class DenseMixture(torch.nn.Module):
         probs = logits.softmax(-1)
         chosen = probs.topk(self.top_k, -1).indices
         if self.given_TK is not None:
+            own = torch.zeros_like(probs).scatter(1, chosen, 1.0)
             chosen = torch.where(self.given_TK >= 0, self.given_TK, chosen)
+            self.num_changed += int((own.gather(1, chosen) == 0).sum())
         weights = probs.gather(1, chosen)
         if self.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -118,6 +121,7 @@ class Reference:
     aux: float
     z: float
     chosen_PLK: Tensor = field(default_factory=lambda: torch.empty(0))
+    changed_frac: float = 0.0
 
 
 def by_hand(
@@ -189,4 +193,5 @@ def by_hand(
         float(aux.detach()) / len(layers),
         float(z.detach()) / len(layers),
         chosen_PLK,
+        sum(layer.mlp.num_changed for layer in layers) / (inputs * len(layers) * chosen_PLK.size(-1)),
     )

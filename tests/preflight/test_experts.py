@@ -13,6 +13,7 @@ TP, SP = "parallel.tensor_model_parallel_size", "parallel.sequence_parallel=true
 PP, EP = "parallel.pipeline_model_parallel_size", "parallel.expert_model_parallel_size"
 ETP, CP = "parallel.expert_tensor_parallel_size", "parallel.context_parallel_size"
 ROLLOUT_TP, ROLLOUT_EP = "rollout.tensor_model_parallel_size", "rollout.expert_parallel_size"
+R2, DECOUPLED, T = "actor.router_replay=recompute", "algorithm.proximal=recompute", "megatron.transformer"
 MOE_TP, RECORD = "rollout.moe_tensor_parallel_size", "rollout.enable_rollout_routing_replay=true"
 
 RULES = [
@@ -35,6 +36,9 @@ RULES = [
     ([f"{ROLLOUT_TP}=8", f"{ROLLOUT_EP}=8"], 8, f"{ROLLOUT_EP}=8 does not divide the model's experts (4)"),
     (["actor.router_replay=rollout"], 1, "needs rollout.enable_rollout_routing_replay=true"),
     ([RECORD], 1, "would have no effect because actor.router_replay is none"),
+    ([RECORD, R2, DECOUPLED], 1, "would have no effect because actor.router_replay is recompute"),
+    ([R2], 1, "which algorithm.proximal=rollout leaves out. Set algorithm.proximal=recompute"),
+    ([R2, DECOUPLED, f"{T}={{moe_router_fusion: true}}"], 1, "actor.router_replay would do nothing"),
 ]  # fmt: skip
 
 
@@ -55,15 +59,18 @@ def test_a_broken_rule_is_named(overrides, world_size, said):
         ([f"{ROLLOUT_TP}=4", f"{ROLLOUT_EP}=2", f"{MOE_TP}=2"], 4),
         ([f"{ROLLOUT_TP}=2", f"{MOE_TP}=2"], 2),
         ([RECORD, "actor.router_replay=rollout"], 1),
+        ([R2, DECOUPLED], 1),
+        ([R2, DECOUPLED, f"{TP}=2", SP, f"{EP}=2", f"{PP}=2"], 8),
     ],
 )
 def test_layouts_that_work_pass(overrides, world_size):
     check(make(*overrides), MIXTURE, world_size, tokenizer_vocab_size=12)
 
 
-def test_replay_is_refused_where_nothing_is_sampled():
-    replays = make(RECORD, "actor.router_replay=rollout", "algorithm.name=sft")
-    with pytest.raises(UserError, match="router_replay=rollout would have no effect because algorithm.name=sft"):
+@pytest.mark.parametrize(("replay", "more"), [("rollout", [RECORD]), ("recompute", [])])
+def test_replay_is_refused_where_nothing_is_sampled(replay, more):
+    replays = make(*more, f"actor.router_replay={replay}", "algorithm.name=sft")
+    with pytest.raises(UserError, match=f"router_replay={replay} would have no effect because algorithm.name=sft"):
         check(replays, MIXTURE, 1, tokenizer_vocab_size=12, supervised=True)
 
 
@@ -71,6 +78,7 @@ IDLE = [
     f"{EP}=2",
     f"{ETP}=2",
     "actor.router_replay=rollout",
+    R2,
     "rollout.expert_parallel_size=2",
     "rollout.moe_tensor_parallel_size=2",
     "rollout.enable_rollout_routing_replay=True",

@@ -44,6 +44,12 @@ def choices(kind: str) -> list[str]:
     return [ast.unparse(node) for node in _choices(kind)]
 
 
+def literals(kind: str) -> list[str]:
+    """Every text that the annotation spells out."""
+    found = (node for node in _choices(kind) if isinstance(node, ast.Subscript) and _name(node) == "Literal")
+    return [value for node in found for value in _values(node) if isinstance(value, str)]
+
+
 def _choices(kind: str) -> Iterator[ast.expr]:
     yield from _opened(ast.parse(kind, mode="eval").body)
 

@@ -13,8 +13,10 @@ NEAR = 0.6
 
 
 def nearest(name: str, known: Iterable[str], near: float = NEAR) -> str | None:
-    """The known name most like `name`; None where none is like it by at least `near`, between 0 and 1."""
-    return next(iter(difflib.get_close_matches(name, list(known), 1, cutoff=near)), None)
+    """The known name most like `name`, capitals or not; None where none is like it by at least `near`, 0 to 1."""
+    by_lower = {each.lower(): each for each in known}
+    found = difflib.get_close_matches(name.lower(), list(by_lower), 1, cutoff=near)
+    return by_lower[found[0]] if found else None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

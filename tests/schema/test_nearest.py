@@ -6,6 +6,7 @@ from mrl.schema.nearest import did_you_mean, nearest
 def test_the_most_alike_is_named_and_nothing_where_none_is_alike():
     assert did_you_mean("trian", ["rollout", "train", "trainer"]) == " Did you mean 'train'?"
     assert did_you_mean("trian", {"rollout": 1}) == ""
+    assert nearest("cutlas", ["TRITON", "CUTLASS"]) == "CUTLASS"
 
 
 def test_the_caller_says_how_alike_they_must_be():

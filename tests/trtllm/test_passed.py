@@ -68,7 +68,15 @@ MISTAKES = {
     "memory": ("{kv_cache_config: {free_gpu_memory_fraction: 0.9}}", r"set rollout\.gpu_memory_utilization"),
     "prefixes": ("{kv_cache_config: {enable_block_reuse: false}}", r"set rollout\.enable_prefix_caching"),
     "window": ("{kv_cache_config: {max_attention_window: [64]}}", "full attention"),
-    "type": ("{attn_backend: 3}", r"attn_backend=3 came, expected a text"),
+    "type": ("{enable_autotuner: 3}", r"enable_autotuner=3 came, expected true or false"),
+    "attention": ("{attn_backend: flashinfr}", "one of TRTLLM, FLASHINFER, VANILLA. Did you mean 'FLASHINFER'"),
+    "other attention": ("{attn_backend: FLASHINFER_STAR_ATTENTION}", "expected one of TRTLLM, FLASHINFER, VANILLA"),
+    "number for a text": ("{attn_backend: 3}", "attn_backend=3 came, expected one of TRTLLM"),
+    "dtype of the cache": ("{kv_cache_config: {dtype: bfloat16}}", "expected one of auto, fp8, nvfp4"),
+    "experts": ("{moe_config: {backend: CUTLAS}}", "expected one of AUTO, CUTLASS, .* Did you mean 'CUTLASS'"),
+    "no block": ("{kv_cache_config: {tokens_per_block: 0}}", "tokens_per_block=0 came, expected at least 1"),
+    "below zero": ("{batch_wait_timeout_iters: -1}", "batch_wait_timeout_iters=-1 came, expected at least 0"),
+    "empty graph": ("{cuda_graph_config: {batch_sizes: [8, 0]}}", "expected numbers of at least 1"),
     "policy": ("{scheduler_config: {capacity_scheduler_policy: ALL}}", "expected one of MAX_UTILIZATION, GUARANTEED"),
     "section": ("{kv_cache_config: fp8}", "kv_cache_config=fp8 came, expected a mapping of .*dtype"),
     "graphs": ("{cuda_graph_config: null}", r"rollout\.enforce_eager says whether"),
@@ -129,6 +137,45 @@ def test_a_field_that_only_the_installed_version_has_is_left_to_it(standin):
     assert list(refusals(given)) == []
     with pytest.raises(UserError, match="of_a_newer_version is unknown"):
         start(of_a_newer_version=1)
+
+
+SOURCE = """
+class Policy(StrEnum, metaclass=Mirror):
+    FIRST = "FIRST"
+    _order = 3
+
+class Base(Strict):
+    attn_backend: Optional[Literal["TRTLLM", "OF_ITS_OWN"]] = Field(default="TRTLLM", description="VANILLA")
+
+class TorchLlmArgs(Base):
+    other: str = "x"
+
+class MoeConfig(Strict):
+    backend: typing.Literal["CUTLASS", "ONLY_THIS"] = Field(default="CUTLASS")
+
+class SchedulerConfig(Strict):
+    capacity_scheduler_policy: Policy = Field(default=Policy.FIRST)
+
+class KvCacheConfig(Strict):
+    dtype: str = Field(default="auto")
+"""
+
+
+def test_the_installed_versions_own_texts_go_before_the_known_ones(tmp_path, monkeypatch):
+    for folder in (tmp_path / "tensorrt_llm", tmp_path / "tensorrt_llm" / "llmapi"):
+        folder.mkdir()
+        (folder / "__init__.py").write_text("raise RuntimeError('it was imported')")
+    (tmp_path / "tensorrt_llm" / "llmapi" / "llm_args.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def told(**given):
+        return " ".join(refusals(tiny.rollout(engine_kwargs={"trtllm": given})))
+
+    assert told(attn_backend="OF_ITS_OWN", moe_config={"backend": "ONLY_THIS"}) == ""
+    assert "expected one of TRTLLM, OF_ITS_OWN." in told(attn_backend="VANILLA")
+    assert "expected one of CUTLASS, ONLY_THIS. Did you mean 'ONLY_THIS'?" in told(moe_config={"backend": "ONLYTHIS"})
+    assert "expected one of FIRST." in told(scheduler_config={"capacity_scheduler_policy": "MAX_UTILIZATION"})
+    assert "expected one of auto, fp8, nvfp4." in told(kv_cache_config={"dtype": "int8"})
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -18,6 +18,8 @@ MISTAKES = {
     "memory": ((f"{ARGUMENTS}.kv_cache_config.free_gpu_memory_fraction=0.9",), "set rollout.gpu_memory_utilization"),
     "window": ((f"{ARGUMENTS}.kv_cache_config.max_attention_window=[8]",), "full attention"),
     "type": ((f"{ARGUMENTS}.kv_cache_config.tokens_per_block=many",), "expected a whole number"),
+    "attention": ((f"{ARGUMENTS}.attn_backend=flashinfer",), "Did you mean 'FLASHINFER'"),
+    "dtype of the cache": ((f"{ARGUMENTS}.kv_cache_config.dtype=int8",), "expected one of auto, fp8, nvfp4"),
     "drafter": ((f"{ARGUMENTS}.speculative_config.decoding_type=Eagle",), "none of another drafter"),
     "experts": ((f"{ARGUMENTS}.moe_config.backend=TRITON",), "the model has no experts"),
     "graphs": (("rollout.enforce_eager=true", f"{ARGUMENTS}.cuda_graph_config.batch_sizes=[1]"), "Set it to false"),

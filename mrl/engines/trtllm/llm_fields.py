@@ -52,13 +52,26 @@ FREE: Rows = {
     "Optional[int]": "kv_cache_config.max_tokens kv_cache_config.host_cache_size "
     "kv_cache_config.secondary_offload_min_priority moe_config.max_num_tokens",
     "float": "batch_wait_timeout_ms batch_wait_max_tokens_ratio",
-    "str": "attn_backend kv_cache_config.dtype moe_config.backend",
+    "Literal['TRTLLM', 'FLASHINFER', 'VANILLA']": "attn_backend",
+    "Literal['auto', 'fp8', 'nvfp4']": "kv_cache_config.dtype",
+    "Literal['AUTO', 'CUTLASS', 'CUTEDSL', 'WIDEEP', 'TRTLLM', 'DEEPGEMM', 'DENSEGEMM', 'VANILLA', 'TRITON', 'MARLIN', "
+    "'MEGAMOE_DEEPGEMM']": "moe_config.backend",
     "List[int]": "cuda_graph_config.batch_sizes",
     "Literal['MAX_UTILIZATION', 'GUARANTEED_NO_EVICT', 'STATIC_BATCH']": "scheduler_config.capacity_scheduler_policy",
     "Literal['FIRST_COME_FIRST_SERVED', 'EQUAL_PROGRESS']": "scheduler_config.context_chunking_policy",
     MAPPING: "speculative_config torch_compile_config",
 }
-"""What a value is -> the fields that take one."""
+"""What a value is -> the fields that take one.
+
+Texts are those of 1.2 or 1.3: of `get_attention_backend`, which takes TRTLLM's for any other and has a star attention
+too, which is no full one; of `_VALID_KV_CACHE_DTYPES`; of `MoeConfig.backend`.
+"""
+
+AT_LEAST_ONE = (
+    "kv_cache_config.tokens_per_block", "kv_cache_config.max_tokens", "moe_config.max_num_tokens",
+    "garbage_collection_gen0_threshold",
+)  # fmt: skip
+"""Numbers that 0 is none of; no number is below 0."""
 
 DERIVED: Rows = {
     "set model.path": "model",

@@ -10,14 +10,14 @@ against the installed fields when the engine starts. It imports TensorRT-LLM in 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from mrl.config import RolloutConfig
-from mrl.engines.trtllm.llm_fields import MAPPING, SECTIONS, TABLE, VERSION
+from mrl.engines.trtllm.installed import is_installed, texts_of
+from mrl.engines.trtllm.llm_fields import AT_LEAST_ONE, MAPPING, SECTIONS, TABLE, VERSION
 from mrl.errors import UserError
-from mrl.schema.foreign_types import expected, fits
+from mrl.schema.foreign_types import expected, fits, literals
 from mrl.schema.nearest import did_you_mean
 
 ENGINE = "trtllm"
@@ -84,15 +84,28 @@ def _refusal(rollout: RolloutConfig, name: str, value: Any) -> Iterator[str]:
 def _field_refusal(path: str, value: Any) -> Iterator[str]:
     verdict = TABLE.get(path)
     if verdict is None:
-        if not _installed():
+        if not is_installed():
             yield f"{KEY}.{path} is unknown to TensorRT-LLM {VERSION}.{_meant(path, TABLE)}"
     elif verdict.kind != "free":
         yield f"{KEY}.{path} is refused: {verdict.why}."
     elif verdict.takes == MAPPING:
         if not isinstance(value, Mapping):
             yield f"{KEY}.{path}={_shown(value)} came, expected a mapping."
-    elif not fits(verdict.takes, value):
-        yield f"{KEY}.{path}={_shown(value)} came, expected {expected(verdict.takes)}."
+    else:
+        yield from _value_refusal(path, verdict.takes, value)
+
+
+def _value_refusal(path: str, takes: str, value: Any) -> Iterator[str]:
+    """Of a value that is not of the kind; the installed version knows best which texts it takes."""
+    if takes.startswith("Literal") and (texts := texts_of(path)):
+        takes = f"Literal{list(texts)}"
+    if not fits(takes, value):
+        near = did_you_mean(value, literals(takes)) if isinstance(value, str) else ""
+        yield f"{KEY}.{path}={_shown(value)} came, expected {expected(takes)}.{near}"
+    elif isinstance(value, int | float) and value < (least := int(path in AT_LEAST_ONE)):
+        yield f"{KEY}.{path}={value} came, expected at least {least}."
+    elif isinstance(value, list) and any(each < 1 for each in value):
+        yield f"{KEY}.{path}={value} came, expected numbers of at least 1."
 
 
 def _draft_refusal(speculative: Given) -> Iterator[str]:
@@ -184,11 +197,6 @@ def _choices(section: str) -> str:
 def _cause(error: Exception) -> str:
     """A refusal of pydantic's in one line; its first says only how many there are."""
     return " ".join(str(error).split())
-
-
-def _installed() -> bool:
-    """Whether the engine's start will say what the installed version knows."""
-    return importlib.util.find_spec("tensorrt_llm") is not None
 
 
 def _shown(value: Any) -> str:

@@ -60,6 +60,8 @@ class TorchLlmArgs(Fields):
 
     def __init__(self, **given):
         super().__init__(**{"kv_cache_config": KvCacheConfig(), "load_format": "auto", **given})
+        if self.attn_backend not in ("TRTLLM", "FLASHINFER", "FLASHINFER_STAR_ATTENTION", "VANILLA"):
+            raise AssertionError(f"attn_backend {self.attn_backend!r}: TRTLLM's would be taken in silence")
 
 
 if flavour() == "1.3":

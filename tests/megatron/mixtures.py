@@ -87,7 +87,8 @@ class DenseMixture(torch.nn.Module):
         self.chosen_TK: list[Tensor] = []
         self.num_changed = 0
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """The layer's output; transformers 4 wants the router's logits beside it."""
         x = hidden.reshape(-1, hidden.size(-1))
         logits = x @ self.block.gate.weight.T
         probs = logits.softmax(-1)
@@ -99,14 +100,25 @@ class DenseMixture(torch.nn.Module):
         weights = probs.gather(1, chosen)
         if self.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
-        gate, up = torch.einsum("th,efh->tef", x, self.block.experts.gate_up_proj).chunk(2, -1)
-        each = torch.einsum("tef,ehf->teh", F.silu(gate) * up, self.block.experts.down_proj)
+        gate_up_EFH, down_EHF = experts_of(self.block)
+        gate, up = torch.einsum("th,efh->tef", x, gate_up_EFH).chunk(2, -1)
+        each = torch.einsum("tef,ehf->teh", F.silu(gate) * up, down_EHF)
         out = torch.einsum("te,teh->th", torch.zeros_like(probs).scatter(1, chosen, weights), each)
         if hasattr(self.block, "shared_expert"):
             out = out + self.block.shared_expert_gate(x).sigmoid() * self.block.shared_expert(x)
         self.logits_TE.append(logits)
         self.chosen_TK.append(chosen)
-        return out.view_as(hidden)
+        is_version_4 = isinstance(self.block.experts, torch.nn.ModuleList)
+        return (out.view_as(hidden), logits) if is_version_4 else out.view_as(hidden)
+
+
+def experts_of(block: torch.nn.Module) -> tuple[Tensor, Tensor]:
+    """[gate; up] and down of all experts; transformers 4 has a module for each of them."""
+    if hasattr(block.experts, "gate_up_proj"):
+        return block.experts.gate_up_proj, block.experts.down_proj
+    gate, up, down = ("w1", "w3", "w2") if hasattr(block.experts[0], "w1") else ("gate_proj", "up_proj", "down_proj")
+    fused = [torch.cat([getattr(each, gate).weight, getattr(each, up).weight]) for each in block.experts]
+    return torch.stack(fused), torch.stack([getattr(each, down).weight for each in block.experts])
 
 
 @dataclass
@@ -147,15 +159,19 @@ def by_hand(
     """
     layers = model.model.layers
     norm = getattr(model.config, "norm_topk_prob", True)
+    mixtures: list[DenseMixture] = []
     for layer in layers:
-        layer.mlp = DenseMixture(layer.mlp, top_k=model.config.num_experts_per_tok, norm_topk_prob=norm)
+        name = "mlp" if hasattr(layer, "mlp") else "block_sparse_moe"  # mixtral's of transformers 4
+        dense = DenseMixture(getattr(layer, name), top_k=model.config.num_experts_per_tok, norm_topk_prob=norm)
+        setattr(layer, name, dense)
+        mixtures.append(dense)
     model.double()
     lens = batch.seq_lens_B.tolist()
     given = given_PLK.split(lens) if given_PLK is not None else [None] * len(lens)
     parts = []
     for (tokens, prompt_len), choice in zip(_sequences(batch), given, strict=True):
-        for index, layer in enumerate(layers):
-            layer.mlp.given_TK = None if choice is None else choice[:-1, index].long()
+        for index, layer in enumerate(mixtures):
+            layer.given_TK = None if choice is None else choice[:-1, index].long()
         logprobs = model(tokens[None, :-1]).logits[0, prompt_len - 1 :].log_softmax(-1)
         parts.append(logprobs.gather(1, tokens[prompt_len:, None]).squeeze(1))
     logprobs_R = torch.cat(parts)
@@ -164,11 +180,11 @@ def by_hand(
     inputs = sum(lens) - len(lens)
     aux = z = torch.zeros((), dtype=torch.float64)
     loads, entropies = [], []
-    for layer in layers:
+    for layer in mixtures:
         load, entropy = 0, 0
         for first, last in itertools.pairwise(edges):
-            logits = torch.cat(layer.mlp.logits_TE[first:last])
-            chosen = torch.cat(layer.mlp.chosen_TK[first:last])
+            logits = torch.cat(layer.logits_TE[first:last])
+            chosen = torch.cat(layer.chosen_TK[first:last])
             tokens, experts = logits.shape
             counts = torch.zeros_like(logits).scatter(1, chosen, 1.0).sum(0)
             fraction, mean_prob = counts / (tokens * chosen.size(1)), logits.softmax(-1).mean(0)
@@ -182,7 +198,7 @@ def by_hand(
     norm = sum(float(parameter.grad.square().sum()) for parameter in model.parameters() if parameter.grad is not None)
     # -1 for the last token of each sequence, as the engine says it
     chosen_PLK = torch.stack(
-        [torch.cat([F.pad(each, (0, 0, 0, 1), value=-1) for each in layer.mlp.chosen_TK]) for layer in layers], 1
+        [torch.cat([F.pad(each, (0, 0, 0, 1), value=-1) for each in layer.chosen_TK]) for layer in mixtures], 1
     )
     return Reference(
         logprobs_R.detach().float(),
@@ -190,8 +206,8 @@ def by_hand(
         norm**0.5,
         torch.stack(loads).detach(),
         sum(entropies) / len(entropies),
-        float(aux.detach()) / len(layers),
-        float(z.detach()) / len(layers),
+        float(aux.detach()) / len(mixtures),
+        float(z.detach()) / len(mixtures),
         chosen_PLK,
-        sum(layer.mlp.num_changed for layer in layers) / (inputs * len(layers) * chosen_PLK.size(-1)),
+        sum(layer.num_changed for layer in mixtures) / (inputs * len(mixtures) * chosen_PLK.size(-1)),
     )

@@ -29,6 +29,7 @@ from mrl.weights.holdings import distinct
 from mrl.weights.layout import Layout
 from mrl.weights.native import native_layout, native_layouts
 from mrl.weights.trtllm import TrtllmMapping, trtllm_layout
+from mrl.weights.trtllm_reads import WHOLE_ONLY, read_layout
 
 FP32_BYTES = 4
 FP8_WORK = 3
@@ -107,9 +108,9 @@ def weight_bytes(config: Config, arch: ArchSpec, grid: Grid) -> int:
 
 
 def arriving_bytes(config: Config, arch: ArchSpec, grid: Grid) -> int:
-    """What a refit brings to a rank's engine at most: the LLM API gets every tensor whole."""
+    """What a refit brings to a rank's engine at most."""
     if config.rollout.name == "trtllm":
-        return _whole_bytes(arch, config.rollout.dtype or config.model.dtype)
+        return _read_bytes(arch, grid.rollout_tp, grid.rollout_ep, config.rollout.dtype or config.model.dtype)
     return weight_bytes(config, arch, grid)
 
 
@@ -117,7 +118,8 @@ def engine_layouts(config: Config, arch: ArchSpec, grid: Grid) -> dict[int, Layo
     """Rank -> what its engine wants of other ranks in a refit, so no scales; equal ones are one object."""
     dtype = config.rollout.dtype or config.model.dtype
     if config.rollout.name == "trtllm":
-        return dict.fromkeys(range(grid.world_size), hf_layout(arch, dtype))
+        read = [read_layout(arch, grid.rollout_tp, grid.rollout_ep, rank, dtype) for rank in range(grid.rollout_size)]
+        return {rank: read[grid.rollout_rank(rank)] for rank in range(grid.world_size)}
     if config.rollout.name == "trtllm_engine":
         shared = [trtllm_layout(arch, _mapping(config), rank, dtype) for rank in range(grid.rollout_size)]
         return {rank: shared[grid.rollout_rank(rank)] for rank in range(grid.world_size)}
@@ -184,19 +186,27 @@ def _llm(found: Resolved, device: Device, weights: int, actor: int) -> EngineMem
     most = rows * row_bytes if device.capacity is None else _share_of_free(found, device, weights + actor)
     cache = asked.bounded(most, elements)
     rows = min(rows if device.capacity is None else rollout.max_num_seqs, cache // row_bytes)
-    whole, largest = arriving_bytes(config, arch, grid), max(arch.vocab_size, arch.intermediate_size) * arch.hidden_size
-    waiting = _bucket_bytes(config) + largest * size  # complete tensors; as much again is being put together
     held = {"TensorRT-LLM's own": device.engine_allowance}
     part = {"engine's weights": weights}
     return EngineMemory(
         held=held if rollout.free_cache_engine else held | part,
         awake=part if rollout.free_cache_engine else {},
-        refit={"whole tensors of a refit": min(whole, 2 * waiting)},
+        refit=_staged(config, arch, grid),
         cache=max(cache, row_bytes),
         rows=rows,
         rollout=_generation(found, size, rows),
         host=weights if rollout.free_cache_engine else 0,
     )
+
+
+def _staged(config: Config, arch: ArchSpec, grid: Grid) -> dict[str, int]:
+    """What a refit of the LLM API holds of whole tensors: up to a bucket, and as much that is being put together."""
+    dtype = config.rollout.dtype or config.model.dtype
+    whole = _whole_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype)
+    if arch.family in WHOLE_ONLY:
+        return {"whole model of a refit": whole}
+    largest = max(arch.vocab_size, arch.intermediate_size) * arch.hidden_size * ITEM_BYTES[dtype]
+    return {"whole tensors of a refit": min(whole, 2 * (_bucket_bytes(config) + largest))}
 
 
 def _built(found: Resolved, device: Device, weights: int, actor: int) -> EngineMemory:
@@ -250,12 +260,22 @@ def _built_bytes(arch: ArchSpec, mapping: TrtllmMapping, dtype: str) -> int:
 
 
 @functools.cache
-def _whole_bytes(arch: ArchSpec, dtype: str) -> int:
-    few = hf_layout(replace(arch, num_layers=1), dtype)
-    return sum(
-        math.prod(stored.shape) * ITEM_BYTES[stored.dtype] * (arch.num_layers if ".layers." in name else 1)
-        for name, stored in few.items()
-    )
+def _whole_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str) -> int:
+    """All tensors of which the LLM API reads a part on a rank, whole."""
+    few = replace(arch, num_layers=1)
+    full = hf_layout(few, dtype)
+    return _all_bytes({name: full[name] for name in read_layout(few, tp, ep, 0, dtype)}, arch)
+
+
+@functools.cache
+def _read_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str) -> int:
+    """What the LLM API reads on the first rank of a replica; no other reads more."""
+    return _all_bytes(read_layout(replace(arch, num_layers=1), tp, ep, 0, dtype), arch)
+
+
+def _all_bytes(layout: Layout, arch: ArchSpec) -> int:
+    """Of a model's tensors, from those of one layer."""
+    return sum(num_bytes(stored) * (arch.num_layers if ".layers." in name else 1) for name, stored in layout.items())
 
 
 # shapes

@@ -37,13 +37,15 @@ class RefitPrediction:
         seconds: Of the rank that takes longest, its local copies and its links one after the other.
         bound_s: The same with everything at once: what no refit of these layouts beats.
         full_gather_s: A refit that gathers every full tensor on every rank.
-        staging_bytes: Most that a rank holds in buffers.
+        received_bytes: Most that one rank is sent.
+        staging_bytes: Most that a rank holds in buffers of the transport.
     """
 
     traffic: Traffic
     seconds: float
     bound_s: float
     full_gather_s: float
+    received_bytes: int
     staging_bytes: int
 
 
@@ -157,6 +159,7 @@ def _refit(refit: RefitPrediction) -> Iterator[str]:
     yield f"  a gather of full tensors {refit.traffic.full_gather_bytes / GB:12.3f} GB" + (
         f", {refit.traffic.full_gather_bytes / moved:.1f} times what is sent" if moved else ""
     )
+    yield f"  sent to a rank           {refit.received_bytes / GB:12.3f} GB at most"
     yield f"  staging of a rank        {refit.staging_bytes / GB:12.3f} GB at most"
     yield (
         f"  predicted time           {refit.seconds:12.4f} s from peak figures; bound {refit.bound_s:.4f} s, "
@@ -179,6 +182,7 @@ def predict_refit(config: Config, arch: ArchSpec, grid: Grid, hardware: Hardware
         seconds=max(sum(_seconds(share, hardware)) for share in found.shares),
         bound_s=max(max(_seconds(share, hardware)) for share in found.shares),
         full_gather_s=each / gather_rate,
+        received_bytes=received,
         staging_bytes=staging_bytes(config, grid, received),
     )
 

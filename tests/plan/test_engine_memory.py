@@ -10,7 +10,7 @@ from mrl.formats.trtllm_config import TrtllmConfig, to_json
 from mrl.models.presets import arch_from_preset
 from mrl.observe.hardware import HARDWARE
 from mrl.plan.durations import predict_durations
-from mrl.plan.engine_memory import Device, engine_layouts
+from mrl.plan.engine_memory import Device, arriving_bytes, engine_layouts
 from mrl.plan.fit import device_of
 from mrl.plan.memory import memory_by_stage
 from mrl.plan.plan import describe, predict_refit
@@ -159,20 +159,41 @@ def test_a_built_engine_needs_its_weights_twice_in_a_refit_and_keeps_them(resolv
     assert "TensorRT's activations" in describe(found.config, 2, HARDWARE["h100"])
 
 
-def test_every_rank_of_the_llm_api_is_sent_the_whole_model(resolved):
+@pytest.mark.parametrize(
+    "preset, experts",
+    [("qwen3_tiny", ()), ("qwen3_moe_tiny", ("rollout.expert_parallel_size=2",))],
+    ids=["dense", "moe"],
+)
+def test_a_rank_of_the_llm_api_is_sent_what_it_reads_and_no_more(resolved, preset, experts):
     native, llm = (
-        resolved(f"rollout.name={name}", "rollout.tensor_model_parallel_size=2", ranks=4)
+        resolved(
+            f"rollout.name={name}", "rollout.tensor_model_parallel_size=2", f"model.preset={preset}", *experts, ranks=4
+        )
         for name in ("native", "trtllm")
     )
-    each = bytes_of(hf_layout(llm.arch, "bfloat16"))
-    moved = {
-        name: predict_refit(found.config, found.arch, found.grid, HARDWARE["h100"]).traffic.total
-        for name, found in (("native", native), ("llm", llm))
-    }
-    assert sum(vars(moved["llm"]).values()) == 4 * each
-    assert sum(vars(moved["native"]).values()) < 3 * each
+    moved = [
+        sum(vars(predict_refit(found.config, found.arch, found.grid, HARDWARE["h100"]).traffic.total).values())
+        for found in (native, llm)
+    ]
+    assert moved[0] == moved[1] < 3 * bytes_of(hf_layout(llm.arch, "bfloat16"))  # of 4 for whole tensors
     layouts = engine_layouts(llm.config, llm.arch, llm.grid)
-    assert layouts.keys() == set(range(4)) and len({id(layout) for layout in layouts.values()}) == 1
+    assert layouts.keys() == set(range(4)) and len({id(layout) for layout in layouts.values()}) == 2
+    assert arriving_bytes(llm.config, llm.arch, llm.grid) == max(map(bytes_of, layouts.values()))
+
+
+def test_experts_of_other_ranks_are_not_staged_and_a_model_without_partial_loading_is_as_a_whole(resolved):
+    def staged(*overrides, what="tensors"):
+        return phases(resolved("rollout.name=trtllm", *overrides, ranks=2)).phases["refit"][f"whole {what} of a refit"]
+
+    moe = ("model.preset=qwen3_moe_tiny", "rollout.tensor_model_parallel_size=2")
+    arch = resolved(*moe, ranks=2).arch
+    sizes = {name: bytes_of({name: stored}) for name, stored in hf_layout(arch, "bfloat16").items()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    assert staged(*moe) == sum(sizes.values())  # smaller than two buckets
+    assert staged(*moe, "rollout.expert_parallel_size=2") == sum(sizes.values()) - experts // 2
+    wide = "model.overrides={hidden_size: 512, intermediate_size: 2048, num_hidden_layers: 8}"
+    phi = resolved("model.preset=phi3_tiny", wide).arch
+    assert staged("model.preset=phi3_tiny", wide, what="model") == bytes_of(hf_layout(phi, "bfloat16"))
 
 
 def test_the_plan_says_what_sleeps_in_host_memory(resolved):

@@ -82,7 +82,10 @@ def refit(engine, tensors, version=0):
 
 
 def fill(engine, tensors):
-    for name, tensor in tensors.items():
+    """What this rank wants of these tensors."""
+    wanted = engine.layout()
+    parts = filled({name: wanted[name] for name in tensors if name in wanted}, tensors)
+    for name, tensor in parts.items():
         engine.update_weights([WeightSlice(name, whole(tensor.shape), tensor)])
 
 

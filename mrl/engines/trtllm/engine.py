@@ -2,7 +2,8 @@
 
 Owns the engine's life in the order that TensorRT-LLM wants: weights and KV cache that sleep and wake by tag, a refit
 inside its `control_action` (pre-reload, buckets of whole Hugging Face tensors, processing, prefix cache reset), and one
-request for each sample. TensorRT-LLM cuts and fuses the tensors itself, so every rank of a replica gets all of them.
+request for each sample. TensorRT-LLM cuts and fuses the tensors itself: it is handed whole ones, of which only what
+this rank's modules read has come (`parts.py`).
 
 No TensorRT-LLM has run this: it was written against the signatures in tests/trtllm/signatures.json, which say where
 each was read. What can be asked of the real package is asked at start: its features (`features.py`), where its executor
@@ -24,15 +25,14 @@ from mrl.engines.trtllm import contract
 from mrl.engines.trtllm.contract import Verdict
 from mrl.engines.trtllm.llm import SETTINGS, Host, check_min_p, refusal
 from mrl.engines.trtllm.logits import requests_at_a_time
+from mrl.engines.trtllm.parts import Parts
 from mrl.engines.trtllm.replica import Replica
 from mrl.engines.trtllm.requests import Requests
 from mrl.engines.trtllm.sampling import arguments, logits_of, logprobs_of, to_rollout
-from mrl.engines.trtllm.tensors import Assembler
 from mrl.errors import UserError
 from mrl.functional.sampling import stream_key
 from mrl.types import Prompt, Rollout
-from mrl.weights.checksum import MODULUS, bit_sum
-from mrl.weights.hf import hf_layout
+from mrl.weights.checksum import MODULUS
 from mrl.weights.layout import Layout
 
 MIB = 1 << 20
@@ -56,7 +56,6 @@ class LlmEngine(RolloutEngine):
         super().__init__(spec)
         config, arch, device = spec.config, spec.arch, spec.device
         self._replica = Replica(spec.tp_group)
-        self._layout = hf_layout(arch, spec.dtype_name)
         self._bucket_bytes = config.checkpoint_engine.update_weights_bucket_megabytes * MIB
         self._host = Host(
             config,
@@ -70,10 +69,14 @@ class LlmEngine(RolloutEngine):
         )
         self._requests = Requests(self._host, spec)
         model = self._host.executor.model_engine.model
+        self._parts = Parts(model, spec, self._replica.rank)
         self._in_parts = "allow_partial_loading" in inspect.signature(model.load_weights).parameters
+        if not self._in_parts and device.type == "cuda":
+            weights = sum(weight.nbytes for weight in model.parameters())
+            self._parts.check_staging(weights, torch.cuda.get_device_properties(device).total_memory)
         self._asleep: set[str] = set()
         self._update: ExitStack | None = None
-        self._assembler = Assembler(self._layout, device)
+        self._assembler = self._parts.assembler()
         self._given, self._num_buckets = 0, 0
         self._whole = False
         self._broken, self._failed = "", False
@@ -83,8 +86,8 @@ class LlmEngine(RolloutEngine):
     # weights ----------------------------------------------------------------------------------------------------------
 
     def layout(self) -> Layout:
-        """Every Hugging Face tensor, whole: TensorRT-LLM cuts them itself."""
-        return self._layout
+        """What this rank's modules read of each Hugging Face tensor."""
+        return self._parts.layout
 
     def begin_update(self) -> None:
         """Drains and pauses the engine, wakes its weights, and takes them apart for loading.
@@ -100,7 +103,7 @@ class LlmEngine(RolloutEngine):
         if self._broken:
             self._leave_update()
             return
-        self._assembler = Assembler(self._layout, self.spec.device)
+        self._assembler = self._parts.assembler()
         self._given, self._num_buckets = 0, 0
         update = ExitStack()
         self._update = update
@@ -149,6 +152,7 @@ class LlmEngine(RolloutEngine):
             if hasattr(loader, "finalize_update_weights"):  # newer than 1.2
                 loader.finalize_update_weights()
             self._each_module("process_weights_after_loading", "post_load_weights")
+            self._parts.check()
             executor.reset_prefix_cache()
             self._synchronize()
         except Exception as error:
@@ -165,7 +169,7 @@ class LlmEngine(RolloutEngine):
         self._num_buckets += 1
         model_engine = self._host.executor.model_engine
         parts: dict[str, Any] = {"allow_partial_loading": True} if self._in_parts else {}
-        sums = sum(bit_sum(tensor) for tensor in tensors.values())
+        sums = sum(self._assembler.bit_sum(name, tensor) for name, tensor in tensors.items())
         try:
             model_engine.model_loader.reload(model_engine.model, tensors, **parts)
             self._synchronize()

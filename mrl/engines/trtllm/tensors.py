@@ -1,7 +1,8 @@
-"""Whole Hugging Face tensors out of the regions that a refit brings.
+"""Hugging Face tensors as TensorRT-LLM's loader wants them, out of the regions that a refit brings.
 
 Owns the staging: a tensor's buffer is allocated at its first region, and the tensor is complete when each of its
-elements has come once. Complete tensors wait until they make up a bucket.
+elements that this rank reads has come once. The buffer is that of the whole tensor; what the rank does not read holds
+not-a-number, so that a module that does read it shows. Complete tensors wait until they make up a bucket.
 """
 
 from __future__ import annotations
@@ -12,9 +13,14 @@ import torch
 from torch import Tensor
 
 from mrl.engines.base import WeightSlice
+from mrl.weights.checksum import bit_sum
 from mrl.weights.layout import Layout
-from mrl.weights.regions import slices, volume
+from mrl.weights.regions import slices, volume, whole
 from mrl.weights.tensors import DTYPES
+from mrl.weights.trtllm_reads import cut_dim, placed
+
+NAN_BYTE = 0xFF
+"""All bits of an element set are not-a-number in every dtype of weights."""
 
 
 class Assembler:
@@ -26,9 +32,9 @@ class Assembler:
         peak_bytes: The most bytes of buffers at a time.
     """
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        """Args: layout: Every tensor, whole. device: Of the buffers."""
-        self._layout = layout
+    def __init__(self, layout: Layout, full: Layout, device: torch.device) -> None:
+        """Args: layout: What this rank reads. full: The same tensors, whole. device: Of the buffers."""
+        self._layout, self._full = layout, full
         self._device = device
         self._open: dict[str, tuple[Tensor, int]] = {}
         self._begun: set[str] = set()
@@ -51,18 +57,19 @@ class Assembler:
                 if item.name in self._begun:
                     raise RuntimeError(f"'{item.name}' was complete, and more of it came: {item.region}")
                 self._begun.add(item.name)
-                buffer = torch.empty(stored.shape, dtype=dtype, device=self._device)
-                self._open[item.name] = (buffer, buffer.numel())
+                buffer = self._allocate(item.name)
+                self._open[item.name] = (buffer, volume(whole(stored.shape)))
                 self._bytes += buffer.nbytes
                 self.peak_bytes = max(self.peak_bytes, self._bytes)
             buffer, missing = self._open[item.name]
-            target = buffer[slices(item.region)]
-            if target.shape != item.data.shape or item.data.dtype != dtype or volume(item.region) > missing:
+            extents = [min(stop, size) - start for (start, stop), size in zip(item.region, stored.shape, strict=True)]
+            if extents != list(item.data.shape) or item.data.dtype != dtype or volume(item.region) > missing:
                 raise RuntimeError(
                     f"'{item.name}' {item.region}: got {list(item.data.shape)} {item.data.dtype}, expected "
-                    f"{list(target.shape)} {dtype} and at most {missing} more elements"
+                    f"{extents} {dtype} and at most {missing} more elements"
                 )
-            target.copy_(item.data)
+            for part, place in placed(stored, item.region):
+                buffer[slices(place)].copy_(item.data[slices(part)])
             missing -= volume(item.region)
             self._open[item.name] = (buffer, missing)
             if not missing:
@@ -79,6 +86,17 @@ class Assembler:
     def lacking(self) -> list[str]:
         """Tensors of which elements have not come yet."""
         return [name for name in self._layout if name not in self._begun or name in self._open]
+
+    def bit_sum(self, name: str, tensor: Tensor) -> int:
+        """Of what this rank reads of a whole tensor (`weights/checksum.py`)."""
+        return sum(bit_sum(tensor[slices(piece.src)]) for piece in self._layout[name].pieces)
+
+    def _allocate(self, name: str) -> Tensor:
+        part, full = self._layout[name], self._full[name]
+        buffer = torch.empty(full.shape, dtype=DTYPES[full.dtype], device=self._device)
+        if cut_dim(part, full) is not None:
+            buffer.view(torch.uint8).fill_(NAN_BYTE)
+        return buffer
 
     def take(self) -> dict[str, Tensor]:
         """The complete tensors; from here on they are the caller's."""

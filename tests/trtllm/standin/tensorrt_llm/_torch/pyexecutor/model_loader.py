@@ -1,4 +1,7 @@
-"""The model's weights, as Hugging Face tensors; `reload` reads a bucket when the next call comes, not before."""
+"""The model's weights, as this rank's parts of Hugging Face tensors (`modules/linear.py`).
+
+`reload` reads a bucket when the next call comes, not before.
+"""
 
 import torch
 from torch import nn
@@ -6,6 +9,7 @@ from torch import nn
 from mrl.weights.checksum import bit_sum
 from mrl.weights.hf import hf_layout
 from tensorrt_llm import _utils
+from tensorrt_llm._torch.modules.linear import Mapping, modules_of
 from tensorrt_llm.faults import StandInError, fault
 from tests.trtllm.signature import signed
 
@@ -24,11 +28,15 @@ class Fused(nn.Module):
 class Model(nn.Module):
     """Steps of a refit: pre_reload_weights, load_weights ..., process_weights_after_loading, post_load_weights."""
 
-    def __init__(self, arch, dtype):
+    def __init__(self, arch, args):
         super().__init__()
         self.removed = Fused()
-        self.layout = hf_layout(arch, dtype)
-        self.dtype = getattr(torch, dtype)
+        self.layout = hf_layout(arch, args.dtype)
+        self.dtype = getattr(torch, args.dtype)
+        self.loaders = {}
+        for path, module in modules_of(arch, self.layout, Mapping(args, _utils.mpi_comm().Get_rank())).items():
+            self._place(path.split("."), module)
+            self.loaders |= dict.fromkeys(module.wanted, module)
         self.tensors = {}
         self.step = "loaded"
         self.buckets = []
@@ -36,13 +44,13 @@ class Model(nn.Module):
         if fault("whole_only"):
             self.load_weights = self._load_whole
 
-    def named_parameters(self, *args, **kwargs):
-        """Of what is fused, q, k and v of each layer: this rank's heads."""
-        size, rank = _utils.mpi_comm().Get_size(), _utils.mpi_comm().Get_rank()
-        for name in self.tensors:
-            if name.endswith("self_attn.q_proj.weight"):
-                parts = [self.tensors[name.replace("q_proj", f"{part}_proj")].chunk(size)[rank] for part in "qkv"]
-                yield name.replace("q_proj", "qkv_proj"), torch.cat(parts)
+    def _place(self, path, module):
+        at = self
+        for name in path[:-1]:
+            if name not in at._modules:
+                at.add_module(name, nn.Module())
+            at = at._modules[name]
+        at.add_module(path[-1], module)
 
     def pre_reload_weights(self):
         if self.step not in ("loaded", "lost"):
@@ -62,11 +70,11 @@ class Model(nn.Module):
                 raise StandInError(f"{name}: {list(tensor.shape)} {tensor.dtype} is no tensor of this model")
             if name in self.tensors:
                 raise StandInError(f"{name} was loaded before")
-        if not allow_partial_loading and set(weights) != set(self.layout):
+        if not allow_partial_loading and not set(self.loaders) <= set(weights):
             raise StandInError(f"{len(weights)} of {len(self.layout)} tensors without allow_partial_loading")
         self.buckets.append(list(weights))
         self._pending = {name: (tensor, bit_sum(tensor)) for name, tensor in weights.items()}
-        self.tensors |= dict.fromkeys(weights)
+        self.tensors |= dict.fromkeys(weights.keys() & self.loaders.keys())  # nobody asks for another rank's experts
 
     def _load_whole(self, weights, weight_mapper=None):
         type(self).load_weights(self, weights)
@@ -76,16 +84,19 @@ class Model(nn.Module):
         for name, (tensor, before) in self._pending.items():
             if bit_sum(tensor) != before:
                 raise StandInError(f"the buffer of {name} changed before it was read")
-            self.tensors[name] = tensor.clone()
+            if name in self.loaders:
+                self.tensors[name] = self.loaders[name].shard(name, tensor).clone()
         self._pending = {}
 
     def process_weights_after_loading(self):
         if self.step != "loading":
             raise StandInError(f"process_weights_after_loading after '{self.step}'")
         self.read()
-        missing = [name for name in self.layout if name not in self.tensors]
+        missing = [name for name in self.loaders if name not in self.tensors]
         if missing:
             raise StandInError(f"{len(missing)} tensors were not loaded: {missing[0]}")
+        for module in set(self.loaders.values()):
+            module.hold(self.tensors)
         self.step = "processed"
 
     def post_load_weights(self):

@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import torch
 
 from mrl.models.hf_config import arch_from_folder
-from mrl.weights.checksum import bit_sum
+from mrl.weights.hf import hf_layout
 from tensorrt_llm import _utils
 from tensorrt_llm._torch import virtual_memory
+from tensorrt_llm._torch.modules.linear import Mapping, modules_of
 from tensorrt_llm._torch.pyexecutor import answers
 from tensorrt_llm._torch.pyexecutor.hang_detector import HangDetector
 from tensorrt_llm._torch.pyexecutor.model_loader import Model, ModelLoader
@@ -67,7 +68,7 @@ class PyExecutor:
         self.arch = arch_from_folder(folder)
         self.sleeps = bool(getattr(args, "enable_sleep", False) or getattr(args, "sleep_config", None))
         self.discards = {str(tag) for tag, mode in _restore_modes(args).items() if mode == "NONE"}
-        self.model_engine = SimpleNamespace(model=Model(self.arch, args.dtype), model_loader=ModelLoader())
+        self.model_engine = SimpleNamespace(model=Model(self.arch, args), model_loader=ModelLoader())
         self._native = NativeModel(self.arch, args.dtype, args.max_seq_len + 1) if self.dist.rank == 0 else None
         self.sampler = instantiate_sampler(args)
         self._requests = queue.Queue()
@@ -75,6 +76,7 @@ class PyExecutor:
         self.control_request_barrier, self.control_action_done = threading.Event(), threading.Event()
         self.hang_detector = HangDetector(on_detected=self._on_detected)
         self._filled = None
+        self._parts, self._stale = [{}] * self.dist.size, True
         self._batches = 0
         self.is_shutdown = False
         virtual_memory.attach(self)
@@ -164,7 +166,7 @@ class PyExecutor:
             if self.dist.rank == 0:
                 self._run(work)
             else:
-                self.dist.comm.send(self._weights_sum(), dest=0, tag=2)
+                self.dist.comm.send(self._news(), dest=0, tag=2)
 
     def _fetch(self):
         if self.dist.rank != 0:
@@ -187,21 +189,41 @@ class PyExecutor:
         self.dist.tell("batch")
         return batch
 
-    def _weights_sum(self):
-        return sum(bit_sum(tensor) for tensor in self.model_engine.model.tensors.values())
+    def _news(self):
+        """This rank's parts of the weights, where they are not those of the last batch."""
+        held = self.model_engine.model.tensors
+        if self._filled is held:
+            return None
+        self._filled = held
+        return held
+
+    def _whole(self):
+        """The ranks' parts put together; what several of them hold must be equal."""
+        layout = hf_layout(self.arch, self.args.dtype)
+        found = {name: torch.full(stored.shape, torch.nan) for name, stored in layout.items()}
+        for rank, shards in enumerate(self._parts):
+            for module in modules_of(self.arch, layout, Mapping(self.args, rank)).values():
+                for name in module.wanted:
+                    full = found[name].view(-1)
+                    places = module.shard(name, torch.arange(full.numel()).view(found[name].shape)).reshape(-1)
+                    values, known = shards[name].reshape(-1).float(), full[places]
+                    if bool((~known.isnan() & (known != values)).any()):
+                        raise StandInError(f"rank {rank} has other values of {name}")
+                    full[places] = values
+        return found
 
     def _run(self, batch):
-        own = self._weights_sum() if self.dist.size > 1 else 0
-        for rank in range(1, self.dist.size):
-            if self.dist.hear(rank, 2) != own:
-                raise StandInError(f"rank {rank} has other weights")
+        own = self._news()
+        news = [own, *(self.dist.hear(rank, 2) for rank in range(1, self.dist.size))]
+        self._parts = [part if new is None else new for part, new in zip(self._parts, news, strict=True)]
+        self._stale |= any(new is not None for new in news)
         if fault("silent"):
             return
         try:
             self._check()
-            if self._filled is not self.model_engine.model.tensors:
-                self._filled = self.model_engine.model.tensors
-                self._native.fill(self._filled)
+            if self._stale:
+                self._native.fill(self._whole())
+                self._stale = False
             for result, answer in answers.of(batch, self._native, self.sampler, self.args, self.arch):
                 result.queue.put(answer)
         except (StandInError, ValueError) as error:

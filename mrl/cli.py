@@ -144,7 +144,8 @@ def _train(arguments: argparse.Namespace) -> int:
         from mrl.preflight.world_size import world_size
 
         started = environment().world_size
-        described = describe(config, world_size(config, arguments.config, arguments.world_size, started=started))
+        size = world_size(config, arguments.config, arguments.world_size, started=started)
+        described = describe(config, size, launcher=environment().launcher if started > 1 else None)
         if environment().rank == 0:
             _show(described)
         return 0
@@ -269,7 +270,7 @@ def _from_verl(arguments: argparse.Namespace) -> None:
             raise UserError(f"'{output}' cannot be written: {error.strerror}.") from error
     size = f"{found.num_nodes} host(s) of {found.gpus_per_node} GPU(s)"
     alone = found.num_nodes * found.gpus_per_node == 1
-    start = f"mrl launch --via torchrun --nodes {found.num_nodes} --gpus-per-node {found.gpus_per_node} CONFIG"
+    start = f"mrl launch --via {found.via} --nodes {found.num_nodes} --gpus-per-node {found.gpus_per_node} CONFIG"
     print(f"mrl: for {size}: {'mrl train CONFIG' if alone else start}", file=sys.stderr)
 
 

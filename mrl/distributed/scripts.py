@@ -90,6 +90,18 @@ def line(start: Start, words: Sequence[str], *, dry_run: bool = False) -> Line:
     return Line(variables, ["sbatch", *asked, *start.arguments, str(script), *words])
 
 
+def start_words(num_ranks: int, *, mpi: bool) -> str:
+    """How a job of so many ranks is started; `mpi`: its engine's ranks talk over MPI."""
+    if num_ranks == 1:
+        return "mrl train CONFIG"
+    if mpi:
+        return (
+            f"NPROC={num_ranks} launch/mpirun.sh train CONFIG, or launch/slurm.sbatch with MODE=srun "
+            "SRUN_ARGS=--mpi=pmix: TensorRT-LLM's ranks of a replica talk over MPI"
+        )
+    return f"{num_ranks} ranks by any of {', '.join(f'launch/{script}' for script in SCRIPTS.values())}"
+
+
 def _torchrun(start: Start) -> dict[str, str]:
     _only_sbatch(start)
     if start.arguments:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
 from mrl.config import Config
+from mrl.engines.trtllm.fields import needs_mpi
 from mrl.errors import UserError
 from mrl.from_verl.engine_arguments import engine_arguments
 from mrl.from_verl.line import Settings
+from mrl.from_verl.translation import Translation
 from mrl.megatron_fields.table import TABLE, is_own
 from mrl.peers import verl_keys, verl_rollout
 from mrl.peers.verl_keys import ACTOR, DDP, FSDP, MAPS, MEGATRON, OVERRIDE, PASSED, ROLLOUT, ROOT, is_harmless, verdict
@@ -44,25 +45,6 @@ NUMBERS = {
     "trainer.max_actor_ckpt_to_keep", f"{ROLLOUT}prompt_length", f"{ROLLOUT}response_length",
 }  # fmt: skip
 """Keys whose default is null or another key, and whose other values are numbers."""
-
-
-@dataclass
-class Translation:
-    """mrl's config, and what did not go into it.
-
-    Attributes:
-        text: YAML; differences from mrl's defaults only.
-        num_nodes: Hosts.
-        gpus_per_node: Ranks of a host.
-        missing: Settings without a place, each with the reason.
-        moot: Settings that need none, each with the reason.
-    """
-
-    text: str = ""
-    num_nodes: int = 1
-    gpus_per_node: int = 1
-    missing: list[str] = field(default_factory=list)
-    moot: list[str] = field(default_factory=list)
 
 
 class _Verl:
@@ -122,10 +104,11 @@ def translate(given: Settings) -> Translation:
             continue
         if _at(defaults.made("at its default"), key) != value:
             _put(tree, key, value)
-    typed.made("from verl's settings")
+    config = typed.made("from verl's settings")
     found = Translation(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
     found.num_nodes = _whole(given, "trainer.nnodes", 1)
     found.gpus_per_node = _whole(given, "trainer.n_gpus_per_node", 8)
+    found.via = "mpirun" if needs_mpi(config.rollout) else "torchrun"
     _sort(verl, found)
     return found
 

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from mrl.config import Config, TrainConfig, to_yaml
+from mrl.distributed.scripts import start_words
 from mrl.distributed.transformer_engine import asked_for
+from mrl.engines.trtllm.fields import needs_mpi
 from mrl.grid import Grid
 from mrl.megatron_fields.defaults import ddp_defaults, overlaps_gradients, transformer_defaults
 from mrl.models.base import ArchSpec
@@ -29,17 +31,18 @@ MAX_ROWS = 32
 """Ranks that are listed."""
 
 
-def describe(config: Config, size: WorldSize) -> str:
+def describe(config: Config, size: WorldSize, *, launcher: str | None = None) -> str:
     """A summary, who sits where, the cost of a refit, and the resolved config.
 
     Args:
         config: What was asked for.
         size: Ranks to look at.
+        launcher: Who starts them, as `Environment.launcher` has it; None: not known yet.
 
     Raises:
         UserError: The run would be refused.
     """
-    found = check_run(config, size.ranks)
+    found = check_run(config, size.ranks, launcher=launcher)
     check_run_folder(config)
     config, grid = found.config, found.grid
     cost = refit_plan(config, found.arch, grid)
@@ -73,6 +76,7 @@ def describe(config: Config, size: WorldSize) -> str:
 def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
     config, arch, grid = found.config, found.arch, found.grid
     model, train, rollout = config.model, config.train, config.rollout
+    yield "start", start_words(grid.world_size, mpi=needs_mpi(rollout))
     yield (
         "model",
         f"{model.path or model.preset} ({arch.family}): {arch.num_layers} layers, hidden {arch.hidden_size}, "

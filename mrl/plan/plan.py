@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mrl.config import Config
+from mrl.distributed.scripts import start_words
+from mrl.engines.trtllm.fields import needs_mpi
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec, Place
 from mrl.observe.hardware import Hardware
@@ -85,6 +87,7 @@ def _layout(found: Resolved, hardware: Hardware) -> Iterator[str]:
     arch, grid = found.arch, found.grid
     nodes = -(-grid.world_size // hardware.gpus_per_node)
     yield f"{counted(grid.world_size, 'rank')} on {counted(nodes, 'node')} of {hardware.gpus_per_node}"
+    yield f"start     {start_words(grid.world_size, mpi=needs_mpi(found.config.rollout))}"
     yield f"model     {num_parameters(arch) / GB:.2f} x 10^9 parameters, {found.config.model.dtype}"
     yield f"actor     tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}" + (
         f", experts ep {grid.ep} x etp {grid.expert_tp}" if arch.moe else ""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 
 from mrl.config import Config
+from mrl.engines.trtllm.fields import needs_mpi
 from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
@@ -111,8 +112,10 @@ def _how_many_ranks(config: Config) -> str:
     defaults |= {f"rollout.{item.name}": item.default for item in fields(rollout) if item.name in names}
     changed = {key: value for key, value in defaults.items() if value_at(config, key) != value}
     alone = " ".join(f"{key}={'null' if value is None else str(value).lower()}" for key, value in changed.items())
+    start = f"torchrun --nproc-per-node {num_ranks} -m mrl ... (launch/torchrun.sh)"
+    if needs_mpi(rollout):
+        start = f"NPROC={num_ranks} launch/mpirun.sh ..."
     return (
-        f"Start a multiple of {num_ranks} ranks: torchrun --nproc-per-node {num_ranks} -m mrl ... "
-        f"(launch/torchrun.sh); only look at it: mrl train ... --dry-run --world-size {num_ranks}; "
-        f"or do with one process: {alone}"
+        f"Start a multiple of {num_ranks} ranks: {start}; only look at it: mrl train ... --dry-run --world-size "
+        f"{num_ranks}; or do with one process: {alone}"
     )

@@ -226,4 +226,5 @@ def test_verls_arguments_of_tensorrt_llm_are_taken_over():
     assert f"{ENGINE_ARGUMENTS}zzz=1: TensorRT-LLM {llm_fields.VERSION} has no such argument" in told
     assert any(one.startswith(f"{ENGINE_ARGUMENTS}max_seq_len: set rollout.max_model_len") for one in found.moot)
     other = translate({**given, "actor_rollout_ref.rollout.name": "vllm"})
+    assert (found.via, other.via) == ("mpirun", "torchrun")  # replicas of two ranks, verl's default
     assert "engine_kwargs" not in other.text and any("not the run's" in one for one in other.moot)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from mrl.cli import main
 from tests.test_bad_input import Case
 
 ARGUMENTS = "rollout.engine_kwargs.trtllm"
@@ -36,3 +37,42 @@ def test_every_command_refuses_it(tmp_path, capfd, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     overrides, why = MISTAKES[name]
     assert why in Case(tmp_path, capfd).refused_by_all("rollout.name=trtllm", *overrides)
+
+
+TWO = ("rollout.name=trtllm", "rollout.tensor_model_parallel_size=2")
+OF_TORCHRUN = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+OVER_MPI = "NPROC=2 launch/mpirun.sh train CONFIG, or launch/slurm.sbatch with MODE=srun SRUN_ARGS=--mpi=pmix"
+
+
+@pytest.fixture
+def case(tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return Case(tmp_path, capfd)
+
+
+def test_a_replica_of_several_ranks_is_refused_by_all_that_know_that_mpi_does_not_start_it(case, monkeypatch):
+    told = case.refused(*TWO, "--via", "torchrun", "--gpus-per-node", "2", command="launch")
+    assert "2 ranks in a replica needs ranks that MPI started" in told and "Use launch/mpirun.sh" in told
+    for name, value in (OF_TORCHRUN | {"MASTER_PORT": 29500}).items():
+        monkeypatch.setenv(name, str(value))
+    assert case.refused(*TWO) == case.refused(*TWO, "--dry-run") == told
+    case.works("rollout.name=trtllm", "--dry-run")
+
+
+@pytest.mark.parametrize("command", [("train", "--dry-run"), ("plan",)], ids=" ".join)
+def test_who_looks_at_it_without_a_launcher_is_told_how_it_is_started(case, command):
+    def printed(*overrides, ranks="2"):
+        words = [str(case.folder / "config.yaml"), *overrides, *command[1:], "--world-size", ranks]
+        assert main([command[0], *words]) == 0
+        (line,) = (line for line in case.capfd.readouterr().out.splitlines() if line.startswith("start "))
+        return line
+
+    assert OVER_MPI in printed(*TWO)
+    assert "launch/torchrun.sh" in printed("rollout.name=trtllm") and "MPI" not in printed("rollout.name=trtllm")
+    assert printed("rollout.name=trtllm", ranks="1").split() == ["start", "mrl", "train", "CONFIG"]
+
+
+def test_a_number_of_ranks_that_does_not_fit_is_mended_by_the_launcher_that_it_needs(case):
+    assert "Start a multiple of 2 ranks: NPROC=2 launch/mpirun.sh" in case.refused(
+        *TWO, "--dry-run", "--world-size", "3"
+    )

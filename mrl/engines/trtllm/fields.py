@@ -177,18 +177,23 @@ def refusals(rollout: RolloutConfig) -> Iterator[str]:
             yield f"rollout.{field}={getattr(rollout, field)} is refused with rollout.name={rollout.name}: {why}."
 
 
+def needs_mpi(rollout: RolloutConfig) -> bool:
+    """Whether a replica has several ranks, which TensorRT-LLM lets talk over MPI."""
+    return rollout.name in ENGINES and rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size > 1
+
+
 def check_launcher(rollout: RolloutConfig, launcher: str) -> None:
     """Returns where a job of this launcher can hold the replicas; with srun MPI itself must be asked.
 
     Raises:
         UserError: It cannot.
     """
-    size = rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size
-    if size > 1 and launcher in ("none", "torchrun"):
-        raise UserError(needs_mpi(rollout.name, launcher, size))
+    if needs_mpi(rollout) and launcher in ("none", "torchrun"):
+        size = rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size
+        raise UserError(not_over_mpi(rollout.name, launcher, size))
 
 
-def needs_mpi(name: str, launcher: str, size: int) -> str:
+def not_over_mpi(name: str, launcher: str, size: int) -> str:
     """Why a replica of several ranks does not start in a job of this launcher."""
     return (
         f"rollout.name={name} with {size} ranks in a replica needs ranks that MPI started, since "

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from mrl.distributed import launch, mpi
-from mrl.engines.trtllm.fields import needs_mpi
+from mrl.engines.trtllm.fields import not_over_mpi
 from mrl.engines.trtllm.replica import Replica
 from mrl.errors import UserError
 
@@ -42,7 +42,7 @@ def communicator_of(replica: Replica, name: str) -> Any:
     environment = launch.environment()
     if environment.launcher in ("none", "torchrun") or (environment.launcher == "srun" and mpi.is_alone()):
         if replica.size > 1:
-            raise UserError(needs_mpi(name, environment.launcher, replica.size))
+            raise UserError(not_over_mpi(name, environment.launcher, replica.size))
         return None
     communicator = mpi.split(replica.first_rank, replica.rank, environment)
     mpi.check_threads()  # TensorRT-LLM talks in a thread of its own

@@ -29,6 +29,7 @@ FOREIGN = {
         "_torch/modules/linear.py",
         "_torch/pyexecutor/_util.py",
         "_torch/pyexecutor/llm_request.py",
+        "_torch/route_capture.py",
         "builder.py",
         "executor/base_worker.py",
         "executor/worker.py",

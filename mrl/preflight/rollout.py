@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from mrl.config import Config
 from mrl.engines.trtllm import fields as trtllm
-from mrl.engines.trtllm import passed
+from mrl.engines.trtllm import passed, routing
 from mrl.models.base import ArchSpec
 from mrl.schema import own_code, registry
 
@@ -63,6 +63,7 @@ def sampling_rules(config: Config) -> Iterator[str]:
         yield f"rollout.val_kwargs.n={val.n} with {why} scores the same answer {val.n} times."
     yield from trtllm.refusals(rollout)
     yield from passed.refusals(rollout)
+    yield from routing.refusals(rollout)
     yield from _quantization_rules(config)
     if any(not text for text in rollout.stop):
         yield "rollout.stop holds an empty string, which would end every response at once."

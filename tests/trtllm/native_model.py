@@ -75,7 +75,7 @@ class NativeModel:
         self._arch, self._dtype = arch, dtype
         config = RolloutConfig(
             prompt_length=max_len - 1, response_length=1, max_num_seqs=64, gpu_memory_utilization=0.02,
-            enable_prefix_caching=False,
+            enable_prefix_caching=False, enable_rollout_routing_replay=arch.moe is not None,
         )  # fmt: skip
         self._engine = NativeEngine(spec_of(config, arch, dtype=DTYPES[dtype]))
 
@@ -89,9 +89,13 @@ class NativeModel:
         self._engine.finish_update(0)
 
     def generate(self, prompts, keys, sampling):
-        """(response tokens, raw logits [tokens, V]) of each prompt, under the stream of each key."""
+        """(response tokens, raw logits [tokens, V]) of each prompt, under the stream of each key.
+
+        `routed` keeps the experts of prompt and response [tokens, L, K], of the last token too; None of a dense model.
+        """
         asked = [Prompt(uid_of(key), tuple(ids), "") for ids, key in zip(prompts, keys, strict=True)]
         rollouts = self._engine.generate(asked, replace(sampling, n=1, seed=0))
+        self.routed = [rollout.routed_experts for rollout in rollouts]
         return [(rollout.response_ids, self._logits(rollout)) for rollout in rollouts]
 
     @torch.inference_mode()

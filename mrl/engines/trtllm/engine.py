@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mrl.distributed import launch
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
@@ -28,7 +29,7 @@ from mrl.engines.trtllm.logits import requests_at_a_time
 from mrl.engines.trtllm.parts import Parts
 from mrl.engines.trtllm.replica import Replica
 from mrl.engines.trtllm.requests import Requests
-from mrl.engines.trtllm.sampling import arguments, logits_of, logprobs_of, to_rollout
+from mrl.engines.trtllm.sampling import arguments, experts_of, logits_of, logprobs_of, to_rollout
 from mrl.errors import UserError
 from mrl.functional.sampling import stream_key
 from mrl.types import Prompt, Rollout
@@ -82,6 +83,7 @@ class LlmEngine(RolloutEngine):
         self._broken, self._failed = "", False
         self._verdict: Verdict | None = None
         self._stats: dict[str, float] = {}
+        self._routed: list[Tensor] = []
 
     # weights ----------------------------------------------------------------------------------------------------------
 
@@ -264,6 +266,7 @@ class LlmEngine(RolloutEngine):
         if not prompts:
             return []
         self._check(prompts, sampling)
+        self._routed = []
         stopped: list[Rollout] = []
         try:
             rollouts = self._replica.call(
@@ -275,6 +278,8 @@ class LlmEngine(RolloutEngine):
         except RuntimeError:
             self._failed = True
             raise
+        for rollout, routed in zip(rollouts, self._routed, strict=False):  # of the first rank: only it sends samples on
+            rollout.routed_experts = routed
         self._stats = {
             "prefill_tokens": float(sum(len(rollout.prompt.prompt_ids) for rollout in rollouts)),
             "decode_tokens": float(sum(len(rollout.response_ids) for rollout in rollouts)),
@@ -317,6 +322,7 @@ class LlmEngine(RolloutEngine):
                     stream_key(sampling.seed, prompt.uid, index),
                     self._host.features,
                     with_logits=with_logits,
+                    routed=self.spec.config.enable_rollout_routing_replay,
                 )
                 for prompt, index in part
             ]
@@ -345,6 +351,9 @@ class LlmEngine(RolloutEngine):
                 logprobs = logprobs_of(output)
             if logprobs is None:
                 raise RuntimeError("TensorRT-LLM gave no log-probability for a token that it sampled")
-            return to_rollout(prompt, index, output, logprobs, sampling, self.policy_version, self.spec.decode)
+            rollout = to_rollout(prompt, index, output, logprobs, sampling, self.policy_version, self.spec.decode)
+            if self.spec.config.enable_rollout_routing_replay:
+                self._routed.append(experts_of(output, rollout.num_tokens, self.spec.arch))
+            return rollout
         except RuntimeError as error:
             raise RuntimeError(f"{where}: {error}") from error

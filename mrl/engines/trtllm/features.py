@@ -34,6 +34,7 @@ class Features:
         cpp_sampler: There is a TRTLLMSampler: it hears each request's seed and `min_p`, and gives the sampled token's
             log-probability under the temperature.
         torch_min_p: TorchSampler hears `min_p`; whether it hears a request's seed cannot be seen.
+        routed_experts: A completion can tell which experts its tokens went to.
     """
 
     version: str
@@ -44,6 +45,7 @@ class Features:
     processed_logprobs: Mapping[str, Any]
     cpp_sampler: bool
     torch_min_p: bool
+    routed_experts: bool
 
 
 def find() -> Features:
@@ -82,6 +84,7 @@ def find() -> Features:
         processed_logprobs=_processed_logprobs(),
         cpp_sampler=hasattr(samplers, "TRTLLMSampler"),
         torch_min_p="min_p" in _heard_by_torch(samplers),
+        routed_experts="enable_return_routed_experts" in known and _tells_experts(),
     )
 
 
@@ -92,6 +95,12 @@ def _heard_by_torch(samplers: Any) -> set[str]:
         homes.append(importlib.import_module(f"{SAMPLERS}.sampler_common"))
     found = next((home.UtilsSamplingParams for home in homes if hasattr(home, "UtilsSamplingParams")), None)
     return set() if found is None else {field.name for field in dataclasses.fields(found)}
+
+
+def _tells_experts() -> bool:
+    from tensorrt_llm import sampling_params
+
+    return hasattr(sampling_params.SamplingParams(), "return_routed_experts")
 
 
 def _processed_logprobs() -> dict[str, Any]:

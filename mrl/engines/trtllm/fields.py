@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from mrl.config import RolloutConfig
+from mrl.engines.trtllm import routing
+from mrl.engines.trtllm.llm_fields import VERSION
 from mrl.errors import UserError
 
 ENGINES = ("trtllm", "trtllm_engine")
@@ -101,7 +103,9 @@ TABLE = {
     ),
     "calculate_log_probs": Use("must be true, as everywhere", "must be true, as everywhere"),
     "enable_rollout_routing_replay": Use(
-        "refused: TensorRT-LLM does not tell which experts it chose", "refused, for the same reason"
+        "`enable_return_routed_experts`, and `return_routed_experts` of each request, with the CUTLASS experts and no "
+        "request paused; refused where a version lacks them, 1.2 does: `actor.router_replay=recompute` does without",
+        "refused: ModelRunner does not tell which experts it chose",
     ),
     "engine_kwargs": Use(
         "`trtllm`: arguments of `LLM` by their own names, merged with what the other keys make",
@@ -136,8 +140,9 @@ LLM_REFUSALS: tuple[Refusal, ...] = (
     _QUANTIZATION,
     (
         "enable_rollout_routing_replay",
-        lambda r: r.enable_rollout_routing_replay,
-        "TensorRT-LLM does not tell which experts it chose; set it to false, or use rollout.name=native",
+        lambda r: r.enable_rollout_routing_replay and routing.is_unknown(),
+        f"TensorRT-LLM {VERSION} does not tell which experts it chose; an installed build that does is asked. "
+        f"{routing.INSTEAD}",
     ),
 )
 """(field, whether it is refused, why and what to do) of the LLM API."""
@@ -162,7 +167,7 @@ BUILT_REFUSALS: tuple[Refusal, ...] = (
     (
         "enable_rollout_routing_replay",
         lambda r: r.enable_rollout_routing_replay,
-        "TensorRT-LLM does not tell which experts it chose; set it to false, or use rollout.name=native",
+        f"TensorRT-LLM's ModelRunner does not tell which experts it chose. {routing.INSTEAD}",
     ),
 )
 """The same of built engines; whether `engine_dir` fits is `mrl/preflight/engine.py`'s business."""

@@ -1,4 +1,4 @@
-"""Which texts a field of the installed TensorRT-LLM takes, read from its file: nothing of it is imported.
+"""Which fields the installed TensorRT-LLM has and which texts one takes, read from its file: nothing is imported.
 
 Owns where the fields stand. Importing the package speaks with all ranks of an MPI job, so that what is asked before a
 job starts is asked of its source.
@@ -25,11 +25,22 @@ def is_installed() -> bool:
 
 def texts_of(path: str) -> tuple[str, ...]:
     """The texts that `field` or `section.field` of the installed `LLM` takes; () where its file spells out none."""
-    spec = importlib.util.find_spec(PACKAGE)
-    classes = _classes(Path(spec.origin).parent / FILE) if spec is not None and spec.origin else {}
+    classes = _installed_classes()
     section, _, field = path.rpartition(".")
     node = _annotation(classes, SECTIONS.get(section, CLASS), field)
     return () if node is None else tuple(dict.fromkeys(_texts(classes, node)))
+
+
+def lacks(field: str) -> bool:
+    """Whether the file of the installed version spells out the fields of `LLM`, and this is none of them."""
+    classes = _installed_classes()
+    spelled = any(isinstance(item, ast.AnnAssign) for item in classes[CLASS].body) if CLASS in classes else False
+    return spelled and _annotation(classes, CLASS, field) is None
+
+
+def _installed_classes() -> dict[str, ast.ClassDef]:
+    spec = importlib.util.find_spec(PACKAGE)
+    return _classes(Path(spec.origin).parent / FILE) if spec is not None and spec.origin else {}
 
 
 @functools.cache

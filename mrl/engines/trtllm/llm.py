@@ -28,6 +28,7 @@ from mrl.engines.trtllm.features import find as find_features
 from mrl.engines.trtllm.passed import given_by, merged
 from mrl.engines.trtllm.process import kept
 from mrl.engines.trtllm.replica import BEAT_S, Replica
+from mrl.engines.trtllm.routing import engine_arguments
 from mrl.engines.trtllm.world import adopt, communicator_of, hidden
 from mrl.errors import UserError, first_line
 from mrl.models.base import ArchSpec
@@ -81,6 +82,7 @@ def arguments(
         "load_format": "dummy",  # a refit fills it
         **experts,
         **(features.sleep if config.free_cache_engine else {}),
+        **engine_arguments(config, features),
     }
     return merged(derived, given_by(config), features.version)
 

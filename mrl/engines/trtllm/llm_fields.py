@@ -91,6 +91,7 @@ DERIVED: Rows = {
     "set rollout.enable_prefix_caching": "kv_cache_config.enable_block_reuse",
     "set rollout.gpu_memory_utilization": "kv_cache_config.free_gpu_memory_fraction",
     "set rollout.free_cache_engine": "enable_sleep sleep_config",
+    "set rollout.enable_rollout_routing_replay": "enable_return_routed_experts",
     "the engine starts with dummy weights, which the first refit fills": "load_format checkpoint_loader "
     "checkpoint_format",
     "it follows from the sampling settings and from what the installed samplers hear": "sampler_type "

@@ -9,19 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mrl.engines.base import SamplingConfig
 from mrl.engines.trtllm.features import Features
+from mrl.engines.trtllm.routing import REQUEST_ARGUMENT
 from mrl.engines.trtllm.strings import shortest_with
+from mrl.models.base import ArchSpec
 from mrl.types import FinishReason, Prompt, Rollout
+from mrl.weights.tensors import choice_dtype
 
 NO_TOKEN = -1
 """`end_id` that no token has, so that end tokens are found by `stop_token_ids` and stay part of the response, as verl
 runs it with 1.2.0rc6."""
 
 
-def arguments(sampling: SamplingConfig, key: int, features: Features, *, with_logits: bool) -> dict[str, Any]:
+def arguments(
+    sampling: SamplingConfig, key: int, features: Features, *, with_logits: bool, routed: bool = False
+) -> dict[str, Any]:
     """Arguments of `SamplingParams` for one sample.
 
     Args:
@@ -29,11 +35,14 @@ def arguments(sampling: SamplingConfig, key: int, features: Features, *, with_lo
         key: Of the sample's random numbers, `stream_key`; TensorRT-LLM draws its own numbers from it.
         features: Of the installed package.
         with_logits: Ask for the logits of each token instead of its log-probability.
+        routed: Ask for the experts that tokens go to.
     """
     ends = () if sampling.ignore_eos else sampling.stop_token_ids
     asked: dict[str, Any] = {"return_generation_logits": True} if with_logits else {"logprobs": 1}
     if not with_logits:
         asked |= features.processed_logprobs
+    if routed:
+        asked[REQUEST_ARGUMENT] = True
     if sampling.min_p > 0.0:
         asked["min_p"] = sampling.min_p
     return {
@@ -76,6 +85,37 @@ def logits_of(output: Any, vocab_size: int) -> Tensor | None:
     if logits.dim() != 2 or logits.size(0) < len(output.token_ids) or logits.size(1) < vocab_size:
         return None
     return logits[: len(output.token_ids), :vocab_size]
+
+
+def experts_of(output: Any, num_tokens: int, arch: ArchSpec) -> Tensor:
+    """The experts of a completion as `Rollout.routed_experts` has them.
+
+    Args:
+        output: The completion; its rows are of the prompt's tokens and then the response's. The overlap scheduler may
+            run the last token too, and a version leaves out the row of the last one that was read; a token whose
+            prefix came from a cache that has forgotten its experts has -1.
+        num_tokens: Of prompt and response, as far as mrl keeps it.
+        arch: A mixture of experts.
+
+    Raises:
+        RuntimeError: They are of another model, or tokens are missing.
+    """
+    moe, found = arch.moe, output.routed_experts
+    if moe is None or found is None:
+        raise RuntimeError("TensorRT-LLM did not tell which experts it chose")
+    wanted = (arch.num_layers, moe.top_k)
+    if found.dim() != 3 or tuple(found.shape[1:]) != wanted:
+        raise RuntimeError(
+            f"TensorRT-LLM told experts {list(found.shape)}, expected [tokens, {wanted[0]}, {wanted[1]}]"
+        )
+    if found.size(0) < num_tokens - 2:
+        raise RuntimeError(f"TensorRT-LLM told the experts of {found.size(0)} of {num_tokens - 1} tokens")
+    known = found[: num_tokens - 1]
+    if known.numel() and not (int(known.min()) >= -1 and int(known.max()) < moe.num_experts):
+        raise RuntimeError(f"TensorRT-LLM told expert {int(known.max())} of {moe.num_experts}")
+    routed = torch.full((num_tokens, *wanted), -1, dtype=choice_dtype(moe.num_experts))
+    routed[: known.size(0)] = known.to(routed.dtype)
+    return routed
 
 
 def finish_reason(output: Any, sampling: SamplingConfig) -> FinishReason:

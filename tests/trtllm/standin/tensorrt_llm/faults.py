@@ -15,6 +15,9 @@ min_p_ignored          TRTLLMSampler samples without min_p
 no_min_p               1.3's TorchSampler does not know min_p
 engine_fails=R         a built engine's rank R of a replica raises in generate
 decoder=raw|shifted    a built engine's log-probabilities are of raw logits, or stand one position on
+lost_routes=N          the experts of the first N tokens were evicted from the cache of shared prefixes
+short_routes=N         the experts of the last N tokens that were read are missing
+no_routes              no experts come back
 warm_logits            a built engine returns logits over the temperature
 """
 

@@ -1,7 +1,7 @@
 import queue
 from dataclasses import dataclass
 
-from tests.trtllm.signature import Fields, signed
+from tests.trtllm.signature import Fields, flavour, signed
 
 HOME = "tensorrt_llm.executor.result."
 
@@ -12,6 +12,13 @@ class Logprob(Fields):
 
 class CompletionOutput(Fields):
     entry = HOME + "CompletionOutput"
+
+    if flavour() == "1.3":
+
+        @property
+        def routed_experts(self):
+            found = (self.additional_generation_outputs or {}).get("routed_experts")
+            return found[0] if found else None
 
 
 @dataclass

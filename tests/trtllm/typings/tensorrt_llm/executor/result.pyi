@@ -17,6 +17,7 @@ class CompletionOutput:
     disaggregated_params: Any
     request_perf_metrics: Any
     def __init__(self, *, index: int, text: str = ..., token_ids: list[int] = ..., cumulative_logprob: Any = ..., logprobs: list[dict[int, Logprob]] | list[float] = ..., prompt_logprobs: Any = ..., finish_reason: str | None = ..., stop_reason: int | str | None = ..., generation_logits: Tensor | None = ..., additional_context_outputs: Any = ..., additional_generation_outputs: Any = ..., disaggregated_params: Any = ..., request_perf_metrics: Any = ...) -> None: ...
+    routed_experts: Tensor | None
 class GenerationResult:
     def abort(self) -> None: ...
     queue: Queue[Any]

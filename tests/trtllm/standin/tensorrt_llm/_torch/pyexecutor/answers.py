@@ -5,7 +5,7 @@ from collections import defaultdict
 import torch
 
 from mrl.engines.base import SamplingConfig
-from tensorrt_llm._torch.pyexecutor import llm_request
+from tensorrt_llm._torch.pyexecutor import llm_request, route_capture
 from tensorrt_llm._torch.pyexecutor.sampler import scored
 from tensorrt_llm.executor.result import CompletionOutput
 from tensorrt_llm.faults import fault
@@ -27,9 +27,12 @@ def of(batch, native, sampler, args, arch):
     for sampling, results in groups.items():
         prompts = [result.request.prompt_token_ids for result in results]
         found = native.generate(prompts, sampler.keys(results), sampler.heard(sampling))
-        for result, (tokens, logits) in zip(results, found, strict=True):
+        for result, (tokens, logits), routed in zip(results, found, native.routed, strict=True):
             params = result.request.sampling_params
-            yield result, _completion(params, sampling, sampler, tokens, logits, overlap=overlap)
+            completion = _completion(params, sampling, sampler, tokens, logits, overlap=overlap)
+            more = overlap and len(tokens) < params.max_tokens
+            completion.additional_generation_outputs = route_capture.outputs(args, params, routed, one_more=more)
+            yield result, completion
 
 
 def _refuse(request, args):

@@ -18,7 +18,7 @@ from mrl.weights.hf import hf_layout
 from tensorrt_llm import _utils
 from tensorrt_llm._torch import virtual_memory
 from tensorrt_llm._torch.modules.linear import Mapping, modules_of
-from tensorrt_llm._torch.pyexecutor import answers
+from tensorrt_llm._torch.pyexecutor import answers, route_capture
 from tensorrt_llm._torch.pyexecutor.hang_detector import HangDetector
 from tensorrt_llm._torch.pyexecutor.model_loader import Model, ModelLoader
 from tensorrt_llm._torch.pyexecutor.sampler import instantiate_sampler
@@ -71,6 +71,7 @@ class PyExecutor:
         self.model_engine = SimpleNamespace(model=Model(self.arch, args), model_loader=ModelLoader())
         self._native = NativeModel(self.arch, args.dtype, args.max_seq_len + 1) if self.dist.rank == 0 else None
         self.sampler = instantiate_sampler(args)
+        route_capture.create(args)
         self._requests = queue.Queue()
         self._waiting = None
         self.control_request_barrier, self.control_action_done = threading.Event(), threading.Event()

@@ -194,6 +194,7 @@ def warm_start(job: Job) -> None:
 
 def supervised_step(job: Job) -> Metrics:
     """One step of `algorithm.name=sft`."""
+    job.sampler.rest()  # from the last evaluation
     with job.timers.phase("update_actor"):
         prompts = job.state.source.next(job.config.train.batch_size)
         batch, lens_N2 = supervised_batch(prompts, job.tokenizer, job.groups, job.config)

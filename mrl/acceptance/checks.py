@@ -132,7 +132,7 @@ def _same(what: str, found: Tensor | None, expected: Tensor) -> Facts:
 
 
 def sleep(bench: Bench) -> Facts:
-    """(iii) Bytes in use and answers, awake, asleep and awake again."""
+    """(iii) Bytes in use and answers: awake, through sleep alone, and through an update's rest and a refit."""
     job = bench.job
     bench.refit()
     job.policy.offload()
@@ -141,16 +141,22 @@ def sleep(bench: Bench) -> Facts:
     first = canary.answers(job.sampler.engine.generate, job.arch, rollout)
     awake = bench.used()
     job.sampler.engine.sleep()
+    job.sampler.engine.wake()
+    moved = canary.compare(first, canary.answers(job.sampler.engine.generate, job.arch, rollout))
+    job.sampler.engine.sleep()
+    job.sampler.rest()
     asleep = bench.used()
     allowed = _allowed(job.device)
     trainer = torch.cuda.memory_reserved(job.device) if job.device.type == "cuda" else 0
+    bench.refit()
+    job.policy.offload()
     job.sampler.engine.wake()
-    moved = canary.compare(first, canary.answers(job.sampler.engine.generate, job.arch, rollout))
+    rested = canary.compare(first, canary.answers(job.sampler.engine.generate, job.arch, rollout))
     again = bench.used()
     job.sampler.engine.sleep()
     freed = awake - asleep
     weights = weight_bytes(job.config, job.arch, job.groups.grid)
-    facts: Facts = {"answers": str(moved)}
+    facts: Facts = {"answers": str(moved), "answers after rest and refit": str(rested)}
     if job.device.type == "cuda":
         facts |= {
             "GiB in use awake": awake / GIB,
@@ -164,6 +170,8 @@ def sleep(bench: Bench) -> Facts:
         facts["memory"] = "a CPU: nothing to measure"
     if not moved.within(bench.tolerance):
         raise CheckError(f"the answers moved over sleeping and waking: {moved}", facts)
+    if not rested.within(bench.tolerance):
+        raise CheckError(f"the answers moved over an update's rest and a refit: {rested}", facts)
     if job.device.type == "cuda" and allowed < ALLOWED * freed:
         raise CheckError(
             f"the trainer could allocate {allowed / GIB:.3f} GiB while the engine slept, which freed {freed / GIB:.3f} "

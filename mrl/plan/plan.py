@@ -18,7 +18,7 @@ from mrl.models.base import ArchSpec, Place
 from mrl.observe.hardware import Hardware
 from mrl.observe.words import counted
 from mrl.plan.durations import predict_durations
-from mrl.plan.engine_memory import engine_layouts
+from mrl.plan.engine_memory import engine_layouts, weight_bytes
 from mrl.plan.fit import check_fits, device_of
 from mrl.plan.memory import StageMemory, memory_by_stage, not_counted, num_parameters, staging_bytes
 from mrl.preflight.megatron import forced
@@ -115,6 +115,9 @@ def _memory(found: Resolved, stages: list[StageMemory], capacity: int, hardware:
         yield f"  {name:<26}" + "".join(f"{stage.total(phase) / GB:>10.2f}" for phase in phases)
     if fullest.host:
         yield f"  host memory: {fullest.host / GB:.2f} GB, what waits there of actor, engine and reference"
+        if found.config.rollout.name == "trtllm" and found.config.rollout.free_cache_engine:
+            less = weight_bytes(found.config, found.arch, found.grid)
+            yield f"  of it {less / GB:.2f} GB the engine's weights asleep, which TensorRT-LLM 1.3 discards instead"
     if "KV cache" in fullest.phases["rollout"]:
         yield f"  the KV cache has room for {fullest.kv_rows} sequence(s) of {_longest(found)} tokens in each replica"
 

@@ -88,9 +88,11 @@ class Refit:
             bucket_bytes=bucket_bytes,
             quantize=self._quantizer.quantize if self._quantizer else None,
         )
-        counts: list[int] = [0] * dist.get_world_size()
-        dist.all_gather_object(counts, sum(map(num_bytes, self._scales.values())))
-        self._scale_bytes = sum(counts)
+        self._scale_bytes = 0
+        if grids:
+            counts: list[int] = [0] * dist.get_world_size()
+            dist.all_gather_object(counts, sum(map(num_bytes, self._scales.values())))
+            self._scale_bytes = sum(counts)
         self._engine = engine
         self._target_layout = target_layout
 

@@ -77,6 +77,9 @@ class Sampler:
             rollout.checkpoint_engine,
             grids_of(plan.arch, rollout.quantization),
         )
+        if rollout.free_cache_engine:
+            self.engine.sleep()
+            self.engine.release()
         self._canary_is_due = canary.is_wanted(rollout)
         self.training = training_sampling(config, plan.tokenizer.eos_ids)
         self.held_out = held_out_sampling(config, plan.tokenizer.eos_ids)

@@ -54,6 +54,35 @@ def test_samples_are_those_of_the_native_engine_through_sleep_and_refit(flavour,
         assert engine.stats() == {"prefill_tokens": 27.0, "decode_tokens": float(sum(map(_length, expected)))}
 
 
+def test_weights_given_back_before_an_update_wait_for_a_refit_where_they_are_discarded(flavour, tmp_path, weights):
+    discards = flavour == "1.3"
+    with tiny.engine(tmp_path) as engine:
+        from tensorrt_llm._torch import virtual_memory
+
+        engine.sleep()
+        engine.release()  # at the start
+        tiny.refit(engine, weights, version=1)
+        engine.wake()
+        expected = engine.generate(PROMPTS, SAMPLING)
+        engine.sleep()
+        assert ("model_weights" in virtual_memory.released) is False
+        assert ("model" in virtual_memory.released) and "kv_cache" in virtual_memory.released
+        for _ in range(2):  # the second has no effect
+            engine.release()
+            assert ("model_weights" in virtual_memory.released) == discards
+        assert engine.policy_version == (-1 if discards else 1)
+        engine.wake()
+        if discards:
+            with pytest.raises(RuntimeError, match="are not whole: no refit has filled them"):
+                engine.generate(PROMPTS, SAMPLING)
+        else:
+            assert_same(engine.generate(PROMPTS, SAMPLING), expected)
+        engine.sleep()
+        tiny.refit(engine, weights, version=2)
+        engine.wake()
+        assert_same(engine.generate(PROMPTS, SAMPLING), expected)
+
+
 def _length(rollout):
     return len(rollout.response_ids)
 

@@ -76,6 +76,7 @@ class LlmEngine(RolloutEngine):
             weights = sum(weight.nbytes for weight in model.parameters())
             self._parts.check_staging(weights, torch.cuda.get_device_properties(device).total_memory)
         self._asleep: set[str] = set()
+        self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._update: ExitStack | None = None
         self._assembler = self._parts.assembler()
         self._given, self._num_buckets = 0, 0
@@ -207,19 +208,37 @@ class LlmEngine(RolloutEngine):
     def sleep(self) -> None:
         """Takes KV cache and weights off the device until `wake`; nothing where `rollout.free_cache_engine` is false.
 
-        The weights wait in pinned memory of the host.
+        The weights wait in pinned memory of the host; where they would be discarded they stay until `release`.
         """
         features = self._host.features
-        if not self.spec.config.free_cache_engine or self._asleep:
+        tags = {features.cache_tag, *features.weight_tags} - set(features.discarded_tags)
+        self._dematerialize(tags)
+
+    def release(self) -> None:
+        """Discards the weights where the version can, until the next refit; else they wait as `sleep` left them.
+
+        Parameters that no refit brings, such as the scales of the cache, wait in host memory.
+        """
+        tags = set(self._host.features.discarded_tags)
+        if not self.spec.config.free_cache_engine or not tags - self._asleep:
+            return
+        self._whole, self.policy_version = False, -1
+        self._aside = [(weight, weight.detach().to("cpu", copy=True)) for weight in self._parts.not_brought()]
+        self._dematerialize(tags)
+
+    def _dematerialize(self, tags: set[str]) -> None:
+        """Takes those of the tags that are awake off the device, in the order of waking backwards."""
+        features = self._host.features
+        ordered = [tag for tag in (features.cache_tag, *features.weight_tags[::-1]) if tag in tags - self._asleep]
+        if not self.spec.config.free_cache_engine or not ordered:
             return
         from tensorrt_llm._torch import virtual_memory
 
-        tags = (features.cache_tag, *features.weight_tags)
         with self._host.paused():
             self._host.executor.reset_prefix_cache()  # its blocks do not survive
             self._synchronize()
-            virtual_memory.release_with_tag(*tags)
-        self._asleep = set(tags)
+            virtual_memory.release_with_tag(*ordered)
+        self._asleep |= set(ordered)
 
     def wake(self) -> None:
         """Brings back what sleeps: first the weights, then the KV cache."""
@@ -236,6 +255,10 @@ class LlmEngine(RolloutEngine):
             virtual_memory.materialize_with_tag(*tags)
             self._synchronize()
             self._asleep -= set(tags)
+            if not self._asleep.intersection(self._host.features.discarded_tags):
+                for weight, kept in self._aside:
+                    weight.detach().copy_(kept)
+                self._aside = []
 
     def close(self) -> None:
         """Ends TensorRT-LLM; the engine cannot be used again."""
@@ -261,7 +284,9 @@ class LlmEngine(RolloutEngine):
         if self._asleep:
             raise RuntimeError("the engine sleeps: call wake before generate")
         if not self._whole:
-            why = self._broken or "no update was finished since the last one began"
+            refitted = self.policy_version >= 0
+            why = "no update was finished since the last one began" if refitted else "no refit has filled them"
+            why = self._broken or why
             raise RuntimeError(f"the engine's weights are not whole: {why}")
         if not prompts:
             return []

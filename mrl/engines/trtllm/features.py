@@ -29,7 +29,9 @@ class Features:
         sleep: Arguments of `LLM` that make its memory releasable; empty: there is no such feature.
         weight_tags: Memory that holds weights and all that is no KV cache, in the order of waking.
         cache_tag: Memory of the KV cache.
-        graphs_sleep: CUDA graphs are known to survive sleep.
+        discarded_tags: Those of `weight_tags` whose contents are lost when they sleep: parameters of the model.
+        graphs_sleep: CUDA graphs are known to survive sleep: 1.3's own test of sleep samples with them, over all tags,
+            and 1.2's says that they are unsupported.
         processed_logprobs: Arguments of `SamplingParams` that ask for log-probabilities of what is sampled from.
         cpp_sampler: There is a TRTLLMSampler: it hears each request's seed and `min_p`, and gives the sampled token's
             log-probability under the temperature.
@@ -41,6 +43,7 @@ class Features:
     sleep: Mapping[str, Any]
     weight_tags: tuple[str, ...]
     cache_tag: str
+    discarded_tags: tuple[str, ...]
     graphs_sleep: bool
     processed_logprobs: Mapping[str, Any]
     cpp_sampler: bool
@@ -69,10 +72,10 @@ def find() -> Features:
     tags: dict[str, Any] = {item.name: item for item in home.ExecutorMemoryType if not item.value.startswith("_")}
     cache = tags.pop("KV_CACHE")
     sleep: dict[str, Any] = {}
-    if "sleep_config" in known:
-        # kept in host memory, as 1.2 does it: not every rollout follows a refit
-        modes = {cache: "NONE"} | {tag: "PINNED" for name, tag in tags.items() if name.startswith("MODEL_WEIGHTS")}
-        sleep = {"sleep_config": llm_args.SleepConfig(restore_modes=modes)}
+    parameters: list[Any] = []
+    if "sleep_config" in known:  # what is not named waits in host memory
+        parameters = [tag for name, tag in tags.items() if name.startswith("MODEL_WEIGHTS")]
+        sleep = {"sleep_config": llm_args.SleepConfig(restore_modes=dict.fromkeys([cache, *parameters], "NONE"))}
     elif "enable_sleep" in known:
         sleep = {"enable_sleep": True}
     return Features(
@@ -80,6 +83,7 @@ def find() -> Features:
         sleep=sleep,
         weight_tags=tuple(str(item.value) for item in tags.values()),
         cache_tag=str(cache.value),
+        discarded_tags=tuple(str(item.value) for item in parameters),
         graphs_sleep="sleep_config" in known,
         processed_logprobs=_processed_logprobs(),
         cpp_sampler=hasattr(samplers, "TRTLLMSampler"),

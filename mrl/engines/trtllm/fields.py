@@ -92,8 +92,8 @@ TABLE = {
         "values and logits fit in",
     ),
     "free_cache_engine": Use(
-        "true: KV cache and weights leave the device between rollouts, the weights into pinned host memory "
-        "(`enable_sleep`, or `sleep_config` of 1.3)",
+        "true: KV cache and weights leave the device, the weights into pinned host memory (`enable_sleep` of 1.2), or "
+        "discarded before an update, which a refit follows (`sleep_config` of 1.3)",
         "true: the KV cache leaves the device between rollouts; weights and TensorRT's activation memory stay",
     ),
     "enforce_eager": Use(

@@ -21,6 +21,9 @@ from mrl.weights.layout import Layout, StoredTensor
 from mrl.weights.trtllm import TrtllmMapping
 from mrl.weights.trtllm_reads import cut_dim, read_layout, reader_of
 
+FILLED = ("weight", "bias", "w3_w1_weight", "w2_weight")
+"""Parameters of a module that reads tensors which a refit fills (`UnquantizedLinearMethod`, `FusedMoEMethodBase`)."""
+
 MODES = ("column", "row")
 """`TensorParallelMode` of a module whose tensors are cut along dimension 0, and along 1."""
 
@@ -38,6 +41,7 @@ class Parts:
         size, spread = config.tensor_model_parallel_size, config.expert_parallel_size
         self._full = hf_layout(spec.arch, spec.dtype_name)
         self._device = spec.device
+        self._model = model
         expected = read_layout(spec.arch, size, spread, rank, spec.dtype_name)
         experts = TrtllmMapping(size, moe_ep_size=spread).experts(rank)
         modules = dict(model.named_modules())
@@ -64,6 +68,13 @@ class Parts:
     def assembler(self) -> Assembler:
         """Staging of one refit."""
         return Assembler(self.layout, self._full, self._device)
+
+    def not_brought(self) -> list[torch.Tensor]:
+        """Parameters that no refit fills: all but the weights of the modules that read tensors."""
+        readers = {reader_of(name).path for name in self._full}
+        filled = {f"{path}.{leaf}" for path in readers for leaf in FILLED}
+        filled |= {f"{path}.backend.{leaf}" for path in readers for leaf in FILLED}
+        return [weight for name, weight in self._model.named_parameters() if name not in filled]
 
     def check_staging(self, weights: int, device_bytes: int) -> None:
         """Returns where a model that is loaded in one call fits beside the weights.

@@ -59,6 +59,8 @@ class Linear(nn.Module):
         self._rank = (
             (self.tp_rank + 1) % self.tp_size if fault("reads_more") and self.kind == "o_proj" else self.tp_rank
         )
+        if self.kind == "qkv_proj":  # of the cache; no checkpoint has them
+            self.kv_scales = nn.Parameter(torch.ones(3), requires_grad=False)
         if fault("no_parts"):
             del self.tp_rank
 

@@ -57,6 +57,12 @@ class Model(nn.Module):
             raise StandInError(f"pre_reload_weights after '{self.step}'")
         self.step, self.tensors, self.buckets = "taken apart", {}, []
 
+    def lose(self):
+        """The memory of the parameters is another one from here on."""
+        self.step, self.tensors = "lost", {}
+        for parameter in self.parameters():
+            parameter.fill_(torch.nan)
+
     def load_weights(self, weights, weight_mapper=None, params_map=None, allow_partial_loading=False):
         if self.step not in ("taken apart", "loading"):
             raise StandInError(f"load_weights after '{self.step}': pre_reload_weights comes first")
@@ -92,6 +98,11 @@ class Model(nn.Module):
         if self.step != "loading":
             raise StandInError(f"process_weights_after_loading after '{self.step}'")
         self.read()
+        lost = [
+            name for name, scales in self.named_parameters() if name.endswith("_scales") and bool(scales.isnan().any())
+        ]
+        if lost:
+            raise StandInError(f"no refit brings {lost[0]}, which was discarded")
         missing = [name for name in self.loaders if name not in self.tensors]
         if missing:
             raise StandInError(f"{len(missing)} tensors were not loaded: {missing[0]}")

@@ -114,8 +114,8 @@ class PyExecutor:
 
     def forget(self, tag):
         """What happens to released memory that is not restored."""
-        if tag in self.discards and tag in ("model", "model_weights"):
-            self.model_engine.model.step = "lost"
+        if tag in self.discards and tag == "model_weights":
+            self.model_engine.model.lose()
 
     def enqueue(self, result):
         if self.dist.rank != 0:

@@ -56,24 +56,21 @@ class Choices:
         Returns:
             routed_experts_P, on the CPU; -1 for the last token of a sequence, which is no input.
         """
-        wholes = self._of_all_ranks()
         routed_P = torch.full((batch.tokens_P.numel(), *self._shape), -1, dtype=self._dtype)
         lens, ends = batch.seq_lens_B.tolist(), batch.seq_lens_B.cumsum(0).tolist()
-        for (rows, row_I), whole in zip(microbatches, wholes, strict=True):
+        for index, (rows, row_I) in enumerate(microbatches):
+            whole = self._of_all_ranks(self._parts.pop(index))
             parts = torch.split(whole[row_I], [lens[row] - 1 for row in rows])
             for row, part in zip(rows, parts, strict=True):
                 routed_P[ends[row] - lens[row] : ends[row] - 1] = part
         return routed_P
 
-    def _of_all_ranks(self) -> list[Tensor]:
-        """All rows of each microbatch: tensor-parallel ranks have runs of what a context-parallel one has."""
-        parts = [part for _, part in sorted(self._parts.items())]
+    def _of_all_ranks(self, part: Tensor) -> Tensor:
+        """All rows of a microbatch: tensor-parallel ranks have runs of what a context-parallel one has."""
         for group in (self._groups.tp, self._groups.cp):
             if group.size() > 1:
-                sizes = [part.size(0) for part in parts]
-                own = torch.cat(parts).view(torch.uint8)  # gloo gathers no int16
+                own = part.view(torch.uint8)  # gloo gathers no int16
                 gathered = [torch.empty_like(own) for _ in range(group.size())]
                 dist.all_gather(gathered, own, group=group)
-                of_ranks = zip(*(torch.split(each.view(self._dtype), sizes) for each in gathered), strict=True)
-                parts = [torch.cat(of_rank) for of_rank in of_ranks]
-        return parts
+                part = torch.cat(gathered).view(self._dtype)
+        return part

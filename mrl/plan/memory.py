@@ -24,7 +24,8 @@ from mrl.run.prepare import Resolved
 from mrl.weights.buckets import MIN_ROUND_BYTES, NUM_BUFFERS, PIPELINE_ROUNDS
 from mrl.weights.copies import ITEM_BYTES
 from mrl.weights.layout import Layout
-from mrl.weights.megatron import chunk_layers, megatron_layout
+from mrl.weights.megatron import chunk_layers, megatron_layout, stage_layers
+from mrl.weights.tensors import choice_dtype
 
 GRADIENT_BYTES = 4
 """Megatron's gradient buffer is fp32, or of the parameters' type without `grad_reduce_in_fp32` in `megatron.ddp`."""
@@ -66,7 +67,9 @@ class StageMemory:
         phases: "refit", "rollout", "score" where something is scored without training, "update" -> term -> bytes.
         kv_rows: Sequences that the KV cache has room for.
         host: Bytes in host memory beside the device: what was offloaded or is stepped there, an engine's weights while
-            it sleeps, the reference, the actor while it is away for it, and copies for a checkpoint.
+            it sleeps, the reference, the actor while it is away for it, the experts to replay, and copies for a
+            checkpoint.
+        replayed: Bytes of the experts to replay, which wait in host memory wherever the model is.
     """
 
     stage: int
@@ -74,6 +77,7 @@ class StageMemory:
     phases: dict[str, dict[str, int]]
     kv_rows: int
     host: int
+    replayed: int
 
     def total(self, phase: str) -> int:
         """Bytes at the phase's peak."""
@@ -125,6 +129,7 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
     samples = not algorithm.supervised or bool(config.train.eval_interval)
     stages = []
     for stage, own in enumerate(held):
+        replayed = replayed_bytes(config, arch, grid, stage)
         away = offloaded(config, own)
         parts = {"weights": own.weights, "gradients": own.gradients, "optimizer": own.optimizer}
         staying = sum(parts[part] for part in ("weights", "gradients") if part not in away)
@@ -153,12 +158,15 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
             **({"score": {**weights, **always, **kept, "activations": used.scoring}} if scored else {}),
             "update": {**actor, **always, **kept, **_update(used, own.states.step)},
         }
+        if device.is_host:
+            phases["update"]["experts to replay"] = replayed
         phases = {phase: {term: size for term, size in terms.items() if size} for phase, terms in phases.items()}
         host = 0
         if not device.is_host:
             host = sum(away.values()) + (2 * own.weights if algorithm.needs_reference else 0) + engine.host
-            host += commit_bytes(config, grid, own) + own.states.host
-        stages.append(StageMemory(stage, stage * (grid.world_size // grid.pp), phases, engine.rows, host))
+            host += commit_bytes(config, grid, own) + own.states.host + replayed
+        first_rank = stage * (grid.world_size // grid.pp)
+        stages.append(StageMemory(stage, first_rank, phases, engine.rows, host, replayed))
     return stages
 
 
@@ -189,6 +197,22 @@ def commit_bytes(config: Config, grid: Grid, own: Memory) -> int:
     saved = own.states.saved
     optimizer = saved if config.actor.use_distributed_optimizer else math.ceil(saved / writers)
     return math.ceil(own.weights / writers) + optimizer
+
+
+def replayed_bytes(config: Config, arch: ArchSpec, grid: Grid, stage: int) -> int:
+    """The experts to replay on a rank of a stage, if every response has its full length.
+
+    Those of its data-parallel index's samples, in the layers of the stage; those of a minibatch twice more, as they are
+    cut into microbatches; and the engine's, of all layers, on the rank that sends a replica's samples on.
+    """
+    replay, moe, samples = config.actor.router_replay, arch.moe, config.train.batch_size * config.rollout.n
+    if replay == "none" or moe is None:
+        return 0
+    each = config.rollout.longest * moe.top_k * choice_dtype(moe.num_experts).itemsize
+    in_minibatch = (config.train.minibatch_size or config.train.batch_size) * config.rollout.n
+    own = (math.ceil(samples / grid.dp) + 2 * math.ceil(in_minibatch / grid.dp)) * len(stage_layers(arch, grid)[stage])
+    told = math.ceil(samples / grid.num_replicas) * arch.num_layers if replay == "rollout" else 0
+    return (own + told) * each
 
 
 def staging_bytes(config: Config, grid: Grid, moved_bytes: int) -> int:

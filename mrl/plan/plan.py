@@ -118,6 +118,8 @@ def _memory(found: Resolved, stages: list[StageMemory], capacity: int, hardware:
         if found.config.rollout.name == "trtllm" and found.config.rollout.free_cache_engine:
             less = weight_bytes(found.config, found.arch, found.grid)
             yield f"  of it {less / GB:.2f} GB the engine's weights asleep, which TensorRT-LLM 1.3 discards instead"
+        if fullest.replayed:
+            yield f"  of it {fullest.replayed / GB:.2f} GB the experts to replay"
     if "KV cache" in fullest.phases["rollout"]:
         yield f"  the KV cache has room for {fullest.kv_rows} sequence(s) of {_longest(found)} tokens in each replica"
 

@@ -10,8 +10,9 @@ from mrl.config import Config, load
 from mrl.grid import Grid
 from mrl.models.presets import arch_from_preset
 from mrl.plan.engine_memory import Device
-from mrl.plan.memory import memory_by_stage, not_counted, num_parameters, stage_memory
+from mrl.plan.memory import memory_by_stage, not_counted, num_parameters, replayed_bytes, stage_memory
 from mrl.run.prepare import resolve
+from mrl.types import RolloutBatch
 from mrl.weights.megatron import megatron_layouts
 from mrl.weights.native import native_layouts
 from tests.megatron.actors import ARCHS, EXPERT_LAYOUTS, LAYOUTS, MIXTURES, config_for, make_policy, train
@@ -104,10 +105,14 @@ reward: {functions: [{name: exact_match}]}
 GPU = Device(te=True, capacity=10**9, allowance=10**6)
 
 
-def phases(tmp_path, *overrides: str, device: Device = GPU, ranks: int = 1):
+def from_text(tmp_path, *overrides: str) -> Config:
     path = tmp_path / "run.yaml"
     path.write_text(RUN)
-    return memory_by_stage(resolve(load(path, overrides), ranks), device)
+    return load(path, overrides)
+
+
+def phases(tmp_path, *overrides: str, device: Device = GPU, ranks: int = 1):
+    return memory_by_stage(resolve(from_text(tmp_path, *overrides), ranks), device)
 
 
 def test_terms_that_are_not_there_are_not_counted(tmp_path):
@@ -224,3 +229,46 @@ def test_copies_for_a_checkpoint_are_counted(tmp_path):
         host = Device(te=False, engine_copies=4, is_host=True)
         (on_host,) = phases(tmp_path, *given, "checkpoint.async_save=true", device=host)
         assert on_host.phases["rollout"]["copies for a checkpoint"] == copies.host - plain.host
+
+
+def kept_experts(grid, config):
+    """Bytes of the experts that an actor keeps of a step whose responses all have full length."""
+    policy = make_policy(MIXTURES["qwen3_moe"], grid, actor={"router_replay": "recompute"})
+    count = config.train.batch_size * config.rollout.n // grid.dp
+    prompts, responses = config.rollout.prompt_length, config.rollout.response_length
+    total = count * responses
+    batch = RolloutBatch(
+        tokens_P=torch.randint(0, 9, (count * config.rollout.longest,)),
+        prompt_lens_B=torch.full((count,), prompts),
+        response_lens_B=torch.full((count,), responses),
+        response_mask_R=torch.ones(total, dtype=torch.bool),
+        rollout_logprobs_R=torch.zeros(total),
+        group_id_B=torch.zeros(count, dtype=torch.int64),
+        rewards_B=torch.zeros(count),
+    )
+    policy.proximal(batch)
+    return batch.routed_experts_P.nbytes
+
+
+@pytest.mark.parametrize("layout", ["ep2_pp2", "cp2_ep2"])
+def test_the_experts_to_replay_are_what_an_actor_keeps(layout, tmp_path):
+    grid, replay = EXPERT_LAYOUTS[layout], "actor.router_replay=recompute"
+    sizes = ("rollout.prompt_length=4", "rollout.response_length=8", "train.batch_size=4", "rollout.n=2")
+    config = from_text(tmp_path, replay, *sizes)
+    for rank, found in enumerate(run_ranks(grid.world_size, kept_experts, grid, config)):
+        stage = grid.coords(rank).pp
+        assert replayed_bytes(config, MIXTURES["qwen3_moe"], grid, stage) == 3 * found  # two more of the minibatch: all
+    halves = from_text(tmp_path, replay, *sizes, "train.minibatch_size=2")
+    assert replayed_bytes(halves, MIXTURES["qwen3_moe"], grid, 0) == 2 * found
+    told = from_text(tmp_path, "actor.router_replay=rollout", *sizes)
+    whole = 4 * 2 * 12 * 4 * 2  # sequences, tokens, layers, experts of a token
+    assert replayed_bytes(told, MIXTURES["qwen3_moe"], grid, 0) == 3 * found + whole // grid.num_replicas
+    assert replayed_bytes(from_text(tmp_path, *sizes), MIXTURES["qwen3_moe"], grid, 0) == 0
+
+
+def test_the_experts_to_replay_wait_in_host_memory(tmp_path):
+    mixture = ("model.preset=qwen3_moe_tiny", "model.overrides={}", "algorithm.proximal=recompute")
+    (without,), (kept,) = (phases(tmp_path, *mixture, *more) for more in ((), ("actor.router_replay=recompute",)))
+    assert kept.host == without.host + kept.replayed and kept.replayed > 0 and kept.phases == without.phases
+    on_host = phases(tmp_path, *mixture, "actor.router_replay=recompute", device=Device(te=False, is_host=True))[0]
+    assert on_host.phases["update"]["experts to replay"] == kept.replayed and on_host.host == 0

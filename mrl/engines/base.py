@@ -133,6 +133,9 @@ class RolloutEngine(ABC):
     policy_version: int
     """Optimizer steps in the weights now held; -1 before the first refit."""
 
+    notes: tuple[str, ...] = ()
+    """What the installed engine cannot do as the config has it, and does otherwise; told at the start."""
+
     told_to_stop: Callable[[], bool] = staticmethod(lambda: False)
     """Whether this rank was told to stop. `generate` asks it now and then, for the replica: if any of its ranks was
     told, it returns at once with what has ended, which is not used. An engine that does not ask delays the stop."""

@@ -111,7 +111,8 @@ NEEDLESS: Mapping[str, str] = {
     "profiler.finish_hook_cmd": _PROFILER,
     "profiler.finish_hook_all_ranks": _PROFILER,
     "profiler.finish_hook_ranks": _PROFILER,
-    "load_format": "the engine starts with dummy weights; a refit fills it before the first sample",
+    "load_format": "as `dummy`: every engine starts without the model's weights, and a refit fills it before the first "
+    "sample; other loaders would read files that it overwrites",
     "layered_summon": "weights are copied piece by piece",
     "layer_name_map": "tensors go by the tables of `mrl/models`",
     "sglang_engine_mode": "of an engine that is not there",

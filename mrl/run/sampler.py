@@ -53,7 +53,7 @@ class Sampler:
             device: Of this rank.
             policy: Offloaded, so that the engine sees how much memory is free.
             weights: Know the model's folder.
-            tell: Hears what the canary found.
+            tell: Hears the engine's notes, and what the canary found.
         """
         config, rollout = plan.config, plan.config.rollout
         self._rollout, self._arch, self._device, self._policy, self._tell = rollout, plan.arch, device, policy, tell
@@ -70,6 +70,8 @@ class Sampler:
                 trains_on_logprobs=config.algorithm.proximal == "rollout" or config.algorithm.tis_clip > 0,
             )
         )
+        for note in self.engine.notes:
+            tell(note)
         self.refit = Refit(
             policy.layout(),
             policy.named_tensors(),

@@ -33,7 +33,7 @@ NAMED = {
     "server": ("null", "no HTTP server"),
     "server.timeout": (60, "no HTTP server"),
     "enable_sleep_mode": ("false", "`rollout.free_cache_engine`"),
-    "load_format": ("auto", "a refit fills it"),
+    "load_format": ("auto", "a refit fills it before the first sample"),
     "quantization_config_file": ("fp8.json", "`rollout.quantization`"),
 }
 

@@ -90,6 +90,10 @@ def test_graphs_are_left_out_where_they_are_not_known_to_survive_sleep(flavour, 
     awake = args(free_cache_engine=False)(tmp_path)
     assert awake.cuda_graph_config.enable_padding and awake.cuda_graph_config.max_batch_size == 16
     assert (args()(tmp_path).cuda_graph_config is None) == (flavour == "1.2")
+    with tiny.engine(tmp_path) as engine:
+        assert [note.split(":")[0] for note in engine.notes] == ["no CUDA graphs"] * (flavour == "1.2")
+    with tiny.engine(tmp_path, enforce_eager=True) as engine:
+        assert engine.notes == ()
 
 
 def test_no_word_about_the_job_leaves_it(flavour, tmp_path):

@@ -47,7 +47,7 @@ def seeded(arch, layout):
 
 
 def refitted(folder, arch, rollout):
-    """(what it samples or how it failed, names that `reload` was given, bytes that ranks got) of a refitted engine."""
+    """(what it samples or how it failed, names that `reload` was given, bytes that ranks got, notes) of an engine."""
     rank = dist.get_rank()
     grid = Grid(2, tp=2, rollout_tp=2, rollout_ep=rollout.get("expert_parallel_size", 1))
     layout = megatron_layout(arch, grid, rank, dtype="float32", te=False)
@@ -61,7 +61,7 @@ def refitted(folder, arch, rollout):
         except RuntimeError as error:
             found = str(error)
         given = [name for bucket in engine._host.executor.model_engine.model.buckets for name in bucket]
-        return found, given, refit.plan.bytes_local + refit.plan.bytes_moved
+        return found, given, refit.plan.bytes_local + refit.plan.bytes_moved, engine.notes[1:]
 
 
 def all_cases(folder):
@@ -84,10 +84,12 @@ def test_a_replica_is_sent_what_its_ranks_read_and_samples_like_the_native_engin
     for name, (arch, rollout) in {**CASES, "no_parts": CASES["experts"]}.items():
         expected = tiny.native(seeded(arch, hf_layout(arch, "float32")), arch).generate(tiny.PROMPTS, tiny.SAMPLING)
         for rank, results in enumerate(ranks):
-            found, given, sent = results[name]
+            found, given, sent, notes = results[name]
             assert_same(found, expected)
             experts = {expert for each in given if (expert := reader_of(each).expert) is not None}
+            assert len(notes) == (name == "no_parts")
             if name == "no_parts":
+                assert "tensors go whole to each rank of a replica" in notes[0]
                 assert sorted(given) == sorted(hf_layout(arch, "float32")) and sent == 2 * num_bytes(arch)
             else:
                 assert num_bytes(arch) <= sent < 1.4 * num_bytes(arch)  # twice: norms, routers, the one kv head

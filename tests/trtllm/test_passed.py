@@ -63,7 +63,7 @@ MISTAKES = {
     "ranks": ("{tensor_parallel_size: 2}", r"refused: set rollout\.tensor_model_parallel_size"),
     "length": ("{max_seq_len: 4096}", r"refused: set rollout\.max_model_len"),
     "model": ("{model: other}", r"refused: set model\.path"),
-    "weights": ("{load_format: auto}", "dummy weights"),
+    "weights": ("{load_format: auto}", "it is `dummy`: the first refit fills the weights"),
     "sleep": ("{sleep_config: {}}", r"set rollout\.free_cache_engine"),
     "memory": ("{kv_cache_config: {free_gpu_memory_fraction: 0.9}}", r"set rollout\.gpu_memory_utilization"),
     "prefixes": ("{kv_cache_config: {enable_block_reuse: false}}", r"set rollout\.enable_prefix_caching"),

@@ -71,6 +71,7 @@ class LlmEngine(RolloutEngine):
         self._requests = Requests(self._host, spec)
         model = self._host.executor.model_engine.model
         self._parts = Parts(model, spec, self._replica.rank)
+        self.notes = (*self._host.notes, *self._parts.notes)
         self._in_parts = "allow_partial_loading" in inspect.signature(model.load_weights).parameters
         if not self._in_parts and device.type == "cuda":
             weights = sum(weight.nbytes for weight in model.parameters())

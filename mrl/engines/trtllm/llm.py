@@ -56,7 +56,7 @@ def arguments(
             "memory while training. Set rollout.free_cache_engine=false, or install 1.2 or 1.3."
         )
     check_min_p(config, features, max(config.min_p, config.val_kwargs.min_p))
-    graphs = not config.enforce_eager and (features.graphs_sleep or not config.free_cache_engine)
+    graphs = not (config.enforce_eager or _loses_graphs(config, features))
     experts: dict[str, Any] = {}
     if arch.moe is not None:
         cut = config.moe_tensor_parallel_size or config.tensor_model_parallel_size // config.expert_parallel_size
@@ -85,6 +85,22 @@ def arguments(
         **engine_arguments(config, features),
     }
     return merged(derived, given_by(config), features.version)
+
+
+def _loses_graphs(config: RolloutConfig, features: Features) -> bool:
+    """Whether CUDA graphs are wanted, and the installed version is not known to keep them while its engine sleeps."""
+    return not config.enforce_eager and config.free_cache_engine and not features.graphs_sleep
+
+
+def _notes(config: RolloutConfig, features: Features) -> tuple[str, ...]:
+    """What the installed version does otherwise than the config has it."""
+    if not _loses_graphs(config, features):
+        return ()
+    return (
+        f"no CUDA graphs: TensorRT-LLM {features.version} is not known to keep them while its engine sleeps (its own "
+        "test of enable_sleep leaves them out). rollout.free_cache_engine=false has them; rollout.enforce_eager=true "
+        "asks for none",
+    )
 
 
 def sampler_of(config: RolloutConfig, features: Features) -> str:
@@ -122,6 +138,7 @@ class Host:
         llm: TensorRT-LLM's `LLM`.
         executor: Its `PyExecutor`, in this process.
         features: Of the installed package.
+        notes: What it does otherwise than the config has it.
     """
 
     def __init__(
@@ -176,6 +193,7 @@ class Host:
                 f"TensorRT-LLM {self.features.version} put its executor into another process ({found}), where its "
                 "weights cannot be replaced"
             )
+        self.notes = _notes(config, self.features)
         self._replica, self._timeout_s = replica, timeout_s
         self._death: BaseException | None = None
         self._hook = threading.excepthook

@@ -92,8 +92,8 @@ DERIVED: Rows = {
     "set rollout.gpu_memory_utilization": "kv_cache_config.free_gpu_memory_fraction",
     "set rollout.free_cache_engine": "enable_sleep sleep_config",
     "set rollout.enable_rollout_routing_replay": "enable_return_routed_experts",
-    "the engine starts with dummy weights, which the first refit fills": "load_format checkpoint_loader "
-    "checkpoint_format",
+    "it is `dummy`: the first refit fills the weights, by the mapper of names that this format makes too":
+        "load_format checkpoint_loader checkpoint_format",
     "it follows from the sampling settings and from what the installed samplers hear": "sampler_type "
     "disable_overlap_scheduler",
     "it is NCCL, since with TensorRT-LLM's own kernels several engines at a time do not compute the same":

@@ -33,6 +33,7 @@ class Parts:
 
     Attributes:
         layout: What it reads: name -> a part, or the whole where its module does not say which part.
+        notes: Says so, where there are such modules.
     """
 
     def __init__(self, model: Any, spec: EngineSpec, rank: int) -> None:
@@ -47,6 +48,7 @@ class Parts:
         modules = dict(model.named_modules())
         self._read: dict[str, Any] = {}
         self.layout: Layout = {}
+        silent: list[str] = []
         for name, full in self._full.items():
             part, reader = expected.get(name), reader_of(name)
             if part is not None and cut_dim(part, full) is None and reader.expert is None:
@@ -61,9 +63,17 @@ class Parts:
                 agreed = part is not None and _is_cut(module, part, full, size, rank, has_mode=True)
             if not agreed:
                 self.layout[name] = full
+                silent.append(reader.path)
             elif part is not None:
                 self.layout[name] = part
                 self._read[reader.path] = module
+
+        self.notes: tuple[str, ...] = ()
+        if silent:
+            self.notes = (
+                f"{len(silent)} tensors go whole to each rank of a replica in a refit, since TensorRT-LLM's modules do "
+                f"not say which part of them they read; the first is '{silent[0]}'",
+            )
 
     def assembler(self) -> Assembler:
         """Staging of one refit."""

@@ -34,7 +34,7 @@ from mrl.types import Prompt, Rollout, RolloutBatch, SampleTable
 from mrl.weights.tensors import choice_dtype
 
 TP, PP, REPLICA = 4, 8, 32
-"""Of configs/dapo_qwen3-235b-a22b_32x8_tp4pp8ep8.yaml, with engines of 32 ranks: the model does not fit fewer."""
+"""Of configs/dapo_qwen3-235b-a22b_32x8_tp4pp8ep8.yaml, but with engines of 32 ranks."""
 SAMPLES = 16
 PROMPT_LEN = 1024
 NUM_EXPERTS = 128

@@ -1,18 +1,23 @@
 """Who this process is in MPI's world, and what rank 0 tells the others over it.
 
 Owns the import of mpi4py (extra `mpi`), which is needed only where mpirun started the ranks. MPI lives as long as the
-job: it is ended in `end` and not at the exit of the process, where a rank that failed would wait for the others.
+job: it is ended in `end` and not at the exit of the process, where a rank that failed would wait for the others. A
+program that began MPI before it called mrl ends it itself.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from mrl.distributed.environment import Environment
 from mrl.errors import UserError, first_line
+
+MPI_MODULE = "mpi4py.MPI"
+"""Its import begins MPI."""
 
 SIZE_BYTES = 8
 """Of the number that says how long a word is."""
@@ -87,8 +92,8 @@ def check_threads() -> None:
 
 
 def end() -> None:
-    """Collective over the job: ends MPI; nothing where it was never begun."""
-    if not _world.cache_info().currsize:
+    """Collective over the job: ends MPI; nothing where it was never begun, or not by mrl."""
+    if not _begun:
         return
     from mpi4py import MPI
 
@@ -105,8 +110,13 @@ def _whole_world(environment: Environment) -> Any:
     return world
 
 
+_begun: list[str] = []
+"""MPI, where mrl began it."""
+
+
 @cache
 def _world() -> Any:
+    ours = MPI_MODULE not in sys.modules
     try:
         import mpi4py
 
@@ -117,6 +127,8 @@ def _world() -> Any:
             f"the ranks were started over MPI, which needs mpi4py and its MPI library ({first_line(error)}). Install "
             'it by `pip install "mrl[mpi]"`, or start by torchrun or srun, which need none.'
         ) from error
+    if ours:
+        _begun.append(MPI_MODULE)
     return MPI.COMM_WORLD
 
 

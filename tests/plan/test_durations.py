@@ -37,7 +37,7 @@ def test_stages_wait_for_each_other():
 
 
 def test_few_sequences_wait_for_weights_and_many_for_the_cache():
-    found = resolve(load(DENSE), 8)
+    found = resolve(load(DENSE, ["rollout.tensor_model_parallel_size=2"]), 8)
     few, many = (predict_durations(found, H100, rows) for rows in (1, 128))
     assert (few.bound_by, many.bound_by) == ("weights", "KV cache")
     assert (few.decode_steps, many.decode_steps) == (256 * 4096, 2 * 4096)

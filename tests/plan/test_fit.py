@@ -20,9 +20,18 @@ NAMES = {
 }
 
 
+RESIDENT = (
+    "rollout.name=native", "~rollout.gpu_memory_utilization", "~actor.param_offload", "~actor.grad_offload",
+    "~actor.optimizer_offload",
+)  # fmt: skip
+"""The native engine beside an actor that stays on the device, as a config has it that says nothing of either."""
+LARGE_REPLICA = ("rollout.tensor_model_parallel_size=32", "rollout.expert_parallel_size=32")
+
+
 def run(name: str, *overrides: str, ranks: int | None = None):
     file, size = NAMES[name]
-    return resolve(load(ROOT / "configs" / f"{file}.yaml", overrides), ranks or size)
+    given = [*RESIDENT, *(LARGE_REPLICA if name == "235b" else ()), *overrides]
+    return resolve(load(ROOT / "configs" / f"{file}.yaml", given), ranks or size)
 
 
 def check(found):

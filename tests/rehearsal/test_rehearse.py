@@ -31,7 +31,7 @@ LAYOUTS = {
     EXPERTS: {"tensor parallel", "data parallel", "expert parallel", "rollout expert parallel"},
     LARGE: {"tensor parallel", "pipeline parallel", "expert parallel", "rollout expert parallel"},
     STAGED: {"tensor parallel", "pipeline parallel", "data parallel", "rollout tensor parallel"},
-    DENSE: {"tensor parallel", "data parallel", "rollout tensor parallel"},
+    DENSE: {"tensor parallel", "data parallel", "rollout replicas"},
 }
 
 
@@ -197,7 +197,8 @@ def test_a_model_and_data_of_ones_own_are_read_as_a_run_would(tmp_path):
         tmp_path, DENSE, "~model", f"model.path={tmp_path}/model", f"reference.path={tmp_path}/model", "~data",
         f"data.train_files={tmp_path}/train.jsonl", f"data.val_files={tmp_path}/val.parquet", "data.answer_key=label",
         "data.prompt_key=messages", "data.overlong_prompts=drop", "checkpoint.export_hf=true",
-        "rollout.prompt_length=100",        "rollout.response_length=100", world_size=4, max_ranks=2,
+        "rollout.prompt_length=100", "rollout.response_length=100", "rollout.tensor_model_parallel_size=2",
+        world_size=4, max_ranks=2,
     )  # fmt: skip
     assert report["passed"] and report["ranks"] == [2, 2]
     assert [line.split(" is ")[0] for line in report["warnings"]] == ["data parallel 2", "rollout replicas 2"]
@@ -250,13 +251,15 @@ def test_a_folder_that_is_not_a_rehearsals_is_not_touched(tmp_path):
 
 
 def test_the_shrunk_config_keeps_what_it_does_not_have_to_shrink(tmp_path):
-    overrides = ("actor.weight_decay=0.1", "algorithm.tis_clip=2.5", "algorithm.proximal=recompute")
+    overrides = ("actor.weight_decay=0.1", "algorithm.tis_clip=2.5")
     report = run(tmp_path, LARGE, *overrides, dry_run=True)
     small = load(tmp_path / "out" / FIRST)
+    assert small.actor.weight_decay == 0.1 and small.actor.recompute == "full" and small.actor.param_offload
+    assert small.actor.router_replay == "recompute"
     assert (
-        small.actor.weight_decay == 0.1 and small.actor.recompute == "full" and small.actor.router_replay == "rollout"
+        small.algorithm.name == "dapo" and small.algorithm.tis_clip == 2.5 and small.algorithm.proximal == "recompute"
     )
-    assert small.algorithm.name == "dapo" and small.algorithm.tis_clip == 2.5 and small.model.dtype == "bfloat16"
+    assert small.model.dtype == "bfloat16"
     assert small.algorithm.overlong.buffer_length == 2 and small.rollout.response_length == 8
     assert small.parallel.num_layers_in_first_pipeline_stage == 1 and small.parallel.expert_tensor_parallel_size == 1
     assert report["settings"]["rollout.response_length"] == [8192, 8]

@@ -27,7 +27,7 @@ ALL_IN_ONE, SMALLER = 1000, 24
 """Tokens of a microbatch: one holds the batch; in the other the updates cut it as the scoring pass did not."""
 CASES = {
     "single": (Grid(1), {}),
-    "ep2_dp2": (EXPERT_LAYOUTS["ep2_dp2"], {}),
+    "ep2_dp2": (EXPERT_LAYOUTS["ep2_dp2"], {"moe_token_dispatcher_type": "allgather"}),
     "cp2_ep2": (EXPERT_LAYOUTS["cp2_ep2"], {}),
     "tp2_ep2_pp2": (EXPERT_LAYOUTS["tp2_ep2_pp2"], {"recompute": "full"}),
     "ep2_pp2_vpp2": (EXPERT_LAYOUTS["ep2_pp2_vpp2"], {"recompute": "full"}),
@@ -202,3 +202,20 @@ def test_gradients_are_those_of_megatrons_own_replay(folders):
     assert set(ours) == set(theirs)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert sum(float(ours[name].abs().max()) > 0 for name in ours if name.endswith("mlp.gate.weight")) == 4
+
+
+def of_a_rank_without_sequences(folder):
+    policy = make_policy(arch_from_folder(folder), EXPERT_LAYOUTS["ep2"], seed=None, actor=REPLAY)
+    load(policy, folder)
+    batch = make_batch(longest=12)
+    batch = batch if dist.get_rank() == 0 else batch.select([])
+    logprobs = policy.proximal(batch)
+    policy.start_optimizer(CONSTANT)
+    policy.update(batch, supervised())
+    return logprobs.shape, batch.routed_experts_P.shape
+
+
+def test_a_rank_without_sequences_keeps_nothing_and_takes_part(folders):
+    (_, some), (scored, none) = run_ranks(2, of_a_rank_without_sequences, folders[0])
+    assert some[0] == make_batch(longest=12).tokens_P.numel()
+    assert scored == (0,) and none == (0, 4, 2)

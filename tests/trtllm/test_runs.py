@@ -1,6 +1,8 @@
 """Whole runs through the stand-in: rewards of the native engine, in process and over MPI; and a death on one rank."""
 
 import os
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -10,7 +12,8 @@ from mrl.run.prepare import load_model_facts
 from mrl.weights.trtllm import TrtllmMapping
 from tests.e2e import runs
 from tests.e2e.test_layouts import assert_same as assert_same_numbers
-from tests.launch.test_mpirun import mpirun
+from tests.launch.hosts import Hosts, NoRightsError
+from tests.launch.test_mpirun import TIMEOUT_S, mpirun
 from tests.ranks import run_ranks
 from tests.source import ROOT
 from tests.trtllm.conftest import FAULTS, STANDIN, forget
@@ -20,7 +23,6 @@ from tests.trtllm.test_built_ranks import LIMITS, SETTINGS
 
 LENGTH = "response_length/mean"
 SHORT = ("train.num_steps=2", "rollout.temperature=0.8", "rollout.top_p=0.9")
-REPLICAS = {"one of two ranks": 2, "two of two ranks": 4}
 TOLERANCE = 1e-3
 """Relative, on metrics that log-probabilities enter: fp32 sums in another order."""
 PATHS = f"{ROOT}{os.pathsep}{STANDIN}"
@@ -77,12 +79,49 @@ def test_grpo_on_a_built_engine_in_process_has_its_numbers(standin, tmp_path, ex
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("ranks", REPLICAS.values(), ids=REPLICAS)
-def test_grpo_of_replicas_over_mpi_has_the_native_engines_numbers(tmp_path, expected, ranks):
+def test_grpo_of_two_replicas_over_mpi_has_the_native_engines_numbers(tmp_path, expected):
     words = [*SHORT, "rollout.name=trtllm", "rollout.tensor_model_parallel_size=2"]
-    done = mpirun(tmp_path, *runs.arguments(tmp_path, words), ranks=ranks, PYTHONPATH=PATHS)
+    done = mpirun(tmp_path, *runs.arguments(tmp_path, words), ranks=4, PYTHONPATH=PATHS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert_same_numbers(runs.metrics(tmp_path), expected)
+
+
+AGENT = """#!/bin/sh
+# Of mpirun: ADDRESS COMMAND... runs on the host of that address, which is a network namespace.
+name=$(echo "$HOSTS" | cut -d, -f"${1##*.}"); shift
+exec ip netns exec "$name" unshare --uts sh -c 'hostname "$0"; exec sh -c "$*"' "$name" "$@"
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.netns
+def test_a_replica_over_two_hosts_has_the_native_engines_numbers(tmp_path, expected):
+    if "Open MPI" not in subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout:
+        pytest.skip("the flags are Open MPI's")
+    try:
+        hosts = Hosts()
+    except NoRightsError as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    try:
+        agent, told = tmp_path / "agent", tmp_path / "told.txt"
+        agent.write_text(AGENT)
+        agent.chmod(0o755)
+        cable = [word for key in ("oob_tcp_if_include", "btl_tcp_if_include") for word in ("--mca", key, "cable")]
+        words = [
+            "mpirun", "-n", "2", "-H", f"{hosts.address(0)}:1,{hosts.address(1)}:1", "--bind-to", "none", *cable,
+            "--mca", "btl", "tcp,self", "--mca", "plm_rsh_agent", str(agent), sys.executable, "-m", "mrl",
+        ]  # fmt: skip
+        words += runs.arguments(tmp_path, [*SHORT, "rollout.name=trtllm", "rollout.tensor_model_parallel_size=2"])
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS, "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_coll_ucc_enable": "0", "HOSTS": ",".join(hosts.names),
+            "MASTER_ADDR": hosts.address(0), FAULTS: "devices=1",
+        }  # fmt: skip
+        assert hosts.start(0, words, environment, told).wait(TIMEOUT_S) == 0, told.read_text()
+        assert_same_numbers(runs.metrics(tmp_path), expected)
+    finally:
+        hosts._end(signal.SIGKILL)
+        hosts.down()
 
 
 @pytest.mark.mpi

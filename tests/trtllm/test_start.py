@@ -7,7 +7,7 @@ import torch
 
 from mrl.config import load
 from mrl.distributed import launch
-from mrl.engines.trtllm.llm import check_choice
+from mrl.engines.trtllm.llm import check_choice, check_hosts
 from mrl.errors import UserError
 from mrl.run.prepare import prepare
 from tests.source import ROOT
@@ -49,12 +49,22 @@ def test_one_process_keeps_what_it_sees(monkeypatch):
 
 
 def test_the_device_that_tensorrt_llm_takes_must_be_the_ranks():
-    check_choice(torch.device("cuda:0"), 0, 1, 1)
-    check_choice(torch.device("cuda:3"), 11, 8, 4)  # second host, eight ranks on each
+    check_choice(torch.device("cuda:0"), 0, 1)
+    check_choice(torch.device("cuda:3"), 11, 8)  # second host, eight ranks on each
     with pytest.raises(UserError, match=r"would take cuda:0 \(MPI rank 0, 8 devices\), but this rank's is cuda:3"):
-        check_choice(torch.device("cuda:3"), 0, 8, 1)
-    with pytest.raises(UserError, match="sees 1 device.*no --gpus-per-task.*one host"):
-        check_choice(torch.device("cuda:0"), 3, 1, 2)
+        check_choice(torch.device("cuda:3"), 0, 8)
+
+
+def test_a_replica_is_inside_a_host_or_of_whole_hosts():
+    check_hosts(6, 2, 8, 8)
+    check_hosts(8, 8, 8, 8)
+    check_hosts(16, 16, 8, 8)  # the third and fourth host
+    check_hosts(2, 2, 1, 1)  # hosts of one device
+    with pytest.raises(UserError, match="sees 1 device.*2 ranks are on its host.*no --gpus-per-task"):
+        check_hosts(2, 2, 1, 2)
+    for first, size in ((6, 4), (4, 8), (0, 12)):
+        with pytest.raises(UserError, match=f"ranks {first} to {first + size - 1} are a replica, on hosts of 8 dev"):
+            check_hosts(first, size, 8, 8)
 
 
 def test_variables_are_hidden_given_and_put_back(monkeypatch):

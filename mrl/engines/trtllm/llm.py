@@ -175,7 +175,7 @@ class Host:
             self.features = find_features()
             from tensorrt_llm import LLM
 
-            _check_device(device, replica.size)
+            _check_device(device, replica)
             chosen = arguments(config, arch, dtype, self.features, trains_on_logprobs=trains_on_logprobs)
             if communicator is not None:
                 chosen |= _in_mpi(communicator)
@@ -286,26 +286,56 @@ def _given(communicator: Any) -> Mapping[str, str]:
     return START_SETTINGS if communicator is not None else {**START_SETTINGS, "TLLM_WORKER_USE_SINGLE_PROCESS": "1"}
 
 
-def _check_device(device: torch.device, replica_size: int) -> None:
-    """Returns where TensorRT-LLM will take this rank's device."""
+def _check_device(device: torch.device, replica: Replica) -> None:
+    """Returns where TensorRT-LLM will take this rank's device, and its replica's ranks lie as it reckons."""
     if device.type == "cuda":
         from tensorrt_llm import _utils
 
-        check_choice(device, _utils.global_mpi_rank(), torch.cuda.device_count(), replica_size)
+        num_devices, rank = torch.cuda.device_count(), _utils.global_mpi_rank()
+        if replica.size > 1:
+            check_hosts(rank - replica.rank, replica.size, num_devices, launch.environment().local_world_size)
+        check_choice(device, rank, num_devices)
 
 
-def check_choice(device: torch.device, mpi_rank: int, num_devices: int, replica_size: int) -> None:
+def check_hosts(first_rank: int, size: int, num_devices: int, ranks_of_host: int) -> None:
+    """TensorRT-LLM takes `num_devices` for the ranks of each host, in their order, and reckons with whole hosts.
+
+    What was read: `gpus_per_node` is the number of devices that a rank sees; ranks are on host rank // gpus_per_node of
+    the replica (`mapping.py`), and of several hosts each has equally many (`llmapi/llm_args.py: world_size_per_node`).
+    The PyTorch models load their weights on the device of the rank among those of its host (`_utils.local_mpi_rank`).
+
+    Args:
+        first_rank: Of the replica, MPI's number.
+        size: Ranks of the replica.
+        num_devices: That this rank sees.
+        ranks_of_host: Ranks on this rank's host, of all replicas.
+
+    Raises:
+        UserError: The ranks do not lie so.
+    """
+    what = f"rollout.tensor_model_parallel_size={size}"
+    if ranks_of_host > num_devices:
+        raise UserError(
+            f"{what}: this rank sees {num_devices} device(s), and {ranks_of_host} ranks are on its host; "
+            "TensorRT-LLM wants each rank of a replica to see the devices of all. Let ranks see all devices of their "
+            "host (no --gpus-per-task)."
+        )
+    last_rank = first_rank + size - 1
+    inside = first_rank // num_devices == last_rank // num_devices
+    if not inside and (first_rank % num_devices or size % num_devices):
+        raise UserError(
+            f"{what}: ranks {first_rank} to {last_rank} are a replica, on hosts of {num_devices} devices. "
+            "TensorRT-LLM wants a replica inside one host, or one of whole hosts: set a size that divides the devices "
+            "of a host, or a multiple of them."
+        )
+
+
+def check_choice(device: torch.device, mpi_rank: int, num_devices: int) -> None:
     """TensorRT-LLM takes the device of its MPI rank, modulo those that it sees (`executor/base_worker.py`).
 
     Raises:
-        UserError: That is not `device`, or a replica has more ranks than this one sees devices, which `LLM` refuses.
+        UserError: That is not `device`.
     """
-    if replica_size > num_devices:
-        raise UserError(
-            f"rollout.tensor_model_parallel_size={replica_size}, but this rank sees {num_devices} device(s); "
-            "TensorRT-LLM wants each rank of a replica to see the devices of all. Let ranks see all devices of their "
-            "host (no --gpus-per-task), and keep a replica on one host."
-        )
     chosen = mpi_rank % num_devices
     if chosen != device.index:
         raise UserError(

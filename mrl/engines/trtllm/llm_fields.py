@@ -82,7 +82,7 @@ DERIVED: Rows = {
     "set rollout.pipeline_model_parallel_size, which must be 1": "pipeline_parallel_size pp_partition",
     "set rollout.expert_parallel_size": "moe_expert_parallel_size",
     "set rollout.moe_tensor_parallel_size": "moe_tensor_parallel_size",
-    "a replica is on one host, and its ranks are those of the job": "gpus_per_node",
+    "it is the number of devices that a rank sees, all of its host": "gpus_per_node",
     "set rollout.dtype": "dtype",
     "set rollout.max_num_seqs": "max_batch_size",
     "set rollout.max_num_batched_tokens": "max_num_tokens",

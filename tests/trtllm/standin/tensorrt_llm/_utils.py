@@ -16,6 +16,9 @@ class _Alone:
     def Get_size(self):
         return 1
 
+    def Split_type(self, split_type):
+        return self
+
 
 def _world():
     if "OMPI_COMM_WORLD_RANK" not in os.environ:
@@ -28,6 +31,8 @@ def _world():
 
 
 world = comm = _world()
+local_comm = comm.Split_type(9)
+"""The ranks of this host, of all replicas (OMPI_COMM_TYPE_HOST)."""
 
 
 @signed("tensorrt_llm._utils.set_mpi_comm")
@@ -38,6 +43,10 @@ def set_mpi_comm(new_comm):
 
 def mpi_comm():
     return comm
+
+
+def local_mpi_rank():
+    return local_comm.Get_rank()
 
 
 def global_mpi_rank():

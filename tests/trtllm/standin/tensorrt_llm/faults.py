@@ -7,6 +7,7 @@ slow_exit=S            ranks but the first take so many seconds to leave a pause
 silent                 requests are never answered
 no_logits              no logits are returned
 top1                   log-probabilities of the most likely token only, not of the sampled one
+devices=N              each rank sees N devices
 reads_more             o_proj reads the rows of the next rank, and tells that it reads its own
 no_parts               modules do not tell which part of a tensor they read
 whole_only             load_weights has no allow_partial_loading

@@ -1,10 +1,11 @@
+import math
 import os
 from pathlib import Path
 
 from tensorrt_llm import _utils, usage
 from tensorrt_llm.executor.executor import GenerationExecutor
 from tensorrt_llm.executor.result import GenerationRequest
-from tensorrt_llm.faults import StandInError
+from tensorrt_llm.faults import StandInError, fault
 from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
 from tests.trtllm.signature import signed
 
@@ -50,6 +51,10 @@ class LLM:
             raise ValueError(f"moe_tp_size {cut} x moe_ep_size {spread} != tp_size {args.tensor_parallel_size}")
         if args.tensor_parallel_size > 1 and args.mpi_session is None:
             raise StandInError("LLM would start MPI workers in processes of their own")
+        gpus_per_node = int(fault("devices") or args.tensor_parallel_size)
+        num_hosts = math.ceil(args.tensor_parallel_size / gpus_per_node)
+        if gpus_per_node < args.tensor_parallel_size // num_hosts:
+            raise RuntimeError(f"only {gpus_per_node} GPUs available")
         if not 0 < args.kv_cache_config.free_gpu_memory_fraction <= 1:
             raise ValueError(f"free_gpu_memory_fraction={args.kv_cache_config.free_gpu_memory_fraction}")
         if args.load_format.upper() not in ("AUTO", "DUMMY", "VISION_ONLY"):

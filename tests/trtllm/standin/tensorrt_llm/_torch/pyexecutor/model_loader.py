@@ -66,6 +66,8 @@ class Model(nn.Module):
     def load_weights(self, weights, weight_mapper=None, params_map=None, allow_partial_loading=False):
         if self.step not in ("taken apart", "loading"):
             raise StandInError(f"load_weights after '{self.step}': pre_reload_weights comes first")
+        if fault("devices") and _utils.local_mpi_rank() >= int(fault("devices")):
+            raise StandInError("CUDA error: invalid device ordinal")  # torch.cuda.set_device(local_mpi_rank())
         self.read()
         self.step = "loading"
         for name, tensor in weights.items():

@@ -22,10 +22,12 @@ FOREIGN = {
     ),
     "TensorRT-LLM": (
         "_ipc_utils.py",
+        "_torch/model_config.py",
         "_torch/models/checkpoints/hf/weight_mapper.py",
         "_torch/models/modeling_phi3.py",
         "_torch/modules/embedding.py",
         "_torch/modules/fused_moe/interface.py",
+        "_torch/modules/fused_moe/quantization.py",
         "_torch/modules/linear.py",
         "_torch/pyexecutor/_util.py",
         "_torch/pyexecutor/llm_request.py",

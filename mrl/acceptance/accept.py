@@ -19,7 +19,7 @@ from packaging.version import InvalidVersion, Version
 from mrl.acceptance.model import CONFIG, from_folder, write_random
 from mrl.acceptance.result import Check, Result
 from mrl.acceptance.sessions import Sessions, check_names
-from mrl.acceptance.table import CHECKS, GRAPHS, SETTINGS
+from mrl.acceptance.table import CHECKS, FP8, GRAPHS, SETTINGS
 from mrl.config import Config
 from mrl.engines.trtllm.inspection import NO_IMPORT
 from mrl.errors import UserError
@@ -32,6 +32,9 @@ CONTROL = "native"
 ENGINES = (CONTROL, "trtllm", "trtllm_engine")
 NO_BUILT = Version("1.3.dev0")
 """First version without the TensorRT backend."""
+
+NOT_BUILT = {GRAPHS: "ModelRunner captures no CUDA graphs", FP8: "a refit brings a built engine no FP8"}
+"""Session -> why a built engine has none."""
 
 
 @dataclass(kw_only=True)
@@ -105,8 +108,8 @@ class Acceptance(Sessions):
             if any((each.engine, each.check, each.status) == (engine, "start", "fails") for each in self.results):
                 self.give_up(engine, wanted, "skipped", "the engine did not start")
                 continue
-            if engine == "trtllm_engine" and session == GRAPHS:
-                self.give_up(engine, wanted, "skipped", "ModelRunner captures no CUDA graphs")
+            if engine == "trtllm_engine" and session in NOT_BUILT:
+                self.give_up(engine, wanted, "skipped", NOT_BUILT[session])
                 continue
             self.session(engine, session, wanted, [*own, *settings], launcher=self.launcher)
 

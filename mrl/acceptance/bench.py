@@ -7,17 +7,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from mrl.acceptance.result import Spec
 from mrl.config import load
 from mrl.distributed.collectives import together
 from mrl.engines.base import SamplingConfig
+from mrl.refit.quantizer import Quantizer
 from mrl.run import canary
 from mrl.run.job import Job
 from mrl.run.opening import open_job
 from mrl.run.prepare import prepare
 from mrl.types import Prompt, Rollout
+from mrl.weights.fp8 import grids_of
 from mrl.weights.init import random_init
+from mrl.weights.regions import slices
 
 
 class Bench:
@@ -55,12 +59,34 @@ class Bench:
     def other_weights(self) -> Iterator[None]:
         """Inside, the actor has random weights."""
         job = self.job
-        kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in job.policy.named_tensors().items()}
-        random_init(job.arch, job.policy.layout(), job.policy.named_tensors(), seed=job.config.run.seed + 1)
-        try:
+        with self._kept():
+            random_init(job.arch, job.policy.layout(), job.policy.named_tensors(), seed=job.config.run.seed + 1)
             yield
+
+    @contextmanager
+    def rounded_weights(self) -> Iterator[None]:
+        """Inside, the actor has the weights that `rollout.quantization` makes of its own."""
+        job = self.job
+        layout, grids = job.policy.layout(), grids_of(job.arch, job.config.rollout.quantization)
+        with self._kept() as tensors:
+            quantizer = Quantizer(layout, tensors, grids)
+            quantizer.measure()
+            for name, stored in layout.items():
+                for piece in stored.pieces:
+                    if piece.hf_name in grids:
+                        values = tensors[name].detach()[slices(piece.dst)]
+                        values.copy_(quantizer.meant(piece.hf_name, piece.src, values))
+            yield
+
+    @contextmanager
+    def _kept(self) -> Iterator[dict[str, Tensor]]:
+        """The actor's tensors, which are afterwards as they were."""
+        tensors = self.job.policy.named_tensors()
+        kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        try:
+            yield tensors
         finally:
-            for name, tensor in job.policy.named_tensors().items():
+            for name, tensor in self.job.policy.named_tensors().items():
                 tensor.detach().copy_(kept[name])
 
     def used(self) -> int:

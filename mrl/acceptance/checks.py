@@ -6,9 +6,7 @@ it looks at but through `engines/trtllm/inspection.py`.
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -17,17 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.acceptance import behaviour
+from mrl.acceptance import answers, behaviour, fp8
 from mrl.acceptance.bench import Bench, opened
 from mrl.acceptance.result import CheckError, Facts, NotHereError
 from mrl.distributed import launch
-from mrl.distributed.collectives import from_first_rank
 from mrl.engines.trtllm import inspection
 from mrl.errors import UserError
 from mrl.formats.hf import HfSource
 from mrl.plan.engine_memory import weight_bytes
 from mrl.run import canary
-from mrl.types import Rollout, RolloutBatch
+from mrl.types import Rollout
 from mrl.weights.checksum import bit_sum
 from mrl.weights.native import native_layout
 from mrl.weights.regions import slices
@@ -40,14 +37,6 @@ FREED = 0.9
 
 ALLOWED = 0.9
 """Part of the free memory that the trainer must be able to allocate while the engine sleeps."""
-
-NUM_PROMPTS = 8
-MEAN_NATS = 0.05
-"""Mean difference of the log-probabilities of two programs that compute in bfloat16, whose logits carry 8 bits: 2^-8 of
-a log-probability of -12. A distribution of another temperature is off by more."""
-
-BINS = (0.0, 1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0, math.inf)
-"""Edges of the histogram, nats."""
 
 
 def device(bench: Bench) -> Facts:
@@ -76,24 +65,9 @@ def device(bench: Bench) -> Facts:
 
 def refit(bench: Bench) -> Facts:
     """(i) The same weights, others, and the first again."""
-    bench.refit()
-    first = bench.answers()
-    bench.refit()
-    same = canary.compare(first, bench.answers())
-    with bench.other_weights():
-        bench.refit()
-        other = canary.compare(first, bench.answers())
-    bench.refit()
-    back = canary.compare(first, bench.answers())
+    first, facts = answers.come_back(bench)
     _keep(bench, first)
-    facts: Facts = {"same weights": str(same), "other weights": str(other), "first weights again": str(back)}
-    if not same.within(bench.tolerance):
-        raise CheckError(f"a second refit of the same weights moved the answers: {same}", facts)
-    if other.within(bench.tolerance):
-        raise CheckError(f"a refit of other weights did not change the answers: {other}", facts)
-    if not back.within(bench.tolerance):
-        raise CheckError(f"after other weights the first ones do not give the first answers: {back}", facts)
-    return facts | {"tolerance, nats": bench.tolerance}
+    return facts
 
 
 def qkv(bench: Bench) -> Facts:
@@ -200,29 +174,14 @@ def _allowed(device: torch.device) -> int:
 
 def logprobs(bench: Bench) -> Facts:
     """(v) Samples under the session's distribution, scored by the actor."""
-    job = bench.job
     bench.refit()
-    sampled = bench.generate(job.state.source.next(NUM_PROMPTS), job.sampler.training)
-    rollouts = from_first_rank(sampled)  # the actor's ranks score the same sequences
-    scored, _ = job.policy.score(batch_of(rollouts))
-    apart = (scored - torch.tensor([x for each in rollouts for x in each.rollout_logprobs])).abs()
-    counts = [int(((apart >= low) & (apart < high)).sum()) for low, high in itertools.pairwise(BINS)]
-    edges = [f"{low:g} to {high:g}" for low, high in itertools.pairwise(BINS)]
-    mean, largest = float(apart.mean()), float(apart.max())
-    facts: Facts = {
-        "tokens": apart.numel(),
-        "mean difference, nats": mean,
-        "largest, nats": largest,
-        "99 of 100 below, nats": float(apart.quantile(0.99)),
-        "histogram, nats": dict(zip(edges, counts, strict=True)),
-    }
-    found = inspection.verdict(job.sampler.engine)
-    if found is not None:
-        facts["probe"] = f"scores {found.scores.value}; logits are {'' if found.has_logits else 'not '}returned"
-    if not mean <= MEAN_NATS:
+    rollouts = answers.sampled(bench)
+    apart = (answers.scores(bench, rollouts) - answers.told(rollouts)).abs()
+    facts, mean = answers.difference(bench, apart), float(apart.mean())
+    if not mean <= answers.MEAN_NATS:
         raise CheckError(
-            f"engine and actor differ by {mean:.3g} nats on average over {apart.numel()} tokens, by {largest:.3g} at "
-            f"most; expected a mean of at most {MEAN_NATS:g}; {facts.get('probe', '')}",
+            f"engine and actor differ by {mean:.3g} nats on average over {apart.numel()} tokens, by at most "
+            f"{float(apart.max()):.3g}; expected a mean of at most {answers.MEAN_NATS:g}; {facts.get('probe', '')}",
             facts,
         )
     return facts
@@ -272,22 +231,8 @@ FUNCTIONS: dict[str, Callable[[Bench], Facts]] = {
     "logprobs": logprobs,
     "contract": contract,
     "graphs": graphs,
+    "fp8": fp8.fp8,
 }
-
-
-def batch_of(rollouts: Sequence[Rollout]) -> RolloutBatch:
-    """Rollouts as the actor scores them."""
-    tokens = [token for each in rollouts for token in (*each.prompt.prompt_ids, *each.response_ids)]
-    lens = torch.tensor([(len(each.prompt.prompt_ids), len(each.response_ids)) for each in rollouts])
-    return RolloutBatch(
-        tokens_P=torch.tensor(tokens, dtype=torch.int64),
-        prompt_lens_B=lens[:, 0],
-        response_lens_B=lens[:, 1],
-        response_mask_R=torch.ones(int(lens[:, 1].sum()), dtype=torch.bool),
-        rollout_logprobs_R=torch.tensor([x for each in rollouts for x in each.rollout_logprobs]),
-        group_id_B=torch.tensor([each.prompt.uid for each in rollouts]),
-        rewards_B=torch.zeros(len(rollouts)),
-    )
 
 
 def _keep(bench: Bench, rollouts: Sequence[Rollout]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mrl.acceptance.page import Page
 from mrl.acceptance.result import Check
 
-PLAIN, CUT, GRAPHS = "plain", "cut", "graphs"
+PLAIN, CUT, GRAPHS, FP8 = "plain", "cut", "graphs", "fp8"
 """Sessions: one start of the engine each, with other settings."""
 
 SETTINGS: dict[str, tuple[str, ...]] = {
@@ -17,6 +17,12 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         "rollout.top_p=0.9",
     ),
     GRAPHS: ("rollout.enforce_eager=false", "rollout.free_cache_engine=false"),
+    FP8: (
+        "rollout.enforce_eager=true",
+        "rollout.free_cache_engine=true",
+        "rollout.quantization=fp8",
+        "rollout.dtype=bfloat16",
+    ),
 }
 """Overrides of a session. 1.2 has no CUDA graphs in an engine that sleeps."""
 
@@ -88,6 +94,13 @@ CHECKS: dict[str, Check] = {
         "Are the answers with CUDA graphs those without, also after refits?",
         "captured graphs compute with old weights or addresses",
         "rollout.enforce_eager=true",
+    ),
+    "fp8": Check(
+        FP8,
+        "In FP8 (rollout.quantization=fp8): do answers stay under refits, and do samples have the log-probabilities of "
+        "the weights that FP8 stands for?",
+        "scales are lost or in the wrong place: samples would be those of another model",
+        "leave rollout.quantization out; the page has how far log-probabilities are apart, and from what",
     ),
     "end": Check(
         PLAIN,

@@ -7,9 +7,10 @@ a replica call each method together, with the same arguments. Engines know no Me
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,8 +93,9 @@ class EngineSpec:
         device: Where weights and cache are.
         dtype: Of the stored weights.
         decode: Token ids -> text, for stop strings.
-        model_folder: Collective over the job: a Hugging Face folder with the model's config.json and tokenizer, which
-            every rank can read; it is written on the first call, for the versions of transformers in mrl's range.
+        model_folder: Collective over the job: a Hugging Face folder with the model's config.json, with these further
+            keys, and tokenizer, which every rank can read; it is written when it is called, for the versions of
+            transformers in mrl's range.
         timeout_s: Longest wait for another rank or process, s.
         trains_on_logprobs: Whether the loss reads `rollout_logprobs`; False where only metrics do.
     """
@@ -104,7 +106,7 @@ class EngineSpec:
     device: torch.device
     dtype: torch.dtype
     decode: Callable[[Sequence[int]], str]
-    model_folder: Callable[[], Path]
+    model_folder: Callable[[Mapping[str, Any]], Path]
     timeout_s: float
     trains_on_logprobs: bool
 

@@ -281,7 +281,13 @@ def assign_files(layout: Layout, max_file_bytes: int) -> dict[str, Layout]:
     return {f"model-{index:05}-of-{len(parts):05}.safetensors": part for index, part in enumerate(parts, 1)}
 
 
-def write_companions(folder: Path, arch: ArchSpec, files: Mapping[str, Layout], like: Path | None) -> None:
+def write_companions(
+    folder: Path,
+    arch: ArchSpec,
+    files: Mapping[str, Layout],
+    like: Path | None,
+    further: Mapping[str, Any] | None = None,
+) -> None:
     """Everything of a folder that is not a weight: the index, what comes along, and last config.json.
 
     Args:
@@ -289,6 +295,7 @@ def write_companions(folder: Path, arch: ArchSpec, files: Mapping[str, Layout], 
         arch: The model.
         files: What `assign_files` returned.
         like: Model folder whose tokenizer, generation settings and further config.json keys are copied; None: none.
+        further: Keys of config.json besides; None: none.
 
     Raises:
         UserError: `like` has no readable config.json.
@@ -313,5 +320,5 @@ def write_companions(folder: Path, arch: ArchSpec, files: Mapping[str, Layout], 
         for stored in content.values():
             dtypes[stored.dtype] += num_bytes(stored)
     dtype = dtypes.most_common(1)[0][0]
-    config |= {"dtype": dtype, "torch_dtype": dtype}
+    config |= {"dtype": dtype, "torch_dtype": dtype, **(further or {})}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -110,20 +110,22 @@ def weight_bytes(config: Config, arch: ArchSpec, grid: Grid) -> int:
 def arriving_bytes(config: Config, arch: ArchSpec, grid: Grid) -> int:
     """What a refit brings to a rank's engine at most."""
     if config.rollout.name == "trtllm":
-        return _read_bytes(arch, grid.rollout_tp, grid.rollout_ep, config.rollout.dtype or config.model.dtype)
+        dtype = config.rollout.dtype or config.model.dtype
+        return _read_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, config.rollout.quantization)
     return weight_bytes(config, arch, grid)
 
 
 def engine_layouts(config: Config, arch: ArchSpec, grid: Grid) -> dict[int, Layout]:
     """Rank -> what its engine wants of other ranks in a refit, so no scales; equal ones are one object."""
-    dtype = config.rollout.dtype or config.model.dtype
+    dtype, grids = config.rollout.dtype or config.model.dtype, grids_of(arch, config.rollout.quantization)
     if config.rollout.name == "trtllm":
-        read = [read_layout(arch, grid.rollout_tp, grid.rollout_ep, rank, dtype) for rank in range(grid.rollout_size)]
+        tp, ep = grid.rollout_tp, grid.rollout_ep
+        read = [in_fp8(read_layout(arch, tp, ep, rank, dtype), grids) for rank in range(grid.rollout_size)]
         return {rank: read[grid.rollout_rank(rank)] for rank in range(grid.world_size)}
     if config.rollout.name == "trtllm_engine":
         shared = [trtllm_layout(arch, _mapping(config), rank, dtype) for rank in range(grid.rollout_size)]
         return {rank: shared[grid.rollout_rank(rank)] for rank in range(grid.world_size)}
-    layouts, grids = native_layouts(arch, grid, dtype), grids_of(arch, config.rollout.quantization)
+    layouts = native_layouts(arch, grid, dtype)
     in_turn = {id(layout): in_fp8(layout, grids) for layout in distinct(layouts)}
     return {rank: in_turn[id(layout)] for rank, layout in layouts.items()}
 
@@ -202,11 +204,16 @@ def _llm(found: Resolved, device: Device, weights: int, actor: int) -> EngineMem
 def _staged(config: Config, arch: ArchSpec, grid: Grid) -> dict[str, int]:
     """What a refit of the LLM API holds of whole tensors: up to a bucket, and as much that is being put together."""
     dtype = config.rollout.dtype or config.model.dtype
-    whole = _whole_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype)
+    tp, ep, quantization = grid.rollout_tp, grid.rollout_ep, config.rollout.quantization
+    whole = _whole_bytes(arch, tp, ep, dtype, quantization)
     if arch.family in WHOLE_ONLY:
         return {"whole model of a refit": whole}
     largest = max(arch.vocab_size, arch.intermediate_size) * arch.hidden_size * ITEM_BYTES[dtype]
-    return {"whole tensors of a refit": min(whole, 2 * (_bucket_bytes(config) + largest))}
+    staged = {"whole tensors of a refit": min(whole, 2 * (_bucket_bytes(config) + largest))}
+    if quantization is not None:
+        in_fp8_bytes = _native_bytes(arch, tp, ep, dtype, quantization)[1]
+        staged["quantising of a refit"] = FP8_WORK * FP32_BYTES * min(in_fp8_bytes, BAND_ELEMENTS)
+    return staged
 
 
 def _built(found: Resolved, device: Device, weights: int, actor: int) -> EngineMemory:
@@ -260,17 +267,21 @@ def _built_bytes(arch: ArchSpec, mapping: TrtllmMapping, dtype: str) -> int:
 
 
 @functools.cache
-def _whole_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str) -> int:
-    """All tensors of which the LLM API reads a part on a rank, whole."""
+def _whole_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str, quantization: str | None) -> int:
+    """All tensors of which the LLM API reads a part on a rank, whole, with their scales."""
     few = replace(arch, num_layers=1)
-    full = hf_layout(few, dtype)
-    return _all_bytes({name: full[name] for name in read_layout(few, tp, ep, 0, dtype)}, arch)
+    full, grids = hf_layout(few, dtype), grids_of(few, quantization)
+    whole = in_fp8({name: full[name] for name in read_layout(few, tp, ep, 0, dtype)}, grids)
+    return _all_bytes({**whole, **scale_tables(whole, grids)}, arch)
 
 
 @functools.cache
-def _read_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str) -> int:
-    """What the LLM API reads on the first rank of a replica; no other reads more."""
-    return _all_bytes(read_layout(replace(arch, num_layers=1), tp, ep, 0, dtype), arch)
+def _read_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str, quantization: str | None) -> int:
+    """What the LLM API reads on the first rank of a replica, and whole tables of scales; no other reads more."""
+    few = replace(arch, num_layers=1)
+    read, grids = in_fp8(read_layout(few, tp, ep, 0, dtype), grids_of(few, quantization)), grids_of(few, quantization)
+    full = hf_layout(few, dtype)
+    return _all_bytes({**read, **scale_tables({name: full[name] for name in read}, grids)}, arch)
 
 
 def _all_bytes(layout: Layout, arch: ArchSpec) -> int:

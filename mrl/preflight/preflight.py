@@ -13,6 +13,7 @@ imports no torch.
 from __future__ import annotations
 
 from mrl.config import Config
+from mrl.engines.trtllm import blocks
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.preflight.data import data_rules, evaluation_rules
@@ -84,6 +85,7 @@ def check(
         *position_rules(config, arch),
         *expert_rules(config, arch, grid, supervised=supervised),
         *engine_rules(config, arch),
+        *blocks.refusals(config, arch),
         *megatron_rules(config, arch, grid),
         *token_rules(arch, tokenizer_vocab_size),
     ]

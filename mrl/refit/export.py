@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial as bind
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -100,7 +101,14 @@ def _write_files(
             save_file(arrived, folder / file, metadata={"format": "pt"})
 
 
-def write_model_folder(folder: Path, arch: ArchSpec, dtype: str, tokenizer: Tokenizer, like: str | None = None) -> None:
+def write_model_folder(
+    folder: Path,
+    arch: ArchSpec,
+    dtype: str,
+    tokenizer: Tokenizer,
+    like: str | None = None,
+    further: Mapping[str, Any] | None = None,
+) -> None:
     """A Hugging Face folder without weights, for an engine that a refit fills; one that is there is kept in step.
 
     Its config.json has the structure as mrl read it, in the spellings of transformers 4 and 5: an engine that brings
@@ -112,15 +120,15 @@ def write_model_folder(folder: Path, arch: ArchSpec, dtype: str, tokenizer: Toke
         dtype: Of the weights.
         tokenizer: Of the model.
         like: Model folder whose generation settings and further config.json keys are copied; None: none.
+        further: Keys of config.json that the engine wants besides; None: none.
 
     Raises:
         UserError: It cannot be written.
     """
     with _disk_errors():
         folder.mkdir(parents=True, exist_ok=True)
-        write_companions(
-            folder, arch, assign_files(hf_layout(arch, dtype), sys.maxsize), None if like is None else Path(like)
-        )
+        files = assign_files(hf_layout(arch, dtype), sys.maxsize)
+        write_companions(folder, arch, files, None if like is None else Path(like), further)
         tokenizer.save(folder)
 
 

@@ -65,9 +65,19 @@ class Quantizer:
     def quantize(self, copy: Copy, values: Tensor) -> Tensor:
         """The values of a copy's source, quantised."""
         name, region = self._origin(copy)
-        grid = self._grids[name]
-        factors = self._table(self._multipliers, name)[slices(grid.touched(region))]
-        return fp8.quantize(values, factors, *block_indices(grid, region, values.device))
+        return fp8.quantize(values, self._factors(name, region), *self._blocks(name, region, values))
+
+    def meant(self, name: str, region: Region, values: Tensor) -> Tensor:
+        """The weights that these become, which are a region of a matrix: quantised and multiplied with their scales."""
+        factors, blocks = self._factors(name, region), self._blocks(name, region, values)
+        stored = fp8.quantize(values, factors, *blocks)
+        return fp8.dequantize(stored, factors.reciprocal(), *blocks, torch.empty_like(values))
+
+    def _factors(self, name: str, region: Region) -> Tensor:
+        return self._table(self._multipliers, name)[slices(self._grids[name].touched(region))]
+
+    def _blocks(self, name: str, region: Region, values: Tensor) -> tuple[Tensor, Tensor]:
+        return block_indices(self._grids[name], region, values.device)
 
     def _own_magnitudes(self) -> Tensor:
         """Of the parts of blocks that this rank holds; zero where it holds none, infinite where one is not finite."""

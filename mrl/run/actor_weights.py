@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,11 +79,11 @@ class ActorWeights:
             if self._rank == 0:
                 self._plan.tokenizer.save(folder)
 
-    def model_folder(self) -> Path:
-        """Collective over the job: config.json and tokenizer of the model, written into the run folder."""
+    def model_folder(self, further: Mapping[str, Any]) -> Path:
+        """Collective over the job: config.json, with further keys, and tokenizer, written into the run folder."""
         plan, model = self._plan, self._plan.config.model
         folder, dtype = plan.run.root / "model", plan.config.rollout.dtype or model.dtype
         with together():
             if self._rank == 0:
-                write_model_folder(folder, plan.arch, dtype, plan.tokenizer, like=model.path)
+                write_model_folder(folder, plan.arch, dtype, plan.tokenizer, like=model.path, further=further)
         return folder

@@ -58,6 +58,12 @@ def reader_of(name: str) -> Reader:
     return Reader(f"{parent}.{_FUSED.get(last, last)}".removeprefix("."))
 
 
+def activation_scale_of(name: str) -> str | None:
+    """The name of the activation scale beside the matrix that attention's output goes through; None for other names."""
+    stem = name.removesuffix("o_proj.weight")
+    return None if stem == name else f"{stem}o_proj.input_scale"
+
+
 @cache
 def read_layout(arch: ArchSpec, tp_size: int, ep_size: int, rank: int, dtype: str) -> Layout:
     """What one rank of a replica reads: Hugging Face name -> the part of it, in the order of the checkpoint.

@@ -17,7 +17,7 @@ from mrl.acceptance.checks import FUNCTIONS
 from mrl.acceptance.model import CONFIG
 from mrl.acceptance.page import LATE, verdict, write_page
 from mrl.acceptance.result import CheckError
-from mrl.acceptance.table import CHECKS, PAGE
+from mrl.acceptance.table import CHECKS, FP8, PAGE, SETTINGS
 from mrl.config import load
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder
@@ -29,6 +29,7 @@ from tests.run.test_canary import Claims
 from tests.source import ROOT
 from tests.trtllm.conftest import STANDIN, forget
 from tests.trtllm.engines import build_engines
+from tests.trtllm.signature import FLAVOUR_VARIABLE
 
 TOOL = ROOT / "tools" / "accept_trtllm.py"
 TINY = [
@@ -37,6 +38,12 @@ TINY = [
     "rollout.prompt_length=16", "rollout.response_length=8", "rollout.gpu_memory_utilization=0.02",
     "run.num_threads=1",
 ]  # fmt: skip
+
+
+WIDE = [
+    "model.overrides.hidden_size=256", "model.overrides.intermediate_size=256", "model.overrides.num_key_value_heads=2",
+]  # fmt: skip
+"""Whole blocks of FP8."""
 
 
 def accept(*words):
@@ -54,9 +61,11 @@ def on_path(standin):
 
 
 def test_a_whole_run_on_the_stand_in(on_path, tmp_path, capsys):
-    assert accept("--output_dir", tmp_path / "llm", "--engines", "trtllm", "--num_ranks", 1, *TINY) == 0
+    asked = [name for name in CHECKS if name != "fp8"]
+    words = ("--output_dir", tmp_path / "llm", "--engines", "trtllm", "--num_ranks", 1, "--checks", *asked)
+    assert accept(*words, *TINY) == 0
     found = read(tmp_path / "llm")
-    assert {result["check"]: result["status"] for result in found["results"]} == dict.fromkeys(CHECKS, "works")
+    assert {result["check"]: result["status"] for result in found["results"]} == dict.fromkeys(asked, "works")
     assert found["versions"]["tensorrt_llm"] == "1.2.1"
     facts = {result["check"]: result["facts"] for result in found["results"]}
     assert facts["contract"]["probe"] == "scores logits / temperature; logits are returned"
@@ -64,6 +73,19 @@ def test_a_whole_run_on_the_stand_in(on_path, tmp_path, capsys):
     page = (tmp_path / "llm" / "acceptance.md").read_text()
     assert "**trtllm works here as far as was asked: 12 work, 0 fail, 0 skipped**" in page
     assert "trtllm: graphs works" in capsys.readouterr().out
+
+
+def test_fp8_on_the_stand_in_of_a_version_that_has_it(on_path, standin, tmp_path):
+    words = ("--output_dir", tmp_path / "out", "--engines", "trtllm", "trtllm_engine", "--checks", "fp8", *TINY, *WIDE)
+    standin.setenv(FLAVOUR_VARIABLE, "1.3")
+    assert accept(*words) == 0
+    found, built = read(tmp_path / "out")["results"]
+    assert (found["status"], built["status"]) == ("works", "skipped")
+    facts = found["facts"]
+    rounding = facts["mean difference that rounding the weights makes, nats"]
+    assert facts["mean difference, nats"] < rounding / 2  # what is left is bfloat16
+    assert facts["mean difference from the actor's own weights, nats"] == pytest.approx(rounding, rel=0.5)
+    assert facts["mean weight that corrects a token"] == pytest.approx(1.0, abs=0.2)
 
 
 BUILD = """
@@ -220,6 +242,13 @@ class Hot(Claims):
         return rollouts
 
 
+class Mixed(Claims):
+    """The scale of a block is another one's."""
+
+    def spoil(self):
+        self._weights["layers.0.gate_up_scale_inv"][0].mul_(4.0)
+
+
 class Endless(Claims):
     """It goes on behind an end token."""
 
@@ -253,6 +282,7 @@ CAUGHT = {
 
 
 ASKED = ("device", "refit", "sleep", "ends", "seeds", "logprobs")
+IN_FP8 = ("native", "Mixed")
 
 
 def looked_at(folder, overrides, built):
@@ -272,6 +302,11 @@ def looked_at(folder, overrides, built):
         with open_job(prepare(config), log=False) as job:
             bench = Bench(job, Path(folder))
             said[name] = {check: _said(check, bench) for check in ASKED}
+    for name in IN_FP8:
+        engine = f"tests.trtllm.test_acceptance:{name}" if name[0].isupper() else name
+        own = [f"rollout.name={engine}", *SETTINGS[FP8]]
+        with open_job(prepare(load(Path(folder) / "config.yaml", [*overrides, *own])), log=False) as job:
+            said[name, FP8] = _said("fp8", Bench(job, Path(folder)))
     sys.path.remove(str(STANDIN))
     forget()
     launch.start("cpu", num_threads=1)
@@ -297,6 +332,7 @@ def test_each_check_catches_what_it_is_for(standin, tmp_path):
     (said,) = run_ranks(1, looked_at, str(tmp_path), [*TINY, *model, *own], str(engines))
     for name in ("native", "trtllm_engine"):
         assert said[name] == dict.fromkeys(ASKED, "")
+    assert said["native", FP8] == "" and "under the weights that FP8 stands for" in said["Mixed", FP8]
     for name, expected in CAUGHT.items():
         for check, words in expected.items():
             assert words in said[name][check], (name, check, said[name])

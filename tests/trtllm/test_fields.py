@@ -178,7 +178,7 @@ REFUSED = {
     "engine_dir": ("rollout.engine_dir=somewhere", "the LLM API has no built engine"),
     "pipeline_model_parallel_size": ("rollout.pipeline_model_parallel_size=2", "used nowhere"),
     "enable_rollout_routing_replay": ("rollout.enable_rollout_routing_replay=true", "which experts it chose"),
-    "quantization": ("rollout.quantization=fp8", "hands TensorRT-LLM no scales"),
+    "quantization": ("rollout.quantization=fp8_per_tensor", "wants activation scales of a calibration"),
     "repetition_penalty": ("rollout.repetition_penalty=1.1", "would not be those that sampled"),
     "calculate_log_probs": ("rollout.calculate_log_probs=false", "are pi_old"),
 }

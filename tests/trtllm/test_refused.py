@@ -13,7 +13,9 @@ MISTAKES = {
     "routing": (("rollout.enable_rollout_routing_replay=true",), "which experts it chose"),
     "penalty": (("rollout.repetition_penalty=1.1",), "would not be those that sampled"),
     "log-probabilities": (("rollout.calculate_log_probs=false",), "are pi_old"),
-    "FP8": (("rollout.quantization=fp8",), "is refused with rollout.name=trtllm"),
+    "FP8 of whole matrices": (("rollout.quantization=fp8_per_tensor",), "without them its second refit fails"),
+    "FP8 of narrow matrices": (("rollout.quantization=fp8",), "must be whole blocks of 128 x 128"),
+    "FP8 and float32": (("rollout.quantization=fp8", "rollout.dtype=float32"), "multiplies FP8 weights with bfloat16"),
     "unknown argument": ((f"{ARGUMENTS}.attn_backnd=TRTLLM",), "Did you mean 'attn_backend'"),
     "ranks": ((f"{ARGUMENTS}.tensor_parallel_size=2",), "set rollout.tensor_model_parallel_size"),
     "memory": ((f"{ARGUMENTS}.kv_cache_config.free_gpu_memory_fraction=0.9",), "set rollout.gpu_memory_utilization"),
@@ -28,6 +30,7 @@ MISTAKES = {
     "idle arguments": (("rollout.name=native", f"{ARGUMENTS}.attn_backend=TRTLLM"), "nothing would read it"),
     "no engines": (BUILT, "needs rollout.engine_dir"),
     "prefix cache": ((*BUILT, "rollout.enable_prefix_caching=true"), "no prefix cache"),
+    "FP8 of a built engine": ((*BUILT, "rollout.quantization=fp8"), "activation scales of a calibration"),
     "captured graphs": ((*BUILT, "rollout.enforce_eager=false"), "captures no CUDA graphs"),
 }  # fmt: skip
 

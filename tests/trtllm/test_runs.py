@@ -11,6 +11,7 @@ from mrl.config import load
 from mrl.run.prepare import load_model_facts
 from mrl.weights.trtllm import TrtllmMapping
 from tests.e2e import runs
+from tests.e2e.test_layouts import TOKENS
 from tests.e2e.test_layouts import assert_same as assert_same_numbers
 from tests.launch.hosts import Hosts, NoRightsError
 from tests.launch.test_mpirun import TIMEOUT_S, mpirun
@@ -25,6 +26,13 @@ LENGTH = "response_length/mean"
 SHORT = ("train.num_steps=2", "rollout.temperature=0.8", "rollout.top_p=0.9")
 TOLERANCE = 1e-3
 """Relative, on metrics that log-probabilities enter: fp32 sums in another order."""
+FP8 = (
+    *SHORT, "rollout.quantization=fp8", "rollout.dtype=bfloat16", "algorithm.proximal=recompute",
+    "model.overrides.hidden_size=256", "model.overrides.intermediate_size=256",
+    "model.overrides.num_hidden_layers=2", "model.overrides.num_key_value_heads=4",
+)  # fmt: skip
+FP8_TOLERANCE = 0.02
+"""Where a CPU computes in bfloat16, on metrics that log-probabilities enter."""
 PATHS = f"{ROOT}{os.pathsep}{STANDIN}"
 
 
@@ -46,15 +54,20 @@ def trained(folder, words, flavour="1.2"):
     return runs.metrics(folder)
 
 
-def assert_same_run(found, expected):
+def assert_same_run(found, expected, tolerance=TOLERANCE):
     assert len(found) == len(expected)
     for line, other in zip(found, expected, strict=True):
         assert line.keys() == other.keys()
         for key, value in other.items():
-            if "reward" in key or "response_length" in key or isinstance(value, str):
+            if key == TOKENS or "reward" in key or "response_length" in key or isinstance(value, str):
                 assert line[key] == value, key
             else:
-                assert line[key] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), key
+                assert line[key] == pytest.approx(value, rel=tolerance, abs=tolerance), key
+
+
+@pytest.fixture(scope="module")
+def in_fp8(tmp_path_factory):
+    return runs.train_in_pool(tmp_path_factory.mktemp("native"), FP8, 1)
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +89,24 @@ def test_grpo_on_a_built_engine_in_process_has_its_numbers(standin, tmp_path, ex
     arch, _ = load_model_facts(load(words[1], words[2:]))
     build_engines(tmp_path / "built", arch, TrtllmMapping(1), **LIMITS)
     assert_same_numbers(trained(tmp_path, words), expected)
+
+
+def test_grpo_in_fp8_has_the_native_engines_numbers_in_fp8(tmp_path, in_fp8):
+    words = runs.arguments(tmp_path, [*FP8, "rollout.name=trtllm"])
+    assert_same_run(trained(tmp_path, words, "1.3"), in_fp8, FP8_TOLERANCE)
+    assert in_fp8[-1]["training/rollout_probs_diff_max"] > 0
+
+
+@pytest.mark.mpi
+def test_grpo_in_fp8_of_a_replica_over_mpi_has_them_too(tmp_path, in_fp8):
+    words = [*FP8, "rollout.name=trtllm", "rollout.tensor_model_parallel_size=2"]
+    done = mpirun(tmp_path, *runs.arguments(tmp_path, words), PYTHONPATH=PATHS, **{FLAVOUR_VARIABLE: "1.3"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    found, expected = (
+        [{key: value for key, value in line.items() if not key.startswith("refit/")} for line in lines]
+        for lines in (runs.metrics(tmp_path), in_fp8)
+    )
+    assert_same_run(found, expected, FP8_TOLERANCE)
 
 
 @pytest.mark.mpi

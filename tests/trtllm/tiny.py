@@ -48,17 +48,20 @@ def trains_with(sampling):
 
 
 @contextmanager
-def engine(folder, arch=ARCH, *, timeout_s=20.0, trains_on_logprobs=True, device=CPU, tp_group=None, **settings):
+def engine(
+    folder, arch=ARCH, *, timeout_s=20.0, trains_on_logprobs=True, device=CPU, tp_group=None, dtype=torch.float32,
+    **settings,
+):  # fmt: skip
     """An engine that was never refitted."""
 
-    def model_folder():
-        write_model_folder(folder, arch, "float32", TOKENIZER)
+    def model_folder(further):
+        write_model_folder(folder, arch, str(dtype).removeprefix("torch."), TOKENIZER, further=further)
         return folder
 
     made = LlmEngine(
         spec_of(
             rollout(**settings), arch, decode=TOKENIZER.decode, model_folder=model_folder, timeout_s=timeout_s,
-            trains_on_logprobs=trains_on_logprobs, device=device, tp_group=tp_group,
+            trains_on_logprobs=trains_on_logprobs, device=device, tp_group=tp_group, dtype=dtype,
         )
     )  # fmt: skip
     with closing(made):

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from mrl.distributed import launch
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
-from mrl.engines.trtllm import contract
+from mrl.engines.trtllm import contract, fp8
+from mrl.engines.trtllm.blocks import config_keys
 from mrl.engines.trtllm.contract import Verdict
 from mrl.engines.trtllm.llm import SETTINGS, Host, check_min_p, refusal
 from mrl.engines.trtllm.logits import requests_at_a_time
@@ -61,7 +62,7 @@ class LlmEngine(RolloutEngine):
         self._host = Host(
             config,
             arch,
-            spec.model_folder(),
+            spec.model_folder(config_keys(config)),
             replica=self._replica,
             device=device,
             dtype=spec.dtype,
@@ -70,6 +71,12 @@ class LlmEngine(RolloutEngine):
         )
         self._requests = Requests(self._host, spec)
         model = self._host.executor.model_engine.model
+        if config.quantization is not None:
+            try:
+                fp8.check_started(model, spec, self._replica.rank, graphs=self._host.graphs)
+            except UserError:
+                self._host.close(wait_s=FAILED_CLOSE_S)
+                raise
         self._parts = Parts(model, spec, self._replica.rank)
         self.notes = (*self._host.notes, *self._parts.notes)
         self._in_parts = "allow_partial_loading" in inspect.signature(model.load_weights).parameters
@@ -90,7 +97,7 @@ class LlmEngine(RolloutEngine):
     # weights ----------------------------------------------------------------------------------------------------------
 
     def layout(self) -> Layout:
-        """What this rank's modules read of each Hugging Face tensor."""
+        """What this rank's modules read of each Hugging Face tensor, and the scales of those in FP8, whole."""
         return self._parts.layout
 
     def begin_update(self) -> None:
@@ -175,7 +182,7 @@ class LlmEngine(RolloutEngine):
         parts: dict[str, Any] = {"allow_partial_loading": True} if self._in_parts else {}
         sums = sum(self._assembler.bit_sum(name, tensor) for name, tensor in tensors.items())
         try:
-            model_engine.model_loader.reload(model_engine.model, tensors, **parts)
+            model_engine.model_loader.reload(model_engine.model, {**tensors, **fp8.unit_scales(tensors)}, **parts)
             self._synchronize()
         except Exception as error:
             names = list(tensors)

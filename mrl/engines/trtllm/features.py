@@ -1,8 +1,8 @@
 """What the installed TensorRT-LLM can do, found by looking for each feature and not by its version.
 
 Owns the differences between the 1.2 and the 1.3 line that the LLM API's engine meets: how an engine is made to sleep,
-which tags its memory has, which samplers there are and what they hear, and whether log-probabilities can be asked for
-as they were sampled.
+which tags its memory has, which samplers there are and what they hear, whether log-probabilities can be asked for as
+they were sampled, and whether FP8 weights can be replaced.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import importlib
+import inspect
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 from mrl.errors import UserError, first_line
 
 SAMPLERS = "tensorrt_llm._torch.pyexecutor.sampler"
+LINEAR = "tensorrt_llm._torch.modules.linear"
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Features:
             log-probability under the temperature.
         torch_min_p: TorchSampler hears `min_p`; whether it hears a request's seed cannot be seen.
         routed_experts: A completion can tell which experts its tokens went to.
+        fp8_in_parts: Weights and scales of FP8 blocks can be loaded after the start, some at a time.
     """
 
     version: str
@@ -49,6 +52,7 @@ class Features:
     cpp_sampler: bool
     torch_min_p: bool
     routed_experts: bool
+    fp8_in_parts: bool
 
 
 def find() -> Features:
@@ -89,6 +93,7 @@ def find() -> Features:
         cpp_sampler=hasattr(samplers, "TRTLLMSampler"),
         torch_min_p="min_p" in _heard_by_torch(samplers),
         routed_experts="enable_return_routed_experts" in known and _tells_experts(),
+        fp8_in_parts=_fp8_in_parts(),
     )
 
 
@@ -105,6 +110,15 @@ def _tells_experts() -> bool:
     from tensorrt_llm import sampling_params
 
     return hasattr(sampling_params.SamplingParams(), "return_routed_experts")
+
+
+def _fp8_in_parts() -> bool:
+    """Whether the linear layers' own loader of FP8 blocks takes a part of what it fuses."""
+    try:
+        method = importlib.import_module(LINEAR).FP8BlockScalesLinearMethod
+    except (ImportError, AttributeError):
+        return False
+    return "allow_partial_loading" in inspect.signature(method.load_weights_vanilla).parameters
 
 
 def _processed_logprobs() -> dict[str, Any]:

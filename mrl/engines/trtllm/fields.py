@@ -65,7 +65,9 @@ TABLE = {
     ),
     "dtype": Use("`dtype`; null: `model.dtype`", "must be the engine's"),
     "quantization": Use(
-        "refused: a refit gives `ModelLoader.reload` no scales", "refused: a refit gives the engines no scales"
+        "`fp8`: `quantization_config` of config.json, and `weight_scale_inv` of each matrix in a refit; refused where "
+        "a version loads it only at its start. `fp8_per_tensor`: refused, it wants activation scales of a calibration",
+        "refused: it wants activation scales of a calibration",
     ),
     "tensor_model_parallel_size": Use(
         "`tensor_parallel_size`; above 1 the ranks are started by mpirun or srun with MPI", "must be the engine's"
@@ -120,11 +122,7 @@ TABLE = {
 
 Refusal = tuple[str, Callable[[RolloutConfig], bool], str]
 
-_QUANTIZATION: Refusal = (
-    "quantization",
-    lambda r: r.quantization is not None,
-    "mrl's refit hands TensorRT-LLM no scales; leave it out, or use rollout.name=native",
-)
+_CALIBRATED = "which mrl has not and which would grow stale as the actor learns"
 
 LLM_REFUSALS: tuple[Refusal, ...] = (
     (
@@ -137,7 +135,13 @@ LLM_REFUSALS: tuple[Refusal, ...] = (
         lambda r: r.pipeline_model_parallel_size != 1,
         "weights replaced in place under a pipeline are used nowhere; raise rollout.tensor_model_parallel_size instead",
     ),
-    _QUANTIZATION,
+    (
+        "quantization",
+        lambda r: r.quantization == "fp8_per_tensor",
+        "TensorRT-LLM's FP8 with one scale for a matrix wants activation scales of a calibration, "
+        f"{_CALIBRATED}: without them its second refit fails, and its experts compute with nothing else; "
+        "use rollout.quantization=fp8",
+    ),
     (
         "enable_rollout_routing_replay",
         lambda r: r.enable_rollout_routing_replay and routing.is_unknown(),
@@ -148,7 +152,12 @@ LLM_REFUSALS: tuple[Refusal, ...] = (
 """(field, whether it is refused, why and what to do) of the LLM API."""
 
 BUILT_REFUSALS: tuple[Refusal, ...] = (
-    _QUANTIZATION,
+    (
+        "quantization",
+        lambda r: r.quantization is not None,
+        f"a built engine's FP8 multiplies with activation scales of a calibration, {_CALIBRATED}; leave it out, or use "
+        "rollout.name=trtllm",
+    ),
     (
         "enable_prefix_caching",
         lambda r: r.enable_prefix_caching,

@@ -25,6 +25,7 @@ from mrl.config import RolloutConfig
 from mrl.distributed import launch
 from mrl.engines.trtllm.features import Features
 from mrl.engines.trtllm.features import find as find_features
+from mrl.engines.trtllm.fp8 import check_features
 from mrl.engines.trtllm.passed import given_by, merged
 from mrl.engines.trtllm.process import kept
 from mrl.engines.trtllm.replica import BEAT_S, Replica
@@ -56,6 +57,8 @@ def arguments(
             "memory while training. Set rollout.free_cache_engine=false, or install 1.2 or 1.3."
         )
     check_min_p(config, features, max(config.min_p, config.val_kwargs.min_p))
+    if config.quantization is not None:
+        check_features(features)
     graphs = not (config.enforce_eager or _loses_graphs(config, features))
     experts: dict[str, Any] = {}
     if arch.moe is not None:
@@ -139,6 +142,7 @@ class Host:
         executor: Its `PyExecutor`, in this process.
         features: Of the installed package.
         notes: What it does otherwise than the config has it.
+        graphs: It captures CUDA graphs.
     """
 
     def __init__(
@@ -177,6 +181,7 @@ class Host:
 
             _check_device(device, replica)
             chosen = arguments(config, arch, dtype, self.features, trains_on_logprobs=trains_on_logprobs)
+            self.graphs = chosen["cuda_graph_config"] is not None
             if communicator is not None:
                 chosen |= _in_mpi(communicator)
             try:

@@ -16,13 +16,19 @@ from mrl.engines.base import EngineSpec
 from mrl.engines.trtllm.tensors import Assembler
 from mrl.errors import UserError
 from mrl.weights.copies import num_bytes
+from mrl.weights.fp8 import DTYPE as FP8
+from mrl.weights.fp8 import Grids, grids_of, in_fp8, scale_tables
 from mrl.weights.hf import hf_layout
 from mrl.weights.layout import Layout, StoredTensor
+from mrl.weights.tensors import DTYPES
 from mrl.weights.trtllm import TrtllmMapping
 from mrl.weights.trtllm_reads import cut_dim, read_layout, reader_of
 
 FILLED = ("weight", "bias", "w3_w1_weight", "w2_weight")
 """Parameters of a module that reads tensors which a refit fills (`UnquantizedLinearMethod`, `FusedMoEMethodBase`)."""
+
+FP8_NAN = 0x7F
+"""Bits of float8_e4m3fn's not-a-number, without its sign."""
 
 MODES = ("column", "row")
 """`TensorParallelMode` of a module whose tensors are cut along dimension 0, and along 1."""
@@ -67,13 +73,19 @@ class Parts:
             elif part is not None:
                 self.layout[name] = part
                 self._read[reader.path] = module
-
+        self._quantise(grids_of(spec.arch, config.quantization))
         self.notes: tuple[str, ...] = ()
         if silent:
             self.notes = (
                 f"{len(silent)} tensors go whole to each rank of a replica in a refit, since TensorRT-LLM's modules do "
                 f"not say which part of them they read; the first is '{silent[0]}'",
             )
+
+    def _quantise(self, grids: Grids) -> None:
+        """Makes of what is quantised FP8, with the whole table of its scales, of which a module reads its part."""
+        self._full, self.layout = in_fp8(self._full, grids), in_fp8(self.layout, grids)
+        tables = scale_tables({name: self._full[name] for name in self.layout}, grids)
+        self._full, self.layout = {**self._full, **tables}, {**self.layout, **tables}
 
     def assembler(self) -> Assembler:
         """Staging of one refit."""
@@ -114,7 +126,7 @@ class Parts:
         named = list(self._weights())
         if not named:
             return
-        sums = torch.stack([weight.detach().sum(dtype=torch.float32) for _, weight in named])
+        sums = torch.stack([_sum(weight.detach()) for _, weight in named])
         if bool(sums.isfinite().all()):
             return
         wrong = next(name for (name, _), total in zip(named, sums.tolist(), strict=True) if total - total != 0.0)
@@ -124,11 +136,19 @@ class Parts:
         )
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters of the modules that read parts, but those in FP8, which have no sums."""
+        """Parameters of the modules that read parts."""
         for path, module in self._read.items():
             for name, weight in module.named_parameters():
-                if weight.is_floating_point() and weight.element_size() > 1:
+                if weight.is_floating_point():
                     yield f"{path}.{name}", weight
+
+
+def _sum(weight: torch.Tensor) -> torch.Tensor:
+    """Not-a-number where an element is; FP8, which has no sums, is asked by its bits."""
+    if weight.dtype != DTYPES[FP8]:
+        return weight.sum(dtype=torch.float32)
+    largest = (weight.view(torch.uint8) & FP8_NAN).max().float()
+    return torch.where(largest == FP8_NAN, torch.nan, largest)
 
 
 def _has_experts(module: Any, expert: int, *, wanted: bool) -> bool:

@@ -14,6 +14,7 @@ whole_only             load_weights has no allow_partial_loading
 scores=raw|tempered|processed    what log-probabilities score; default: as the sampler has it, and as asked in 1.3
 min_p_ignored          TRTLLMSampler samples without min_p
 no_min_p               1.3's TorchSampler does not know min_p
+graphs_stale           FP8 weights are stored anew after each refit, as 1.3 did it on Blackwell for a while
 engine_fails=R         a built engine's rank R of a replica raises in generate
 decoder=raw|shifted    a built engine's log-probabilities are of raw logits, or stand one position on
 lost_routes=N          the experts of the first N tokens were evicted from the cache of shared prefixes

@@ -14,9 +14,20 @@ import re
 import torch
 from torch import nn
 
-from tensorrt_llm.faults import fault
+from tensorrt_llm._torch.modules.fp8 import (
+    FP8,
+    QUANTIZED,
+    FP8BlockScalesLinearMethod,
+    is_scale,
+    joined,
+    meant,
+    stacked,
+)
+from tensorrt_llm.faults import StandInError, fault
 
-EXPERT = re.compile(r"^(?P<module>.*\.experts)\.(?P<number>\d+)\.(?P<matrix>\w+)\.weight$")
+__all__ = ["FP8BlockScalesLinearMethod", "Linear", "Mapping", "modules_of"]
+
+EXPERT = re.compile(r"^(?P<module>.*\.experts)\.(?P<number>\d+)\.(?P<matrix>\w+)\.weight(_scale_inv)?$")
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 SOURCES = {source: fused for fused, sources in FUSED.items() for source in sources}
 
@@ -54,7 +65,8 @@ class Linear(nn.Module):
         self.kind = path.rpartition(".")[2]
         self.tp_mode = MODES.get(self.kind)
         self.tp_size, self.tp_rank = (mapping.tp_size, mapping.tp_rank) if self.tp_mode else (1, 0)
-        self.arch = arch
+        self.arch, self.quantized = arch, False
+        self.rebuild_tensor_metadata = {}
         self.wanted = []
         self._rank = (
             (self.tp_rank + 1) % self.tp_size if fault("reads_more") and self.kind == "o_proj" else self.tp_rank
@@ -72,10 +84,33 @@ class Linear(nn.Module):
             rows = [count * self.arch.head_dim for count in heads]
             parts = weight.split(rows) if source == "qkv_proj" else weight.chunk(2)
             return torch.cat([self._part(name, part) for name, part in zip(FUSED[source], parts, strict=True)])
-        return self._part(source, weight)
+        return self._part(source, weight, scale=is_scale(name))
 
-    def _part(self, source, weight):
+    def quantize(self, layout):
+        """Is in FP8 blocks where its kind is, with dummy weights; returns whether."""
+        if self.kind not in QUANTIZED or any(name.split(".")[-2] in FUSED for name in self.wanted):
+            return False  # Phi 3's loader splits what is fused, and forgets the scales
+        self.quantized = True
+        names = [name for name in self.wanted if name.endswith(".weight")]
+        parts = [self.shard(name, torch.zeros(layout[name].shape, dtype=torch.uint8)) for name in names]
+        self.weight = nn.Parameter(torch.cat(parts).view(FP8), requires_grad=False)
+        if fault("graphs_stale"):
+            self.rebuild_tensor_metadata["weight"] = self.weight
+        return True
+
+    def meant(self, shards):
+        """What this rank multiplies with, of each Hugging Face tensor."""
+        names = [name for name in self.wanted if name.endswith(".weight")]
+        if not self.quantized:
+            return {name: shards[name] for name in self.wanted}
+        cut = self.tp_size > 1
+        found = meant(names, shards, by_rows=self.tp_mode == TensorParallelMode.COLUMN, cut=cut)
+        return {name: found.get(name, shards[name]) for name in self.wanted if not is_scale(name)}
+
+    def _part(self, source, weight, *, scale=False):
         if source in ("k_proj", "v_proj"):
+            if scale and self.arch.num_kv_heads < self.tp_size and self.arch.family != "qwen3_moe":
+                raise StandInError(f"{source}: {self.tp_size} ranks share heads, and {self.arch.family}'s scales stay")
             weight = self._duplicate_kv(weight)
         return load_weight_shard(weight, self.tp_size, self._rank, self.tp_mode)
 
@@ -91,7 +126,7 @@ class Linear(nn.Module):
         for leaf in ("weight", "bias"):
             parts = [shards[name] for name in self.wanted if name.endswith(f".{leaf}")]
             if parts:
-                self.register_parameter(leaf, nn.Parameter(torch.cat(parts), requires_grad=False))
+                self.register_parameter(leaf, nn.Parameter(joined(parts), requires_grad=False))
 
 
 class FusedMoE(nn.Module):
@@ -103,7 +138,7 @@ class FusedMoE(nn.Module):
         self.ep_size, self.ep_rank = mapping.moe_ep_size, mapping.moe_ep_rank
         each = arch.moe.num_experts // self.ep_size
         self.initial_local_expert_ids = list(range(self.ep_rank * each, (self.ep_rank + 1) * each))
-        self.wanted = []
+        self.wanted, self.quantized = [], False
         if fault("no_parts"):
             self._ids = self.__dict__.pop("initial_local_expert_ids")
 
@@ -114,13 +149,33 @@ class FusedMoE(nn.Module):
         mode = MODES[EXPERT.match(name)["matrix"]]
         return load_weight_shard(weight, self.tp_size, self.tp_rank, mode)
 
+    def quantize(self, layout):
+        """Is in FP8 blocks, with dummy weights; returns whether."""
+        self.quantized = True
+        empty = {name: torch.zeros(layout[name].shape, dtype=torch.uint8) for name in self.wanted}
+        self.hold({name: self.shard(name, tensor).contiguous().view(FP8) for name, tensor in empty.items()})
+        return True
+
+    def meant(self, shards):
+        """What this rank multiplies with, of each Hugging Face tensor."""
+        if not self.quantized:
+            return {name: shards[name] for name in self.wanted}
+        found, cut = {}, self.tp_size > 1
+        for number in self.initial_local_expert_ids:
+            names = [name for name in self.wanted if EXPERT.match(name)["number"] == str(number) and not is_scale(name)]
+            own = {EXPERT.match(name)["matrix"]: name for name in names}
+            down = own.pop("w2" if "w2" in own else "down_proj")
+            found |= meant(sorted(own.values()), shards, by_rows=True, cut=cut)
+            found |= meant([down], shards, by_rows=False, cut=cut)
+        return found
+
     def hold(self, shards):
         of = {"w1": ("w1", "gate_proj"), "w3": ("w3", "up_proj"), "w2": ("w2", "down_proj")}
         w1, w3, w2 = (
-            torch.stack([shards[name] for name in self.wanted if EXPERT.match(name)["matrix"] in of[matrix]])
+            stacked([shards[n] for n in self.wanted if EXPERT.match(n)["matrix"] in of[matrix] and not is_scale(n)])
             for matrix in ("w1", "w3", "w2")
         )
-        self.w3_w1_weight = nn.Parameter(torch.cat([w3, w1], 1), requires_grad=False)
+        self.w3_w1_weight = nn.Parameter(joined([w3, w1], 1), requires_grad=False)
         self.w2_weight = nn.Parameter(w2, requires_grad=False)
 
 

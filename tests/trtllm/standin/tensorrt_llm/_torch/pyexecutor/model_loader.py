@@ -9,9 +9,10 @@ from torch import nn
 from mrl.weights.checksum import bit_sum
 from mrl.weights.hf import hf_layout
 from tensorrt_llm import _utils
+from tensorrt_llm._torch.modules.fp8 import FP8, SCALE, scale_shape
 from tensorrt_llm._torch.modules.linear import Mapping, modules_of
 from tensorrt_llm.faults import StandInError, fault
-from tests.trtllm.signature import signed
+from tests.trtllm.signature import flavour, signed
 
 
 class Fused(nn.Module):
@@ -28,15 +29,18 @@ class Fused(nn.Module):
 class Model(nn.Module):
     """Steps of a refit: pre_reload_weights, load_weights ..., process_weights_after_loading, post_load_weights."""
 
-    def __init__(self, arch, args):
+    def __init__(self, arch, args, *, quantized=False):
         super().__init__()
         self.removed = Fused()
         self.layout = hf_layout(arch, args.dtype)
-        self.dtype = getattr(torch, args.dtype)
+        self.wanted = {name: (stored.shape, getattr(torch, args.dtype)) for name, stored in self.layout.items()}
+        self.quantized, self.unit_scales = quantized, set()
         self.loaders = {}
         for path, module in modules_of(arch, self.layout, Mapping(args, _utils.mpi_comm().Get_rank())).items():
             self._place(path.split("."), module)
             self.loaders |= dict.fromkeys(module.wanted, module)
+            if quantized:
+                self._quantize(module)
         self.tensors = {}
         self.step = "loaded"
         self.buckets = []
@@ -51,6 +55,15 @@ class Model(nn.Module):
                 at.add_module(name, nn.Module())
             at = at._modules[name]
         at.add_module(path[-1], module)
+
+    def _quantize(self, module):
+        if not (hasattr(module, "quantize") and module.wanted and module.quantize(self.layout)):
+            return
+        for name in [name for name in module.wanted if name.endswith(".weight")]:
+            self.wanted[name] = (self.layout[name].shape, FP8)
+            self.wanted[name + SCALE] = (scale_shape(*self.layout[name].shape), torch.float32)
+            self.loaders[name + SCALE] = module
+            module.wanted.append(name + SCALE)
 
     def pre_reload_weights(self):
         if self.step not in ("loaded", "lost"):
@@ -70,19 +83,38 @@ class Model(nn.Module):
             raise StandInError("CUDA error: invalid device ordinal")  # torch.cuda.set_device(local_mpi_rank())
         self.read()
         self.step = "loading"
+        if self.quantized and allow_partial_loading and flavour() == "1.2":
+            raise AssertionError("allow_partial_loading is only supported for unquantized linear methods now")
+        weights = self._without_unit_scales(weights)
         for name, tensor in weights.items():
             if fault("reload") == name:
                 raise ValueError(f"shape mismatch in {name}")
-            stored = self.layout.get(name)
-            if stored is None or tuple(tensor.shape) != stored.shape or tensor.dtype != self.dtype:
+            if (tuple(tensor.shape), tensor.dtype) != self.wanted.get(name):
                 raise StandInError(f"{name}: {list(tensor.shape)} {tensor.dtype} is no tensor of this model")
             if name in self.tensors:
                 raise StandInError(f"{name} was loaded before")
         if not allow_partial_loading and not set(self.loaders) <= set(weights):
-            raise StandInError(f"{len(weights)} of {len(self.layout)} tensors without allow_partial_loading")
+            raise StandInError(f"{len(weights)} of {len(self.wanted)} tensors without allow_partial_loading")
         self.buckets.append(list(weights))
         self._pending = {name: (tensor, bit_sum(tensor)) for name, tensor in weights.items()}
         self.tensors |= dict.fromkeys(weights.keys() & self.loaders.keys())  # nobody asks for another rank's experts
+
+    def _without_unit_scales(self, weights):
+        """Activation scales of attention's output, which are no weights, are kept apart."""
+        outputs = {name.removesuffix("weight") + "input_scale" for name in weights if ".o_proj." in name}
+        found = {name for name in weights if self.quantized and name in outputs}
+        for name in found:
+            if weights[name].shape != () or weights[name].item() != 1.0:
+                raise StandInError(f"{name}={weights[name]}: not the scale of activations that are not calibrated")
+        self.unit_scales |= found
+        return {name: tensor for name, tensor in weights.items() if name not in found}
+
+    def meant(self):
+        """This rank's parts of the Hugging Face tensors, as it multiplies with them."""
+        found = {}
+        for module in set(self.loaders.values()):
+            found |= module.meant(self.tensors)
+        return found
 
     def _load_whole(self, weights, weight_mapper=None):
         type(self).load_weights(self, weights)
@@ -93,7 +125,8 @@ class Model(nn.Module):
             if bit_sum(tensor) != before:
                 raise StandInError(f"the buffer of {name} changed before it was read")
             if name in self.loaders:
-                self.tensors[name] = self.loaders[name].shard(name, tensor).clone()
+                values = tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
+                self.tensors[name] = self.loaders[name].shard(name, values).clone().view(tensor.dtype)
         self._pending = {}
 
     def process_weights_after_loading(self):

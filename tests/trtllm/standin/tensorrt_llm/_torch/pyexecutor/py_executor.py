@@ -13,7 +13,8 @@ from types import SimpleNamespace
 
 import torch
 
-from mrl.models.hf_config import arch_from_folder
+from mrl.engines.native.linear import compute_dtype
+from mrl.models.hf_config import arch_from_config, read_config
 from mrl.weights.hf import hf_layout
 from tensorrt_llm import _utils
 from tensorrt_llm._torch import virtual_memory
@@ -65,11 +66,17 @@ class PyExecutor:
             raise StandInError(f"MPI's world has {self.dist.size} ranks, the model {args.tensor_parallel_size}")
         if MpiComm.size() != self.dist.size:
             raise StandInError("the C++ side still has MPI's whole world")
-        self.arch = arch_from_folder(folder)
+        self.arch, self.quantized = _read(folder)
+        if self.quantized and args.dtype != "bfloat16":
+            raise AssertionError(f"FP8 blocks are multiplied with bfloat16, not with {args.dtype}")
         self.sleeps = bool(getattr(args, "enable_sleep", False) or getattr(args, "sleep_config", None))
         self.discards = {str(tag) for tag, mode in _restore_modes(args).items() if mode == "NONE"}
-        self.model_engine = SimpleNamespace(model=Model(self.arch, args), model_loader=ModelLoader())
-        self._native = NativeModel(self.arch, args.dtype, args.max_seq_len + 1) if self.dist.rank == 0 else None
+        self.model_engine = SimpleNamespace(
+            model=Model(self.arch, args, quantized=self.quantized), model_loader=ModelLoader()
+        )
+        # in FP8 the native engine multiplies with what values and scales stand for, in the dtype that it computes in
+        dtype = str(compute_dtype(torch.bfloat16, torch.device("cpu")))[6:] if self.quantized else args.dtype
+        self._native = NativeModel(self.arch, dtype, args.max_seq_len + 1) if self.dist.rank == 0 else None
         self.sampler = instantiate_sampler(args)
         route_capture.create(args)
         self._requests = queue.Queue()
@@ -192,11 +199,12 @@ class PyExecutor:
 
     def _news(self):
         """This rank's parts of the weights, where they are not those of the last batch."""
-        held = self.model_engine.model.tensors
-        if self._filled is held:
+        model = self.model_engine.model
+        held = model.tensors
+        if self._filled is held or model.step != "loaded" or not held:
             return None
         self._filled = held
-        return held
+        return model.meant()
 
     def _whole(self):
         """The ranks' parts put together; what several of them hold must be equal."""
@@ -234,8 +242,21 @@ class PyExecutor:
     def _check(self):
         if virtual_memory.released:
             raise StandInError(f"requests while {sorted(virtual_memory.released)} sleeps")
+        if self.quantized and self.args.kv_cache_config.dtype == "fp8" and not self.model_engine.model.unit_scales:
+            raise StandInError("attention's output in FP8 is scaled by the dummy weights' random numbers")
         if self.model_engine.model.step != "loaded" or not self.model_engine.model.tensors:
             raise StandInError(f"requests with weights that are '{self.model_engine.model.step}'")
+
+
+def _read(folder):
+    """(structure, whether linear layers are FP8 blocks) of config.json, as `_torch/model_config.py` reads it."""
+    config = read_config(folder)
+    found = config.pop("quantization_config", None)
+    if found is None or found["quant_method"] != "fp8" or not found.get("weight_block_size"):
+        return arch_from_config(config), False  # 1.3 takes FP8 without blocks and without static scales for no FP8
+    if tuple(found["weight_block_size"]) != (128, 128):
+        raise AssertionError("FP8_BLOCK_SCALES only supports block_size=(128,128)")
+    return arch_from_config(config), True
 
 
 def _restore_modes(args):

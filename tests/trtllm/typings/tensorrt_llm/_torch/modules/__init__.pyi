@@ -1,0 +1,2 @@
+# Written by tests/trtllm/stubs.py from signatures.json.
+

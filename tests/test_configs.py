@@ -7,6 +7,7 @@ import pytest
 
 from mrl.cli import main
 from mrl.config import load
+from mrl.engines.trtllm.fields import needs_mpi
 from mrl.grid import Grid
 from mrl.run.prepare import resolve
 from tests.source import ROOT
@@ -62,3 +63,28 @@ def test_the_models_own_folder_takes_the_place_of_its_shape(file):
     assert (switched.model.preset, switched.model.overrides, switched.model.tokenizer) == (None, {}, None)
     assert switched.data.task is None and switched.data.train_files == ["train.jsonl"]
     assert "~model model.path=" in file.read_text() and "~data data.train_files=" in file.read_text()
+
+
+@pytest.mark.parametrize("file", [path for path in FILES if "grpo" in path.name], ids=lambda path: path.name)
+def test_a_dry_run_finds_nothing_and_says_how_the_config_is_started(file, tmp_path, capsys, monkeypatch):
+    """Of dense models: to plan the copies of a mixture's refit takes long, and its mistakes `mrl plan` finds too."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", str(file), "--dry-run"]) == 0
+    (start,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("start "))
+    assert f"NPROC={world_size(file)} launch/mpirun.sh train" in start or needs_mpi(load(file).rollout) is False
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
+def test_a_config_whose_replicas_need_mpi_has_the_lines_that_start_it(file):
+    nodes, text = int(NAME.fullmatch(file.name)["nodes"]), file.read_text()
+    over_mpi = needs_mpi(load(file).rollout)
+    by_mpirun = re.search(rf"NPROC=(\d+) MPIRUN_ARGS=.*launch/mpirun\.sh train \\\n#     configs/{file.name}\n", text)
+    by_slurm = re.search(
+        rf"MODE=srun SRUN_ARGS=--mpi=pmix sbatch --nodes=(\d+) --gpus-per-node=8 launch/slurm\.sbatch \\\n"
+        rf"#     configs/{file.name}\n",
+        text,
+    )
+    assert (by_mpirun is not None) == (by_slurm is not None) == over_mpi
+    if by_mpirun and by_slurm:
+        assert (int(by_mpirun[1]), int(by_slurm[1])) == (world_size(file), nodes)
+    assert "rollout.name=native" in text

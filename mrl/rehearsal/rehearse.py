@@ -27,6 +27,8 @@ from mrl.config import Config, load, to_yaml
 from mrl.data.tasks import make_task
 from mrl.data.tokenizer import HFTokenizer
 from mrl.distributed.local_ranks import TOKENIZERS, TRAINING, Ran, RankError, run_ranks
+from mrl.distributed.scripts import start_words
+from mrl.engines.trtllm.fields import needs_mpi
 from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
@@ -171,6 +173,9 @@ class _Rehearsal:
         ]
         if config.rollout.name != ENGINE:
             report.not_covered.insert(0, f"the engine {config.rollout.name}: the {ENGINE} engine sampled in its place")
+        if needs_mpi(config.rollout):
+            start = start_words(found.grid.world_size, mpi=True)
+            report.not_covered.insert(1, f"MPI: mrl started the ranks itself. The real ones: {start}")
         if config.actor.moe_token_dispatcher_type != small.actor.moe_token_dispatcher_type:
             report.not_covered.append("the flex dispatcher: tokens reached their experts by alltoall")
         if config.observe.wandb_project is not None:

@@ -69,6 +69,7 @@ def test_every_config_passes_with_its_structure_kept(name, tmp_path):
         report["metrics"]["step"] == 2 and (tmp_path / "out" / "converted" / "tensorrt_llm" / "config.json").is_file()
     )
     assert "CUDA kernels" in str(report["not_covered"]) and not ranks_left()
+    assert ("launch/mpirun.sh" in str(report["not_covered"])) == (name in (STAGED, EXPERTS, LARGE))
 
 
 def ranks_left():

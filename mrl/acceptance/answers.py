@@ -18,6 +18,7 @@ from mrl.distributed.collectives import from_first_rank
 from mrl.engines.trtllm import inspection
 from mrl.run import canary
 from mrl.types import Rollout, RolloutBatch
+from mrl.weights.megatron import stage_layers
 
 NUM_PROMPTS = 8
 MEAN_NATS = 0.05
@@ -61,8 +62,13 @@ def sampled(bench: Bench) -> list[Rollout]:
 
 
 def scores(bench: Bench, rollouts: Sequence[Rollout]) -> Tensor:
-    """The actor's log-probabilities of all sampled tokens."""
-    found, _ = bench.job.policy.score(batch_of(rollouts))
+    """The actor's log-probabilities of all sampled tokens; by the engine's experts where it told them."""
+    job, batch = bench.job, batch_of(rollouts)
+    routed = [each.routed_experts for each in rollouts if each.routed_experts is not None]
+    if routed:
+        own = list(stage_layers(job.arch, job.groups.grid)[job.groups.coords.pp])
+        batch.routed_experts_P = torch.cat(routed)[:, own]
+    found, _ = job.policy.score(batch)
     return found
 
 

@@ -2,14 +2,26 @@
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from mrl.acceptance.bench import Bench
+from mrl.acceptance.checks import FUNCTIONS
+from mrl.acceptance.model import CONFIG, write_random
+from mrl.acceptance.result import CheckError
+from mrl.config import load
+from mrl.distributed import launch
+from mrl.engines.native.engine import NativeEngine
 from mrl.errors import UserError
+from mrl.megatron import parallel
 from mrl.preflight.rollout import sampling_rules
+from mrl.run.opening import open_job
+from mrl.run.prepare import prepare
 from tests.e2e import runs
 from tests.e2e.test_experts import MODEL, REPLAY
+from tests.ranks import run_ranks
 from tests.trtllm import tiny
 from tests.trtllm.conftest import FAULTS
 from tests.trtllm.signature import FLAVOUR_VARIABLE
@@ -150,3 +162,42 @@ def test_grpo_replays_what_it_told_with_the_native_engines_numbers(tmp_path):
     expected = runs.train_in_pool(tmp_path / "native", short, 1)
     found = trained(tmp_path / "trtllm", runs.arguments(tmp_path / "trtllm", [*short, "rollout.name=trtllm"]), "1.3")
     assert_same_run(found, expected)
+
+
+class Shifted(NativeEngine):
+    """It tells each token's experts one place too late."""
+
+    def generate(self, prompts, sampling):
+        rollouts = super().generate(prompts, sampling)
+        for rollout in rollouts:
+            rollout.routed_experts[1:-1] = rollout.routed_experts[:-2].clone()
+        return rollouts
+
+
+def accepted(folder, overrides):
+    """What the acceptance run's check of the log-probabilities says of each engine."""
+    parallel.destroy()
+    launch.stop()
+    said = {}
+    for name in ("native", "tests.trtllm.test_routing:Shifted"):
+        config = load(Path(folder) / "config.yaml", [*overrides, f"rollout.name={name}"])
+        with open_job(prepare(config), log=False) as job:
+            try:
+                said[name.rpartition(":")[2]] = FUNCTIONS["logprobs"](Bench(job, Path(folder)))["tokens"]
+            except CheckError as error:
+                said[name.rpartition(":")[2]] = str(error)
+    launch.start("cpu", num_threads=1)
+    return said
+
+
+def test_the_acceptance_run_scores_by_the_experts_that_were_told(tmp_path):
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    tiny_mixture = (
+        "model.preset=qwen3_moe_tiny", "~model.overrides", "model.overrides.vocab_size=16", "model.dtype=float32",
+        "rollout.prompt_length=16", "rollout.response_length=8", "rollout.gpu_memory_utilization=0.02",
+        "run.num_threads=1", *REPLAY,
+    )  # fmt: skip
+    model = write_random(load(tmp_path / "config.yaml", tiny_mixture), tmp_path / "model")
+    (said,) = run_ranks(1, accepted, str(tmp_path), [*tiny_mixture, *model])
+    assert said["native"] > 0
+    assert "engine and actor differ by" in said["Shifted"]

@@ -170,10 +170,11 @@ def test_a_check_that_hangs_or_dies_takes_no_other_with_it(on_path, tmp_path):
             "it did not start: the process ended with status 1: RuntimeError: no such kernel",
         ),
         "graphs": works,
+        "fp8": works,
         "end": works,
     }
     page = write_page(PAGE, found.folder, found.results, found.versions, command="it", took_s=3.0).read_text()
-    assert "8 work, 3 fail, 1 skipped" in verdict(found.results)
+    assert "9 work, 3 fail, 1 skipped" in verdict(found.results)
     for said in (
         "### trtllm: sleep",
         CHECKS["sleep"].means,

@@ -88,3 +88,11 @@ def test_a_config_whose_replicas_need_mpi_has_the_lines_that_start_it(file):
     if by_mpirun and by_slurm:
         assert (int(by_mpirun[1]), int(by_slurm[1])) == (world_size(file), nodes)
     assert "rollout.name=native" in text
+
+
+def test_the_largest_has_the_room_that_its_first_lines_tell(capsys):
+    (file,) = (path for path in FILES if "235b" in path.name)
+    told = re.search(r"room for (\d+) sequences of full length; in FP8 for (\d+):\n# (\S+) (\S+)\. ", file.read_text())
+    for rows, overrides in ((told[1], ()), (told[2], told.groups()[2:])):
+        assert main(["plan", str(file), *overrides]) == 0
+        assert f"room for {rows} sequence(s)" in capsys.readouterr().out

@@ -278,8 +278,8 @@ class RolloutConfig:
     """Engine weights and KV cache; null: `model.dtype`."""
     quantization: Optional[Literal["fp8", "fp8_per_tensor"]] = None
     """The engine's linear layers in float8_e4m3fn, quantised in each refit; fp8: with a scale for each 128 x 128 block,
-    as verl's; fp8_per_tensor: with one for each matrix. Wants `algorithm.proximal=recompute`, whose weights correct
-    it."""
+    as verl's; fp8_per_tensor: with one for each matrix, on the native engine. Wants `algorithm.proximal=recompute`,
+    whose weights correct it."""
     tensor_model_parallel_size: int = 1
     """Ranks per replica; the replicas split the prompts."""
     pipeline_model_parallel_size: int = 1

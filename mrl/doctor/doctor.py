@@ -281,13 +281,11 @@ class Doctor:
 
     def _needed(self) -> set[str]:
         """Extras of setup.py without which this run would be slow or not start."""
-        env, needed = self._environment, set()
-        if devices.read_gpu_count():
-            needed.add("gpu")
-        if env.launcher in ("mpirun", "mpi"):
+        needed = {"gpu"} if devices.read_gpu_count() else set()
+        if self._environment.launcher in ("mpirun", "mpi"):
             needed.add("mpi")
-        if self._config is not None and self._config.rollout.name.startswith("trtllm"):
-            needed.add("trtllm")
+        if self._config is not None and (extra := versions.engine_extra(self._config.rollout.name)) is not None:
+            needed.add(extra)
         return needed
 
     def _gpus(self) -> Iterator[Finding]:

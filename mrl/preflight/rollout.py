@@ -1,18 +1,24 @@
 """Refuses lengths and sampling settings that do not go together, or not with the engine or the model.
 
 Owns the rules of `rollout`. The engines' own limits stand with them
-(`engines/trtllm/fields.py`), those of built engines in `engine.py`. It imports no torch.
+(`engines/trtllm/fields.py`, `engines/vllm/fields.py`), those of built engines in `engine.py`. It imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from mrl.config import Config
+from mrl.config import Config, RolloutConfig
 from mrl.engines.trtllm import fields as trtllm
-from mrl.engines.trtllm import passed, routing
+from mrl.engines.trtllm import passed as trtllm_passed
+from mrl.engines.trtllm import routing
+from mrl.engines.vllm import fields as vllm
+from mrl.engines.vllm import passed as vllm_passed
 from mrl.models.base import ArchSpec
 from mrl.schema import own_code, registry
+
+PASSED = {"trtllm": trtllm_passed, "vllm": vllm_passed}
+"""Engine -> what it is handed beside the keys of `rollout`."""
 
 
 def length_rules(config: Config) -> Iterator[str]:
@@ -62,11 +68,30 @@ def sampling_rules(config: Config) -> Iterator[str]:
         why = "temperature=0" if val.do_sample else "do_sample=false"
         yield f"rollout.val_kwargs.n={val.n} with {why} scores the same answer {val.n} times."
     yield from trtllm.refusals(rollout)
-    yield from passed.refusals(rollout)
     yield from routing.refusals(rollout)
+    yield from vllm.refusals(rollout)
+    yield from _engine_arguments(rollout)
     yield from _quantization_rules(config)
     if any(not text for text in rollout.stop):
         yield "rollout.stop holds an empty string, which would end every response at once."
+
+
+def _engine_arguments(rollout: RolloutConfig) -> Iterator[str]:
+    """A message for each argument that is not handed on to the engine."""
+    for engine, given in rollout.engine_kwargs.items():
+        key = f"rollout.engine_kwargs.{engine}"
+        if engine not in PASSED:
+            yield (
+                f"{key} is refused: only the engines {' and '.join(PASSED)} take arguments of their own, under "
+                f"rollout.engine_kwargs.{rollout.name if rollout.name in PASSED else next(iter(PASSED))}. What other "
+                "engines are told are the keys of rollout."
+            )
+        elif not isinstance(given, Mapping | None):
+            yield f"{key}={given} came, expected a mapping such as {PASSED[engine].EXAMPLE}."
+        elif given and rollout.name != engine:
+            yield f"{key} is refused with rollout.name={rollout.name}: nothing would read it. Leave it out."
+        else:
+            yield from PASSED[engine].refusals(rollout)
 
 
 def _quantization_rules(config: Config) -> Iterator[str]:

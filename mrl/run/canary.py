@@ -19,7 +19,8 @@ import torch
 from mrl.config import RolloutConfig
 from mrl.distributed.collectives import together
 from mrl.engines.base import SamplingConfig
-from mrl.engines.trtllm.fields import ENGINES
+from mrl.engines.trtllm.fields import ENGINES as TRTLLM
+from mrl.engines.vllm.fields import NAME as VLLM
 from mrl.models.base import ArchSpec
 from mrl.types import Prompt, Rollout
 
@@ -70,9 +71,9 @@ class Movement:
 
 
 def is_wanted(rollout: RolloutConfig) -> bool:
-    """Whether the run asks; with TensorRT-LLM's engines it does unless told not to."""
+    """Whether the run asks; with TensorRT-LLM's engines and vLLM it does unless told not to."""
     asked = rollout.checkpoint_engine.canary
-    return rollout.name in ENGINES if asked is None else asked
+    return rollout.name in (*TRTLLM, VLLM) if asked is None else asked
 
 
 def tolerance_of(device: torch.device) -> float:

@@ -8,7 +8,7 @@ from tests.preflight.runs import VAL, make, refusal
 UNCORRECTED = ("algorithm.proximal=recompute", "algorithm.tis_clip=0")
 RULES = [
     # overrides, ranks, what the message says
-    (["rollout.name=vllm"], 1, "rollout.name=vllm is no engine of this version"),
+    (["rollout.name=sglang"], 1, "rollout.name=sglang is no engine of this version"),
     (["rollout.max_model_len=20"], 1, "rollout.max_model_len=20 is below"),
     (["rollout.max_model_len=600"], 1, "exceed the model's max_position_embeddings=512"),
     (["rollout.response_length=500"], 1, "sequences of 516 tokens"),

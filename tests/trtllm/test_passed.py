@@ -189,8 +189,8 @@ def test_a_mistake_is_refused_before_anything_starts(name):
 
 def test_arguments_of_an_engine_that_is_not_the_runs_are_refused():
     check = partial(preflight.check_config, world_size=2)
-    with pytest.raises(UserError, match=r"engine_kwargs\.vllm is refused: only rollout\.name=trtllm takes arguments"):
-        check(load(CONFIG, [*BASE, "rollout.engine_kwargs.vllm={swap_space: 4}"]))
+    with pytest.raises(UserError, match=r"engine_kwargs\.sglang is refused: only the engines trtllm and vllm take"):
+        check(load(CONFIG, [*BASE, "rollout.engine_kwargs.sglang={swap_space: 4}"]))
     for engine in ("native", "trtllm_engine"):
         with pytest.raises(UserError, match=f"{KEY} is refused with rollout.name={engine}: nothing would read it"):
             check(load(CONFIG, [*BASE, f"rollout.name={engine}", f"{KEY}.attn_backend=FLASHINFER"]))

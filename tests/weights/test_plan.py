@@ -17,6 +17,7 @@ from mrl.weights.megatron import megatron_layouts
 from mrl.weights.native import native_layouts
 from mrl.weights.plan import make_plan
 from mrl.weights.regions import slices
+from mrl.weights.vllm import vllm_layouts
 from tests.weights.archs import ARCHS, counted, filled
 
 ACTORS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2), (4, 2, 1)]
@@ -49,10 +50,10 @@ def assert_same(ours, theirs):
             assert torch.equal(ours[rank][name], tensor), (rank, name)
 
 
-def refitted(arch, grid, hf, *, te=False, host_of=None):
+def refitted(arch, grid, hf, *, te=False, host_of=None, engine=native_layouts):
     """The plan of a refit, with the engines' layouts and tensors: every element landed, no byte moved that need not."""
     sources = megatron_layouts(arch, grid, dtype="float32", te=te)
-    targets = native_layouts(arch, grid, "float32")
+    targets = engine(arch, grid, "float32")
     plan = make_plan(sources, targets, host_of=host_of)
     stored = {rank: filled(layout, hf) for rank, layout in sources.items()}
     wanted = {rank: filled(layout, hf) for rank, layout in targets.items()}
@@ -61,12 +62,13 @@ def refitted(arch, grid, hf, *, te=False, host_of=None):
     return plan, targets, wanted
 
 
+@pytest.mark.parametrize("engine", [native_layouts, vllm_layouts])
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
-def test_megatron_to_native_equals_hugging_face_to_native(arch):
+def test_megatron_to_an_engine_equals_hugging_face_to_it(arch, engine):
     """All pairs of layouts for the weights; moved bytes meet the bound for each."""
     hf = counted(arch)
     for (tp, pp, vpp), rollout_tp in PAIRS:
-        plan, targets, wanted = refitted(arch, Grid(8, tp, pp, vpp, rollout_tp=rollout_tp), hf)
+        plan, targets, wanted = refitted(arch, Grid(8, tp, pp, vpp, rollout_tp=rollout_tp), hf, engine=engine)
         total = sum(
             tensor.numel() - sum(tensor[slices(region)].numel() for region in targets[rank][name].padding)
             for rank, tensors in wanted.items()

@@ -22,6 +22,7 @@ from mrl.schema.nearest import did_you_mean
 
 ENGINE = "trtllm"
 KEY = f"rollout.engine_kwargs.{ENGINE}"
+EXAMPLE = "{attn_backend: FLASHINFER}"
 DRAFTERS = ("NGram", "AUTO")
 """Of `speculative_config.decoding_type`: those that draft from the text, without weights of their own."""
 ENUMS = {"capacity_scheduler_policy": "CapacitySchedulerPolicy", "context_chunking_policy": "ContextChunkingPolicy"}
@@ -37,19 +38,8 @@ def given_by(rollout: RolloutConfig) -> dict[str, Any]:
 
 
 def refusals(rollout: RolloutConfig) -> Iterator[str]:
-    """A message for each argument that is not handed on, and for arguments of another engine."""
-    for engine, given in rollout.engine_kwargs.items():
-        if engine != ENGINE:
-            yield (
-                f"rollout.engine_kwargs.{engine} is refused: only rollout.name={ENGINE} takes arguments of its engine, "
-                f"under {KEY}. What other engines are told are the keys of rollout."
-            )
-        elif not isinstance(given, Mapping | None):
-            yield f"{KEY}={given} came, expected a mapping such as {{attn_backend: FLASHINFER}}."
+    """A message for each argument that is not handed on."""
     given = given_by(rollout)
-    if given and rollout.name != ENGINE:
-        yield f"{KEY} is refused with rollout.name={rollout.name}: nothing would read it. Leave it out."
-        return
     for name, value in given.items():
         yield from _refusal(rollout, str(name), value)
 

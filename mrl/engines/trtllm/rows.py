@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from mrl.engines._strings import shortest_with
 from mrl.engines.base import SamplingConfig
 from mrl.engines.trtllm.runner import NO_TOKEN
-from mrl.engines.trtllm.strings import shortest_with
 from mrl.errors import UserError
 from mrl.types import FinishReason, Prompt, Rollout
 

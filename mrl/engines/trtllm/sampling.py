@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrl.engines._strings import shortest_with
 from mrl.engines.base import SamplingConfig
 from mrl.engines.trtllm.features import Features
 from mrl.engines.trtllm.routing import REQUEST_ARGUMENT
-from mrl.engines.trtllm.strings import shortest_with
 from mrl.models.base import ArchSpec
 from mrl.types import FinishReason, Prompt, Rollout
 from mrl.weights.tensors import choice_dtype

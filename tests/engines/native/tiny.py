@@ -51,9 +51,9 @@ FAMILIES = {
 }
 
 
-def make_checkpoint(folder, family="qwen2", **overrides):
+def make_checkpoint(folder, family="qwen2", *, families=FAMILIES, **overrides):
     """Saves a random model with biases and norms that matter; returns the folder."""
-    settings = {**FAMILIES[family], **overrides}
+    settings = {**families[family], **overrides}
     config = AutoConfig.for_model(**settings)
     torch.manual_seed(sum(map(ord, family)))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

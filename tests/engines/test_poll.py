@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from mrl.engines._poll import STEPS
 from mrl.engines.base import SamplingConfig
-from mrl.engines.native.poll import STEPS
 from tests.engines.native.tiny import make_checkpoint, make_engine, make_prompts
 from tests.ranks import run_ranks
 

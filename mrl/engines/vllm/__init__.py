@@ -1,0 +1,16 @@
+"""vLLM as the rollout engine, the one folder that imports it: in the ranks' own processes, refitted in place.
+
+`ENGINE` is found on first use, so that `fields.py` can be read without torch and without vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ENGINE":
+        from mrl.engines.vllm.engine import VllmEngine
+
+        return VllmEngine
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

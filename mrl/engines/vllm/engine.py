@@ -1,0 +1,245 @@
+"""rollout.name=vllm: vLLM on the training ranks themselves, refitted into its own parameters.
+
+Owns the engine's life: weights that are replaced in place, sleep and wake, and one request for each sample, stepped
+here so that a stop is heard between two forwards. Every slice of a refit lands in the storage that vLLM computes with;
+what a CPU's kernels want packed (experts) is packed into the same storage when the refit is whole.
+
+On a CPU the tests run the real vLLM. On GPUs the same code was not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl.engines._poll import Poll
+from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
+from mrl.engines.native.memory import kv_budget
+from mrl.engines.vllm import contract
+from mrl.engines.vllm.host import Host
+from mrl.engines.vllm.process import same_numbers
+from mrl.engines.vllm.sampling import arguments, check_order, ends_in_text, to_rollout
+from mrl.engines.vllm.storage import Storage
+from mrl.errors import UserError
+from mrl.types import Prompt, Rollout
+from mrl.weights.copies import num_bytes
+from mrl.weights.layout import Layout
+from mrl.weights.vllm import vllm_layout
+
+PARTS = ("weights", "kv_cache")
+"""vLLM's names of what sleeps."""
+
+
+class VllmEngine(RolloutEngine):
+    """One rank of a replica."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Collective over the job: starts vLLM in this process, with weights that mean nothing.
+
+        Args:
+            spec: The replica's.
+
+        Raises:
+            UserError: vLLM is not there, is another than mrl knows, or cannot hold this model on these ranks.
+        """
+        super().__init__(spec)
+        config, arch = spec.config, spec.arch
+        size = 1 if spec.tp_group is None else dist.get_world_size(spec.tp_group)
+        rank = 0 if spec.tp_group is None else dist.get_rank(spec.tp_group)
+        if spec.device.type == "cpu" and config.expert_parallel_size > 1:
+            raise UserError(
+                f"rollout.expert_parallel_size={config.expert_parallel_size} with rollout.name=vllm on a CPU: vLLM "
+                "0.32 crashes there. Set it to 1: the ranks then cut each expert."
+            )
+        self._layout = vllm_layout(arch, size, rank, spec.dtype_name, ep_size=config.expert_parallel_size)
+        later = sum(map(num_bytes, self._layout.values()))
+        budget = kv_budget(spec.device, config.gpu_memory_utilization, spec.tp_group, later_bytes=later)
+        self._host = Host(spec, spec.model_folder(), num_kv_heads=max(1, arch.num_kv_heads // size), budget=budget)
+        self._storage = Storage(self._host.model(), self._layout, self._host.version)
+        self._asleep: set[str] = set()
+        self._whole = False
+        self._probed = False
+        self._num_requests = 0
+        self._stats: dict[str, float] = {}
+
+    # weights ----------------------------------------------------------------------------------------------------------
+
+    def layout(self) -> Layout:
+        """The fused and cut tensors of vLLM, in Hugging Face coordinates."""
+        return self._layout
+
+    def begin_update(self) -> None:
+        """Wakes the weights where they sleep; cached prefixes are dropped.
+
+        Raises:
+            RuntimeError: vLLM keeps its cached prefixes, which requests still use.
+        """
+        self._whole = False
+        self._wake("weights")
+        self._drop_prefixes()
+
+    def update_weights(self, bucket: Sequence[WeightSlice]) -> None:
+        """Copies a bucket into vLLM's parameters.
+
+        Raises:
+            RuntimeError: No update was begun, or a slice does not fit what is stored.
+        """
+        if self._whole:
+            raise RuntimeError("update_weights outside an update: call begin_update first")
+        for item in bucket:
+            self._storage.write(item)
+
+    def checksum(self) -> int:
+        """Order-free 64-bit sum over the bit patterns of all stored elements, before `finish_update` packs any."""
+        return self._storage.checksum()
+
+    def finish_update(self, policy_version: int) -> None:
+        """Packs what vLLM's kernels want packed; the engine generates again, under the new version."""
+        self._storage.pack()
+        self._drop_prefixes()
+        self.policy_version = policy_version
+        self._whole = True
+
+    def _drop_prefixes(self) -> None:
+        """Raises RuntimeError where vLLM refuses: its old keys and values would be read with the new weights."""
+        if not self._host.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not drop its cached prefixes: requests still use them")
+        self._host.engine.reset_encoder_cache()
+
+    # memory -----------------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Takes KV cache and weights off a GPU until `wake`, the weights into pinned memory of the host.
+
+        Nothing on a CPU, or where `rollout.free_cache_engine` is false.
+        """
+        if self.spec.device.type == "cuda" and self.spec.config.free_cache_engine and not self._asleep:
+            self._host.llm.sleep(level=1)
+            self._asleep = set(PARTS)
+
+    def wake(self) -> None:
+        """Brings back what sleeps."""
+        self._wake(*PARTS)
+
+    def _wake(self, *parts: str) -> None:
+        asleep = [part for part in parts if part in self._asleep]
+        if asleep:
+            self._host.llm.wake_up(tags=asleep)
+            self._asleep -= set(asleep)
+
+    def close(self) -> None:
+        """Ends vLLM; the engine cannot be used again, and the trainer's process groups stay."""
+        self._whole = False
+        self._storage.forget()
+        self._host.close()
+
+    def stats(self) -> dict[str, float]:
+        """Of the last `generate`: prefill_tokens (of prompts, each counted once a sample), decode_tokens and _steps."""
+        return dict(self._stats)
+
+    # generation -------------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
+        """Collective over the replica: `sampling.n` rollouts of each prompt, ordered by prompt, then sample index.
+
+        Raises:
+            RuntimeError: The engine sleeps, its weights are not whole, or vLLM scores another distribution.
+            UserError: A prompt does not fit, or vLLM cannot sample so.
+        """
+        if self._asleep:
+            raise RuntimeError("the engine sleeps: call wake before generate")
+        if not self._whole:
+            raise RuntimeError("the engine's weights are not whole: no update was finished since the last begin_update")
+        if not prompts:
+            return []
+        check_order(sampling)
+        for prompt in prompts:
+            self._check(prompt, sampling)
+        with same_numbers(self.spec.device):
+            if not self._probed:
+                self._probe(prompts[0])
+                self._probed = True
+            return self._sample(prompts, sampling)
+
+    def _check(self, prompt: Prompt, sampling: SamplingConfig) -> None:
+        """Raises UserError for a prompt that cannot be generated from."""
+        length, where = len(prompt.prompt_ids), f"prompt {prompt.source or prompt.uid}"
+        if length == 0:
+            raise UserError(f"{where} has no tokens.")
+        if length + sampling.max_tokens > self.spec.max_len:
+            raise UserError(
+                f"{where} has {length} tokens; with a response of {sampling.max_tokens} it exceeds the engine's "
+                f"{self.spec.max_len}. Raise rollout.max_model_len or rollout.prompt_length, or shorten the prompt."
+            )
+        self.spec.check_ids(prompt)
+
+    def _sample(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
+        samples = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
+        asked = [arguments(sampling, prompt, index) for prompt, index in samples]
+        watched = bool(sampling.stop) and not sampling.ignore_eos
+        requests = self._add([prompt for prompt, _ in samples], asked, whole=not watched)
+        poll = Poll(self.told_to_stop, self.spec.tp_group)
+        engine, ended, steps = self._host.engine, dict[str, tuple[Any, int | None]](), 0
+        while engine.has_unfinished_requests():
+            if poll():
+                engine.abort_request([name for name in requests if name not in ended])
+                break
+            steps += 1
+            for output in engine.step():
+                name, answer = output.request_id, output.outputs[0]
+                cut = ends_in_text(answer.token_ids, sampling, self.spec.decode) if watched else None
+                if name not in ended and (cut is not None or output.finished):
+                    ended[name] = (answer, cut)
+                    if not output.finished:
+                        engine.abort_request([name])
+        rollouts = [
+            self._rollout(prompt, index, *ended[name], sampling)
+            for name, (prompt, index) in zip(requests, samples, strict=True)
+            if name in ended
+        ]
+        self._stats = {
+            "prefill_tokens": float(sum(len(rollout.prompt.prompt_ids) for rollout in rollouts)),
+            "decode_tokens": float(sum(len(rollout.response_ids) for rollout in rollouts)),
+            "decode_steps": float(steps),
+        }
+        return rollouts
+
+    def _add(self, prompts: Sequence[Prompt], asked: Sequence[dict[str, Any]], *, whole: bool) -> list[str]:
+        """Names of new requests; `whole`: they answer once, when they have ended."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        kind = RequestOutputKind.FINAL_ONLY if whole else RequestOutputKind.CUMULATIVE
+        names = []
+        for prompt, given in zip(prompts, asked, strict=True):
+            names.append(str(self._num_requests))
+            self._num_requests += 1
+            self._host.engine.add_request(
+                names[-1], {"prompt_token_ids": list(prompt.prompt_ids)}, SamplingParams(**given, output_kind=kind)
+            )
+        return names
+
+    def _rollout(self, prompt: Prompt, index: int, output: Any, cut: int | None, sampling: SamplingConfig) -> Rollout:
+        where = f"prompt {prompt.source or prompt.uid}, sample {index}"
+        tokens = list(output.token_ids)
+        if not all(0 <= token < self.spec.arch.vocab_size for token in tokens):
+            raise RuntimeError(f"{where}: vLLM sampled a token outside the vocabulary: {max(tokens)}")
+        try:
+            return to_rollout(prompt, index, output, cut, sampling, self.policy_version)
+        except RuntimeError as error:
+            raise RuntimeError(f"{where}: {error}") from error
+
+    def _probe(self, prompt: Prompt) -> None:
+        """Raises RuntimeError where vLLM's log-probabilities are not of what it samples from."""
+        found: list[Tensor] = []
+        for setting in (contract.PLAIN, contract.CUT):
+            (name,) = self._add([prompt], [{**arguments(setting, prompt, 0), "logprobs": -1}], whole=True)
+            outputs = []
+            while self._host.engine.has_unfinished_requests():
+                outputs += self._host.engine.step()
+            (answer,) = (output.outputs[0] for output in outputs if output.request_id == name)
+            found.append(contract.row(answer.logprobs[0], self.spec.arch.vocab_size))
+        contract.check(*found)

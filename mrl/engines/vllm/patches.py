@@ -1,0 +1,145 @@
+"""What mrl replaces inside vLLM, piece by piece, each held against the installed version before it is used.
+
+Owns the replacements and nothing else of vLLM's internals. Each was read and tried in vLLM 0.32; a version that lacks
+the place is refused by its name.
+
+- `plain_linears`: on a CPU vLLM packs every matrix after loading and drops it; a matrix that stays can be refitted.
+- `ranks_of_the_trainer`: vLLM's end would destroy torch.distributed, which is the trainer's.
+- `rewound_numbers`: a token that is sampled behind a part of a prompt is thrown away, and its random numbers are taken
+  back in a way that only GPUs know; on a CPU vLLM ends there.
+- `no_message_queues`: each group would open sockets and shared memory for Python objects, which nothing here sends.
+- `shared_memory`: the files by which ranks on CPUs talk have the same names in every job of a host, and outlive it.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib
+import os
+from contextlib import suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mrl.errors import UserError
+
+SHARED_MEMORY = Path("/dev/shm")  # where shm_open of Linux has its files
+
+
+def place(module: str, name: str, version: str) -> Any:
+    """What `name` is in a module of vLLM; "Class.attribute" works too.
+
+    Raises:
+        UserError: The installed version has no such thing.
+    """
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"vLLM {version} has no {module}.{name}, which mrl replaces to run it inside the training ranks; it was "
+            "written for vLLM 0.32. Install that version, or use rollout.name=native."
+        ) from error
+    return found
+
+
+def plain_linears(version: str) -> None:
+    """Matrices stay torch tensors, and are multiplied by torch; 14 to 17 % slower on a CPU than packed."""
+    place("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", version)
+    from vllm.model_executor.layers import utils
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias)
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch  # each layer looks it up when it is loaded
+
+
+def ranks_of_the_trainer(version: str) -> None:
+    """The engine's end destroys vLLM's process groups, and leaves the default one."""
+    place("vllm.v1.engine.core", "cleanup_dist_env_and_memory", version)
+    state = place("vllm.distributed", "parallel_state", version)
+    for name in ("destroy_model_parallel", "_WORLD", "init_model_parallel_group"):
+        place("vllm.distributed.parallel_state", name, version)
+    from vllm.v1.engine import core
+
+    def cleanup(*_: Any, **__: Any) -> None:
+        state.destroy_model_parallel()
+        if state._WORLD is not None:
+            state._WORLD.destroy()
+            state._WORLD = None
+
+    core.cleanup_dist_env_and_memory = cleanup
+
+
+def no_message_queues(version: str) -> None:
+    """Groups have no queues for objects; what vLLM still sends goes through torch.distributed, data only."""
+    state = place("vllm.distributed", "parallel_state", version)
+    original = getattr(state.init_model_parallel_group, "__wrapped__", state.init_model_parallel_group)
+
+    @wraps(original)
+    def make(*args: Any, **given: Any) -> Any:
+        return original(*args, **{**given, "use_message_queue_broadcaster": False})
+
+    state.init_model_parallel_group = make
+
+
+def shared_memory(version: str, job: str) -> None:
+    """Names of the files begin with the job's; they are gone from the folder as soon as every rank has opened them.
+
+    Args:
+        version: Of the installed vLLM.
+        job: Of this job alone, the same on all its ranks.
+    """
+    module = "vllm.distributed.device_communicators.cpu_communicator"
+    talk = place(module, "_CPUSHMDistributed", version)
+    for name in ("make_group_name", "_init_cpu_shm"):
+        place(module, f"_CPUSHMDistributed.{name}", version)
+    named, opened = _own(talk, "make_group_name"), _own(talk, "_init_cpu_shm")
+
+    def make_group_name(communicator: Any) -> str:
+        return job + str(named(communicator)).replace("/", "")
+
+    def init(self: Any) -> int:
+        handle: int = opened(self)  # ends with a barrier: all have opened it
+        if torch.distributed.get_rank(self.communicator.device_group) == 0:
+            for file in SHARED_MEMORY.glob(f"{glob.escape(self.group_name)}*"):
+                with suppress(OSError):
+                    os.unlink(file)
+        return handle
+
+    talk.make_group_name = staticmethod(make_group_name)
+    talk._init_cpu_shm = init
+
+
+def rewound_numbers(version: str) -> None:
+    """On a CPU too a sample's random numbers depend on its seed and its number of tokens alone."""
+    module = "vllm.v1.worker.gpu_model_runner"
+    runner = place(module, "GPUModelRunner", version)
+    place(module, "GPUModelRunner._bookkeeping_sync", version)
+    original = _own(runner, "_bookkeeping_sync")
+
+    def bookkeeping(self: Any, scheduler_output: Any, sampler_output: Any, logits: Any, *rest: Any) -> Any:
+        batch = self.input_batch
+        thrown_away = self.discard_request_mask.np[: batch.num_reqs].nonzero()[0]
+        rewound = {int(row): batch.generators.pop(int(row)) for row in thrown_away if int(row) in batch.generators}
+        for row, generator in rewound.items():
+            generator.manual_seed(generator.initial_seed())
+            for _ in self.requests[batch.req_ids[row]].output_token_ids:
+                torch.empty_like(logits[0], dtype=torch.float32).exponential_(generator=generator)
+        try:
+            return original(self, scheduler_output, sampler_output, logits, *rest)
+        finally:
+            batch.generators.update(rewound)
+
+    runner._bookkeeping_sync = bookkeeping
+
+
+def _own(kind: Any, name: str) -> Any:
+    """The method of a class, vLLM's own also after it was replaced."""
+    originals: dict[str, Any] = kind.__dict__.get("_mrl_originals") or {}
+    originals.setdefault(name, getattr(kind, name))
+    kind._mrl_originals = originals
+    return originals[name]

@@ -1,0 +1,63 @@
+"""What vLLM's start changes in the process that it shares with the trainer, and that is put back.
+
+Owns the list. vLLM seeds every random number generator and draws from them at each step, sets variables of the
+environment, and on a CPU binds the cores of the threads and makes `torch.set_num_threads` do nothing. Its stand-ins for
+`torch.cuda.Stream` and pinned memory in a CPU build stay: nothing there uses the real ones.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from mrl.distributed import launch
+
+ALWAYS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""vLLM's core is in this process."""
+
+OWN = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+"""Variables that vLLM reads now and then, so that they stay: no word to others about the job, cores left alone, and its
+log only where something failed. What the user has set goes before."""
+
+
+@contextmanager
+def kept(device: torch.device) -> Iterator[None]:
+    """After the block, random numbers, cores, threads, the device and the environment are as before."""
+    launch.give_variables(ALWAYS, unless_set=OWN)
+    here = launch.environment()
+    given = {"RANK": here.rank, "WORLD_SIZE": here.world_size, "LOCAL_RANK": here.local_rank}
+    cores, set_threads, threads = os.sched_getaffinity(0), torch.set_num_threads, torch.get_num_threads()
+    with (
+        launch.scrubbed_variables(hide=(), given={name: str(value) for name, value in given.items()}),
+        same_numbers(device),
+    ):
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, cores)
+            torch.set_num_threads = set_threads
+            torch.set_num_threads(threads)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+
+
+@contextmanager
+def same_numbers(device: torch.device) -> Iterator[None]:
+    """After the block, the random number generators stand where they stood."""
+    python = random.getstate()
+    array = np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(array)

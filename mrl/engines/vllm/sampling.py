@@ -1,0 +1,98 @@
+"""Between the sampling contract and vLLM: `SamplingConfig` -> `SamplingParams`, results -> `Rollout`.
+
+Owns that translation and the checks of what comes back. Log-probabilities are vLLM's `processed_logprobs`: of the
+distribution that it samples from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mrl.engines._strings import shortest_with
+from mrl.engines.base import SamplingConfig
+from mrl.errors import UserError
+from mrl.functional.sampling import stream_key
+from mrl.types import FinishReason, Prompt, Rollout
+
+
+def check_order(sampling: SamplingConfig) -> None:
+    """In vLLM `min_p` drops before `top_p`, mrl after it: a token may be kept by one and dropped by the other.
+
+    Raises:
+        UserError: Both are asked for.
+    """
+    if sampling.min_p > 0.0 and sampling.top_p < 1.0 and not sampling.greedy:
+        raise UserError(
+            f"top_p={sampling.top_p} with min_p={sampling.min_p}: vLLM applies min_p first, mrl top_p. Set one of "
+            "them to keep all (top_p=1 or min_p=0), or use rollout.name=native."
+        )
+
+
+def arguments(sampling: SamplingConfig, prompt: Prompt, sample_index: int) -> dict[str, Any]:
+    """Arguments of `SamplingParams` for one sample; its seed is its own, wherever it is in a batch."""
+    return {
+        "max_tokens": sampling.max_tokens,
+        "temperature": 0.0 if sampling.greedy else sampling.temperature,
+        "top_k": max(0, sampling.top_k) if not sampling.greedy else 0,
+        "top_p": sampling.top_p if not sampling.greedy else 1.0,
+        "min_p": sampling.min_p if not sampling.greedy else 0.0,
+        "seed": stream_key(sampling.seed, prompt.uid, sample_index),
+        "stop_token_ids": [] if sampling.ignore_eos else list(sampling.stop_token_ids),
+        "ignore_eos": True,  # which tokens end a response is the contract's, not the model folder's
+        "logprobs": 0,  # the sampled token's
+        "detokenize": False,
+    }
+
+
+def logprobs_of(output: Any) -> list[float]:
+    """Log-probability of each token of a response.
+
+    Raises:
+        RuntimeError: One is missing, or no number.
+    """
+    found = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs or (), strict=True)]
+    for position, value in enumerate(found):
+        if not math.isfinite(value):
+            raise RuntimeError(f"vLLM gave token {position} of the response the log-probability {value}")
+    return found
+
+
+def ends_in_text(tokens: Sequence[int], sampling: SamplingConfig, decode: Callable[[Sequence[int]], str]) -> int | None:
+    """Tokens up to the end of a stop string; None: there is none."""
+    return shortest_with(tokens, () if sampling.ignore_eos else sampling.stop, decode)
+
+
+def finish_reason(tokens: Sequence[int], said: str | None, sampling: SamplingConfig) -> FinishReason:
+    """Why a response ended, by its tokens; what the engine says must fit.
+
+    Raises:
+        RuntimeError: It ended for another reason, or its end token is missing.
+    """
+    if not tokens:
+        raise RuntimeError("vLLM returned a response without tokens")
+    if not sampling.ignore_eos and tokens[-1] in sampling.stop_token_ids:
+        return "stop"
+    if said != "length" or len(tokens) != sampling.max_tokens:
+        raise RuntimeError(
+            f"vLLM ended the response for the reason '{said}' at {len(tokens)} of {sampling.max_tokens} tokens, and "
+            f"its last token {tokens[-1]} is no end token"
+        )
+    return "length"
+
+
+def to_rollout(
+    prompt: Prompt, sample_index: int, output: Any, cut: int | None, sampling: SamplingConfig, version: int
+) -> Rollout:
+    """One finished sample as mrl knows it; `cut` tokens of it where a stop string ended it."""
+    tokens, logprobs = list(output.token_ids), logprobs_of(output)
+    reason: FinishReason = "stop" if cut is not None else finish_reason(tokens, output.finish_reason, sampling)
+    return Rollout(
+        prompt=prompt,
+        sample_index=sample_index,
+        response_ids=tokens[:cut],
+        rollout_logprobs=logprobs[:cut],
+        finish_reason=reason,
+        policy_version=version,
+    )

@@ -1,0 +1,1 @@
+"""The real vLLM, its build for CPUs, inside ranks of the tests."""

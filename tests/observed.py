@@ -30,7 +30,7 @@ from mrl.errors import UserError
 from mrl.megatron import quieten
 from mrl.megatron.model import transformer_config
 from mrl.observe.metrics import is_wall_clock
-from mrl.plan.engine_memory import engine_layouts
+from mrl.plan.engine_weights import engine_layouts
 from mrl.run.job import Job
 from mrl.run.opening import open_job
 from mrl.run.prepare import prepare, resolve

@@ -22,7 +22,7 @@ from mrl.distributed import launch
 from mrl.engines.trtllm import inspection
 from mrl.errors import UserError
 from mrl.formats.hf import HfSource
-from mrl.plan.engine_memory import weight_bytes
+from mrl.plan.engine_weights import weight_bytes
 from mrl.run import canary
 from mrl.types import Rollout
 from mrl.weights.checksum import bit_sum

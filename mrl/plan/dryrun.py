@@ -18,7 +18,7 @@ from mrl.engines.trtllm.fields import needs_mpi
 from mrl.grid import Grid
 from mrl.megatron_fields.defaults import ddp_defaults, overlaps_gradients, transformer_defaults
 from mrl.models.base import ArchSpec
-from mrl.plan.engine_memory import engine_layouts
+from mrl.plan.engine_weights import engine_layouts
 from mrl.plan.memory import num_parameters, stage_memory
 from mrl.preflight.megatron import changes, forced
 from mrl.preflight.world_size import WorldSize

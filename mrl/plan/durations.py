@@ -17,7 +17,8 @@ from mrl.models.base import ArchSpec
 from mrl.observe.hardware import Hardware
 from mrl.observe.metrics import forward_flops
 from mrl.plan.activations import largest_microbatch
-from mrl.plan.engine_memory import cache_item_bytes, token_elements, weight_bytes
+from mrl.plan.engine_memory import cache_item_bytes, token_elements
+from mrl.plan.engine_weights import weight_bytes
 from mrl.plan.recompute import recompute_of
 from mrl.run.prepare import Resolved
 from mrl.weights.copies import ITEM_BYTES

@@ -7,29 +7,22 @@ and from what its settings mean, and what it takes besides is `Hardware.engine_c
 
 from __future__ import annotations
 
-import functools
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from mrl.config import Config
 from mrl.engines.native.experts import work_bytes
 from mrl.engines.native.kv_cache import SLOT_MULTIPLE
 from mrl.engines.native.rows import record_of
 from mrl.engines.trtllm.kv_cache import kv_cache
-from mrl.formats.trtllm_engine import read_engine_folder
+from mrl.engines.vllm.kv_cache import kv_cache as vllm_kv_cache
 from mrl.functional.fp8 import BAND_ELEMENTS
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
+from mrl.plan.engine_weights import native_bytes, packed_elements, whole_bytes
 from mrl.run.prepare import Resolved
-from mrl.weights.copies import ITEM_BYTES, num_bytes
-from mrl.weights.fp8 import DTYPE as FP8
-from mrl.weights.fp8 import grids_of, in_fp8, scale_tables
-from mrl.weights.hf import hf_layout
-from mrl.weights.holdings import distinct
-from mrl.weights.layout import Layout
-from mrl.weights.native import native_layout, native_layouts
-from mrl.weights.trtllm import TrtllmMapping, trtllm_layout
-from mrl.weights.trtllm_reads import WHOLE_ONLY, read_layout
+from mrl.weights.copies import ITEM_BYTES
+from mrl.weights.trtllm_reads import WHOLE_ONLY
 
 FP32_BYTES = 4
 FP8_WORK = 3
@@ -92,47 +85,8 @@ def engine_memory(found: Resolved, device: Device, *, weights: int, actor: int) 
         weights: Of the engine, `weight_bytes`.
         actor: Bytes of the actor on the device when the engine looks how much is free.
     """
-    make = {"trtllm": _llm, "trtllm_engine": _built}.get(found.config.rollout.name, _native)
+    make = {"trtllm": _llm, "trtllm_engine": _built, "vllm": _vllm}.get(found.config.rollout.name, _native)
     return make(found, device, weights, actor)
-
-
-def weight_bytes(config: Config, arch: ArchSpec, grid: Grid) -> int:
-    """The engine's weights on the fullest rank of a replica.
-
-    TensorRT-LLM's LLM API is counted as if it cut the model like the native engine: every matrix, embedding and head.
-    """
-    dtype = config.rollout.dtype or config.model.dtype
-    if config.rollout.name == "trtllm_engine":
-        return _built_bytes(arch, _mapping(config), dtype)
-    return _native_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, config.rollout.quantization)[0]
-
-
-def arriving_bytes(config: Config, arch: ArchSpec, grid: Grid) -> int:
-    """What a refit brings to a rank's engine at most."""
-    if config.rollout.name == "trtllm":
-        dtype = config.rollout.dtype or config.model.dtype
-        return _read_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, config.rollout.quantization)
-    return weight_bytes(config, arch, grid)
-
-
-def engine_layouts(config: Config, arch: ArchSpec, grid: Grid) -> dict[int, Layout]:
-    """Rank -> what its engine wants of other ranks in a refit, so no scales; equal ones are one object."""
-    dtype, grids = config.rollout.dtype or config.model.dtype, grids_of(arch, config.rollout.quantization)
-    if config.rollout.name == "trtllm":
-        tp, ep = grid.rollout_tp, grid.rollout_ep
-        read = [in_fp8(read_layout(arch, tp, ep, rank, dtype), grids) for rank in range(grid.rollout_size)]
-        return {rank: read[grid.rollout_rank(rank)] for rank in range(grid.world_size)}
-    if config.rollout.name == "trtllm_engine":
-        shared = [trtllm_layout(arch, _mapping(config), rank, dtype) for rank in range(grid.rollout_size)]
-        return {rank: shared[grid.rollout_rank(rank)] for rank in range(grid.world_size)}
-    layouts = native_layouts(arch, grid, dtype)
-    in_turn = {id(layout): in_fp8(layout, grids) for layout in distinct(layouts)}
-    return {rank: in_turn[id(layout)] for rank, layout in layouts.items()}
-
-
-def packed_elements(arch: ArchSpec, grid: Grid) -> int:
-    """Elements of the matrices that the native engine multiplies with, on a rank."""
-    return _elements(arch, grid.rollout_tp, grid.rollout_ep)[0]
 
 
 # the native engine
@@ -144,7 +98,7 @@ def _native(found: Resolved, device: Device, weights: int, actor: int) -> Engine
     copies, in_fp8_bytes = packed_elements(arch, grid) * device.engine_copies, 0
     if rollout.quantization is not None:
         dtype = rollout.dtype or config.model.dtype
-        in_fp8_bytes = _native_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, rollout.quantization)[1]
+        in_fp8_bytes = native_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, rollout.quantization)[1]
         copies = copies or in_fp8_bytes * _item_bytes(config)  # products are of the weights that FP8 stands for
     size = device.engine_copies or _item_bytes(config)
     slots = math.ceil(_longest(config) / SLOT_MULTIPLE) * SLOT_MULTIPLE
@@ -205,13 +159,13 @@ def _staged(config: Config, arch: ArchSpec, grid: Grid) -> dict[str, int]:
     """What a refit of the LLM API holds of whole tensors: up to a bucket, and as much that is being put together."""
     dtype = config.rollout.dtype or config.model.dtype
     tp, ep, quantization = grid.rollout_tp, grid.rollout_ep, config.rollout.quantization
-    whole = _whole_bytes(arch, tp, ep, dtype, quantization)
+    whole = whole_bytes(arch, tp, ep, dtype, quantization)
     if arch.family in WHOLE_ONLY:
         return {"whole model of a refit": whole}
     largest = max(arch.vocab_size, arch.intermediate_size) * arch.hidden_size * ITEM_BYTES[dtype]
     staged = {"whole tensors of a refit": min(whole, 2 * (_bucket_bytes(config) + largest))}
     if quantization is not None:
-        in_fp8_bytes = _native_bytes(arch, tp, ep, dtype, quantization)[1]
+        in_fp8_bytes = native_bytes(arch, tp, ep, dtype, quantization)[1]
         staged["quantising of a refit"] = FP8_WORK * FP32_BYTES * min(in_fp8_bytes, BAND_ELEMENTS)
     return staged
 
@@ -247,46 +201,34 @@ def _share_of_free(found: Resolved, device: Device, taken: int) -> int:
     return int(max(0, free) * found.config.rollout.gpu_memory_utilization)
 
 
-def _mapping(config: Config) -> TrtllmMapping:
-    """Of the engines in `rollout.engine_dir`, which preflight has compared with the run."""
-    return read_engine_folder(config.rollout.engine_dir or "").config.mapping
+# vLLM
 
 
-@functools.cache
-def _built_bytes(arch: ArchSpec, mapping: TrtllmMapping, dtype: str) -> int:
-    """Weights of the fullest rank, from one layer of each stage."""
-    few, most = replace(arch, num_layers=mapping.pp_size), 0
-    for rank in range(mapping.world_size):
-        layers = len(mapping.layers(arch, rank // mapping.tp_size))
-        sizes = (
-            math.prod(stored.shape) * ITEM_BYTES[stored.dtype] * (layers if ".layers." in name else 1)
-            for name, stored in trtllm_layout(few, mapping, rank, dtype).items()
-        )
-        most = max(most, sum(sizes))
-    return most
+def _vllm(found: Resolved, device: Device, weights: int, actor: int) -> EngineMemory:
+    """Its cache is made at the start, as large as the longest sequences need; weights sleep in host memory.
 
-
-@functools.cache
-def _whole_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str, quantization: str | None) -> int:
-    """All tensors of which the LLM API reads a part on a rank, whole, with their scales."""
-    few = replace(arch, num_layers=1)
-    full, grids = hf_layout(few, dtype), grids_of(few, quantization)
-    whole = in_fp8({name: full[name] for name in read_layout(few, tp, ep, 0, dtype)}, grids)
-    return _all_bytes({**whole, **scale_tables(whole, grids)}, arch)
-
-
-@functools.cache
-def _read_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str, quantization: str | None) -> int:
-    """What the LLM API reads on the first rank of a replica, and whole tables of scales; no other reads more."""
-    few = replace(arch, num_layers=1)
-    read, grids = in_fp8(read_layout(few, tp, ep, 0, dtype), grids_of(few, quantization)), grids_of(few, quantization)
-    full = hf_layout(few, dtype)
-    return _all_bytes({**read, **scale_tables({name: full[name] for name in read}, grids)}, arch)
-
-
-def _all_bytes(layout: Layout, arch: ArchSpec) -> int:
-    """Of a model's tensors, from those of one layer."""
-    return sum(num_bytes(stored) * (arch.num_layers if ".layers." in name else 1) for name, stored in layout.items())
+    On a CPU it frees nothing. What it takes besides on a GPU is assumed to be what TensorRT-LLM takes.
+    """
+    config, rollout = found.config, found.config.rollout
+    size = _item_bytes(config)
+    asked = vllm_kv_cache(rollout, found.arch, size)
+    cache = asked.wanted_bytes
+    if device.capacity is not None:
+        cache = min(cache, _share_of_free(found, device, weights + actor))
+    rows = min(rollout.max_num_seqs, _samples(found), cache // asked.sequence_bytes)
+    part = {"engine's weights": weights}
+    if device.is_host:
+        part["vLLM's KV cache"] = cache
+    sleeps = rollout.free_cache_engine and not device.is_host
+    own = {} if device.is_host else {"vLLM's own": device.engine_allowance}
+    return EngineMemory(
+        held=own if sleeps else own | part,
+        awake=part if sleeps else {},
+        cache=0 if device.is_host else max(cache, asked.sequence_bytes),
+        rows=rows,
+        rollout=_generation(found, size, rows),
+        host=weights if sleeps else 0,
+    )
 
 
 # shapes
@@ -354,36 +296,3 @@ def _states(found: Resolved, size: int, tokens: int) -> int:
     else:
         mlp = _experts_work(arch, grid, tokens)
     return max(tokens * attention * size, mlp) + 3 * tokens * arch.hidden_size * size
-
-
-@functools.cache
-def _elements(arch: ArchSpec, tp: int, ep: int) -> tuple[int, int]:
-    """(elements of matrices that the native engine multiplies with, other elements) of a rank."""
-    layout = native_layout(replace(arch, num_layers=1), tp, 0, "bfloat16", ep_size=ep)
-    matrices, others = 0, 0
-    for name, stored in layout.items():
-        count = math.prod(stored.shape) * (arch.num_layers if name.startswith("layers.") else 1)
-        if len(stored.shape) == 2 and (name != "embed" or arch.tie_word_embeddings):
-            matrices += count
-        else:
-            others += count
-    return matrices, others
-
-
-@functools.cache
-def _native_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str, quantization: str | None) -> tuple[int, int]:
-    """(bytes of the native engine's tensors on a rank, scales included; those in FP8).
-
-    Ranks differ in the blocks that they touch, so in their scales alone.
-    """
-    few = replace(arch, num_layers=1)
-    grids = grids_of(few, quantization)
-    found = []
-    for position in range(tp if grids else 1):
-        layout = in_fp8(native_layout(few, tp, position, dtype, ep_size=ep), grids)
-        sizes = [
-            (num_bytes(stored) * (arch.num_layers if name.startswith("layers.") else 1), stored.dtype)
-            for name, stored in {**layout, **scale_tables(layout, grids)}.items()
-        ]
-        found.append((sum(size for size, _ in sizes), sum(size for size, kind in sizes if kind == FP8)))
-    return max(found)

@@ -17,7 +17,8 @@ from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.plan import optimizer_memory, recompute
 from mrl.plan.activations import Activations, ActorShape
-from mrl.plan.engine_memory import Device, EngineMemory, arriving_bytes, engine_memory, weight_bytes
+from mrl.plan.engine_memory import Device, EngineMemory, engine_memory
+from mrl.plan.engine_weights import arriving_bytes, weight_bytes
 from mrl.plan.optimizer_memory import OptimizerMemory
 from mrl.preflight.megatron import changes
 from mrl.run.prepare import Resolved

@@ -18,7 +18,7 @@ from mrl.models.base import ArchSpec, Place
 from mrl.observe.hardware import Hardware
 from mrl.observe.words import counted
 from mrl.plan.durations import predict_durations
-from mrl.plan.engine_memory import engine_layouts, weight_bytes
+from mrl.plan.engine_weights import engine_layouts, weight_bytes
 from mrl.plan.fit import check_fits, device_of
 from mrl.plan.memory import StageMemory, memory_by_stage, not_counted, num_parameters, staging_bytes
 from mrl.preflight.megatron import forced

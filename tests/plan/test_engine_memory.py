@@ -10,7 +10,8 @@ from mrl.formats.trtllm_config import TrtllmConfig, to_json
 from mrl.models.presets import arch_from_preset
 from mrl.observe.hardware import HARDWARE
 from mrl.plan.durations import predict_durations
-from mrl.plan.engine_memory import Device, arriving_bytes, engine_layouts
+from mrl.plan.engine_memory import Device
+from mrl.plan.engine_weights import arriving_bytes, engine_layouts
 from mrl.plan.fit import device_of
 from mrl.plan.memory import memory_by_stage
 from mrl.plan.plan import describe, predict_refit

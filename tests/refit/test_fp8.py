@@ -12,7 +12,7 @@ from mrl.engines.native.engine import NativeEngine
 from mrl.functional import fp8
 from mrl.grid import Grid
 from mrl.plan.dryrun import refit_plan
-from mrl.plan.engine_memory import weight_bytes
+from mrl.plan.engine_weights import weight_bytes
 from mrl.refit.refit import Refit
 from mrl.types import Prompt
 from mrl.weights.fp8 import SCALES, grids_of

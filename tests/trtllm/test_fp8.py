@@ -19,7 +19,7 @@ from mrl.errors import UserError
 from mrl.functional import fp8 as functional
 from mrl.grid import Grid
 from mrl.plan.dryrun import refit_plan
-from mrl.plan.engine_memory import arriving_bytes
+from mrl.plan.engine_weights import arriving_bytes
 from mrl.preflight.preflight import check
 from mrl.refit.refit import Refit
 from mrl.weights import fp8

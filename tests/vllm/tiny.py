@@ -58,7 +58,7 @@ def engine(folder, *, tp_group=None, dtype=torch.float32, **settings):
     }  # fmt: skip
     spec = spec_of(
         RolloutConfig(name="vllm", **given), arch_from_folder(folder), tp_group=tp_group, dtype=dtype,
-        model_folder=lambda: folder,
+        model_folder=lambda _: folder,
     )  # fmt: skip
     made = VllmEngine(spec)
     try:

@@ -57,7 +57,7 @@ class VllmEngine(RolloutEngine):
         self._layout = vllm_layout(arch, size, rank, spec.dtype_name, ep_size=config.expert_parallel_size)
         later = sum(map(num_bytes, self._layout.values()))
         budget = kv_budget(spec.device, config.gpu_memory_utilization, spec.tp_group, later_bytes=later)
-        self._host = Host(spec, spec.model_folder(), num_kv_heads=max(1, arch.num_kv_heads // size), budget=budget)
+        self._host = Host(spec, spec.model_folder({}), budget=budget)
         self._storage = Storage(self._host.model(), self._layout, self._host.version)
         self._asleep: set[str] = set()
         self._whole = False

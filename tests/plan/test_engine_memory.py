@@ -1,11 +1,13 @@
-"""TensorRT-LLM's engines in the prediction of memory: by shapes, and in the phases in which each term is there."""
+"""TensorRT-LLM's engines and vLLM in the prediction of memory: by shapes, in the phases in which a term is there."""
 
 import json
 import math
 
 import pytest
 
-from mrl.config import load
+from mrl.config import RolloutConfig, load
+from mrl.engines.vllm.kv_cache import kv_cache
+from mrl.errors import UserError
 from mrl.formats.trtllm_config import TrtllmConfig, to_json
 from mrl.models.presets import arch_from_preset
 from mrl.observe.hardware import HARDWARE
@@ -19,6 +21,7 @@ from mrl.run.prepare import resolve
 from mrl.weights.hf import hf_layout
 from mrl.weights.native import native_layout
 from mrl.weights.trtllm import TrtllmMapping, trtllm_layout
+from mrl.weights.vllm import vllm_layout
 
 RUN = """
 model: {preset: qwen3_tiny, tokenizer: "char:0123456789<>+#", dtype: bfloat16}
@@ -203,3 +206,34 @@ def test_the_plan_says_what_sleeps_in_host_memory(resolved):
     for said in ("TensorRT-LLM's own", "whole tensors of a refit", "what waits there of actor, engine and reference"):
         assert said in printed
     assert device_of(HARDWARE["h100"], found.grid).total == HARDWARE["h100"].memory_bytes
+
+
+def test_vllm_sleeps_on_a_gpu_and_keeps_all_on_a_cpu(resolved):
+    found = resolved("rollout.name=vllm", "rollout.max_num_seqs=8", *OFFLOAD)
+    weights = bytes_of(vllm_layout(found.arch, 1, 0, "bfloat16"))
+    asked = kv_cache(found.config.rollout, found.arch, 2)
+    memory = phases(found)
+    assert {phase for phase, terms in memory.phases.items() if "engine's weights" in terms} == {"refit", "rollout"}
+    assert memory.phases["refit"]["engine's weights"] == weights == arriving_bytes(found.config, found.arch, found.grid)
+    assert memory.phases["rollout"]["KV cache"] == asked.wanted_bytes == 8 * asked.sequence_bytes
+    assert memory.host > weights
+    on_cpu = phases(found, Device(te=False, is_host=True))
+    assert all(terms["engine's weights"] == weights for terms in on_cpu.phases.values())
+    assert all(terms["vLLM's KV cache"] == asked.wanted_bytes for terms in on_cpu.phases.values())
+
+
+def test_the_plan_moves_to_vllm_what_its_ranks_store(resolved):
+    found = resolved("rollout.name=vllm", "rollout.tensor_model_parallel_size=2", ranks=4)
+    layouts = engine_layouts(found.config, found.arch, found.grid)
+    assert layouts == {rank: vllm_layout(found.arch, 2, rank % 2, "bfloat16") for rank in range(4)}
+
+
+def test_a_cache_in_which_no_sequence_fits_is_refused(resolved):
+    found = resolved("rollout.name=vllm", "rollout.engine_kwargs.vllm={kv_cache_dtype: fp8}")
+    asked, plain = kv_cache(found.config.rollout, found.arch, 2), kv_cache(RolloutConfig(), found.arch, 2)
+    assert asked.sequence_bytes * 9 == plain.sequence_bytes  # half the bytes of an element, 256 tokens in place of 1152
+    assert asked.within(asked.sequence_bytes, found.config.rollout) == asked.sequence_bytes
+    with pytest.raises(
+        UserError, match="of one sequence of 128 tokens takes .*Raise it, or lower rollout.max_model_len"
+    ):
+        asked.within(asked.sequence_bytes - 1, found.config.rollout)

@@ -224,8 +224,8 @@ def graphs(bench: Bench) -> Facts:
 def graphs_asleep(bench: Bench) -> Facts:
     """(iv) The same through sleep, where the engine has graphs that outlive it."""
     engine = bench.job.sampler.engine
-    if engine.notes:
-        raise NotHereError(engine.notes[0])
+    if (without := inspection.without_graphs(engine)) is not None:
+        raise NotHereError(without)
     return graphs(bench)
 
 

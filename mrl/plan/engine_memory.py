@@ -15,6 +15,7 @@ from mrl.engines.native.experts import work_bytes
 from mrl.engines.native.kv_cache import SLOT_MULTIPLE
 from mrl.engines.native.rows import record_of
 from mrl.engines.trtllm.kv_cache import kv_cache
+from mrl.engines.vllm.kv_cache import item_bytes as vllm_item_bytes
 from mrl.engines.vllm.kv_cache import kv_cache as vllm_kv_cache
 from mrl.functional.fp8 import BAND_ELEMENTS
 from mrl.grid import Grid
@@ -259,6 +260,8 @@ def token_elements(arch: ArchSpec, tp: int, *, layers: int | None = None) -> int
 def cache_item_bytes(config: Config) -> float:
     """Of one element of the engine's KV cache."""
     size = _item_bytes(config)
+    if config.rollout.name == "vllm":
+        return float(vllm_item_bytes(config.rollout, size))
     return kv_cache(config.rollout, size).item_bytes if config.rollout.name == "trtllm" else float(size)
 
 

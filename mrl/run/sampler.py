@@ -72,16 +72,15 @@ class Sampler:
         )
         for note in self.engine.notes:
             tell(note)
-        self.refit = Refit(
-            policy.layout(),
-            policy.named_tensors(),
-            self.engine,
-            rollout.checkpoint_engine,
-            grids_of(plan.arch, rollout.quantization),
-        )
-        if rollout.free_cache_engine:
-            self.engine.sleep()
-            self.engine.release()
+        try:
+            if rollout.free_cache_engine:  # before the actor's weights come back
+                self.engine.sleep()
+                self.engine.release()
+            grids = grids_of(plan.arch, rollout.quantization)
+            self.refit = Refit(policy.layout(), policy.named_tensors(), self.engine, rollout.checkpoint_engine, grids)
+        except Exception:
+            self.engine.close()
+            raise
         self._canary_is_due = canary.is_wanted(rollout)
         self.training = training_sampling(config, plan.tokenizer.eos_ids)
         self.held_out = held_out_sampling(config, plan.tokenizer.eos_ids)

@@ -1,8 +1,10 @@
 """Each field of `rollout` does what the page says of vLLM, or is refused; vLLM itself is not needed for that."""
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mrl.config import Config, RolloutConfig, ValConfig, load
 from mrl.engines.base import SamplingConfig
@@ -10,10 +12,13 @@ from mrl.engines.vllm import contract
 from mrl.engines.vllm.engine_fields import DERIVED, NAMES
 from mrl.engines.vllm.fields import TABLE, markdown, refusals
 from mrl.engines.vllm.sampling import arguments
+from mrl.engines.vllm.storage import Storage
 from mrl.errors import UserError
 from mrl.preflight import preflight
 from mrl.types import Prompt
+from tests.engines.specs import spec_of
 from tests.source import ROOT
+from tests.weights.archs import small
 
 PROMPT = Prompt(uid=3, prompt_ids=(1, 2), text="")
 VLLM = RolloutConfig(name="vllm")
@@ -21,7 +26,9 @@ VLLM = RolloutConfig(name="vllm")
 
 def test_the_table_has_every_field_and_the_page_has_the_table():
     assert list(TABLE) == [item.name for item in fields(RolloutConfig)]
-    assert markdown() in (ROOT / "mrl" / "docs" / "vllm.md").read_text(encoding="utf-8")
+    page = (ROOT / "mrl" / "docs" / "vllm.md").read_text(encoding="utf-8")
+    assert markdown() in page
+    assert "\n".join(f"| `{name}` | {why} |" for name, why in DERIVED.items()) in page
 
 
 @pytest.mark.parametrize(
@@ -34,6 +41,11 @@ def test_the_table_has_every_field_and_the_page_has_the_table():
         ({"enable_rollout_routing_replay": True}, "returns experts only"),
         ({"do_sample": False, "n": 1, "temperature": 0.5}, "greedy responses are scored"),
         ({"min_p": 0.1, "top_p": 0.9}, "rollout.min_p=0.1 with rollout.top_p=0.9"),
+        (
+            {"temperature": 0.005},
+            "rollout.temperature=0.005 is refused with rollout.name=vllm: vLLM would sample at 0.01",
+        ),
+        ({"val_kwargs": ValConfig(temperature=0.001)}, "rollout.val_kwargs.temperature=0.001"),
         ({"val_kwargs": ValConfig(min_p=0.1, top_p=0.9)}, "rollout.val_kwargs.min_p=0.1"),
     ],
     ids=str,
@@ -52,6 +64,8 @@ def test_a_plain_run_is_not_refused():
     [
         ({"vllm": {"dtype": "float16"}}, "rollout.engine_kwargs.vllm.dtype is refused: set rollout.dtype"),
         ({"vllm": {"speculative_config": {"method": "ngram"}}}, "of drafted tokens"),
+        ({"vllm": {"moe_backend": "flashinfer_cutlass"}}, "in which a refit would scramble them"),
+        ({"vllm": {"logits_processors": []}}, "the sampling contract says what is drawn from"),
         ({"vllm": 3}, "expected a mapping such as {attention_backend: FLASH_ATTN}"),
         ({"trtllm": {"attn_backend": "TRTLLM"}}, "is refused with rollout.name=vllm: nothing would read it"),
         ({"sglang": {"x": 1}}, "only the engines trtllm and vllm take arguments"),
@@ -69,9 +83,14 @@ def test_arguments_of_its_own_that_are_refused(given, said):
 def test_an_unknown_argument_is_told_with_the_nearest(monkeypatch):
     from mrl.engines.vllm import passed
 
-    monkeypatch.setattr(passed.importlib.util, "find_spec", lambda name: None)
-    (message,) = passed.refusals(replace(VLLM, engine_kwargs={"vllm": {"kv_cache_dtyp": "fp8"}}))
-    assert "is unknown to vLLM 0.32" in message and "Did you mean 'kv_cache_dtype'?" in message
+    mistaken = replace(VLLM, engine_kwargs={"vllm": {"kv_cache_dtyp": "fp8", 3: 4}})
+    for version in (None, "0.32.1"):
+        monkeypatch.setattr(passed, "installed", lambda version=version: version)
+        message, of_a_number = passed.refusals(mistaken)
+        assert "is unknown to vLLM 0.32" in message and "Did you mean 'kv_cache_dtype'?" in message
+        assert "rollout.engine_kwargs.vllm.3 is unknown" in of_a_number
+    monkeypatch.setattr(passed, "installed", lambda: "0.33.0")
+    assert list(passed.refusals(mistaken)) == []
 
 
 def test_every_reason_is_of_an_argument_and_names_a_key_that_there_is():
@@ -111,10 +130,63 @@ def test_what_every_request_says():
 
 
 def test_the_probe_believes_the_contract_only():
-    import torch
-
     plain = torch.randn(500, generator=torch.Generator().manual_seed(0)).mul(2).log_softmax(0)
     contract.check(plain, contract.expected(plain))
     for other in (plain, (plain / contract.CUT.temperature).log_softmax(0), plain.roll(1)):
         with pytest.raises(RuntimeError, match="not those of what it samples from"):
             contract.check(plain, other)
+
+
+def started(arch, device="cpu", **changes):
+    """Arguments of `LLM`."""
+    from mrl.engines.vllm.host import arguments
+
+    config = replace(VLLM, **{"prompt_length": 5, "response_length": 6, **changes})
+    return arguments(spec_of(config, arch, device=torch.device(device)), 1000, "0.32.0")
+
+
+START = {
+    "max_model_len": ({"max_model_len": 40}, 40),
+    "max_num_seqs": ({"max_num_seqs": 5}, 5),
+    "max_num_batched_tokens": ({"max_num_batched_tokens": 64}, 64),
+    "enable_chunked_prefill": ({"enable_chunked_prefill": False}, False),
+    "enable_prefix_caching": ({"enable_prefix_caching": False}, False),
+    "tensor_parallel_size": ({"tensor_model_parallel_size": 2}, 2),
+    "enable_expert_parallel": ({"tensor_model_parallel_size": 2, "expert_parallel_size": 2}, True),
+    "kv_cache_dtype": ({"engine_kwargs": {"vllm": {"kv_cache_dtype": "fp8"}}}, "fp8"),
+    "kv_cache_memory_bytes": ({}, 1000),
+    "dtype": ({}, "float32"),
+}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", START)
+def test_a_field_of_the_start_reaches_the_arguments_of_llm(name):
+    changes, value = START[name]
+    assert started(small("qwen3_moe_tiny"), **changes)[name] == value
+
+
+@pytest.mark.vllm
+def test_what_a_start_on_a_gpu_says_besides():
+    dense, mixed = small("qwen3_tiny"), small("qwen3_moe_tiny")
+    assert started(mixed, "cuda:0")["moe_backend"] == "triton"
+    assert "moe_backend" not in started(dense, "cuda:0") and "moe_backend" not in started(mixed)
+    assert started(dense, "cuda:0")["enable_sleep_mode"] and not started(dense)["enable_sleep_mode"]
+    assert not started(dense, "cuda:0", free_cache_engine=False)["enable_sleep_mode"]
+    assert started(dense, enforce_eager=False)["enforce_eager"]
+    assert not started(dense, "cuda:0", enforce_eager=False)["enforce_eager"]
+
+
+@pytest.mark.vllm
+def test_what_mrl_makes_is_refused_of_a_user():
+    given = started(small("qwen3_moe_tiny"), "cuda:0").keys()
+    assert given <= DERIVED.keys()
+
+
+def test_a_kernel_that_keeps_experts_otherwise_is_refused():
+    layer = torch.nn.Module()
+    layer.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name="FLASHINFER_CUTLASS"))
+    with pytest.raises(UserError, match="with FLASHINFER_CUTLASS, which keeps them in an order of its own"):
+        Storage(layer, {}, "0.32.0")
+    layer.quant_method.unquantized_backend.name = "TRITON"
+    Storage(layer, {}, "0.32.0")

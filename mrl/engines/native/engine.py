@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.engines._memory import kv_budget
 from mrl.engines._poll import Poll
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
 from mrl.engines.native.attention import DecodeAttention
 from mrl.engines.native.cuda_graphs import DecodeGraphs
 from mrl.engines.native.generation import Generation
 from mrl.engines.native.kv_cache import KVCache
-from mrl.engines.native.memory import kv_budget
 from mrl.engines.native.model import Decoder
 from mrl.engines.native.rows import Rows, record_of
 from mrl.engines.native.scales import Scales

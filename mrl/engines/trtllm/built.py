@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.distributed.collectives import from_rank, together
+from mrl.engines._memory import kv_budget
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
-from mrl.engines.native.memory import kv_budget
 from mrl.engines.trtllm.contract import CUT, TOLERANCE, Answer, Scores, Verdict, is_trained_on, judge, needs_logits
 from mrl.engines.trtllm.refitter import EngineWeights
 from mrl.engines.trtllm.replica import Replica

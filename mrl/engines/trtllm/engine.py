@@ -71,18 +71,18 @@ class LlmEngine(RolloutEngine):
         )
         self._requests = Requests(self._host, spec)
         model = self._host.executor.model_engine.model
-        if config.quantization is not None:
-            try:
-                fp8.check_started(model, spec, self._replica.rank, graphs=self._host.graphs)
-            except UserError:
-                self._host.close(wait_s=FAILED_CLOSE_S)
-                raise
-        self._parts = Parts(model, spec, self._replica.rank)
-        self.notes = (*self._host.notes, *self._parts.notes)
         self._in_parts = "allow_partial_loading" in inspect.signature(model.load_weights).parameters
-        if not self._in_parts and device.type == "cuda":
-            weights = sum(weight.nbytes for weight in model.parameters())
-            self._parts.check_staging(weights, torch.cuda.get_device_properties(device).total_memory)
+        try:
+            if config.quantization is not None:
+                fp8.check_started(model, spec, self._replica.rank, graphs=self._host.graphs)
+            self._parts = Parts(model, spec, self._replica.rank)
+            if not self._in_parts and device.type == "cuda":
+                weights = sum(weight.nbytes for weight in model.parameters())
+                self._parts.check_staging(weights, torch.cuda.get_device_properties(device).total_memory)
+        except Exception:
+            self._host.close(wait_s=FAILED_CLOSE_S)
+            raise
+        self.notes = (*self._host.notes, *self._parts.notes)
         self._asleep: set[str] = set()
         self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._update: ExitStack | None = None

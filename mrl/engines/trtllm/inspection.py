@@ -48,6 +48,11 @@ def is_llm(engine: RolloutEngine) -> bool:
     return isinstance(engine, LlmEngine)
 
 
+def without_graphs(engine: RolloutEngine) -> str | None:
+    """Why the LLM API captured no CUDA graphs that were asked for; None: it has them, or is another engine."""
+    return next(iter(engine._host.notes), None) if isinstance(engine, LlmEngine) else None
+
+
 def verdict(engine: RolloutEngine) -> Verdict | None:
     """What the probe found out about log-probabilities; None: nobody asked on this rank."""
     found: Verdict | None = getattr(engine, "_verdict", None)

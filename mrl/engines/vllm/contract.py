@@ -20,8 +20,8 @@ PLAIN = SamplingConfig(n=1, max_tokens=1, ignore_eos=True)
 CUT = SamplingConfig(n=1, max_tokens=1, temperature=0.7, top_k=50, top_p=0.9, ignore_eos=True)
 
 TOLERANCE = 0.02
-"""Nats between the two, where both keep a token: two forwards of one prompt, of which the second may read its prefix
-from the cache. What another distribution would be off by is 0.1 and more (temperature 0.7, a tenth cut)."""
+"""Nats between the two, where both keep a token: two forwards of one prompt. What another distribution would be off by
+is 0.1 and more (temperature 0.7, a tenth cut)."""
 
 EDGE = 0.02
 """Probability of tokens that rounding may keep in one and drop in the other, at the edge of what is kept."""

@@ -15,9 +15,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.engines._memory import kv_budget
 from mrl.engines._poll import Poll
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
-from mrl.engines.native.memory import kv_budget
 from mrl.engines.vllm import contract
 from mrl.engines.vllm.host import Host
 from mrl.engines.vllm.process import same_numbers
@@ -58,7 +58,11 @@ class VllmEngine(RolloutEngine):
         later = sum(map(num_bytes, self._layout.values()))
         budget = kv_budget(spec.device, config.gpu_memory_utilization, spec.tp_group, later_bytes=later)
         self._host = Host(spec, spec.model_folder({}), budget=budget)
-        self._storage = Storage(self._host.model(), self._layout, self._host.version)
+        try:
+            self._storage = Storage(self._host.model(), self._layout, self._host.version)
+        except UserError:
+            self._host.close()
+            raise
         self._asleep: set[str] = set()
         self._whole = False
         self._probed = False
@@ -236,6 +240,7 @@ class VllmEngine(RolloutEngine):
         """Raises RuntimeError where vLLM's log-probabilities are not of what it samples from."""
         found: list[Tensor] = []
         for setting in (contract.PLAIN, contract.CUT):
+            self._drop_prefixes()  # both read the prompt in one way
             (name,) = self._add([prompt], [{**arguments(setting, prompt, 0), "logprobs": -1}], whole=True)
             outputs = []
             while self._host.engine.has_unfinished_requests():

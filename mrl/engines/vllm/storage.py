@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 
 from mrl.engines.base import WeightSlice
+from mrl.engines.vllm.engine_fields import INSTALL
 from mrl.errors import UserError
 from mrl.weights.checksum import MODULUS, bit_sum
 from mrl.weights.layout import Layout
+
+PLAIN_KERNELS = ("TRITON", "CPU")
+"""vLLM's kernels for experts that read what a refit writes; the second after `Storage.pack`."""
 
 ROUTED = ".routed_experts."
 """Part of the names of experts in some versions."""
@@ -39,8 +43,7 @@ class Storage:
         if missing or strange:
             raise UserError(
                 f"vLLM {version} stores other weights than mrl knows of: it lacks {_some(missing)} and has "
-                f"{_some(strange)} besides. mrl was written for vLLM 0.32; install that version, or use "
-                "rollout.name=native."
+                f"{_some(strange)} besides. {INSTALL}"
             )
         self._tensors: dict[str, Tensor] = {}
         for name, stored in layout.items():
@@ -55,6 +58,7 @@ class Storage:
                     "choose rollout.tensor_model_parallel_size so that it is one, or use rollout.name=native."
                 )
             self._tensors[name] = tensor
+        _check_kernels(model, version)
         self._packed = list(_packed_experts(model))
 
     def write(self, item: WeightSlice) -> None:
@@ -83,6 +87,18 @@ class Storage:
         """Lets go of the parameters."""
         self._tensors.clear()
         self._packed.clear()
+
+
+def _check_kernels(model: torch.nn.Module, version: str) -> None:
+    """Raises UserError where a kernel keeps experts in an order that a refit does not write."""
+    layer: Any
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)
+        if kernel is not None and kernel.name not in PLAIN_KERNELS:
+            raise UserError(
+                f"vLLM {version} multiplies experts with {kernel.name}, which keeps them in an order of its own, where "
+                f"mrl writes them for {' or '.join(PLAIN_KERNELS)}. {INSTALL}"
+            )
 
 
 def _packed_experts(model: torch.nn.Module) -> Iterator[tuple[Tensor, str]]:

@@ -92,7 +92,7 @@ def for_the_engine(folder, root, dtype):
         model=SimpleNamespace(path=str(folder), dtype="float32"), rollout=SimpleNamespace(dtype=dtype)
     )
     plan = SimpleNamespace(arch=arch, config=settings, run=SimpleNamespace(root=root), tokenizer=tokenizer)
-    made = ActorWeights(plan, None, 0).model_folder()
+    made = ActorWeights(plan, None, 0).model_folder({})
     read = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(made))
     return read_config(made), read.model.rotary_emb.inv_freq
 

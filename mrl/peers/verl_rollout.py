@@ -19,7 +19,11 @@ _SAME = {
     "enable_chunked_prefill": True, "enable_prefix_caching": True, "enable_rollout_routing_replay": False,
 }  # fmt: skip
 MAPS: Mapping[str, tuple[str, Any, str]] = {
-    "name": ("rollout.name", "???", "`vllm`, `sglang` and `hf` are `native`; `trtllm`"),
+    "name": (
+        "rollout.name",
+        "???",
+        "`vllm`, `sglang` and `hf` are `native`, mrl's own; `trtllm`. `vllm` is there to be chosen",
+    ),
     **{name: (f"rollout.{name}", default, "") for name, default in _SAME.items()},
     "prompt_length": ("rollout.prompt_length", "${oc.select:data.max_prompt_length,512}", ""),
     "response_length": ("rollout.response_length", "${oc.select:data.max_response_length,512}", ""),
@@ -64,7 +68,7 @@ NEEDLESS: Mapping[str, str] = {
     "log_prob_max_token_len_per_gpu": _MICROBATCH,
     "disable_log_stats": "`perf/rollout/*` is always written",
     "multi_stage_wake_up": "weights and KV cache wake in the order that a refit needs",
-    "engine_kwargs.vllm": "arguments of an engine that is not there",
+    "engine_kwargs.vllm": "the engine becomes `native`; with `rollout.name=vllm` they are `rollout.engine_kwargs.vllm`",
     "engine_kwargs.sglang": "arguments of an engine that is not there",
     "agent.num_workers": _AGENT,
     "agent.default_agent_loop": _AGENT,

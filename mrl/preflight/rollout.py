@@ -16,6 +16,7 @@ from mrl.engines.vllm import fields as vllm
 from mrl.engines.vllm import passed as vllm_passed
 from mrl.models.base import ArchSpec
 from mrl.schema import own_code, registry
+from mrl.schema.nearest import did_you_mean
 
 PASSED = {"trtllm": trtllm_passed, "vllm": vllm_passed}
 """Engine -> what it is handed beside the keys of `rollout`."""
@@ -59,8 +60,8 @@ def sampling_rules(config: Config) -> Iterator[str]:
     engines = registry.names("engines")
     if rollout.name not in engines and not own_code.is_own(rollout.name):
         yield (
-            f"rollout.name={rollout.name} is no engine of this version; it has {', '.join(engines)}. Or give a path "
-            f"{own_code.FORMS}."
+            f"rollout.name={rollout.name} is no engine of this version; it has {', '.join(engines)}."
+            f"{did_you_mean(rollout.name, engines)} Or give a path {own_code.FORMS}."
         )
     if not rollout.do_sample and rollout.n > 1:
         yield f"rollout.do_sample=false makes rollout.n={rollout.n} equal samples of a prompt. Set rollout.n=1."
@@ -70,6 +71,8 @@ def sampling_rules(config: Config) -> Iterator[str]:
     yield from trtllm.refusals(rollout)
     yield from routing.refusals(rollout)
     yield from vllm.refusals(rollout)
+    if config.run.device == "cpu":
+        yield from vllm.refusals_on_a_cpu(rollout)
     yield from _engine_arguments(rollout)
     yield from _quantization_rules(config)
     if any(not text for text in rollout.stop):

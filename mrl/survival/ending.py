@@ -134,7 +134,11 @@ def say(number: int) -> None:
 
 def _message(number: int) -> str:
     word = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
-    return f"mrl: {word}.{_Ending.to_go_on()}\n"
+    try:
+        more = _Ending.to_go_on()
+    except Exception:  # noqa: BLE001 -- that it cannot be told how to go on must not hide what happened
+        more = ""
+    return f"mrl: {word}.{more}\n"
 
 
 def end(number: int, frame: FrameType | None, status: int) -> NoReturn:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+from mrl.survival import ending
 from mrl.survival.ending import INTERRUPTED, REQUEUE, SIGNALS, TERMINATED
 from tests.e2e import runs
 from tests.source import ROOT
@@ -107,3 +108,11 @@ def test_every_moment_ends_with_a_known_status_and_one_message_at_most(tmp_path)
             assert status in allowed, case
             assert not list(process.output.parent.glob("torchelastic_*")), case
             assert len(told) == (status != 0) and all(line.startswith("mrl: ") for line in told), case
+
+
+def test_a_hint_that_cannot_be_made_does_not_hide_what_happened(monkeypatch):
+    def broken():
+        raise ValueError("no environment")
+
+    monkeypatch.setattr(ending._Ending, "to_go_on", staticmethod(broken))
+    assert ending._message(signal.SIGINT) == "mrl: interrupted.\n"

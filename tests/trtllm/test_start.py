@@ -70,8 +70,13 @@ def test_a_replica_is_inside_a_host_or_of_whole_hosts():
 def test_variables_are_hidden_given_and_put_back(monkeypatch):
     monkeypatch.setenv("SLURM_X", "1")
     monkeypatch.setenv("KEPT", "2")
-    before = dict(os.environ)
+    before, outside = dict(os.environ), launch.environment()
     with launch.scrubbed_variables(hide=("SLURM_",), given={"KEPT": "3", "NEW": "4"}):
         assert "SLURM_X" not in os.environ and os.environ["KEPT"] == "3" and os.environ["NEW"] == "4"
         os.environ["LEFT_BY_THE_LIBRARY"] = "5"
     assert dict(os.environ) == before
+    with launch.scrubbed_variables(hide=(), given={"RANK": "3"}):  # a signal now still finds how to go on
+        assert launch.environment() == outside
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(UserError, match="some of torchrun's variables"):
+        launch.environment()

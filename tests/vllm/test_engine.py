@@ -183,6 +183,15 @@ def refusals(folder):
                 call()
             except (RuntimeError, UserError) as error:
                 said[name] = f"{type(error).__name__}: {error}"
+    for name, settings in {
+        "value": {"engine_kwargs": {"vllm": {"block_size": 7}}},
+        "room": {"gpu_memory_utilization": 1e-7},
+    }.items():
+        try:
+            with tiny.engine(folder, **settings):
+                pass
+        except UserError as error:
+            said[name] = str(error)
     return said
 
 
@@ -192,3 +201,5 @@ def test_what_cannot_be_generated_is_said(folders):
     assert said["update"].startswith("RuntimeError: update_weights outside an update")
     assert "UserError" in said["long"] and "rollout.max_model_len" in said["long"]
     assert "vLLM applies min_p first" in said["order"]
+    assert "does not start with rollout.engine_kwargs.vllm={'block_size': 7}: " in said["value"]
+    assert "of one sequence of 128 tokens takes 0.3 MB" in said["room"]

@@ -212,7 +212,8 @@ def not_over_mpi(name: str, launcher: str, size: int) -> str:
     return (
         f"rollout.name={name} with {size} ranks in a replica needs ranks that MPI started, since "
         f"TensorRT-LLM's own ranks talk over it; these were started by {launcher if launcher != 'none' else 'hand'}. "
-        "Use launch/mpirun.sh, or srun with --mpi."
+        "Use launch/mpirun.sh, or srun with --mpi (launch/slurm.sbatch with MODE=srun SRUN_ARGS=--mpi=pmix, mrl launch "
+        "with --mode srun)."
     )
 
 

@@ -19,6 +19,7 @@ from mrl.engines._memory import kv_budget
 from mrl.engines._poll import Poll
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
 from mrl.engines.vllm import contract
+from mrl.engines.vllm.fields import refusals_on_a_cpu
 from mrl.engines.vllm.host import Host
 from mrl.engines.vllm.process import same_numbers
 from mrl.engines.vllm.sampling import arguments, check_order, ends_in_text, to_rollout
@@ -49,11 +50,9 @@ class VllmEngine(RolloutEngine):
         config, arch = spec.config, spec.arch
         size = 1 if spec.tp_group is None else dist.get_world_size(spec.tp_group)
         rank = 0 if spec.tp_group is None else dist.get_rank(spec.tp_group)
-        if spec.device.type == "cpu" and config.expert_parallel_size > 1:
-            raise UserError(
-                f"rollout.expert_parallel_size={config.expert_parallel_size} with rollout.name=vllm on a CPU: vLLM "
-                "0.32 crashes there. Set it to 1: the ranks then cut each expert."
-            )
+        if spec.device.type == "cpu":
+            for refusal in refusals_on_a_cpu(config):
+                raise UserError(refusal)
         self._layout = vllm_layout(arch, size, rank, spec.dtype_name, ep_size=config.expert_parallel_size)
         later = sum(map(num_bytes, self._layout.values()))
         budget = kv_budget(spec.device, config.gpu_memory_utilization, spec.tp_group, later_bytes=later)

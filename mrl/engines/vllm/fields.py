@@ -114,6 +114,15 @@ def refusals(rollout: RolloutConfig) -> Iterator[str]:
             )
 
 
+def refusals_on_a_cpu(rollout: RolloutConfig) -> Iterator[str]:
+    """A message for what vLLM cannot do without GPUs; none for another engine."""
+    if rollout.name == NAME and rollout.expert_parallel_size > 1:
+        yield (
+            f"rollout.expert_parallel_size={rollout.expert_parallel_size} with rollout.name={NAME} on a CPU: vLLM 0.32 "
+            "crashes there. Set it to 1: the ranks then cut each expert."
+        )
+
+
 def markdown() -> str:
     """The table of the documentation."""
     rows = ["| `rollout.` | `vllm` |", "|---|---|"]

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mrl.config import RolloutConfig
 from mrl.distributed.collectives import from_rank
 from mrl.engines.base import EngineSpec
 from mrl.engines.vllm import patches
 from mrl.engines.vllm.engine_fields import INSTALL
 from mrl.engines.vllm.kv_cache import kv_cache
-from mrl.engines.vllm.passed import given_by, installed, merged
+from mrl.engines.vllm.passed import KEY, given_by, installed, merged
 from mrl.engines.vllm.process import kept
 from mrl.errors import UserError, first_line
 
@@ -123,6 +124,8 @@ class Host:
             try:
                 self.llm = LLM(str(folder), **chosen)
             except Exception as error:
+                if isinstance(error, ValueError) and given_by(spec.config):
+                    raise UserError(_refused(error, spec.config, self.version)) from error
                 raise RuntimeError(
                     f"vLLM {self.version} did not start on {spec.device}: {type(error).__name__}: {error}"
                 ) from error
@@ -149,6 +152,12 @@ class Host:
         """Ends the engine; the trainer's process groups stay."""
         with kept(self._device):
             self._core.shutdown()
+
+
+def _refused(error: ValueError, config: RolloutConfig, version: str) -> str:
+    """For values of a user's own arguments; what pydantic says besides its reasons is left out."""
+    why = "; ".join(line.strip() for line in str(error).splitlines() if line.strip() and "pydantic.dev" not in line)
+    return f"vLLM {version} does not start with {KEY}={given_by(config)}: {why}. Change these, or leave them out."
 
 
 def _job() -> str:

@@ -36,8 +36,8 @@ class KVCache:
         """
         if self.sequence_bytes > budget:
             raise UserError(
-                f"The KV cache of one sequence of {rollout.longest} tokens takes {self.sequence_bytes / 1e9:.2f} GB, "
-                f"and rollout.gpu_memory_utilization={rollout.gpu_memory_utilization} leaves {budget / 1e9:.2f} GB. "
+                f"The KV cache of one sequence of {rollout.longest} tokens takes {self.sequence_bytes / 1e6:,.1f} MB, "
+                f"and rollout.gpu_memory_utilization={rollout.gpu_memory_utilization} leaves {budget / 1e6:,.1f} MB. "
                 "Raise it, or lower rollout.max_model_len, or raise rollout.tensor_model_parallel_size."
             )
         return min(budget, self.wanted_bytes)

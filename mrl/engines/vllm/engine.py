@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -53,6 +54,11 @@ class VllmEngine(RolloutEngine):
         if spec.device.type == "cpu":
             for refusal in refusals_on_a_cpu(config):
                 raise UserError(refusal)
+            if size > 1 and not torch.cpu._is_avx512_supported():
+                raise UserError(
+                    f"rollout.tensor_model_parallel_size={size} with rollout.name=vllm on a CPU without AVX-512: the "
+                    "ranks of vLLM 0.32 give each other wrong numbers there. Set it to 1, or use rollout.name=native."
+                )
         self._layout = vllm_layout(arch, size, rank, spec.dtype_name, ep_size=config.expert_parallel_size)
         later = sum(map(num_bytes, self._layout.values()))
         budget = kv_budget(spec.device, config.gpu_memory_utilization, spec.tp_group, later_bytes=later)

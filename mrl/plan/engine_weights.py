@@ -100,8 +100,8 @@ def whole_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str, quantization: str 
 def _read_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str, quantization: str | None) -> int:
     """What the LLM API reads on the first rank of a replica, and whole tables of scales; no other reads more."""
     few = replace(arch, num_layers=1)
-    read, grids = in_fp8(read_layout(few, tp, ep, 0, dtype), grids_of(few, quantization)), grids_of(few, quantization)
-    full = hf_layout(few, dtype)
+    full, grids = hf_layout(few, dtype), grids_of(few, quantization)
+    read = in_fp8(read_layout(few, tp, ep, 0, dtype), grids)
     return _all_bytes({**read, **scale_tables({name: full[name] for name in read}, grids)}, arch)
 
 

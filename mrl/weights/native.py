@@ -6,8 +6,10 @@ heads. With fewer key/value heads than ranks, neighbouring ranks hold the same h
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mrl.grid import Grid
-from mrl.models.base import ArchSpec, Place, moe_of
+from mrl.models.base import ArchSpec, ParamSpec, Place, moe_of
 from mrl.weights.layout import Layout
 from mrl.weights.shards import (
     ExpertShard,
@@ -38,6 +40,37 @@ def native_layout(arch: ArchSpec, tp_size: int, tp_rank: int, dtype: str, *, ep_
     Raises:
         UserError: `tp_size` does not divide the model's heads or MLP, or `ep_size` its experts.
     """
+    return replica_layout(arch, tp_size, tp_rank, dtype, ep_size=ep_size, name_of=_name)
+
+
+def _name(spec: ParamSpec, layer: int | None) -> str:
+    return spec.native if layer is None else spec.native.format(layer=layer)
+
+
+def replica_layout(
+    arch: ArchSpec,
+    tp_size: int,
+    tp_rank: int,
+    dtype: str,
+    *,
+    ep_size: int,
+    name_of: Callable[[ParamSpec, int | None], str],
+    vocab_multiple: int = 1,
+) -> Layout:
+    """What a rank of a replica holds where engines fuse alike, as `native_layout` has it.
+
+    Args:
+        arch: The model.
+        tp_size: Ranks of a replica.
+        tp_rank: Position in the replica.
+        dtype: Of every tensor.
+        ep_size: Parts in which the replica's ranks spread the experts.
+        name_of: The engine's name of a row in a layer; None: outside the layers.
+        vocab_multiple: To which the engine pads the vocabulary.
+
+    Raises:
+        UserError: As `native_layout`.
+    """
     shard = TensorShard(tp_size, tp_rank, "rollout.tensor_model_parallel_size")
     check_divides(arch, shard)
     experts = expert_shard(tp_size, tp_rank, ep_size)
@@ -46,7 +79,7 @@ def native_layout(arch: ArchSpec, tp_size: int, tp_rank: int, dtype: str, *, ep_
     layout: Layout = {}
     for spec in table(arch):
         for layer in range(arch.num_layers) if spec.place is Place.LAYER else (None,):
-            name = spec.native if layer is None else spec.native.format(layer=layer)
+            name = name_of(spec, layer)
             if spec.kind.is_expert and layer is not None:
                 layout[name] = pile(
                     [
@@ -55,7 +88,15 @@ def native_layout(arch: ArchSpec, tp_size: int, tp_rank: int, dtype: str, *, ep_
                     ]
                 )
             else:
-                layout[name] = shard_row(spec, arch, shard, layer=layer, dtype=dtype, qkv_rows=by_projection)
+                layout[name] = shard_row(
+                    spec,
+                    arch,
+                    shard,
+                    layer=layer,
+                    dtype=dtype,
+                    qkv_rows=by_projection,
+                    vocab_multiple=vocab_multiple,
+                )
     return layout
 
 

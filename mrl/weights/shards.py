@@ -121,6 +121,7 @@ def shard_row(
     layer: int | None,
     dtype: str,
     qkv_rows: Callable[[ArchSpec, TensorShard], list[Segment]],
+    vocab_multiple: int = 1,
 ) -> StoredTensor:
     """What one rank stores of one row of the table that is not a row of experts.
 
@@ -131,6 +132,7 @@ def shard_row(
         layer: Layer index in the whole model; None outside the layers.
         dtype: Stored dtype.
         qkv_rows: The order of fused query, key and value rows on this rank.
+        vocab_multiple: To which the vocabulary is padded over all ranks, before each gets an equal part.
     """
     parts = parts_of(spec, arch)
     padding = 0
@@ -139,7 +141,7 @@ def shard_row(
     if spec.kind is Kind.REPLICATED:
         segments = [(0, 0, size)]
     elif spec.kind is Kind.VOCAB:
-        each = padded_rows(size, shard.size) // shard.size
+        each = padded_rows(padded_rows(size, vocab_multiple), shard.size) // shard.size
         start = min(size, shard.rank * each)
         stop = min(size, start + each)
         segments = [(0, start, stop)]

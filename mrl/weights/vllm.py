@@ -9,21 +9,9 @@ the vocabulary is padded to a multiple of 64. Read in vLLM 0.32 (`QKVParallelLin
 from __future__ import annotations
 
 from mrl.grid import Grid
-from mrl.models.base import ArchSpec, Kind, ParamSpec, Place, moe_of
-from mrl.weights.layout import Layout, StoredTensor
-from mrl.weights.native import by_projection, expert_shard
-from mrl.weights.shards import (
-    TensorShard,
-    check_divides,
-    check_experts_divide,
-    padded_rows,
-    parts_of,
-    pile,
-    shard_expert,
-    shard_row,
-    stack,
-    table,
-)
+from mrl.models.base import ArchSpec, Kind, ParamSpec
+from mrl.weights.layout import Layout
+from mrl.weights.native import replica_layout
 
 VOCAB_MULTIPLE = 64
 """To which vLLM pads the vocabulary, over all ranks."""
@@ -49,36 +37,7 @@ def vllm_layout(arch: ArchSpec, tp_size: int, tp_rank: int, dtype: str, *, ep_si
     Raises:
         UserError: `tp_size` does not divide the model's heads or MLP, or `ep_size` its experts.
     """
-    shard = TensorShard(tp_size, tp_rank, "rollout.tensor_model_parallel_size")
-    check_divides(arch, shard)
-    experts = expert_shard(tp_size, tp_rank, ep_size)
-    if arch.moe is not None:
-        check_experts_divide(arch.moe, experts)
-    layout: Layout = {}
-    for spec in table(arch):
-        for layer in range(arch.num_layers) if spec.place is Place.LAYER else (None,):
-            name = _name(spec, layer)
-            if spec.kind.is_expert and layer is not None:
-                layout[name] = pile(
-                    [
-                        shard_expert(spec, arch, experts.cut, layer=layer, expert=expert, dtype=dtype)
-                        for expert in experts.experts(moe_of(arch))
-                    ]
-                )
-            elif spec.kind is Kind.VOCAB:
-                layout[name] = _vocabulary(spec, arch, shard, dtype)
-            else:
-                layout[name] = shard_row(spec, arch, shard, layer=layer, dtype=dtype, qkv_rows=by_projection)
-    return layout
-
-
-def _vocabulary(spec: ParamSpec, arch: ArchSpec, shard: TensorShard, dtype: str) -> StoredTensor:
-    """An equal part of the padded rows, so that the padding may begin before the last rank."""
-    parts = parts_of(spec, arch)
-    size = parts[0].shape[0]
-    each = padded_rows(size, VOCAB_MULTIPLE) // shard.size
-    start, stop = min(size, shard.rank * each), min(size, (shard.rank + 1) * each)
-    return stack(parts, [(0, start, stop)], layer=None, dim=0, dtype=dtype, padding=each - (stop - start))
+    return replica_layout(arch, tp_size, tp_rank, dtype, ep_size=ep_size, name_of=_name, vocab_multiple=VOCAB_MULTIPLE)
 
 
 def _name(spec: ParamSpec, layer: int | None) -> str:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.config import RolloutConfig
-from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.types import Prompt, Rollout
 from mrl.weights.layout import Layout, Region
@@ -119,14 +118,6 @@ class EngineSpec:
     def max_len(self) -> int:
         """Tokens of the longest sequence."""
         return self.config.longest
-
-    def check_ids(self, prompt: Prompt) -> None:
-        """Raises UserError where a token of a prompt is none of the model's."""
-        if not 0 <= min(prompt.prompt_ids) <= max(prompt.prompt_ids) < self.arch.vocab_size:
-            raise UserError(
-                f"prompt {prompt.source or prompt.uid} has a token id outside the model's vocabulary of "
-                f"{self.arch.vocab_size}. The tokenizer and the model do not belong together."
-            )
 
 
 class RolloutEngine(ABC):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mrl.engines._memory import kv_budget
 from mrl.engines._poll import Poll
+from mrl.engines._prompts import check_prompts
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
 from mrl.engines.native.attention import DecodeAttention
 from mrl.engines.native.cuda_graphs import DecodeGraphs
@@ -180,7 +181,7 @@ class NativeEngine(RolloutEngine):
             raise RuntimeError("the engine's weights are not whole: no update was finished since the last begin_update")
         if not prompts:
             return []
-        self._check(prompts, sampling)
+        check_prompts(prompts, self.spec, sampling)
         limit = min(self.spec.config.max_num_seqs, self.spec.config.max_num_batched_tokens, len(prompts) * sampling.n)
         longest = max(len(prompt.prompt_ids) for prompt in prompts)
         self._rows = self._reserve(limit, longest + sampling.max_tokens, sampling.max_tokens)
@@ -205,26 +206,6 @@ class NativeEngine(RolloutEngine):
             raise
         self._stats = {**generation.stats, "kv_cache_bytes": float(self._cache.allocated_bytes)}
         return rollouts
-
-    def _check(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> None:
-        """Raises UserError for a prompt that cannot be generated from."""
-        config = self.spec.config
-        for prompt in prompts:
-            length = len(prompt.prompt_ids)
-            where = f"prompt {prompt.source or prompt.uid}"
-            if length == 0:
-                raise UserError(f"{where} has no tokens.")
-            if length + sampling.max_tokens > self.spec.max_len:
-                raise UserError(
-                    f"{where} has {length} tokens; with a response of {sampling.max_tokens} it exceeds the engine's "
-                    f"{self.spec.max_len}. Raise rollout.max_model_len or rollout.prompt_length, or shorten the prompt."
-                )
-            if not config.enable_chunked_prefill and length > config.max_num_batched_tokens:
-                raise UserError(
-                    f"{where} has {length} tokens, more than rollout.max_num_batched_tokens="
-                    f"{config.max_num_batched_tokens}. Raise it, or set rollout.enable_chunked_prefill=true."
-                )
-            self.spec.check_ids(prompt)
 
     def _reserve(self, wanted_rows: int, row_len: int, max_tokens: int) -> Rows:
         """Cache and row state for the call; kept from the last call where the shape is the same."""

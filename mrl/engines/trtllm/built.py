@@ -24,6 +24,7 @@ from torch import Tensor
 
 from mrl.distributed.collectives import from_rank, together
 from mrl.engines._memory import kv_budget
+from mrl.engines._prompts import check_prompts
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
 from mrl.engines.trtllm.contract import CUT, TOLERANCE, Answer, Scores, Verdict, is_trained_on, judge, needs_logits
 from mrl.engines.trtllm.refitter import EngineWeights
@@ -153,7 +154,7 @@ class BuiltEngine(RolloutEngine):
             raise RuntimeError("the engine's weights are not whole: no update was finished since the last begin_update")
         if not prompts:
             return []
-        self._check(prompts, sampling)
+        check_prompts(prompts, self.spec, sampling, longest=self.spec.config.prompt_length, in_parts=False)
         began = time.perf_counter()
         by_logits = self._goes_by_logits(sampling)
         samples = [Sample(prompt, index) for prompt in prompts for index in range(sampling.n)]
@@ -297,22 +298,3 @@ class BuiltEngine(RolloutEngine):
             return value
         position = 0 if stage == 0 else self._mapping.world_size - self._mapping.tp_size
         return from_rank(dist.get_global_rank(self.spec.tp_group, position), value, self.spec.tp_group)
-
-    def _check(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> None:
-        """Raises UserError for a prompt that cannot be generated from."""
-        config = self.spec.config
-        for prompt in prompts:
-            length, where = len(prompt.prompt_ids), f"prompt {prompt.source or prompt.uid}"
-            if length == 0:
-                raise UserError(f"{where} has no tokens.")
-            if length + sampling.max_tokens > self.spec.max_len or length > config.prompt_length:
-                raise UserError(
-                    f"{where} has {length} tokens; with a response of {sampling.max_tokens} it exceeds the engine's "
-                    f"{self.spec.max_len}, or rollout.prompt_length={config.prompt_length}."
-                )
-            if length > config.max_num_batched_tokens:
-                raise UserError(
-                    f"{where} has {length} tokens, more than rollout.max_num_batched_tokens="
-                    f"{config.max_num_batched_tokens}: the engine reads a prompt in one pass."
-                )
-            self.spec.check_ids(prompt)

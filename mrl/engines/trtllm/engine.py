@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mrl.distributed import launch
+from mrl.engines._prompts import check_prompts
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
 from mrl.engines.trtllm import contract, fp8
 from mrl.engines.trtllm.blocks import config_keys
@@ -31,7 +32,6 @@ from mrl.engines.trtllm.parts import Parts
 from mrl.engines.trtllm.replica import Replica
 from mrl.engines.trtllm.requests import Requests
 from mrl.engines.trtllm.sampling import arguments, experts_of, logits_of, logprobs_of, to_rollout
-from mrl.errors import UserError
 from mrl.functional.sampling import stream_key
 from mrl.types import Prompt, Rollout
 from mrl.weights.checksum import MODULUS
@@ -298,7 +298,8 @@ class LlmEngine(RolloutEngine):
             raise RuntimeError(f"the engine's weights are not whole: {why}")
         if not prompts:
             return []
-        self._check(prompts, sampling)
+        check_min_p(self.spec.config, self._host.features, sampling.min_p)
+        check_prompts(prompts, self.spec, sampling, longest=self.spec.config.prompt_length)
         self._routed = []
         stopped: list[Rollout] = []
         try:
@@ -318,22 +319,6 @@ class LlmEngine(RolloutEngine):
             "decode_tokens": float(sum(len(rollout.response_ids) for rollout in rollouts)),
         }
         return rollouts
-
-    def _check(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> None:
-        """Raises UserError for a prompt that TensorRT-LLM would refuse, or read otherwise."""
-        most = self.spec.config.prompt_length
-        check_min_p(self.spec.config, self._host.features, sampling.min_p)
-        for prompt in prompts:
-            length, where = len(prompt.prompt_ids), f"prompt {prompt.source or prompt.uid}"
-            if length == 0:
-                raise UserError(f"{where} has no tokens.")
-            if length > most or length + sampling.max_tokens > self.spec.max_len:
-                raise UserError(
-                    f"{where} has {length} tokens; the engine takes {most} and, with a response "
-                    f"of {sampling.max_tokens}, {self.spec.max_len} in all. Raise rollout.prompt_length or "
-                    "rollout.max_model_len, or shorten the prompt."
-                )
-            self.spec.check_ids(prompt)
 
     def _lead(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> Generator[None, None, list[Rollout]]:
         """On the first rank: every sample as a request, a few at a time where logits come back with them."""

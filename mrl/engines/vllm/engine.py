@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mrl.engines._memory import kv_budget
 from mrl.engines._poll import Poll
+from mrl.engines._prompts import check_prompts
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
 from mrl.engines.vllm import contract
 from mrl.engines.vllm.fields import refusals_on_a_cpu
@@ -165,25 +166,12 @@ class VllmEngine(RolloutEngine):
         if not prompts:
             return []
         check_order(sampling)
-        for prompt in prompts:
-            self._check(prompt, sampling)
+        check_prompts(prompts, self.spec, sampling)
         with same_numbers(self.spec.device):
             if not self._probed:
                 self._probe(prompts[0])
                 self._probed = True
             return self._sample(prompts, sampling)
-
-    def _check(self, prompt: Prompt, sampling: SamplingConfig) -> None:
-        """Raises UserError for a prompt that cannot be generated from."""
-        length, where = len(prompt.prompt_ids), f"prompt {prompt.source or prompt.uid}"
-        if length == 0:
-            raise UserError(f"{where} has no tokens.")
-        if length + sampling.max_tokens > self.spec.max_len:
-            raise UserError(
-                f"{where} has {length} tokens; with a response of {sampling.max_tokens} it exceeds the engine's "
-                f"{self.spec.max_len}. Raise rollout.max_model_len or rollout.prompt_length, or shorten the prompt."
-            )
-        self.spec.check_ids(prompt)
 
     def _sample(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
         samples = [(prompt, index) for prompt in prompts for index in range(sampling.n)]

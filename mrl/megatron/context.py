@@ -165,9 +165,9 @@ class ContextTargets:
     most: int
     slot_R: Tensor
 
-    def gather(self, scores: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Collective over the group: (logprobs_R, entropy_R) of all ranks; the gradient goes to the rank's own."""
-        gathered: tuple[Tensor, Tensor] = _Gather.apply(*scores, self)  # type: ignore[no-untyped-call]
+    def gather(self, scores: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Collective over the group: each of the scores [R] of all ranks; the gradient goes to the rank's own."""
+        gathered: tuple[Tensor, ...] = _Gather.apply(self, *scores)  # type: ignore[no-untyped-call]
         return gathered
 
 
@@ -185,20 +185,18 @@ def context_targets(group: dist.ProcessGroup, owner_R: Tensor, device: torch.dev
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logprobs: Tensor, entropy: Tensor, plan: ContextTargets) -> tuple[Tensor, Tensor]:
-        ctx.plan, ctx.own = plan, logprobs.numel()
-        padded = logprobs.new_zeros(2, plan.most)
-        padded[0, : ctx.own], padded[1, : ctx.own] = logprobs, entropy
+    def forward(ctx: Any, plan: ContextTargets, *scores: Tensor) -> tuple[Tensor, ...]:
+        ctx.plan, ctx.own = plan, scores[0].numel()
+        padded = scores[0].new_zeros(len(scores), plan.most)
+        padded[:, : ctx.own] = torch.stack(scores)
         received = [torch.empty_like(padded) for _ in range(dist.get_world_size(plan.group))]
         dist.all_gather(received, padded, group=plan.group)
-        both = torch.stack(received, 1).flatten(1)[:, plan.slot_R]
-        return both[0], both[1]
+        return torch.stack(received, 1).flatten(1)[:, plan.slot_R].unbind()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         plan = ctx.plan
         size, rank = dist.get_world_size(plan.group), dist.get_rank(plan.group)
-        both = grads[0].new_zeros(2, size * plan.most)
-        both[:, plan.slot_R] = torch.stack(grads)
-        own = both.view(2, size, plan.most)[:, rank, : ctx.own]
-        return own[0], own[1], None
+        whole = grads[0].new_zeros(len(grads), size * plan.most)
+        whole[:, plan.slot_R] = torch.stack(grads)
+        return None, *whole.view(len(grads), size, plan.most)[:, rank, : ctx.own].unbind()

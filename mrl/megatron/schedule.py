@@ -34,8 +34,8 @@ from mrl.megatron.pipeline import messages
 from mrl.megatron.router import routing_of
 from mrl.types import RolloutBatch
 
-Loss = Callable[[Tensor, Tensor, RolloutBatch], tuple[Tensor, dict[str, Tensor]]]
-"""(logprobs_R, entropy_R, microbatch) -> loss sum, detached metrics."""
+Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+"""(*what the last stage gives for each response token, microbatch) -> loss sum, detached metrics."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,8 @@ class Schedule:
             choices: Keeps the experts that the tokens go to; of a mixture of experts.
 
         Returns:
-            On the last pipeline stage what `loss` reported for each microbatch, with "logprobs_R" and "entropy_R"
-            (detached); [] on the others.
+            On the last pipeline stage what `loss` reported for each microbatch, with the "scores" that it was given
+            (detached, [n, R]); [] on the others.
         """
         iterators = [iter(enumerate(microbatches)) for _ in self._chunks]
         several = len(self._chunks) > 1
@@ -195,12 +195,11 @@ class Schedule:
         return [report for _, report in sorted(reports, key=lambda item: item[0])]
 
     @staticmethod
-    def _report(scored: tuple[Tensor, Tensor], index: int, micro: Microbatch, loss: Loss) -> tuple[Any, ...]:
-        logprobs_R, entropy_R = scored
-        value, metrics = loss(logprobs_R, entropy_R, micro.batch)
+    def _report(scored: tuple[Tensor, ...], index: int, micro: Microbatch, loss: Loss) -> tuple[Any, ...]:
+        value, metrics = loss(*scored, micro.batch)
         # the schedule may scale the loss in place: what is reported shares no memory with it
         report = {name: metric.detach().clone() for name, metric in metrics.items()}
-        report |= {"logprobs_R": logprobs_R.detach().clone(), "entropy_R": entropy_R.detach().clone()}
+        report["scores"] = torch.stack([scores_R.detach() for scores_R in scored])
         return value, torch.zeros((), dtype=torch.int, device=value.device), (index, report)
 
     def _families(self, batch: RolloutBatch) -> list[tuple[list[int], int]]:

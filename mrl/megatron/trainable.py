@@ -1,0 +1,302 @@
+"""A model that is trained on this rank: its chunks, their data-parallel wrappers, schedule and optimizer.
+
+Owns what does not depend on what the model is for: where the weights are, when they are on the device, a pass over a
+batch, and one step of the optimizer. What is scored, and which loss is minimised, is said by what builds on it
+(`policy.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl.config import Config
+from mrl.distributed.collectives import from_rank
+from mrl.distributed.groups import ProcessGroups
+from mrl.distributed.transformer_engine import why_local
+from mrl.errors import UserError
+from mrl.functional.learning_rate import LearningRate
+from mrl.functional.logprobs import Distribution
+from mrl.megatron.choices import Choices
+from mrl.megatron.data_parallel import Replicas
+from mrl.megatron.model import build_chunks, named_tensors
+from mrl.megatron.moe import load_balance
+from mrl.megatron.offload import PARTS, Offload, Part
+from mrl.megatron.optimizer import build_optimizer, optimizer_tensors, reload_masters
+from mrl.megatron.passed import check_te
+from mrl.megatron.schedule import Loss, Microbatch, Schedule
+from mrl.models.base import ArchSpec
+from mrl.types import RolloutBatch
+from mrl.weights.layout import Layout
+from mrl.weights.megatron import megatron_layout, stage_layers
+
+Reports = list[dict[str, Tensor]]
+"""Of each microbatch what its loss told, and "scores" [n, R]; on the last pipeline stage."""
+
+
+Beside = Callable[[list[Microbatch], Reports], dict[str, float]]
+
+
+class Trainable:
+    """Weights of one model on this rank, and their optimizer.
+
+    Attributes:
+        chunks: GPTModel chunks of this rank, by virtual stage.
+        device: Of this rank.
+        optimizer: Megatron's; None before `start_optimizer`.
+        num_updates: Optimizer steps since `start_optimizer`.
+    """
+
+    section: ClassVar[str]
+    """Of the config, whose rates and offloads are its; the metrics of a step begin with it."""
+
+    loss_metric: ClassVar[str]
+    """Name of the loss among them."""
+
+    def __init__(self, config: Config, arch: ArchSpec, groups: ProcessGroups, device: torch.device) -> None:
+        """Collective over the job: builds the model; parameters are NaN until someone fills `named_tensors`.
+
+        Args:
+            config: Sections model, parallel, actor (the model's own) and rollout.
+            arch: The model.
+            groups: From `parallel.initialize`.
+            device: Of the model.
+        """
+        self._config, self._arch, self._groups, self.device = config.actor, arch, groups, device
+        self._megatron = config.megatron
+        self._dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+        self._te = why_local(config, arch, device.type) is None
+        self._balance = load_balance(arch, config.actor)
+        self.chunks = build_chunks(
+            arch,
+            config.parallel,
+            config.actor,
+            dtype=self._dtype,
+            te=self._te,
+            balance=self._balance,
+            megatron=config.megatron,
+        )
+        for chunk in self.chunks:
+            chunk.to(device)
+        self._replicas = Replicas(self.chunks, config, te=self._te)
+        self._schedule = Schedule(
+            self._replicas.chunks,
+            groups,
+            device,
+            max_tokens=config.actor.max_tokens_per_microbatch,
+            te=self._te,
+            num_experts=arch.moe.num_experts if arch.moe else 0,
+            layers=stage_layers(arch, groups.grid)[groups.coords.pp],
+            even=groups.grid.ep > 1 and config.actor.moe_token_dispatcher_type == "allgather",
+            replay=config.actor.router_replay != "none",
+        )
+        actor = config.actor
+        offloaded = zip(PARTS, (actor.param_offload, actor.grad_offload, actor.optimizer_offload), strict=True)
+        self._offload = Offload([part for part, leaves in offloaded if leaves], device)
+        self._learning_rate: LearningRate | None = None
+        self.optimizer: Any = None
+        self.num_updates = 0
+
+    @property
+    def uses_te(self) -> bool:
+        """Whether its layers are TransformerEngine's."""
+        return self._te
+
+    # memory
+
+    def offload(self, *, keep: Collection[Part] = ()) -> None:
+        """Collective over data-parallel after an update: what its `*_offload` names goes to host memory.
+
+        Args:
+            keep: What stays. Every method brings back what it needs.
+        """
+        self._replicas.gather()
+        self._offload.release(self._tensors_of, keep=keep)
+
+    def bring(self, *parts: Part) -> None:
+        """Collective over data-parallel after an update: these parts are on the device, weights whole.
+
+        For those who read or write them from outside.
+        """
+        self._offload.bring(*parts)
+        if "weights" in parts:
+            self._replicas.gather()
+
+    def _tensors_of(self, part: Part) -> Iterator[Tensor]:
+        if part == "weights":
+            for chunk in self.chunks:
+                yield from chunk.parameters()
+        elif part == "gradients":
+            yield from self._replicas.gradients()
+        elif self.optimizer is not None:
+            yield from optimizer_tensors(self.optimizer)
+
+    # weights
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Collective over data-parallel after an update: every parameter of this rank by its name in `layout`.
+
+        They are live: writing changes the model.
+        """
+        self.bring("weights")
+        return named_tensors(self.chunks)
+
+    def layout(self) -> Layout:
+        """What this rank stores, in Hugging Face coordinates."""
+        dtype = str(self._dtype).removeprefix("torch.")
+        return megatron_layout(self._arch, self._groups.grid, self._groups.rank, dtype=dtype, te=self._te)
+
+    def weights_changed(self) -> None:
+        """Must be called after parameters were written from outside: the optimizer's master weights follow."""
+        if self.optimizer is not None:
+            self.bring("weights", "optimizer")
+            reload_masters(self.optimizer)
+
+    # scoring and training
+
+    def start_optimizer(self, learning_rate: LearningRate) -> None:
+        """Collective over the job: a fresh optimizer for the weights as they are, and its schedule."""
+        self.bring(*PARTS)
+        bf16 = self._dtype == torch.bfloat16
+        check_te("optimizer", self._megatron.optimizer, te=self._te)
+        self.optimizer = build_optimizer(
+            self._replicas.chunks, self._config, bf16=bf16, dtype=self._dtype, given=self._megatron.optimizer
+        )
+        self._learning_rate = learning_rate
+        self.num_updates = 0
+
+    def follow(self, learning_rate: LearningRate) -> None:
+        """Another schedule for the optimizer as it is."""
+        self._learning_rate = learning_rate
+
+    def _scored(
+        self, batch: RolloutBatch, distribution: Distribution, count: int, choices: Choices | None = None
+    ) -> Tensor:
+        """Collective over the job: `count` scores of every response token, no gradient.
+
+        Args:
+            batch: This data-parallel index's sequences, the same on its tp and pp ranks; maybe none.
+            distribution: What is scored.
+            count: Scores of a token that the last stage gives.
+            choices: Keeps the experts that the tokens go to, for `routed_experts_P` of the batch.
+
+        Returns:
+            Scores [count, R], fp32 on the CPU, in the batch's order, the same on all those ranks.
+        """
+        self.bring("weights")
+        microbatches = self._schedule.microbatches(batch, distribution)
+        with torch.no_grad():
+            reports = self._schedule.run(microbatches, _no_loss, backward=False, choices=choices)
+        if choices is not None:
+            batch.routed_experts_P = choices.in_order(batch, [(micro.rows, micro.row_I) for micro in microbatches])
+        scored = torch.zeros(count, batch.response_mask_R.numel())
+        if self._is_last_stage:
+            scored = in_batch_order(batch, microbatches, reports, count)
+        self._from_last_stage(scored)
+        return scored
+
+    def _step(
+        self, minibatch: RolloutBatch, distribution: Distribution, loss: Loss, beside: Beside | None = None
+    ) -> dict[str, float]:
+        """Collective over the job: one optimizer step.
+
+        Args:
+            minibatch: This data-parallel index's part, the weights of its tokens set; maybe none.
+            distribution: What is scored.
+            loss: Is minimised.
+            beside: Called on the last pipeline stage, for metrics that need the scores of the whole minibatch.
+
+        Returns:
+            The loss's metrics over the global minibatch, grad_norm (before clipping), lr, and of a mixture of experts
+            `LoadBalance.metrics`, the same on all ranks.
+
+        Raises:
+            UserError: The gradient is not finite.
+        """
+        if self.optimizer is None or self._learning_rate is None:
+            raise RuntimeError("start_optimizer comes before update")
+        self._offload.bring(*PARTS)  # weights that an update left in parts are gathered as the forward comes to them
+        rate = self._learning_rate.at(self.num_updates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+            group["weight_decay"] = self._config.weight_decay * group.get("wd_mult", 1.0)
+        self._replicas.zero_gradients()
+        microbatches = self._schedule.microbatches(minibatch, distribution)
+        if self._balance is not None:
+            self._balance.start([micro.packed.routing for micro in microbatches], self._groups.dp_cp)
+        reports = self._schedule.run(microbatches, loss, backward=True)
+        metrics = self._reduced(microbatches, reports, beside)
+        if self._balance is not None:
+            balance = self._balance.metrics().items()
+            metrics |= {name.replace("actor/", f"{self.section}/"): value for name, value in balance}
+        _, grad_norm, _ = self.optimizer.step()
+        self.optimizer.zero_grad()  # fp32 copies of gradients, where the buffer is of another type
+        self._replicas.updated()
+        self.num_updates += 1
+        if not torch.isfinite(torch.tensor(float(grad_norm))):
+            error = UserError(
+                f"the {self.section}'s gradient norm is {grad_norm} at optimizer step {self.num_updates}, with loss "
+                f"{metrics.get(self.loss_metric)}. The last checkpoint is not affected; lower {self.section}.lr or "
+                "look at the rewards."
+            )
+            error.everywhere = True
+            raise error
+        return metrics | {f"{self.section}/grad_norm": float(grad_norm), f"{self.section}/lr": rate}
+
+    def _reduced(self, microbatches: list[Microbatch], reports: Reports, beside: Beside | None) -> dict[str, float]:
+        """Collective over the model's replicas: reports summed over microbatches and data-parallel ranks."""
+        found: dict[str, float] | None = None
+        if self._is_last_stage:
+            names = [name for name in reports[0] if name != "scores"]
+            metrics = {name: torch.stack([report[name].double() for report in reports]) for name in names}
+            found = {name: self._over_dp(name, values) for name, values in metrics.items()}
+            if beside is not None:
+                found |= beside(microbatches, reports)
+        told: dict[str, float] = from_rank(self._last_stage_rank, found, self._groups.pp)
+        return told
+
+    def _over_dp(self, name: str, values: Tensor) -> float:
+        """Collective over data-parallel: the sum, or the extreme where the name ends in max or min."""
+        if name.endswith("max"):
+            value, operation = values.max(), dist.ReduceOp.MAX
+        elif name.endswith("min"):
+            value, operation = values.min(), dist.ReduceOp.MIN
+        else:
+            value, operation = values.sum(), dist.ReduceOp.SUM
+        value = value.cpu()
+        dist.all_reduce(value, op=operation, group=self._groups.dp)
+        return float(value)
+
+    @property
+    def _last_stage_rank(self) -> int:
+        return self._groups.grid.rank(replace(self._groups.coords, pp=self._groups.grid.pp - 1))
+
+    @property
+    def _is_last_stage(self) -> bool:
+        return self._groups.rank == self._last_stage_rank
+
+    def _from_last_stage(self, tensor: Tensor) -> None:
+        """Collective over the pipeline: every stage gets the last one's values, in place."""
+        if self._groups.grid.pp > 1:
+            dist.broadcast(tensor, src=self._last_stage_rank, group=self._groups.pp)
+
+
+def in_batch_order(batch: RolloutBatch, microbatches: list[Microbatch], reports: Reports, count: int) -> Tensor:
+    """Scores [count, R] of a batch from those of its microbatches, on the CPU."""
+    scored = torch.zeros(count, batch.response_mask_R.numel())
+    starts = (batch.response_lens_B.cumsum(0) - batch.response_lens_B).tolist()
+    lens = batch.response_lens_B.tolist()
+    for micro, report in zip(microbatches, reports, strict=True):
+        if micro.rows:
+            index = torch.cat([torch.arange(starts[row], starts[row] + lens[row]) for row in micro.rows])
+            scored[:, index] = report["scores"].cpu()
+    return scored
+
+
+def _no_loss(*scores_and_microbatch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    return scores_and_microbatch[0].new_zeros(()), {}

@@ -1,25 +1,42 @@
-"""Speed of the native engine against transformers' `generate`: same weights, prompts and lengths, in one run.
+"""Speed of engines against transformers' `generate`: same weights, prompts and lengths, in one run.
 
     python tools/bench_rollout.py                     # both models, all dtypes
     python tools/bench_rollout.py --model small --dtype bfloat16 --repeats 7
+    python tools/bench_rollout.py --model small --engines native vllm vllm_packed vllm_own transformers
     python tools/bench_rollout.py --device cuda --model large
 
-Both sample from the whole softmax (temperature 1, no truncation, no end token) for 64 new tokens. The two alternate,
-and medians are compared. One JSON line for each model and dtype:
+All sample from the whole softmax (temperature 1, no truncation, no end token) for 64 new tokens of each prompt; engines
+of mrl and vLLM give the log-probability of each. All read one Hugging Face folder of random weights. Each is a process
+of its own with the same number of threads; they take turns, and medians are compared:
 
-    ratio           transformers' median time over the engine's
+    native          rollout.name=native
+    vllm            rollout.name=vllm: matrices stay plain, so that a refit can write into them; seeds for each sample
+    vllm_packed     vLLM with the same arguments and requests, but weights from its own loader, packed for its kernels
+    vllm_own        vLLM as it is by itself: processes of its own, torch.compile, no seeds (takes minutes to start)
+    native_eager    on a GPU: the native engine without CUDA graphs
+
+One JSON line for each model and dtype:
+
+    ratio           transformers' median time over the native engine's
+    engines         name -> its times; tokens_per_s; ratio, transformers' median time over its own; times_floor, its own
+                    over the floor; cores, the processors that it kept busy
     floor_s         what no loop over forwards beats here: for each forward the larger of (stored weight bytes / memory
                     bandwidth) and (FLOPs / matrix rate), both rates measured in the same run
-    times_floor     the engine's median time over the floor
-    graphs_ratio    on a GPU: the engine's median time without CUDA graphs over that with them
+    refittable_price    vllm's median time over vllm_packed's
+    graphs_ratio    on a GPU: the native engine's median time without CUDA graphs over that with them
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import statistics
-from collections.abc import Callable
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +44,19 @@ import torch
 import transformers
 
 from mrl.config import RolloutConfig
-from mrl.engines.base import EngineSpec, SamplingConfig, WeightSlice
-from mrl.engines.native.engine import NativeEngine
+from mrl.distributed import launch
+from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
+from mrl.engines.vllm.passed import installed
+from mrl.formats.hf import HfTarget, load_from_hf
 from mrl.models.base import ArchSpec
-from mrl.models.hf_config import arch_from_config, family_of
-from mrl.observe.benchmark import (
-    add_device,
-    commit,
-    device_name,
-    matrix_rate,
-    memory_bandwidth,
-    seconds,
-    spread,
-)
+from mrl.models.hf_config import arch_from_config, arch_from_folder
+from mrl.observe.benchmark import add_device, commit, device_name, matrix_rate, memory_bandwidth, spread
+from mrl.observe.contenders import Action, Turns, take_turns
+from mrl.schema.registry import find
 from mrl.types import Prompt
 from mrl.weights.hf import hf_layout
 from mrl.weights.init import random_init
-from mrl.weights.regions import slices
+from mrl.weights.regions import whole
 from mrl.weights.tensors import allocate
 
 NEW_TOKENS = 64
@@ -76,9 +89,74 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_theta": 1000000.0,
         "tie_word_embeddings": True,
     },
+    "tiny": {
+        "model_type": "qwen2",
+        "vocab_size": 199,
+        "hidden_size": 128,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    },
 }
-BATCH = {"small": 32, "large": 8}
-DTYPES = {"small": ("float32", "bfloat16"), "large": ("bfloat16",)}
+BATCH = {"small": 32, "large": 8, "tiny": 4}
+DTYPES = {"small": ("float32", "bfloat16"), "large": ("bfloat16",), "tiny": ("float32", "bfloat16")}
+ENGINES = ("native", "vllm", "vllm_packed", "vllm_own", "native_eager")
+DEFAULT_ENGINES = {"cpu": ENGINES[:3], "cuda": (*ENGINES[:3], "native_eager")}
+PEER = "transformers"
+CACHE_SHARE = 0.2
+"""Of free memory, for the KV cache of each engine."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What each of them does.
+
+    Attributes:
+        folder: The model, of Hugging Face.
+        dtype: Of its weights.
+        prompts: Token ids, all of one length.
+        device: Where.
+    """
+
+    folder: Path
+    dtype: torch.dtype
+    prompts: tuple[tuple[int, ...], ...]
+    device: torch.device
+
+    @property
+    def samples(self) -> list[Prompt]:
+        """The prompts as mrl's engines take them."""
+        return [Prompt(uid=number, prompt_ids=ids, text="") for number, ids in enumerate(self.prompts)]
+
+    def spec(self, name: str, *, eager: bool = False) -> EngineSpec:
+        """Of an engine of mrl."""
+        config = RolloutConfig(
+            name=name,
+            prompt_length=PROMPT_LEN,
+            response_length=NEW_TOKENS,
+            gpu_memory_utilization=CACHE_SHARE,
+            enable_prefix_caching=False,  # the prompts of one call are those of the call before
+            enforce_eager=eager,
+        )
+        return EngineSpec(
+            config=config,
+            arch=arch_from_folder(self.folder),
+            tp_group=None,
+            device=self.device,
+            dtype=self.dtype,
+            decode=str,
+            model_folder=lambda _: self.folder,
+            timeout_s=60.0,
+            trains_on_logprobs=False,
+        )
+
+
+SAMPLING = SamplingConfig(n=1, max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
 def main() -> None:
@@ -86,39 +164,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), nargs="*", default=["small", "large"])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], nargs="*", help="default: those of the model")
+    parser.add_argument("--engines", choices=ENGINES, nargs="*", help="default: all but vllm_own")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
     add_device(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.num_threads)
-    transformers.logging.set_verbosity_error()
+    engines = args.engines or DEFAULT_ENGINES[args.device]
     for model in args.model:
         for dtype in args.dtype or DTYPES[model]:
-            print(json.dumps(run_case(model, dtype, args.repeats, torch.device(args.device))), flush=True)
+            found = run_case(model, dtype, engines, args.repeats, torch.device(args.device))
+            print(json.dumps(found), flush=True)
 
 
-def run_case(model: str, dtype_name: str, repeats: int, device: torch.device) -> dict[str, Any]:
-    """One comparison."""
+def run_case(model: str, dtype_name: str, engines: Sequence[str], repeats: int, device: torch.device) -> dict[str, Any]:
+    """One comparison; an engine whose package is missing is named as such."""
     dtype = getattr(torch, dtype_name)
     arch = arch_from_config(MODELS[model])
     batch = BATCH[model]
-    weights = allocate(hf_layout(arch, dtype_name), device)
-    random_init(arch, hf_layout(arch, dtype_name), weights, seed=0)
+    there = [name for name in engines if not name.startswith("vllm") or installed()]
     generator = torch.Generator().manual_seed(0)
-    prompts_BT = torch.randint(0, arch.vocab_size, (batch, PROMPT_LEN), generator=generator).to(device)
-    runners = {
-        "native": native_runner(arch, weights, dtype, prompts_BT),
-        "transformers": transformers_runner(arch, weights, dtype, prompts_BT),
-    }
-    if device.type == "cuda":
-        runners["native_eager"] = native_runner(arch, weights, dtype, prompts_BT, eager=True)
-    for runner in runners.values():
-        runner()  # warm-up
-    times: dict[str, list[float]] = {name: [] for name in runners}
-    for _ in range(repeats):
-        for name, runner in runners.items():
-            times[name].append(seconds(runner, device))
-    ours, theirs = statistics.median(times["native"]), statistics.median(times["transformers"])
+    prompts = torch.randint(0, arch.vocab_size, (batch, PROMPT_LEN), generator=generator).tolist()
+    with tempfile.TemporaryDirectory() as name:
+        write_random(Path(name), arch, dtype_name)
+        work = Work(Path(name), dtype, tuple(map(tuple, prompts)), device)
+        makers = {each: functools.partial(RUNNERS[each], work) for each in (*there, PEER)}
+        turns = take_turns(makers, repeats, device, torch.get_num_threads())
     limits = floor(arch, dtype, batch, device)
     return {
         "bench": "rollout",
@@ -128,80 +199,154 @@ def run_case(model: str, dtype_name: str, repeats: int, device: torch.device) ->
         "prompt_len": PROMPT_LEN,
         "new_tokens": NEW_TOKENS,
         "peer": "transformers generate, default attention and cache",
-        "ratio": round(theirs / ours, 2),
-        "native_s": spread(times["native"]),
-        "transformers_s": spread(times["transformers"]),
-        "tokens_per_s": round(batch * NEW_TOKENS / ours),
-        **_eager(times),
+        **ratios(turns),
+        "engines": {
+            **{name: figures(turns, name, batch, limits["floor_s"]) for name in turns},
+            **{name: "not installed" for name in engines if name not in there},
+        },
         **limits,
-        "times_floor": round(ours / limits["floor_s"], 2),
         "device": device_name(device.type),
         "num_threads": torch.get_num_threads(),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "vllm": installed()},
         "commit": commit(),
     }
 
 
-def _eager(times: dict[str, list[float]]) -> dict[str, Any]:
-    """What CUDA graphs gain, where there are any."""
-    if "native_eager" not in times:
-        return {}
-    ratio = statistics.median(times["native_eager"]) / statistics.median(times["native"])
-    return {"native_eager_s": spread(times["native_eager"]), "graphs_ratio": round(ratio, 2)}
+def ratios(turns: Mapping[str, Turns]) -> dict[str, float]:
+    """Median times of two of them, where both are there."""
+    pairs = {
+        "ratio": (PEER, "native"),
+        "refittable_price": ("vllm", "vllm_packed"),
+        "graphs_ratio": ("native_eager", "native"),
+    }
+    return {
+        name: round(turns[one].median_s / turns[other].median_s, 2)
+        for name, (one, other) in pairs.items()
+        if one in turns and other in turns
+    }
 
 
-def native_runner(
-    arch: ArchSpec,
-    weights: dict[str, torch.Tensor],
-    dtype: torch.dtype,
-    prompts_BT: torch.Tensor,
-    *,
-    eager: bool = False,
-) -> Callable[[], None]:
-    """The engine, refitted with the weights."""
-    config = RolloutConfig(
-        prompt_length=PROMPT_LEN, response_length=NEW_TOKENS, gpu_memory_utilization=0.2, enforce_eager=eager
-    )
-    engine = NativeEngine(
-        EngineSpec(
-            config=config,
-            arch=arch,
-            tp_group=None,
-            device=prompts_BT.device,
-            dtype=dtype,
-            decode=str,
-            model_folder=lambda _: Path(),
-            timeout_s=60.0,
-            trains_on_logprobs=False,
-        )
-    )
+def figures(turns: Mapping[str, Turns], name: str, batch: int, floor_s: float) -> dict[str, Any]:
+    """Of one of them."""
+    own = turns[name]
+    return {
+        "s": spread(own.wall_s),
+        "tokens_per_s": round(batch * NEW_TOKENS / own.median_s),
+        "ratio": round(turns[PEER].median_s / own.median_s, 2),
+        "times_floor": round(own.median_s / floor_s, 2),
+        "cores": round(own.cores, 2),
+    }
+
+
+def write_random(folder: Path, arch: ArchSpec, dtype: str) -> None:
+    """A Hugging Face folder of random weights."""
+    target = HfTarget(arch, dtype, max_file_bytes=sys.maxsize)
+    (file,) = target.files
+    weights = allocate(file.layout)
+    random_init(arch, file.layout, weights, seed=0)
+    target.finish(folder, {file.name: target.write(folder / file.name, file, weights.items())})
+
+
+@contextmanager
+def engine_runner(work: Work, kind: str, *, eager: bool = False) -> Iterator[Action]:
+    """An engine of mrl, refitted with the weights."""
+    launch.start(work.device.type, num_threads=torch.get_num_threads())
+    engine: RolloutEngine = find("engines", kind, "ENGINE")(work.spec(kind, eager=eager))
+    layout = engine.layout()
+    weights = allocate(layout, work.device)
+    load_from_hf(work.folder, engine.spec.arch, layout, weights)
     engine.begin_update()
-    for name, stored in engine.layout().items():
-        pieces = [WeightSlice(name, piece.dst, weights[piece.hf_name][slices(piece.src)]) for piece in stored.pieces]
-        engine.update_weights(pieces)
+    engine.update_weights([WeightSlice(name, whole(value.shape), value) for name, value in weights.items()])
     engine.finish_update(0)
-    prompts = [Prompt(uid=i, prompt_ids=tuple(row), text="") for i, row in enumerate(prompts_BT.tolist())]
-    sampling = SamplingConfig(n=1, max_tokens=NEW_TOKENS, ignore_eos=True)
+    del weights
 
     def run() -> None:
-        rollouts = engine.generate(prompts, sampling)
-        if any(len(rollout.response_ids) != NEW_TOKENS for rollout in rollouts):
-            raise RuntimeError("a response of the engine is short")
+        for rollout in engine.generate(work.samples, SAMPLING):
+            check_length(len(rollout.response_ids))
 
-    return run
+    yield run
+    engine.close()
+    launch.stop()
 
 
-def transformers_runner(
-    arch: ArchSpec, weights: dict[str, torch.Tensor], dtype: torch.dtype, prompts_BT: torch.Tensor
-) -> Callable[[], None]:
-    """The peer: Transformers with the same weights, its default attention and cache."""
-    settings = family_of(arch).arch_to_hf(arch)
-    config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).to(prompts_BT.device).eval()
-    found = model.load_state_dict(weights, strict=False)
-    if found.unexpected_keys or set(found.missing_keys) - {"lm_head.weight"}:
-        raise RuntimeError(f"transformers has other weights than the engine: {found}")
-    model.tie_weights()
+@contextmanager
+def packed_runner(work: Work) -> Iterator[Action]:
+    """VLLM as the engine of mrl starts it, but with weights that its own loader has packed."""
+    from mrl.engines.vllm import host
+    from mrl.engines.vllm.process import kept, same_numbers
+    from mrl.engines.vllm.sampling import arguments
+
+    launch.start(work.device.type, num_threads=torch.get_num_threads())
+    spec = work.spec("vllm")
+    with kept(work.device):
+        version = host.find_version()
+        from vllm import LLM, SamplingParams
+
+        given = host.arguments(spec, cache_bytes(spec), version)
+        llm = LLM(str(work.folder), **{**given, "load_format": "auto"})
+    asked = [SamplingParams(**arguments(SAMPLING, prompt, 0)) for prompt in work.samples]
+    with same_numbers(work.device):
+        yield lambda: check_outputs(llm.generate(token_prompts(work), asked, use_tqdm=False))
+
+
+@contextmanager
+def own_runner(work: Work) -> Iterator[Action]:
+    """VLLM as a script would start it; its worker is given the cores that the others may use."""
+    cores = sorted(os.sched_getaffinity(0))[: torch.get_num_threads()]
+    bound = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}  # by itself it leaves one to its scheduler
+    launch.give_variables({}, unless_set={**bound, "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"})
+    from vllm import LLM, SamplingParams
+
+    spec = work.spec("vllm")
+    llm = LLM(
+        str(work.folder),
+        dtype=spec.dtype_name,
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        max_model_len=spec.config.longest,
+        max_num_seqs=spec.config.max_num_seqs,
+        max_num_batched_tokens=spec.config.max_num_batched_tokens,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=cache_bytes(spec),
+        logprobs_mode="processed_logprobs",
+    )
+    asked = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0, detokenize=False)
+    yield lambda: check_outputs(llm.generate(token_prompts(work), asked, use_tqdm=False))
+
+
+def cache_bytes(spec: EngineSpec) -> int:
+    """Of the KV cache that mrl gives vLLM."""
+    from mrl.engines._memory import kv_budget
+    from mrl.engines.vllm.kv_cache import kv_cache
+
+    budget = kv_budget(spec.device, spec.config.gpu_memory_utilization, None)
+    return kv_cache(spec.config, spec.arch, spec.dtype.itemsize).within(budget, spec.config)
+
+
+def token_prompts(work: Work) -> list[Any]:
+    """As vLLM takes them."""
+    return [{"prompt_token_ids": list(ids)} for ids in work.prompts]
+
+
+def check_outputs(outputs: Sequence[Any]) -> None:
+    """Of vLLM: every response is whole, with its log-probabilities."""
+    for output in outputs:
+        check_length(len(output.outputs[0].token_ids))
+        check_length(len(output.outputs[0].logprobs))
+
+
+def check_length(found: int) -> None:
+    """Raises RuntimeError for a response that ended early."""
+    if found != NEW_TOKENS:
+        raise RuntimeError(f"a response has {found} tokens, expected {NEW_TOKENS}")
+
+
+@contextmanager
+def transformers_runner(work: Work) -> Iterator[Action]:
+    """The peer, with its default attention and cache."""
+    transformers.logging.set_verbosity_error()
+    model = transformers.AutoModelForCausalLM.from_pretrained(work.folder, dtype=work.dtype).to(work.device).eval()
+    prompts_BT = torch.tensor(work.prompts, device=work.device)
     mask_BT = torch.ones_like(prompts_BT)
 
     def run() -> None:
@@ -216,10 +361,19 @@ def transformers_runner(
             eos_token_id=None,
             pad_token_id=0,
         )
-        if tokens.size(1) != PROMPT_LEN + NEW_TOKENS:
-            raise RuntimeError("a response of transformers is short")
+        check_length(tokens.size(1) - PROMPT_LEN)
 
-    return run
+    yield run
+
+
+RUNNERS: dict[str, Callable[..., AbstractContextManager[Action]]] = {
+    "native": functools.partial(engine_runner, kind="native"),
+    "native_eager": functools.partial(engine_runner, kind="native", eager=True),
+    "vllm": functools.partial(engine_runner, kind="vllm"),
+    "vllm_packed": packed_runner,
+    "vllm_own": own_runner,
+    PEER: transformers_runner,
+}
 
 
 def floor(arch: ArchSpec, dtype: torch.dtype, batch: int, device: torch.device) -> dict[str, float]:

@@ -179,7 +179,9 @@ def quickstart(bench: Commands) -> Facts:
 def rollout(bench: Commands) -> Facts:
     """Against transformers and the floor, with and without graphs."""
     case = ("small", "float32") if bench.device == "cpu" else ("large", "bfloat16")
-    facts = bench.bench("bench_rollout", "--model", case[0], "--dtype", case[1], "--repeats", "3")
+    engines = ("native",) if bench.device == "cpu" else ("native", "native_eager")
+    words = ("--model", case[0], "--dtype", case[1], "--repeats", "3", "--engines", *engines)
+    facts = bench.bench("bench_rollout", *words)
     if not float(str(facts["ratio"])) >= SLOWEST_ROLLOUT:
         raise CheckError(f"the engine has {facts['ratio']} of the speed of transformers' generate", facts)
     return facts

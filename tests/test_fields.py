@@ -155,7 +155,7 @@ ROWS = {
     ),
     "reference.update_interval": row("reference.update_interval=1", given=(*KL, "train.num_steps=2")),
     "rollout.name": row("rollout.name=nowhere", refused="rollout.name=nowhere is no engine"),
-    "rollout.engine_dir": row("rollout.engine_dir=engines", refused="rollout.name is not trtllm_engine"),
+    "rollout.engine_dir": row("rollout.engine_dir=engines", refused="only rollout.name=trtllm_engine has"),
     "rollout.n": row("rollout.n=3"),
     "rollout.temperature": row("rollout.temperature=0.5"),
     "rollout.top_k": row("rollout.top_k=2"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrl.config import Config, DataConfig, RolloutConfig
-from mrl.engines.trtllm import fields as trtllm
 from mrl.grid import Grid
 
 Case = tuple[str, bool, str]
@@ -57,8 +56,6 @@ def _sampling(config: Config, supervised: bool) -> Iterator[Case]:
     for name in ("temperature", "top_k", "top_p", "min_p"):
         value = getattr(rollout, name)
         yield f"rollout.{name}={value}", supervised and value != getattr(RolloutConfig, name), nothing
-    strange = rollout.name not in trtllm.ENGINES
-    yield "rollout.engine_dir", rollout.engine_dir is not None and strange, "rollout.name is not trtllm_engine"
     yield "rollout.stop", bool(rollout.stop) and rollout.ignore_eos, "rollout.ignore_eos is true"
     greedy = f"rollout.val_kwargs.{'temperature is 0' if val.do_sample else 'do_sample is false'}"
     yield "rollout.val_kwargs.temperature", not val.do_sample and val.temperature not in (0.0, 1.0), greedy

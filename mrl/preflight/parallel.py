@@ -16,6 +16,7 @@ from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.preflight.ranges import value_at
+from mrl.schema import own_code
 from mrl.weights.megatron import chunk_layers
 from mrl.weights.shards import TensorShard, check_divides
 
@@ -77,10 +78,11 @@ def layout_rules(config: Config, grid: Grid) -> Iterator[str]:
             f"{_how_many_ranks(config)}"
         )
     if grid.rollout_pp > 1 and config.rollout.name != "trtllm_engine":
-        yield (
-            f"rollout.pipeline_model_parallel_size={grid.rollout_pp} is refused with rollout.name="
-            f"{config.rollout.name}: only built TensorRT-LLM engines (rollout.name=trtllm_engine) have a pipeline."
-        )
+        if own_code.is_own(config.rollout.name):  # the others say so themselves
+            yield (
+                f"rollout.pipeline_model_parallel_size={grid.rollout_pp} is refused with rollout.name="
+                f"{config.rollout.name}: only built TensorRT-LLM engines (rollout.name=trtllm_engine) have a pipeline."
+            )
     elif grid.world_size % grid.rollout_size:
         stages = f" x rollout.pipeline_model_parallel_size={grid.rollout_pp}" if grid.rollout_pp > 1 else ""
         yield (

@@ -1,7 +1,7 @@
 """Refuses lengths and sampling settings that do not go together, or not with the engine or the model.
 
-Owns the rules of `rollout`. The engines' own limits stand with them
-(`engines/trtllm/fields.py`, `engines/vllm/fields.py`), those of built engines in `engine.py`. It imports no torch.
+Owns the rules of `rollout`. What an engine does with each field, and what it refuses, stands with it (`FIELDS`,
+`engines/_fields.py`); whether built engines fit in `engine.py`. It imports no torch.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mrl.config import Config, RolloutConfig
-from mrl.engines.trtllm import fields as trtllm
+from mrl.engines import _fields
 from mrl.engines.trtllm import passed as trtllm_passed
 from mrl.engines.trtllm import routing
-from mrl.engines.vllm import fields as vllm
 from mrl.engines.vllm import passed as vllm_passed
 from mrl.models.base import ArchSpec
 from mrl.schema import own_code, registry
@@ -68,11 +67,10 @@ def sampling_rules(config: Config) -> Iterator[str]:
     if val.greedy and val.n > 1:
         why = "temperature=0" if val.do_sample else "do_sample=false"
         yield f"rollout.val_kwargs.n={val.n} with {why} scores the same answer {val.n} times."
-    yield from trtllm.refusals(rollout)
+    if rollout.name in engines:
+        declared = registry.find("engines", rollout.name, "FIELDS")
+        yield from _fields.refusals(declared, rollout, on_a_cpu=config.run.device == "cpu")
     yield from routing.refusals(rollout)
-    yield from vllm.refusals(rollout)
-    if config.run.device == "cpu":
-        yield from vllm.refusals_on_a_cpu(rollout)
     yield from _engine_arguments(rollout)
     yield from _quantization_rules(config)
     if any(not text for text in rollout.stop):

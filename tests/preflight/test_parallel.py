@@ -27,7 +27,7 @@ RULES = [
     ([f"{VPP}=2"], 1, f"{VPP}=2 needs {PP} above 1"),
     (["parallel.sequence_parallel=true"], 1, f"parallel.sequence_parallel=true needs {TP} above 1"),
     (["parallel.context_parallel_size=2"], 3, "parallel.context_parallel_size=2 does not divide the 3 rank(s)"),
-    (["rollout.pipeline_model_parallel_size=2"], 2, "only built TensorRT-LLM engines (rollout.name=trtllm_engine)"),
+    (["rollout.pipeline_model_parallel_size=2"], 2, "only built TensorRT-LLM engines have a pipeline"),
 ]  # fmt: skip
 
 

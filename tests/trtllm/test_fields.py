@@ -1,29 +1,19 @@
 """Each field of `rollout` reaches the LLM API as the documentation says, or is refused."""
 
-from dataclasses import fields
 from functools import partial
 
 import pytest
 import torch
 
-from mrl.config import CheckpointEngineConfig, RolloutConfig, load
+from mrl.config import CheckpointEngineConfig
 from mrl.engines.base import SamplingConfig
 from mrl.engines.trtllm.features import find
-from mrl.engines.trtllm.fields import TABLE, check_launcher, markdown
+from mrl.engines.trtllm.fields import FIELDS, check_launcher
 from mrl.engines.trtllm.llm import arguments as start_arguments
 from mrl.engines.trtllm.sampling import arguments
 from mrl.errors import UserError
-from mrl.preflight import preflight
-from tests.source import ROOT
 from tests.trtllm import tiny
 from tests.weights.archs import small
-
-NAMES = [item.name for item in fields(RolloutConfig)]
-
-
-def test_the_table_has_every_field_and_the_page_has_the_table():
-    assert list(TABLE) == NAMES
-    assert markdown() in (ROOT / "mrl" / "docs" / "trtllm.md").read_text(encoding="utf-8")
 
 
 def args(**settings):
@@ -173,27 +163,6 @@ def test_the_bucket_size_cuts_what_reload_gets(standin, tmp_path):
     assert 1 < counts[0] <= -(-total >> 20) and counts[1] == 1
 
 
-BASE = ("rollout.name=trtllm", "rollout.prompt_length=16", "rollout.response_length=4")
-REFUSED = {
-    "engine_dir": ("rollout.engine_dir=somewhere", "the LLM API has no built engine"),
-    "pipeline_model_parallel_size": ("rollout.pipeline_model_parallel_size=2", "used nowhere"),
-    "enable_rollout_routing_replay": ("rollout.enable_rollout_routing_replay=true", "which experts it chose"),
-    "quantization": ("rollout.quantization=fp8_per_tensor", "wants activation scales of a calibration"),
-    "repetition_penalty": ("rollout.repetition_penalty=1.1", "would not be those that sampled"),
-    "calculate_log_probs": ("rollout.calculate_log_probs=false", "are pi_old"),
-}
-
-
-@pytest.mark.parametrize("field", REFUSED)
-def test_a_field_that_the_engine_cannot_honour_is_refused_before_anything_starts(field):
-    override, reason = REFUSED[field]
-    check = partial(preflight.check_config, world_size=2)
-    quickstart = str(ROOT / "configs" / "quickstart.yaml")
-    check(load(quickstart, BASE))
-    with pytest.raises(UserError, match=f"rollout.{field}=.*{reason}"):
-        check(load(quickstart, [*BASE, override]))
-
-
 def test_replicas_of_several_ranks_need_ranks_that_mpi_started():
     two = tiny.rollout(tensor_model_parallel_size=2)
     for launcher in ("none", "torchrun"):
@@ -204,10 +173,9 @@ def test_replicas_of_several_ranks_need_ranks_that_mpi_started():
     check_launcher(tiny.rollout(), "torchrun")
 
 
-def test_every_field_has_a_test_here():
+def test_every_field_that_is_passed_on_has_a_test_here():
     tested = {
-        *START, *SAMPLE, *REFUSED, "name", "n", "tensor_model_parallel_size", "expert_parallel_size",
-        "moe_tensor_parallel_size", "enforce_eager",
-        "free_cache_engine", "checkpoint_engine", "engine_kwargs",  # tests/trtllm/test_passed.py
+        *START, *SAMPLE, "tensor_model_parallel_size", "expert_parallel_size", "moe_tensor_parallel_size",
+        "enforce_eager", "free_cache_engine",
     }  # fmt: skip
-    assert tested == set(NAMES)
+    assert {key for key, use in FIELDS.items() if use.passed_as} <= tested

@@ -1,5 +1,18 @@
-"""The embedded engine, plain PyTorch on the training ranks themselves; see `engine.py`."""
+"""The embedded engine, plain PyTorch on the training ranks themselves; see `engine.py`.
 
-from mrl.engines.native.engine import NativeEngine
+`ENGINE` is found on first use, so that `FIELDS` can be read without torch.
+"""
 
-ENGINE = NativeEngine
+from __future__ import annotations
+
+from typing import Any
+
+from mrl.engines.native.fields import FIELDS as FIELDS
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ENGINE":
+        from mrl.engines.native.engine import NativeEngine
+
+        return NativeEngine
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -1,11 +1,13 @@
 """vLLM as the rollout engine, the one folder that imports it: in the ranks' own processes, refitted in place.
 
-`ENGINE` is found on first use, so that `fields.py` can be read without torch and without vLLM.
+`ENGINE` is found on first use, so that `FIELDS` can be read without torch and without vLLM.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from mrl.engines.vllm.fields import FIELDS as FIELDS
 
 
 def __getattr__(name: str) -> Any:

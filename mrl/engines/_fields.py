@@ -1,0 +1,119 @@
+"""What an engine does with each field of `rollout`: the form in which it declares that.
+
+Owns the form, what is the same in every engine, and the messages that follow from a declaration. An engine's `FIELDS`
+has one `Use` for each field that `EVERYWHERE` does not explain, by its key below `rollout`. `preflight/rollout.py` asks
+for the refusals before anything starts; `preflight/engine_table.py` writes the page. It imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from mrl.config import RolloutConfig
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Values of a field that an engine cannot do.
+
+    Attributes:
+        which: They, in words that follow "refused": "above 1"; "": all but the default.
+        why: The reason, which is part of the message.
+        holds: Whether a run has such a value; None: another rule of the preflight says so, with this reason.
+        instead: What to do, as a sentence.
+        on_a_cpu: It is one on a CPU only.
+    """
+
+    which: str
+    why: str
+    holds: Callable[[RolloutConfig], bool] | None = None
+    instead: str = ""
+    on_a_cpu: bool = False
+
+    @property
+    def words(self) -> str:
+        """For a table; where another rule tells figures, which values are enough."""
+        said = " ".join(filter(None, ["**refused**", "on a CPU" if self.on_a_cpu else "", self.which]))
+        return said if self.which and self.holds is None else f"{said}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Use:
+    """What becomes of a field in an engine.
+
+    Attributes:
+        does: What it means there; "": nothing, and each value but the default is refused.
+        passed_as: What the other side calls it, arguments of its `LLM` by their bare names.
+        refuses: What is not taken.
+    """
+
+    does: str = ""
+    passed_as: tuple[str, ...] = ()
+    refuses: tuple[Refusal, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """For a table."""
+        names = ", ".join(f"`{name}`" for name in self.passed_as)
+        return "; ".join(filter(None, [names, self.does, *(refusal.words for refusal in self.refuses)]))
+
+
+Fields = Mapping[str, Use]
+"""Key below `rollout` -> what becomes of it."""
+
+
+def passed(*names: str, does: str = "", refuses: tuple[Refusal, ...] = ()) -> Use:
+    """A field that the other side is told by these names."""
+    return Use(does, names, refuses)
+
+
+def refused(why: str, holds: Callable[[RolloutConfig], bool] | None = None, instead: str = "") -> Use:
+    """A field without a meaning in an engine."""
+    return Use(refuses=(Refusal("", why, holds, instead),))
+
+
+EVERYWHERE: Fields = {
+    "name": Use("chooses the engine"),
+    "val_kwargs.n": Use("as `n`, in evaluations"),
+    "val_kwargs.do_sample": Use("as `do_sample`, in evaluations"),
+    "val_kwargs.temperature": Use("as `temperature`, in evaluations; 0: greedy"),
+    "val_kwargs.top_k": Use("as `top_k`, in evaluations"),
+    "val_kwargs.top_p": Use("as `top_p`, in evaluations"),
+    "val_kwargs.min_p": Use("as `min_p`, in evaluations"),
+    "checkpoint_engine.update_weights_bucket_megabytes": Use("size of the transport's buckets"),
+}
+"""Of each engine that does not say otherwise."""
+
+ENGINE_DIR = refused(
+    "only rollout.name=trtllm_engine has a folder of engines", lambda r: r.engine_dir is not None, "Leave it out."
+)
+"""Of engines that are not built."""
+
+ANOTHERS = Refusal("of another engine", "nothing would read it")
+"""Arguments in `engine_kwargs`."""
+
+
+def refusals(fields: Fields, rollout: RolloutConfig, *, on_a_cpu: bool) -> Iterator[str]:
+    """A message for each field whose value the engine of `rollout.name` cannot do.
+
+    Args:
+        fields: The engine's.
+        rollout: The section.
+        on_a_cpu: Whether the run is known to be on a CPU.
+    """
+    for key, use in fields.items():
+        for refusal in use.refuses:
+            if refusal.holds is None or (refusal.on_a_cpu and not on_a_cpu) or not refusal.holds(rollout):
+                continue
+            value = value_of(rollout, key)
+            where = f"rollout.name={rollout.name}{' on a CPU' if refusal.on_a_cpu else ''}"
+            yield f"rollout.{key}={value} is refused with {where}: {refusal.why}. {refusal.instead}".rstrip()
+
+
+def value_of(rollout: RolloutConfig, key: str) -> object:
+    """The value at a key below `rollout`."""
+    found: object = rollout
+    for part in key.split("."):
+        found = getattr(found, part)
+    return found

@@ -1,0 +1,92 @@
+"""What built engines (`rollout.name=trtllm_engine`) do with each field of `rollout`, and what they refuse.
+
+Whether `rollout.engine_dir` holds engines of the run's model and sizes is `preflight/engine.py`'s business, which tells
+each size that does not fit; here such fields only say so. It imports no torch.
+"""
+
+from __future__ import annotations
+
+from mrl.engines._fields import Fields, Refusal, Use, passed, refused
+from mrl.engines.trtllm import routing
+from mrl.engines.trtllm.fields import CALIBRATED
+
+OTHER = "does not fit the run"
+"""In the message about a folder of engines of other sizes."""
+
+SAME = Refusal("where it is not the engine's", OTHER)
+FITS = Refusal("above the engine's", OTHER)
+
+FIELDS: Fields = {
+    "engine_dir": Use(
+        "folder of the engines, which must fit the run",
+        refuses=(Refusal("where it is null", "needs rollout.engine_dir"),),
+    ),
+    "n": Use("each sample is a row of its own"),
+    "temperature": passed("SamplingConfig.temperature"),
+    "top_k": passed("SamplingConfig.top_k", does="-1 becomes 0"),
+    "top_p": passed("SamplingConfig.top_p"),
+    "min_p": passed("SamplingConfig.min_p"),
+    "do_sample": Use("false: `SamplingConfig.top_k=1`"),
+    "ignore_eos": Use("true: no `SamplingConfig.stop_words_list`"),
+    "stop": Use("a response is cut behind it when it has ended"),
+    "prompt_length": Use("`max_input_len` of the build", refuses=(FITS,)),
+    "response_length": passed("SamplingConfig.max_new_tokens"),
+    "max_model_len": Use("`max_seq_len` of the build; null: `prompt_length + response_length`", refuses=(FITS,)),
+    "dtype": Use("null: `model.dtype`", refuses=(SAME,)),
+    "quantization": refused(
+        f"a built engine's FP8 {CALIBRATED}",
+        lambda r: r.quantization is not None,
+        "Leave it out, or use rollout.name=trtllm.",
+    ),
+    "tensor_model_parallel_size": Use("ranks of a stage, started by mpirun or srun with MPI", refuses=(SAME,)),
+    "pipeline_model_parallel_size": Use("stages of a replica", refuses=(SAME,)),
+    "expert_parallel_size": Use("ranks over which a layer's experts are spread", refuses=(SAME,)),
+    "moe_tensor_parallel_size": Use("must be what `expert_parallel_size` leaves of the replica"),
+    "max_num_seqs": Use("rows of a batch", refuses=(FITS,)),
+    "max_num_batched_tokens": Use("prompt tokens of a batch", refuses=(FITS,)),
+    "enable_chunked_prefill": Use(
+        "false, or not needed",
+        refuses=(
+            Refusal(
+                "where `max_num_batched_tokens` is shorter than `prompt_length`",
+                "a prompt is read in one pass",
+                lambda r: r.enable_chunked_prefill and r.prompt_length > r.max_num_batched_tokens,
+                "Raise rollout.max_num_batched_tokens to rollout.prompt_length.",
+            ),
+        ),
+    ),
+    "enable_prefix_caching": Use(
+        refuses=(
+            Refusal(
+                "where true",
+                "TensorRT-LLM's ModelRunner has no prefix cache",
+                lambda r: r.enable_prefix_caching,
+                "Set it to false.",
+            ),
+        )
+    ),
+    "gpu_memory_utilization": Use(
+        "of the memory that is free once the engine is loaded: as many rows go through it together as their keys, "
+        "values and logits fit in"
+    ),
+    "free_cache_engine": Use(
+        "true: the KV cache leaves the device between rollouts; weights and TensorRT's activation memory stay"
+    ),
+    "enforce_eager": Use(
+        refuses=(
+            Refusal(
+                "where false",
+                "TensorRT-LLM's ModelRunner captures no CUDA graphs",
+                lambda r: not r.enforce_eager,
+                "Set it to true.",
+            ),
+        )
+    ),
+    "enable_rollout_routing_replay": refused(
+        "TensorRT-LLM's ModelRunner does not tell which experts it chose",
+        lambda r: r.enable_rollout_routing_replay,
+        f"{routing.INSTEAD}.",
+    ),
+    "engine_kwargs": refused("nothing would read it"),
+    "checkpoint_engine.canary": Use("null: yes; refits twice at start and compares answers"),
+}

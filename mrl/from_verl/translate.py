@@ -6,7 +6,6 @@ would have made. Which key goes where, and why some go nowhere, is in `peers/ver
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,11 +14,12 @@ import yaml
 from mrl.config import Config
 from mrl.engines.trtllm.fields import needs_mpi
 from mrl.errors import UserError
-from mrl.from_verl.engine_arguments import engine_arguments
 from mrl.from_verl.line import Settings
+from mrl.from_verl.rollout import lengths, rollout, without_refused
 from mrl.from_verl.translation import Translation
+from mrl.from_verl.verl_run import VerlRun, shown
 from mrl.megatron_fields.table import TABLE, is_own
-from mrl.peers import verl_keys, verl_rollout
+from mrl.peers import verl_keys
 from mrl.peers.verl_keys import ACTOR, DDP, FSDP, MAPS, MEGATRON, OVERRIDE, PASSED, ROLLOUT, ROOT, is_harmless, verdict
 from mrl.schema.keys import nested
 from mrl.schema.values import Values
@@ -31,54 +31,8 @@ ESTIMATORS = {
     "reinforce_plus_plus": "reinforce_pp", "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
 }  # fmt: skip
 KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-ENGINES = {"vllm": "native", "sglang": "native", "hf": "native", "???": "native", "trtllm": "trtllm"}
 SCHEDULES = ("constant", "linear", "cosine")
 DEFAULT_CLIP = 0.2
-OWN_WAY = (
-    "name", "dtype", "quantization", "prompt_length", "response_length", "expert_parallel_size",
-    "moe_tensor_parallel_size", "repetition_penalty", "calculate_log_probs", "engine_kwargs", "engine_kwargs.trtllm",
-)  # fmt: skip
-"""Of `rollout`, besides `val_kwargs`: what is not simply taken over."""
-
-NUMBERS = {
-    f"{ACTOR}ppo_micro_batch_size_per_gpu", f"{ACTOR}loss_scale_factor", "trainer.total_training_steps", "data.seed",
-    "trainer.max_actor_ckpt_to_keep", f"{ROLLOUT}prompt_length", f"{ROLLOUT}response_length",
-}  # fmt: skip
-"""Keys whose default is null or another key, and whose other values are numbers."""
-
-
-class _Verl:
-    """verl's settings with its defaults; reading one whose value has no counterpart notes it."""
-
-    def __init__(self, given: Settings) -> None:
-        self.given = given
-        self.notes: dict[str, str] = {}
-        self.decided: dict[str, str] = {}
-        engine = f"{given.get('model_engine', '')}{given.get(f'{ACTOR}strategy', '')}"
-        self.megatron = "megatron" in engine or (not engine and any(key.startswith(MEGATRON) for key in given))
-
-    def __getitem__(self, key: str) -> Any:
-        """The value, of the default's type; null and references to other keys are the default."""
-        default = MAPS[key][1]
-        value = self.given.get(key, default)
-        if value is None or (isinstance(value, str) and value.startswith("${")):
-            return default
-        fits = isinstance(value, _types(key, default)) and isinstance(value, bool) is isinstance(default, bool)
-        if not fits and (default not in (None, "???") or key in NUMBERS):
-            raise UserError(f"{key}={_shown(value)} came, expected a value like verl's {_shown(default)}.")
-        return value
-
-    def one_of(self, key: str, known: dict[str, str] | tuple[str, ...], otherwise: str) -> str:
-        """The translated word; one that is not known is noted, and `otherwise` taken."""
-        words = known if isinstance(known, dict) else dict(zip(known, known, strict=True))
-        value = str(self[key])
-        if value not in words:
-            self.notes[key] = f"mrl has {', '.join(words)}; {otherwise} is taken"
-        return words.get(value, otherwise)
-
-    def under(self, prefix: str) -> dict[str, Any]:
-        """What is given below a key."""
-        return {key.removeprefix(prefix): value for key, value in self.given.items() if key.startswith(prefix)}
 
 
 def translate(given: Settings) -> Translation:
@@ -90,9 +44,9 @@ def translate(given: Settings) -> Translation:
     Raises:
         UserError: The advantage estimator is not there, or a value is of another type than expected.
     """
-    verl = _Verl(given)
+    verl = VerlRun(given)
     values: dict[str, Any] = {}
-    for part in (_data, _model, _actor, _passed, _parallel, _rollout, _algorithm, _reward, _trainer):
+    for part in (_data, _model, _actor, _passed, _parallel, rollout, _algorithm, _reward, _trainer):
         values.update(pair for pair in part(verl) if pair[1] is not None)
     typed, defaults = Values(Config), Values(Config)
     tree: dict[str, Any] = {}
@@ -105,6 +59,10 @@ def translate(given: Settings) -> Translation:
         if _at(defaults.made("at its default"), key) != value:
             _put(tree, key, value)
     config = typed.made("from verl's settings")
+    for key, value in without_refused(config, verl.notes):
+        _take(tree, key)
+        if value is not None:
+            _put(tree, key, value)
     found = Translation(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
     found.num_nodes = _whole(given, "trainer.nnodes", 1)
     found.gpus_per_node = _whole(given, "trainer.n_gpus_per_node", 8)
@@ -113,14 +71,7 @@ def translate(given: Settings) -> Translation:
     return found
 
 
-def _types(key: str, default: Any) -> tuple[type, ...]:
-    """Types that a value may have."""
-    if key in NUMBERS or isinstance(default, (int, float)):
-        return (int, float)
-    return (str, list) if key in ("data.train_files", "data.val_files", "trainer.logger") else (type(default),)
-
-
-def _data(verl: _Verl) -> Iterator[Pair]:
+def _data(verl: VerlRun) -> Iterator[Pair]:
     for side in ("train", "val"):
         files = verl[f"data.{side}_files"]
         yield f"data.{side}_files", files if isinstance(files, list) else [files] if files else []
@@ -133,13 +84,13 @@ def _data(verl: _Verl) -> Iterator[Pair]:
     yield "data.overlong_prompts", "drop" if verl["data.filter_overlong_prompts"] else cut
 
 
-def _model(verl: _Verl) -> Iterator[Pair]:
+def _model(verl: VerlRun) -> Iterator[Pair]:
     yield "model.path", verl[f"{ROOT}model.path"]
     yield "model.tokenizer", verl[f"{ROOT}model.tokenizer_path"]
     yield "model.dtype", {"float32": "float32", "fp32": "float32"}.get(str(verl[f"{MEGATRON}dtype"]))
 
 
-def _actor(verl: _Verl) -> Iterator[Pair]:
+def _actor(verl: VerlRun) -> Iterator[Pair]:
     rate = verl[f"{ACTOR}optim.lr"]
     yield "actor.lr", rate
     yield "actor.weight_decay", verl[f"{ACTOR}optim.weight_decay"]
@@ -178,7 +129,7 @@ def _actor(verl: _Verl) -> Iterator[Pair]:
     yield "checkpoint.async_save", verl[f"{ACTOR}checkpoint.async_save"]
 
 
-def _recompute(verl: _Verl) -> str | None:
+def _recompute(verl: VerlRun) -> str | None:
     """What `actor.recompute` can say of it; None: Megatron's own fields do."""
     granularity, modules = verl[f"{OVERRIDE}recompute_granularity"], verl.given.get(f"{OVERRIDE}recompute_modules")
     method, layers = (verl[f"{OVERRIDE}recompute_{name}"] for name in ("method", "num_layers"))
@@ -189,7 +140,7 @@ def _recompute(verl: _Verl) -> str | None:
     return "none"
 
 
-def _passed(verl: _Verl) -> Iterator[Pair]:
+def _passed(verl: VerlRun) -> Iterator[Pair]:
     """Megatron's own fields, those that mrl takes."""
     for prefix, to in PASSED.items():
         given = _precision(verl, section := to.rpartition(".")[2])
@@ -214,7 +165,7 @@ def _passed(verl: _Verl) -> Iterator[Pair]:
         yield to, given or None
 
 
-def _precision(verl: _Verl, section: str) -> dict[str, Any]:
+def _precision(verl: VerlRun, section: str) -> dict[str, Any]:
     """Fields of the precision-aware optimizer, for which verl has keys of its own."""
     on = verl.megatron and verl[f"{ACTOR}optim.use_precision_aware_optimizer"]
     found = {name: verl[f"{ACTOR}optim.{name}"] for name in verl_keys.PRECISION if on}
@@ -223,7 +174,7 @@ def _precision(verl: _Verl, section: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value != "fp32"} if section == "optimizer" else {}
 
 
-def _warmup(verl: _Verl) -> int:
+def _warmup(verl: VerlRun) -> int:
     """Optimizer steps; verl counts steps of the loop."""
     steps, ratio = verl[f"{ACTOR}optim.lr_warmup_steps"], verl[f"{ACTOR}optim.lr_warmup_steps_ratio"]
     if not steps or steps < 0:
@@ -235,15 +186,9 @@ def _warmup(verl: _Verl) -> int:
     return int(steps) * int(minibatches) * int(verl[f"{ACTOR}ppo_epochs"])
 
 
-def _lengths(verl: _Verl) -> tuple[int, int]:
-    prompt, response = verl[f"{ROLLOUT}prompt_length"], verl[f"{ROLLOUT}response_length"]
-    prompt = verl["data.max_prompt_length"] if isinstance(prompt, str) else prompt
-    return prompt, verl["data.max_response_length"] if isinstance(response, str) else response
-
-
-def _microbatch(verl: _Verl) -> int:
+def _microbatch(verl: VerlRun) -> int:
     """Tokens of a microbatch, room for one sequence at least."""
-    longest = sum(_lengths(verl))
+    longest = sum(lengths(verl))
     sequences = verl[f"{ACTOR}ppo_micro_batch_size_per_gpu"]
     if verl[f"{ACTOR}use_dynamic_bsz"] or not sequences:
         tokens: int = verl[f"{ACTOR}ppo_max_token_len_per_gpu"]
@@ -251,7 +196,7 @@ def _microbatch(verl: _Verl) -> int:
     return int(sequences * longest)
 
 
-def _parallel(verl: _Verl) -> Iterator[Pair]:
+def _parallel(verl: VerlRun) -> Iterator[Pair]:
     if not verl.megatron:
         yield "parallel.context_parallel_size", verl[f"{ACTOR}ulysses_sequence_parallel_size"]
         return
@@ -262,35 +207,7 @@ def _parallel(verl: _Verl) -> Iterator[Pair]:
         yield to, value and verl[f"{MEGATRON}tensor_model_parallel_size"] > 1 if needs_tp else value
 
 
-def _rollout(verl: _Verl) -> Iterator[Pair]:
-    yield "rollout.name", verl.one_of(f"{ROLLOUT}name", ENGINES, "native")
-    yield from zip(("rollout.prompt_length", "rollout.response_length"), _lengths(verl), strict=True)
-    for name in verl_rollout.MAPS:
-        if "val_kwargs" not in name and name not in OWN_WAY:
-            yield f"rollout.{name}", verl[f"{ROLLOUT}{name}"]
-    tp, ep = verl[f"{ROLLOUT}tensor_model_parallel_size"], verl[f"{ROLLOUT}expert_parallel_size"]
-    inside = math.gcd(tp, ep)
-    yield "rollout.expert_parallel_size", inside
-    cut = verl[f"{ROLLOUT}moe_tensor_parallel_size"]
-    yield "rollout.moe_tensor_parallel_size", None if cut == 1 else cut
-    if verl[f"{ROLLOUT}repetition_penalty"] != 1:
-        verl.notes[f"{ROLLOUT}repetition_penalty"] = MAPS[f"{ROLLOUT}repetition_penalty"][2]
-    if not verl[f"{ROLLOUT}calculate_log_probs"]:
-        verl.decided[f"{ROLLOUT}calculate_log_probs"] = "always: they are captured while sampling"
-    if inside != ep:
-        verl.notes[f"{ROLLOUT}expert_parallel_size"] = f"a replica's {tp} rank(s) hold all experts: {inside} is taken"
-    yield "rollout.dtype", {"float32": "float32", "bfloat16": "bfloat16"}.get(str(verl.given.get(f"{ROLLOUT}dtype")))
-    yield "rollout.quantization", {"fp8": "fp8"}.get(verl.one_of(f"{ROLLOUT}quantization", ("None", "fp8"), "None"))
-    yield "rollout.engine_kwargs", engine_arguments(verl.given, verl.decided, verl.notes)
-    samples = verl[f"{ROLLOUT}val_kwargs.do_sample"] and verl[f"{ROLLOUT}val_kwargs.temperature"] != 0
-    if samples:
-        for name in ("n", "do_sample", "temperature", "top_k", "top_p"):
-            yield f"rollout.val_kwargs.{name}", verl[f"{ROLLOUT}val_kwargs.{name}"]
-    elif verl[f"{ROLLOUT}val_kwargs.n"] != 1:
-        verl.notes[f"{ROLLOUT}val_kwargs.n"] = "without do_sample and a temperature the samples are equal: one is made"
-
-
-def _algorithm(verl: _Verl) -> Iterator[Pair]:
+def _algorithm(verl: VerlRun) -> Iterator[Pair]:
     estimator = str(verl["algorithm.adv_estimator"])
     if estimator not in ESTIMATORS:
         default = "" if "algorithm.adv_estimator" in verl.given else ", verl's default,"
@@ -327,7 +244,7 @@ def _algorithm(verl: _Verl) -> Iterator[Pair]:
     yield "algorithm.tis_clip", verl[threshold] if weighs else 0.0
 
 
-def _kl(verl: _Verl) -> Iterator[Pair]:
+def _kl(verl: VerlRun) -> Iterator[Pair]:
     if verl[f"{ACTOR}use_kl_loss"]:
         place, coef, kind = "loss", f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type"
         if verl["algorithm.use_kl_in_reward"]:
@@ -341,7 +258,7 @@ def _kl(verl: _Verl) -> Iterator[Pair]:
     yield "algorithm.kl_estimator", verl.one_of(kind, KL, "k3")
 
 
-def _reward(verl: _Verl) -> Iterator[Pair]:
+def _reward(verl: VerlRun) -> Iterator[Pair]:
     prefix = "reward." if verl["reward.custom_reward_function.path"] else ""
     path = verl[f"{prefix}custom_reward_function.path"]
     if path:
@@ -363,7 +280,7 @@ def _reward(verl: _Verl) -> Iterator[Pair]:
             yield "algorithm.overlong.penalty", verl[f"{prefix}penalty_factor"]
 
 
-def _trainer(verl: _Verl) -> Iterator[Pair]:
+def _trainer(verl: VerlRun) -> Iterator[Pair]:
     yield "train.batch_size", verl["data.train_batch_size"]
     minibatch = verl[f"{ACTOR}ppo_mini_batch_size"]
     yield "train.minibatch_size", None if minibatch == verl["data.train_batch_size"] else minibatch
@@ -388,30 +305,25 @@ def _trainer(verl: _Verl) -> Iterator[Pair]:
     yield "run.device", verl.one_of("trainer.device", {"cuda": "auto", "cpu": "cpu"}, "auto")
 
 
-def _sort(verl: _Verl, found: Translation) -> None:
+def _sort(verl: VerlRun, found: Translation) -> None:
     """Every setting that was given and is not in the config, with its reason."""
     found.moot += [f"{key}: {why}" for key, why in verl.decided.items()]
     for key, why in verl.notes.items():
-        found.missing.append(f"{key}={_shown(verl.given.get(key))}: {why}" if key in verl.given else f"{key}: {why}")
+        found.missing.append(f"{key}={shown(verl.given.get(key))}: {why}" if key in verl.given else f"{key}: {why}")
     for key, value in verl.given.items():
         what = verdict(key)
         if what.kind == "unknown":
-            found.missing.append(f"{key}={_shown(value)}: no key of verl 0.9.1's trainer config")
+            found.missing.append(f"{key}={shown(value)}: no key of verl 0.9.1's trainer config")
         elif what.kind == "missing" and not is_harmless(key, value):
-            found.missing.append(f"{key}={_shown(value)}: {what.text}")
+            found.missing.append(f"{key}={shown(value)}: {what.text}")
         elif what.kind == "moot" and not key.endswith("_target_"):
             found.moot.append(f"{key}: {what.text}")
-
-
-def _shown(value: Any) -> str:
-    text = "null" if value is None else str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _whole(given: Settings, key: str, default: int) -> int:
     value = given.get(key, default)
     if type(value) is not int or value < 1:
-        raise UserError(f"{key}={_shown(value)} came, expected a whole number above 0.")
+        raise UserError(f"{key}={shown(value)} came, expected a whole number above 0.")
     return int(value)
 
 
@@ -426,3 +338,11 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     for part in above:
         tree = tree.setdefault(part, {})
     tree[last] = value
+
+
+def _take(tree: dict[str, Any], key: str) -> None:
+    """Takes a key out, and the section that it leaves empty."""
+    section, _, name = key.partition(".")
+    tree.get(section, {}).pop(name, None)
+    if not tree.get(section, True):
+        del tree[section]

@@ -151,8 +151,8 @@ MAPS: dict[str, tuple[str, Any, str]] = {
 
 PASSED = {OVERRIDE: "megatron.transformer", f"{DDP}.": "megatron.ddp", f"{OPTIMIZER}.": "megatron.optimizer"}
 """What Megatron's own fields stand under -> the section that takes them by the same names."""
-ENGINE_ARGUMENTS = f"{ROLLOUT}engine_kwargs.trtllm."
-"""What TensorRT-LLM's own arguments stand under."""
+ENGINE_ARGUMENTS = {engine: f"{ROLLOUT}engine_kwargs.{engine}." for engine in ("trtllm", "vllm")}
+"""What an engine's own arguments stand under, of those that mrl has too."""
 
 MOOT: dict[str, str] = {
     "*_target_": "the class that verl builds",
@@ -205,7 +205,6 @@ MOOT: dict[str, str] = {
     f"{ROOT}model.enable_activation_offload": "`actor.recompute` saves the memory",
     **{f"{ROLLOUT}{name}": why for name, why in verl_rollout.NEEDLESS.items()},
     f"{ROLLOUT}profiler.tool_config.*": verl_rollout.NEEDLESS["profiler.tool_config"],
-    f"{ROLLOUT}engine_kwargs.vllm.*": verl_rollout.NEEDLESS["engine_kwargs.vllm"],
     f"{ROLLOUT}engine_kwargs.sglang.*": verl_rollout.NEEDLESS["engine_kwargs.sglang"],
     "data.tokenizer": "the model's; `model.tokenizer` is another",
     "data.use_shm": "files are read where they lie",
@@ -366,8 +365,9 @@ def verdict(key: str) -> Verdict:
     for prefix, section in PASSED.items():
         if key.startswith(prefix):
             return Verdict("maps", section, "Megatron's own, by its name there")
-    if key.startswith(ENGINE_ARGUMENTS):
-        return Verdict("maps", *MAPS[ENGINE_ARGUMENTS.removesuffix(".")][::2])
+    for prefix in ENGINE_ARGUMENTS.values():
+        if key.startswith(prefix):
+            return Verdict("maps", *MAPS[prefix.removesuffix(".")][::2])
     pattern = _first(MISSING, key)
     return Verdict("unknown") if pattern is None else Verdict("missing", "", MISSING[pattern])
 

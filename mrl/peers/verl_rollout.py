@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _SAME = {
-    "temperature": 1.0, "top_k": -1, "top_p": 1, "do_sample": True, "n": 1, "gpu_memory_utilization": 0.5,
+    "temperature": 1.0, "top_k": -1, "top_p": 1, "do_sample": True, "n": 1,
     "ignore_eos": False, "enforce_eager": False, "free_cache_engine": True, "tensor_model_parallel_size": 2,
     "pipeline_model_parallel_size": 1, "max_num_batched_tokens": 8192, "val_kwargs.temperature": 0,
     "val_kwargs.top_k": -1, "val_kwargs.top_p": 1.0, "val_kwargs.do_sample": False, "val_kwargs.n": 1,
@@ -22,18 +22,37 @@ MAPS: Mapping[str, tuple[str, Any, str]] = {
     "name": (
         "rollout.name",
         "???",
-        "`vllm`, `sglang` and `hf` are `native`, mrl's own; `trtllm`. `vllm` is there to be chosen",
+        "`vllm`, `trtllm`; `sglang` and `hf` are `native`, mrl's own",
     ),
     **{name: (f"rollout.{name}", default, "") for name, default in _SAME.items()},
+    "gpu_memory_utilization": (
+        "rollout.gpu_memory_utilization",
+        0.5,
+        "of what is free when the engine starts, less its weights; there of all of the GPU, weights included",
+    ),
+    "quantization": (
+        "rollout.quantization",
+        None,
+        "`fp8`: blocks of 128 x 128, as there; what `vllm` refuses is listed",
+    ),
     "prompt_length": ("rollout.prompt_length", "${oc.select:data.max_prompt_length,512}", ""),
     "response_length": ("rollout.response_length", "${oc.select:data.max_response_length,512}", ""),
     "dtype": ("rollout.dtype", "bfloat16", "here `model.dtype`, unless set"),
-    "quantization": ("rollout.quantization", None, "`fp8`: blocks of 128 x 128, as there"),
-    "expert_parallel_size": ("rollout.expert_parallel_size", 1, "within a replica's ranks"),
+    "expert_parallel_size": ("rollout.expert_parallel_size", 1, "within a replica's ranks; with `vllm` all of them"),
     "repetition_penalty": ("rollout.repetition_penalty", 1.0, "must be 1: training would not know of a penalty"),
     "calculate_log_probs": ("rollout.calculate_log_probs", True, "must be true: they are captured while sampling"),
-    "engine_kwargs": ("rollout.engine_kwargs", {}, "of `trtllm` only"),
+    "engine_kwargs": ("rollout.engine_kwargs", {}, "of `trtllm` and `vllm`"),
     "engine_kwargs.trtllm": ("rollout.engine_kwargs", {}, "each by its name; what other keys decide is left out"),
+    "engine_kwargs.vllm": (
+        "rollout.engine_kwargs",
+        {},
+        "each by its name; what a key of `rollout` says becomes that key",
+    ),
+    "cudagraph_capture_sizes": (
+        "rollout.engine_kwargs",
+        None,
+        "of `vllm`, in its `compilation_config`; other engines choose them",
+    ),
     "moe_tensor_parallel_size": ("rollout.moe_tensor_parallel_size", 1, "1 there is null here: what EP leaves"),
 }
 """Field -> mrl's key, the default of verl's trainer config, and how values differ."""
@@ -58,7 +77,6 @@ NEEDLESS: Mapping[str, str] = {
     "full_determinism": "equal runs give equal numbers",
     "seed": "`run.seed`; tokens do not depend on the batch",
     "standalone_gpu_memory_utilization": "the engine never has GPUs of its own: `rollout.gpu_memory_utilization`",
-    "cudagraph_capture_sizes": "chosen by the engine; `rollout.enforce_eager` turns graphs off",
     "data_parallel_size": _REPLICAS,
     "logprobs_mode": "of the distribution that was sampled from, always",
     "scheduling_policy": "the longest expected response starts first",
@@ -68,7 +86,6 @@ NEEDLESS: Mapping[str, str] = {
     "log_prob_max_token_len_per_gpu": _MICROBATCH,
     "disable_log_stats": "`perf/rollout/*` is always written",
     "multi_stage_wake_up": "weights and KV cache wake in the order that a refit needs",
-    "engine_kwargs.vllm": "the engine becomes `native`; with `rollout.name=vllm` they are `rollout.engine_kwargs.vllm`",
     "engine_kwargs.sglang": "arguments of an engine that is not there",
     "agent.num_workers": _AGENT,
     "agent.default_agent_loop": _AGENT,

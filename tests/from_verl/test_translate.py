@@ -25,6 +25,9 @@ VERL = json.loads((ROOT / "tests" / "peers" / "verl-0.9.1.json").read_text())
 LINES = json.loads((ROOT / "tests" / "peers" / "verl_lines.json").read_text())
 """Words of the command lines that verl's examples/grpo_trainer start."""
 
+VLLM_LINES = json.loads((ROOT / "tests" / "peers" / "verl_vllm_lines.json").read_text())
+"""The same of other examples, which tell vLLM more: their words from verl.trainer.main_ppo on."""
+
 STAND_IN = (
     "model.path=null", "model.tokenizer='char:0123456789+'",
     "model.overrides={num_attention_heads: 32, num_key_value_heads: 32, num_hidden_layers: 48, "
@@ -68,16 +71,22 @@ def test_the_page_holds_the_table():
     assert (ROOT / "mrl" / "docs" / "verl.md").read_text().endswith(tables())
 
 
-@pytest.mark.parametrize("name", LINES)
-def test_a_command_line_of_an_example_resolves(name, tmp_path):
-    found = translate(read(LINES[name]))
-    rows = tmp_path / "rows.jsonl"
+def resolved(found, folder, *overrides):
+    """The translation with another model and other data, which mrl's checks allow."""
+    rows = folder / "rows.jsonl"
     rows.write_text('{"prompt": "1", "answer": "1"}\n' * 2)
-    (tmp_path / "run.yaml").write_text(found.text)
+    (folder / "run.yaml").write_text(found.text)
     preset = "qwen3_moe_tiny" if "expert" in found.text else "qwen3_tiny"
     changed = [f"model.preset={preset}", f"data.train_files={rows}", f"data.val_files={rows}", *STAND_IN]
-    config = load(tmp_path / "run.yaml", changed)
+    config = load(folder / "run.yaml", [*changed, *overrides])
     resolve(config, found.num_nodes * found.gpus_per_node)
+    return config
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_command_line_of_an_example_resolves(name, tmp_path):
+    config = resolved(translate(read(LINES[name])), tmp_path)
+    assert config.rollout.name == "vllm"
     assert config.algorithm.dual_clip == 3.0 and config.algorithm.loss_aggregation == "token_mean"
     assert config.algorithm.kl_in == "loss" and config.algorithm.proximal == "recompute"
 

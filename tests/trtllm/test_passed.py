@@ -207,24 +207,25 @@ def test_graphs_are_either_sized_or_left_out_and_experts_need_a_model_that_has_t
 
 
 def test_verls_arguments_of_tensorrt_llm_are_taken_over():
+    prefix = ENGINE_ARGUMENTS["trtllm"]
     given = {
         "algorithm.adv_estimator": "grpo",
         "actor_rollout_ref.rollout.name": "trtllm",
-        f"{ENGINE_ARGUMENTS}attn_backend": "FLASHINFER",
-        f"{ENGINE_ARGUMENTS}kv_cache_config.dtype": "fp8",
-        f"{ENGINE_ARGUMENTS}speculative_config.decoding_type": "NGram",
-        f"{ENGINE_ARGUMENTS}max_seq_len": 4096,
-        f"{ENGINE_ARGUMENTS}enable_attention_dp": True,
-        f"{ENGINE_ARGUMENTS}zzz": 1,
+        f"{prefix}attn_backend": "FLASHINFER",
+        f"{prefix}kv_cache_config.dtype": "fp8",
+        f"{prefix}speculative_config.decoding_type": "NGram",
+        f"{prefix}max_seq_len": 4096,
+        f"{prefix}enable_attention_dp": True,
+        f"{prefix}zzz": 1,
     }
     found = translate(given)
     passed = {"attn_backend": "FLASHINFER", "kv_cache_config": {"dtype": "fp8"}}
     passed |= {"speculative_config": {"decoding_type": "NGram"}}
     assert yaml.safe_load(found.text)["rollout"]["engine_kwargs"] == {"trtllm": passed}
     told = "\n".join(found.missing)
-    assert f"{ENGINE_ARGUMENTS}enable_attention_dp=true: every rank" in told.replace("True", "true")
-    assert f"{ENGINE_ARGUMENTS}zzz=1: TensorRT-LLM {llm_fields.VERSION} has no such argument" in told
-    assert any(one.startswith(f"{ENGINE_ARGUMENTS}max_seq_len: set rollout.max_model_len") for one in found.moot)
+    assert f"{prefix}enable_attention_dp=true: every rank" in told.replace("True", "true")
+    assert f"{prefix}zzz=1: TensorRT-LLM {llm_fields.VERSION} has no such argument" in told
+    assert any(one.startswith(f"{prefix}max_seq_len: set rollout.max_model_len") for one in found.moot)
     other = translate({**given, "actor_rollout_ref.rollout.name": "vllm"})
     assert (found.via, other.via) == ("mpirun", "torchrun")  # replicas of two ranks, verl's default
     assert "engine_kwargs" not in other.text and any("not the run's" in one for one in other.moot)

@@ -77,7 +77,24 @@ DRAFTS = (
 )
 LOADED = "the weights come from the actor at every refit"
 
+KEYS = {
+    "tensor_parallel_size": "rollout.tensor_model_parallel_size",
+    "enable_expert_parallel": "rollout.expert_parallel_size",
+    "dtype": "rollout.dtype",
+    "max_model_len": "rollout.max_model_len",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "max_num_batched_tokens": "rollout.max_num_batched_tokens",
+    "enable_chunked_prefill": "rollout.enable_chunked_prefill",
+    "enable_prefix_caching": "rollout.enable_prefix_caching",
+    "enforce_eager": "rollout.enforce_eager",
+    "enable_sleep_mode": "rollout.free_cache_engine",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "enable_return_routed_experts": "rollout.enable_rollout_routing_replay",
+}
+"""Arguments that a key of mrl says."""
+
 DERIVED = {
+    **{name: f"set {key}" for name, key in KEYS.items()},
     "model": "model.path and model.preset name the model",
     "tokenizer": TEXT,
     "tokenizer_mode": TEXT,
@@ -107,7 +124,6 @@ DERIVED = {
     "logits_processors": DRAWS,
     "enable_trace_replay": DRAWS,
     "distributed_executor_backend": "the engine lives in the training ranks",
-    "tensor_parallel_size": "set rollout.tensor_model_parallel_size",
     "pipeline_parallel_size": SEVERAL,
     "data_parallel_size": SEVERAL,
     "data_parallel_rank": SEVERAL,
@@ -115,22 +131,11 @@ DERIVED = {
     "decode_context_parallel_size": SEVERAL,
     "nnodes": SEVERAL,
     "node_rank": SEVERAL,
-    "enable_expert_parallel": "set rollout.expert_parallel_size",
     "enable_eplb": "a refit would not follow experts that move",
-    "dtype": "set rollout.dtype",
-    "max_model_len": "set rollout.max_model_len",
-    "max_num_seqs": "set rollout.max_num_seqs",
-    "max_num_batched_tokens": "set rollout.max_num_batched_tokens",
-    "enable_chunked_prefill": "set rollout.enable_chunked_prefill",
-    "enable_prefix_caching": "set rollout.enable_prefix_caching",
-    "enforce_eager": "set rollout.enforce_eager",
-    "enable_sleep_mode": "set rollout.free_cache_engine",
-    "gpu_memory_utilization": "set rollout.gpu_memory_utilization",
     "kv_cache_memory_bytes": "it follows from rollout.gpu_memory_utilization, and what the longest sequences need",
     "logprobs_mode": "the sampling contract wants the log-probabilities of what is sampled from",
     "max_logprobs": "mrl asks for the sampled token's",
     "return_sampling_mask": "nothing reads it",
-    "enable_return_routed_experts": "set rollout.enable_rollout_routing_replay",
     "generation_config": SAMPLING,
     "override_generation_config": SAMPLING,
     "async_scheduling": "the ranks of a replica schedule alike, without a message",
@@ -143,4 +148,4 @@ DERIVED = {
     "worker_extension_cls": "mrl reads the inside of vLLM's own",
     "disable_log_stats": "the run's metrics tell of the engine",
 }
-"""Arguments that are mrl's -> the key that says it, or why."""
+"""Arguments that are mrl's -> what to set instead, or why."""

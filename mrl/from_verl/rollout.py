@@ -1,0 +1,96 @@
+"""verl's rollout section as `rollout`: which engine samples, and what follows from that.
+
+Owns the values of that section; which field goes where is in `peers/verl_rollout.py`, and what the engines refuse with
+them (`engines/vllm/fields.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from mrl.config import Config
+from mrl.engines.vllm import fields as vllm
+from mrl.from_verl.engine_arguments import engine_arguments
+from mrl.from_verl.verl_run import VerlRun
+from mrl.peers import verl_rollout
+from mrl.peers.verl_keys import MAPS, ROLLOUT
+
+Pair = tuple[str, Any]
+
+ENGINES = {"vllm": "vllm", "sglang": "native", "hf": "native", "???": "native", "trtllm": "trtllm"}
+OWN_WAY = (
+    "name", "dtype", "quantization", "prompt_length", "response_length", "expert_parallel_size",
+    "moe_tensor_parallel_size", "repetition_penalty", "calculate_log_probs", "engine_kwargs", "engine_kwargs.trtllm",
+    "engine_kwargs.vllm", "cudagraph_capture_sizes", "do_sample",
+)  # fmt: skip
+"""Of `rollout`, besides `val_kwargs`: what is not simply taken over."""
+
+
+def lengths(verl: VerlRun) -> tuple[int, int]:
+    """Of the longest prompt and the longest response, tokens."""
+    prompt, response = verl[f"{ROLLOUT}prompt_length"], verl[f"{ROLLOUT}response_length"]
+    prompt = verl["data.max_prompt_length"] if isinstance(prompt, str) else prompt
+    return prompt, verl["data.max_response_length"] if isinstance(response, str) else response
+
+
+def rollout(verl: VerlRun) -> Iterator[Pair]:
+    """Keys of `rollout` and their values."""
+    engine = verl.one_of(f"{ROLLOUT}name", ENGINES, "native")
+    yield "rollout.name", engine
+    yield from zip(("rollout.prompt_length", "rollout.response_length"), lengths(verl), strict=True)
+    for name in verl_rollout.MAPS:
+        if "val_kwargs" not in name and name not in OWN_WAY:
+            yield f"rollout.{name}", verl[f"{ROLLOUT}{name}"]
+    yield from _experts(verl, engine)
+    yield from _sampling(verl)
+    yield "rollout.dtype", {"float32": "float32", "bfloat16": "bfloat16"}.get(str(verl.given.get(f"{ROLLOUT}dtype")))
+    yield "rollout.quantization", {"fp8": "fp8"}.get(verl.one_of(f"{ROLLOUT}quantization", ("None", "fp8"), "None"))
+    yield from engine_arguments(verl, engine)
+
+
+def _experts(verl: VerlRun, engine: str) -> Iterator[Pair]:
+    """With vLLM all ranks of a replica have experts, whole or cut; verl counts data-parallel ranks among them."""
+    tp, ep = verl[f"{ROLLOUT}tensor_model_parallel_size"], verl[f"{ROLLOUT}expert_parallel_size"]
+    inside = (tp if ep > 1 else 1) if engine == "vllm" else math.gcd(tp, ep)
+    yield "rollout.expert_parallel_size", inside
+    cut = verl[f"{ROLLOUT}moe_tensor_parallel_size"]
+    yield "rollout.moe_tensor_parallel_size", None if cut == 1 else cut
+    if inside != ep:
+        verl.notes[f"{ROLLOUT}expert_parallel_size"] = f"a replica's {tp} rank(s) hold all experts: {inside} is taken"
+
+
+def _sampling(verl: VerlRun) -> Iterator[Pair]:
+    if verl[f"{ROLLOUT}repetition_penalty"] != 1:
+        verl.notes[f"{ROLLOUT}repetition_penalty"] = MAPS[f"{ROLLOUT}repetition_penalty"][2]
+    if not verl[f"{ROLLOUT}calculate_log_probs"]:
+        verl.decided[f"{ROLLOUT}calculate_log_probs"] = "always: they are captured while sampling"
+    if verl.given.get(f"{ROLLOUT}name") == "hf":
+        yield "rollout.do_sample", verl[f"{ROLLOUT}do_sample"]
+    elif not verl[f"{ROLLOUT}do_sample"]:
+        verl.decided[f"{ROLLOUT}do_sample"] = "verl's engines sample while they train, whatever it says"
+    samples = verl[f"{ROLLOUT}val_kwargs.do_sample"] and verl[f"{ROLLOUT}val_kwargs.temperature"] != 0
+    if samples:
+        for name in ("n", "do_sample", "temperature", "top_k", "top_p"):
+            yield f"rollout.val_kwargs.{name}", verl[f"{ROLLOUT}val_kwargs.{name}"]
+    elif verl[f"{ROLLOUT}val_kwargs.n"] != 1:
+        verl.notes[f"{ROLLOUT}val_kwargs.n"] = "without do_sample and a temperature the samples are equal: one is made"
+
+
+def without_refused(config: Config, notes: dict[str, str]) -> Iterator[tuple[str, Any]]:
+    """Keys that a config cannot have beside its engine, and the values that it gets instead; None: the default.
+
+    Args:
+        config: The translation.
+        notes: Gets verl's keys of them, with the reason.
+    """
+    if config.rollout.name != vllm.NAME:
+        return
+    for field, refused, why in vllm.REFUSALS:
+        if refused(config.rollout):
+            notes[f"{ROLLOUT}{field}"] = f"refused with rollout.name=vllm: {why}"
+            yield f"rollout.{field}", None
+            if field == "enable_rollout_routing_replay" and config.actor.router_replay == "rollout":
+                recomputes = config.algorithm.proximal == "recompute"
+                yield "actor.router_replay", "recompute" if recomputes else None

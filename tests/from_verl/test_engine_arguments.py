@@ -1,0 +1,125 @@
+"""What a verl run tells vLLM becomes keys of `rollout`, or arguments that vLLM gets, or is told why it does not."""
+
+import pytest
+import yaml
+
+from mrl.engines.vllm.engine_fields import DERIVED, KEYS
+from mrl.from_verl.engine_arguments import NEEDLESS
+from mrl.from_verl.line import read
+from mrl.from_verl.translate import translate
+from mrl.peers.verl_keys import ENGINE_ARGUMENTS, ROLLOUT
+from tests.from_verl.test_translate import VLLM_LINES, resolved
+
+VLLM = ENGINE_ARGUMENTS["vllm"]
+BASE = {"algorithm.adv_estimator": "grpo", f"{ROLLOUT}name": "vllm"}
+
+
+def rollout_of(given):
+    found = translate({**BASE, **given})
+    return yaml.safe_load(found.text)["rollout"], "\n".join(found.missing), "\n".join(found.moot)
+
+
+EXPECTED = {
+    "router_replay_qwen3_30b_a3b_megatron": (
+        {"tensor_model_parallel_size": 4, "max_num_batched_tokens": 1024, "engine_kwargs": {}},
+        "rollout.enable_rollout_routing_replay=True: refused with rollout.name=vllm: vLLM 0.32 returns experts only",
+    ),
+    "qwen3_30b_veomni": (
+        {
+            "max_num_seqs": 128,
+            "expert_parallel_size": 1,
+            "engine_kwargs": {
+                "vllm": {
+                    "compilation_config": {"cudagraph_capture_sizes": [1, 8, 16, 32, 40, 48, 64, 96, 128, 256]},
+                    "mm_processor_cache_gb": 0,
+                }
+            },
+        },
+        "rollout.expert_parallel_size=8: a replica's 1 rank(s) hold all experts: 1 is taken",
+    ),
+    "qwen3_5_397b_megatron": (
+        {
+            "expert_parallel_size": 8,
+            "engine_kwargs": {
+                "vllm": {
+                    "compilation_config": {
+                        "cudagraph_mode": "FULL_DECODE_ONLY",
+                        "cudagraph_capture_sizes": [4, 12, 24, 48, 64],
+                    }
+                }
+            },
+        },
+        "rollout.expert_parallel_size=128: a replica's 8 rank(s) hold all experts: 8 is taken",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_an_example_that_tells_vllm_more_resolves(name, tmp_path):
+    found = translate(read(VLLM_LINES[name]))
+    config = resolved(found, tmp_path, *(["model.overrides.num_experts=512"] if "megatron" in name else []))
+    values, told = EXPECTED[name]
+    assert {key: getattr(config.rollout, key) for key in values} == values and config.rollout.name == "vllm"
+    assert told in "\n".join(found.missing)
+    assert config.actor.router_replay == ("recompute" if "router_replay" in name else "none")
+
+
+def test_each_argument_goes_where_mrl_has_it():
+    rollout, missing, moot = rollout_of(
+        {
+            f"{VLLM}kv_cache_dtype": "fp8",
+            f"{VLLM}compilation_config": '{"cudagraph_mode": "PIECEWISE"}',
+            f"{ROLLOUT}cudagraph_capture_sizes": [1, 2],
+            f"{VLLM}max_model_len": 2000,
+            f"{VLLM}enable_expert_parallel": True,
+            f"{VLLM}hf_overrides.max_position_embeddings": 9,
+            f"{VLLM}quantization": None,
+            f"{VLLM}cpu_offload_gb": 0,
+            f"{VLLM}enable_lora": True,
+            f"{VLLM}load_format": "safetensors",
+            f"{VLLM}enable_sleep_mode": False,
+            f"{VLLM}tool_call_parser": "hermes",
+        }
+    )
+    compiled = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 2]}
+    assert rollout["engine_kwargs"] == {"vllm": {"kv_cache_dtype": "fp8", "compilation_config": compiled}}
+    assert (rollout["max_model_len"], rollout["expert_parallel_size"]) == (2000, 2)  # of two ranks, verl's default
+    assert f"{VLLM}hf_overrides.max_position_embeddings=9: {DERIVED['hf_overrides']}" in missing
+    assert f"{VLLM}enable_lora=True: {DERIVED['enable_lora']}" in missing
+    assert f"{VLLM}tool_call_parser=hermes: vLLM 0.32 has no such argument" in missing
+    assert missing.count(VLLM) == 3
+    for name in ("quantization", "cpu_offload_gb", "load_format", "enable_sleep_mode"):
+        assert f"{VLLM}{name}: " in moot
+
+
+@pytest.mark.parametrize(
+    ("given", "left", "why"),
+    [
+        ({f"{ROLLOUT}quantization": "fp8"}, "quantization", "vLLM would pack what a refit writes into"),
+        ({f"{ROLLOUT}pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size", "raise rollout.tensor"),
+        ({f"{ROLLOUT}moe_tensor_parallel_size": 4}, "moe_tensor_parallel_size", "it follows from"),
+    ],
+    ids=str,
+)
+def test_what_vllm_refuses_of_rollout_is_left_out_and_told(given, left, why):
+    rollout, missing, _ = rollout_of(given)
+    assert (
+        left not in rollout and f"{ROLLOUT}{left}=" in missing and f"refused with rollout.name=vllm: {why}" in missing
+    )
+    other, missing, _ = rollout_of({**given, f"{ROLLOUT}name": "sglang"})
+    assert left in other and "name" not in other and "rollout.name=vllm" not in missing
+
+
+def test_arguments_of_an_engine_that_is_not_the_runs_are_needless():
+    rollout, missing, moot = rollout_of({f"{VLLM}kv_cache_dtype": "fp8", f"{ROLLOUT}name": "sglang"})
+    assert "engine_kwargs" not in rollout and VLLM not in missing and f"{VLLM}kv_cache_dtype: " in moot
+
+
+def test_greedy_sampling_while_training_is_hfs_alone():
+    rollout, _, moot = rollout_of({f"{ROLLOUT}do_sample": False})
+    assert "do_sample" not in rollout and f"{ROLLOUT}do_sample: verl's engines sample" in moot
+    assert not rollout_of({f"{ROLLOUT}do_sample": False, f"{ROLLOUT}name": "hf"})[0]["do_sample"]
+
+
+def test_the_needless_ones_are_arguments_that_mrl_decides():
+    assert set(DERIVED) > NEEDLESS and not NEEDLESS & KEYS.keys()

@@ -4,6 +4,7 @@ The one folder that imports megatron.core. Importing it corrects megatron-core f
 (`distributed/device.py`): after megatron is imported it is too late.
 """
 
+import logging
 import warnings
 
 import torch
@@ -12,9 +13,16 @@ from mrl.distributed.device import prepare
 
 
 def quieten() -> None:
-    """Megatron warns that optional packages are not installed and of names that torch has deprecated, on every rank."""
+    """Megatron warns that optional packages are not installed and of names that torch has deprecated, on every rank.
+
+    And of a folder that is not empty, where it sees what faster ranks have begun to write: a folder is made new for
+    every save.
+    """
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch\.distributed|megatron)\.")
+    logging.getLogger("megatron.core.dist_checkpointing.serialization").addFilter(
+        lambda record: "Overwriting old incomplete" not in record.getMessage()
+    )
 
 
 quieten()

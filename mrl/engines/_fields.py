@@ -102,13 +102,18 @@ def refusals(fields: Fields, rollout: RolloutConfig, *, on_a_cpu: bool) -> Itera
         rollout: The section.
         on_a_cpu: Whether the run is known to be on a CPU.
     """
+    for key, refusal in broken(fields, rollout, on_a_cpu=on_a_cpu):
+        where = f"rollout.name={rollout.name}{' on a CPU' if refusal.on_a_cpu else ''}"
+        said = f"rollout.{key}={value_of(rollout, key)} is refused with {where}: {refusal.why}. {refusal.instead}"
+        yield said.rstrip()
+
+
+def broken(fields: Fields, rollout: RolloutConfig, *, on_a_cpu: bool) -> Iterator[tuple[str, Refusal]]:
+    """The same as keys below `rollout`, with the refusal of each."""
     for key, use in fields.items():
         for refusal in use.refuses:
-            if refusal.holds is None or (refusal.on_a_cpu and not on_a_cpu) or not refusal.holds(rollout):
-                continue
-            value = value_of(rollout, key)
-            where = f"rollout.name={rollout.name}{' on a CPU' if refusal.on_a_cpu else ''}"
-            yield f"rollout.{key}={value} is refused with {where}: {refusal.why}. {refusal.instead}".rstrip()
+            if refusal.holds is not None and (on_a_cpu or not refusal.on_a_cpu) and refusal.holds(rollout):
+                yield key, refusal
 
 
 def value_of(rollout: RolloutConfig, key: str) -> object:

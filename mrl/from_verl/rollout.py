@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mrl.config import Config
+from mrl.engines import _fields
 from mrl.engines.vllm import fields as vllm
 from mrl.from_verl.engine_arguments import engine_arguments
 from mrl.from_verl.verl_run import VerlRun
@@ -87,10 +88,15 @@ def without_refused(config: Config, notes: dict[str, str]) -> Iterator[tuple[str
     """
     if config.rollout.name != vllm.NAME:
         return
-    for field, refused, why in vllm.REFUSALS:
-        if refused(config.rollout):
-            notes[f"{ROLLOUT}{field}"] = f"refused with rollout.name=vllm: {why}"
-            yield f"rollout.{field}", None
-            if field == "enable_rollout_routing_replay" and config.actor.router_replay == "rollout":
-                recomputes = config.algorithm.proximal == "recompute"
-                yield "actor.router_replay", "recompute" if recomputes else None
+    size, ep = config.rollout.moe_tensor_parallel_size, config.rollout.expert_parallel_size
+    if size not in (None, config.rollout.tensor_model_parallel_size // ep):
+        notes[f"{ROLLOUT}moe_tensor_parallel_size"] = (
+            "it follows from rollout.tensor_model_parallel_size and rollout.expert_parallel_size"
+        )
+        yield "rollout.moe_tensor_parallel_size", None
+    for field, refusal in _fields.broken(vllm.FIELDS, config.rollout, on_a_cpu=False):
+        notes[f"{ROLLOUT}{field}"] = f"refused with rollout.name=vllm: {refusal.why}. {refusal.instead}"
+        yield f"rollout.{field}", None
+        if field == "enable_rollout_routing_replay" and config.actor.router_replay == "rollout":
+            recomputes = config.algorithm.proximal == "recompute"
+            yield "actor.router_replay", "recompute" if recomputes else None

@@ -96,7 +96,7 @@ def test_each_argument_goes_where_mrl_has_it():
     ("given", "left", "why"),
     [
         ({f"{ROLLOUT}quantization": "fp8"}, "quantization", "vLLM would pack what a refit writes into"),
-        ({f"{ROLLOUT}pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size", "raise rollout.tensor"),
+        ({f"{ROLLOUT}pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size", "only built TensorRT-LLM"),
         ({f"{ROLLOUT}moe_tensor_parallel_size": 4}, "moe_tensor_parallel_size", "it follows from"),
     ],
     ids=str,

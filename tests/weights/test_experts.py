@@ -1,5 +1,7 @@
 """Experts in the layouts, written a second time with torch.cat and chunk; and plans between them."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -7,7 +9,8 @@ from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.weights.layout import Layout
 from mrl.weights.megatron import chunk_layers, megatron_layout
-from mrl.weights.native import native_layout
+from mrl.weights.native import native_layout, native_layouts
+from mrl.weights.vllm import vllm_layouts
 from tests.weights.archs import counted, filled, small
 from tests.weights.test_plan import refitted
 
@@ -104,9 +107,16 @@ def test_an_engine_rank_holds_its_experts_as_one_matrix(name, tp, ep):
             assert torch.equal(ours[f"layers.{layer}.experts_down"], torch.cat([fc2 for _, fc2 in pairs]))
 
 
+@pytest.mark.parametrize(
+    ("engine", "layouts"),
+    [
+        (native_layouts, [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]),
+        (vllm_layouts, [(1, 1), (2, 1), (2, 2), (4, 1), (4, 4)]),
+    ],
+)
 @pytest.mark.parametrize("name", MOE)
-def test_any_actor_layout_refits_any_engine_layout(name):
-    """Every element lands where it must, and no byte moves that need not."""
+def test_any_actor_layout_refits_any_engine_layout(name, engine, layouts):
+    """Every element lands where it must, and no byte moves that need not: 35 pairs."""
     arch = MOE[name]
     hf = counted(arch)
     actors = [
@@ -118,10 +128,8 @@ def test_any_actor_layout_refits_any_engine_layout(name):
         {"tp": 2, "ep": 2},
         {"pp": 2, "ep": 2},
     ]
-    engines = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]
-    for actor in actors:
-        for rollout_tp, rollout_ep in engines:
-            refitted(arch, Grid(8, **actor, rollout_tp=rollout_tp, rollout_ep=rollout_ep), hf)
+    for actor, (rollout_tp, rollout_ep) in itertools.product(actors, layouts):
+        refitted(arch, Grid(8, **actor, rollout_tp=rollout_tp, rollout_ep=rollout_ep), hf, engine=engine)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from mrl.config import Config, RolloutConfig, load
 from mrl.engines.base import SamplingConfig
@@ -33,7 +34,7 @@ def test_the_page_has_the_table():
     ("given", "said"),
     [
         ({"vllm": {"dtype": "float16"}}, "rollout.engine_kwargs.vllm.dtype is refused: set rollout.dtype"),
-        ({"vllm": {"speculative_config": {"method": "ngram"}}}, "of drafted tokens"),
+        ({"vllm": {"speculative_config": {"method": "ngram"}}}, "scores drafted tokens"),
         ({"vllm": {"moe_backend": "flashinfer_cutlass"}}, "in which a refit would scramble them"),
         ({"vllm": {"logits_processors": []}}, "the sampling contract says what is drawn from"),
         ({"vllm": 3}, "expected a mapping such as {attention_backend: FLASH_ATTN}"),
@@ -97,6 +98,27 @@ def test_what_every_request_says():
     assert arguments(replace(plain, ignore_eos=True), PROMPT, 0)["stop_token_ids"] == []
     assert arguments(replace(plain, greedy=True, top_p=0.5), PROMPT, 0)["temperature"] == 0.0
     assert len({arguments(plain, PROMPT, index)["seed"] for index in range(4)}) == 4
+
+
+def test_the_probe_leaves_open_which_of_equal_tokens_at_the_edge_are_kept():
+    """Transformers cuts as vLLM does: of equal ones it drops what it can. To drop the likeliest is another cut."""
+    generator = torch.Generator().manual_seed(0)
+    plain_NV = (15 + 3 * torch.randn(200, 5000, generator=generator)).bfloat16().float().log_softmax(1)
+    cut_NV = plain_NV
+    for warp in (TemperatureLogitsWarper(contract.CUT.temperature), TopKLogitsWarper(contract.CUT.top_k),
+                 TopPLogitsWarper(contract.CUT.top_p)):  # fmt: skip
+        cut_NV = warp(None, cut_NV)
+    cut_NV = cut_NV.log_softmax(1)
+    differ = 0
+    for plain, cut in zip(plain_NV, cut_NV, strict=True):
+        contract.check(plain, cut)
+        expected = contract.expected(plain)
+        differ += not torch.equal(cut.isfinite(), expected.isfinite())
+        if expected[expected.isfinite()].unique().numel() > 1:
+            without = cut.index_fill(0, cut.argmax(), -torch.inf).log_softmax(0)
+            with pytest.raises(RuntimeError, match="not those of what it samples from"):
+                contract.check(plain, without)
+    assert differ > 10
 
 
 def test_the_probe_believes_the_contract_only():

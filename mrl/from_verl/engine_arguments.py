@@ -73,9 +73,9 @@ def _of_vllm(verl: VerlRun, path: str, value: Any, handed_on: dict[str, Any]) ->
         yield "rollout.expert_parallel_size", verl[f"{ROLLOUT}tensor_model_parallel_size"] if value else 1
     elif name in engine_fields.KEYS:
         yield engine_fields.KEYS[name], value
-    elif name in engine_fields.DERIVED:
-        moot = name in NEEDLESS or is_harmless(key, value)
-        (verl.decided if moot else verl.notes)[key] = engine_fields.DERIVED[name]
+    elif name in engine_fields.REFUSED:
+        moot = name in NEEDLESS or name not in engine_fields.DERIVED or is_harmless(key, value)
+        (verl.decided if moot else verl.notes)[key] = engine_fields.REFUSED[name]
     elif name not in engine_fields.NAMES:
         verl.notes[key] = f"vLLM {engine_fields.VERSION} has no such argument of its engine"
     else:

@@ -91,7 +91,7 @@ def without_refused(config: Config, notes: dict[str, str]) -> Iterator[tuple[str
     size, ep = config.rollout.moe_tensor_parallel_size, config.rollout.expert_parallel_size
     if size not in (None, config.rollout.tensor_model_parallel_size // ep):
         notes[f"{ROLLOUT}moe_tensor_parallel_size"] = (
-            "refused with rollout.name=vllm: it follows from rollout.tensor_model_parallel_size and expert_parallel_size"
+            "refused with rollout.name=vllm: it follows from tensor_model_parallel_size and expert_parallel_size"
         )
         yield "rollout.moe_tensor_parallel_size", None
     for field, refusal in _fields.broken(vllm.FIELDS, config.rollout, on_a_cpu=False):

@@ -31,7 +31,6 @@ EXPECTED = {
             "engine_kwargs": {
                 "vllm": {
                     "compilation_config": {"cudagraph_capture_sizes": [1, 8, 16, 32, 40, 48, 64, 96, 128, 256]},
-                    "mm_processor_cache_gb": 0,
                 }
             },
         },

@@ -9,8 +9,8 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from mrl.config import Config, RolloutConfig, load
 from mrl.engines.base import SamplingConfig
-from mrl.engines.vllm import contract
-from mrl.engines.vllm.engine_fields import DERIVED, NAMES
+from mrl.engines.vllm import contract, passed
+from mrl.engines.vllm.engine_fields import DERIVED, FREE, IDLE, NAMES, REFUSED, markdown
 from mrl.engines.vllm.fields import FIELDS
 from mrl.engines.vllm.sampling import arguments
 from mrl.engines.vllm.storage import Storage
@@ -26,8 +26,7 @@ VLLM = RolloutConfig(name="vllm")
 
 
 def test_the_page_has_the_table():
-    page = (ROOT / "mrl" / "docs" / "vllm.md").read_text(encoding="utf-8")
-    assert "\n".join(f"| `{name}` | {why} |" for name, why in DERIVED.items()) in page
+    assert markdown() in (ROOT / "mrl" / "docs" / "vllm.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -52,8 +51,6 @@ def test_arguments_of_its_own_that_are_refused(given, said):
 
 
 def test_an_unknown_argument_is_told_with_the_nearest(monkeypatch):
-    from mrl.engines.vllm import passed
-
     mistaken = replace(VLLM, engine_kwargs={"vllm": {"kv_cache_dtyp": "fp8", 3: 4}})
     for version in (None, "0.32.1"):
         monkeypatch.setattr(passed, "installed", lambda version=version: version)
@@ -64,12 +61,26 @@ def test_an_unknown_argument_is_told_with_the_nearest(monkeypatch):
     assert list(passed.refusals(mistaken)) == []
 
 
-def test_every_reason_is_of_an_argument_and_names_a_key_that_there_is():
-    assert DERIVED.keys() <= NAMES
+def test_every_argument_is_handed_on_or_refused_with_its_reason():
+    idle = [name for names in IDLE.values() for name in names.split()]
+    free = [name for names in FREE.values() for name in names.split()]
+    assert len(idle) + len(free) + len(DERIVED) == len(NAMES) and set(REFUSED) == {*idle, *DERIVED}
+    told = list(passed.refusals(replace(VLLM, engine_kwargs={"vllm": dict.fromkeys([*free, *REFUSED], 1)})))
+    assert told == [f"rollout.engine_kwargs.vllm.{name} is refused: {why}." for name, why in REFUSED.items()]
+
+
+@pytest.mark.vllm
+def test_every_argument_of_the_installed_version_is_known():
+    from vllm.engine.arg_utils import EngineArgs
+
+    assert {item.name for item in fields(EngineArgs) if not item.name.startswith("_")} == set(NAMES)
+
+
+def test_every_reason_names_a_key_that_there_is():
     keys = {f"rollout.{item.name}" for item in fields(RolloutConfig)} | {
         f"run.{item.name}" for item in fields(Config().run)
     }
-    for reason in DERIVED.values():
+    for reason in REFUSED.values():
         for word in reason.replace(",", " ").replace(";", " ").split():
             if word.startswith(("rollout.", "run.")):
                 assert word in keys, word

@@ -1,67 +1,17 @@
-"""The arguments of vLLM's engine, by name, and which of them mrl makes itself.
+"""The arguments of vLLM's engine: which of them `rollout.engine_kwargs.vllm` may set, and why not the others.
 
-Owns both lists. The names are the fields of `EngineArgs` of vLLM 0.32, so that a mistake is found where vLLM is not
-installed; where it is, its own fields count.
+Owns the classes of the fields of `EngineArgs` of vLLM 0.32: handed on (`FREE`), made by mrl or at odds with it
+(`DERIVED`), or without an effect here (`IDLE`). So a mistake is found where vLLM is not installed; where it is, its own
+fields count.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 VERSION = "0.32"
 INSTALL = f"mrl was written for vLLM {VERSION}. Install that version, or use rollout.name=native."
 """What to do where vLLM's inside is not as it was read."""
-
-_NAMES = """
-additional_config aggregate_engine_logging all2all_backend allow_deprecated_quantization allowed_local_media_path
-allowed_media_domains async_scheduling attention_backend attention_config aux_output_config block_size code_revision
-collect_detailed_traces compilation_config config_format convert cp_kv_cache_interleave_size
-cpu_distributed_timeout_seconds cpu_offload_gb cpu_offload_params cudagraph_capture_sizes cudagraph_metrics
-custom_histogram_buckets data_parallel_address data_parallel_backend data_parallel_external_lb
-data_parallel_hybrid_lb data_parallel_multi_port_external_lb data_parallel_rank data_parallel_rpc_port
-data_parallel_size data_parallel_size_local data_parallel_start_rank dbo_decode_token_threshold
-dbo_prefill_token_threshold dcp_comm_backend dcp_kv_cache_interleave_size dcp_q_replicate
-decode_context_parallel_size default_mm_loras device_ids diffusion_config disable_cascade_attn
-disable_chunked_mm_input disable_custom_all_reduce disable_hybrid_kv_cache_manager disable_log_stats
-disable_nccl_for_dp_synchronization disable_sliding_window distributed_executor_backend distributed_timeout_seconds
-download_dir dp_sync_interval dtype ec_manager_config ec_transfer_config elastic_ep_max_dp_size
-enable_batch_sharded_sampling enable_chunked_prefill enable_cumem_allocator enable_dbo enable_elastic_ep
-enable_ep_weight_filter enable_eplb enable_expert_parallel enable_fault_tolerance enable_flashinfer_autotune
-enable_hc_sp enable_layerwise_nvtx_tracing enable_logging_iteration_details enable_lora
-enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint enable_mfu_metrics
-enable_mixed_moe_lora_format enable_mm_embeds enable_mm_processor_stats enable_moe_shared_loras
-enable_nccl_comm_suspend enable_prefix_caching enable_prompt_embeds enable_return_routed_experts
-enable_shm_tensor_arena enable_sleep_mode enable_tower_connector_lora enable_trace_replay enforce_eager
-engram_config eplb_config expert_placement_strategy fail_on_environ_validation fault_tolerance_config
-fully_sharded_loras gdn_prefill_backend generation_config gpu_memory_utilization hf_config_path hf_overrides
-hf_token ignore_patterns interleave_mm_strings io_processor_plugin ir_op_priority jit_monitor_mode
-jit_monitor_verbose kda_decode_backend kda_prefill_backend kernel_config kv_cache_dtype kv_cache_dtype_skip_layers
-kv_cache_memory_bytes kv_cache_metrics kv_cache_metrics_sample kv_events_config kv_offloading_backend
-kv_offloading_size kv_sharing_fast_prefill kv_transfer_config language_model_only limit_mm_per_prompt linear_backend
-load_format log_config_file log_level logging_config logits_processors logprobs_mode long_prefill_token_threshold
-long_prefill_token_threshold_adaptive lora_dtype lora_target_modules mamba_backend mamba_block_size
-mamba_cache_dtype mamba_cache_mode mamba_cache_philox_rounds mamba_config mamba_ssm_cache_dtype mamba_ssu_algorithm
-master_addr master_port max_cpu_loras max_cudagraph_capture_size max_logprobs max_lora_cls_labels max_lora_rank
-max_loras max_model_len max_num_active_seqs max_num_batched_tokens max_num_queued_reqs max_num_queued_tokens
-max_num_scheduled_tokens max_num_seqs max_parallel_loading_workers media_io_kwargs mm_device_do_normalize
-mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_margin
-mm_encoder_fp8_scale_save_path mm_encoder_only mm_encoder_tp_mode mm_hasher_algorithm mm_ipc_gpu_memory_gb
-mm_processor_cache_gb mm_processor_cache_type mm_processor_device mm_processor_kwargs
-mm_shm_cache_max_object_size_mb mm_tensor_ipc model model_class_overrides model_impl model_loader_extra_config
-model_weights moe_backend nnodes node_rank num_gpu_blocks_override numa_bind numa_bind_cpus numa_bind_nodes
-offload_backend offload_group_size offload_num_in_group offload_params offload_prefetch_step optimization_level
-otlp_traces_endpoint override_generation_config per_request_spec_decode_metrics performance_mode
-pipeline_parallel_size pooler_config prefill_context_parallel_size prefill_schedule_interval
-prefix_cache_retention_interval prefix_caching_hash_algo prefix_match_unit profiler_config pt_load_map_location
-quantization quantization_config ray_workers_use_nsight reasoning_config reasoning_parser reasoning_parser_plugin
-renderer_num_workers replayssm_buffer_len return_sampling_mask revision runner safetensors_load_strategy
-safetensors_prefetch_block_size safetensors_prefetch_num_threads scheduler_cls scheduler_reserve_full_isl
-scheduling_policy seed served_model_name show_hidden_metrics_for_version shutdown_timeout skip_mm_profiling
-skip_tokenizer_init sleep_mode_offload_cudagraph sleep_preserve_parameter_names sparse_indexer_topk_backend
-spec_method spec_model spec_tokens specialize_active_lora speculative_config stream_interval
-structured_outputs_config swa_bounded_replay tensor_parallel_size tokenizer tokenizer_mode tokenizer_revision
-tokens_only trust_remote_code ubatch_size use_fp64_gumbel use_replayssm use_tqdm_on_load video_pruning_method
-video_pruning_rate watermark watermark_config weight_transfer_config worker_cls worker_extension_cls
-"""
-NAMES = frozenset(_NAMES.split())
 
 MODEL = "engine and actor would not be the same model"
 DRAWS = "the sampling contract says what is drawn from"
@@ -75,6 +25,7 @@ DRAFTS = (
     "on a CPU vLLM 0.32 accepts and scores drafted tokens at a temperature that nobody wrote; on GPUs nothing of "
     "it was tried"
 )
+OUTLIVES = "what it keeps elsewhere of keys and values would be read with the weights of a later refit"
 LOADED = "the weights come from the actor at every refit"
 
 KEYS = {
@@ -112,6 +63,7 @@ DERIVED = {
     "offload_params": HOST,
     "moe_backend": KERNEL,
     "kernel_config": KERNEL,
+    "linear_backend": "it follows from rollout.quantization",
     "hf_overrides": MODEL,
     "hf_config_path": MODEL,
     "model_class_overrides": MODEL,
@@ -144,8 +96,107 @@ DERIVED = {
     "spec_method": DRAFTS,
     "spec_model": DRAFTS,
     "spec_tokens": DRAFTS,
+    "kv_transfer_config": OUTLIVES,
+    "kv_offloading_size": OUTLIVES,
+    "kv_offloading_backend": OUTLIVES,
+    "ec_transfer_config": OUTLIVES,
+    "device_ids": "each rank's engine is on the rank's device",
     "worker_cls": "mrl reads the inside of vLLM's own",
     "worker_extension_cls": "mrl reads the inside of vLLM's own",
     "disable_log_stats": "the run's metrics tell of the engine",
 }
 """Arguments that are mrl's -> what to set instead, or why."""
+
+FREE = {
+    "attention": "attention_backend attention_config disable_cascade_attn",
+    "KV cache": "kv_cache_dtype kv_cache_dtype_skip_layers block_size prefix_caching_hash_algo prefix_match_unit",
+    "CUDA graphs, compilation": "compilation_config cudagraph_capture_sizes max_cudagraph_capture_size "
+    "optimization_level performance_mode ir_op_priority enable_flashinfer_autotune jit_monitor_mode "
+    "jit_monitor_verbose",
+    "scheduling": "max_num_active_seqs max_num_scheduled_tokens long_prefill_token_threshold "
+    "long_prefill_token_threshold_adaptive prefill_schedule_interval scheduler_reserve_full_isl",
+    "between the ranks of a replica": "disable_custom_all_reduce",
+    "memory while the engine sleeps": "sleep_mode_offload_cudagraph enable_nccl_comm_suspend enable_cumem_allocator",
+    "random numbers": "use_fp64_gumbel",
+    "looking into it": "enable_layerwise_nvtx_tracing fail_on_environ_validation",
+}
+"""What they are about -> arguments that are handed on."""
+
+IDLE = {
+    LOADED: "download_dir safetensors_load_strategy "
+    "safetensors_prefetch_block_size safetensors_prefetch_num_threads ignore_patterns model_loader_extra_config "
+    "pt_load_map_location use_tqdm_on_load max_parallel_loading_workers enable_ep_weight_filter "
+    "weight_transfer_config sleep_preserve_parameter_names allow_deprecated_quantization",
+    "mrl writes the model's config.json, and gives and takes token ids": "config_format hf_token revision "
+    "code_revision tokenizer_revision renderer_num_workers tokens_only",
+    "the engine generates, and with the actor's model": "runner convert pooler_config disable_sliding_window "
+    "diffusion_config",
+    "it is read for models that mrl does not have: of images, with states, with windows or sparse attention":
+        "allowed_local_media_path allowed_media_domains default_mm_loras disable_chunked_mm_input ec_manager_config "
+        "enable_mm_embeds enable_mm_processor_stats enable_tower_connector_lora interleave_mm_strings "
+        "io_processor_plugin language_model_only limit_mm_per_prompt media_io_kwargs mm_device_do_normalize "
+        "mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_margin "
+        "mm_encoder_fp8_scale_save_path mm_encoder_only mm_encoder_tp_mode mm_hasher_algorithm mm_ipc_gpu_memory_gb "
+        "mm_processor_cache_gb mm_processor_cache_type mm_processor_device mm_processor_kwargs "
+        "mm_shm_cache_max_object_size_mb mm_tensor_ipc skip_mm_profiling video_pruning_method video_pruning_rate "
+        "enable_shm_tensor_arena enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint "
+        "mamba_backend mamba_block_size mamba_cache_dtype mamba_cache_mode mamba_cache_philox_rounds mamba_config "
+        "mamba_ssm_cache_dtype mamba_ssu_algorithm use_replayssm replayssm_buffer_len gdn_prefill_backend "
+        "kda_decode_backend kda_prefill_backend additional_config engram_config enable_hc_sp "
+        "sparse_indexer_topk_backend swa_bounded_replay prefix_cache_retention_interval "
+        "disable_hybrid_kv_cache_manager",
+    DERIVED["enable_lora"]: "enable_mixed_moe_lora_format enable_moe_shared_loras fully_sharded_loras "
+    "lora_dtype lora_target_modules max_cpu_loras max_lora_cls_labels max_lora_rank max_loras specialize_active_lora",
+    DERIVED["gpu_memory_utilization"]: "num_gpu_blocks_override",
+    "set run.collective_timeout_s": "distributed_timeout_seconds cpu_distributed_timeout_seconds",
+    DERIVED["enable_return_routed_experts"]: "aux_output_config",
+    SEVERAL: "all2all_backend cp_kv_cache_interleave_size data_parallel_address data_parallel_backend "
+        "data_parallel_external_lb data_parallel_hybrid_lb data_parallel_multi_port_external_lb "
+        "data_parallel_rpc_port data_parallel_size_local data_parallel_start_rank dbo_decode_token_threshold "
+        "dbo_prefill_token_threshold dcp_comm_backend dcp_kv_cache_interleave_size dcp_q_replicate "
+        "disable_nccl_for_dp_synchronization dp_sync_interval elastic_ep_max_dp_size enable_dbo enable_elastic_ep "
+        "ubatch_size",
+    "a refit brings each expert to the rank that has it when experts are spread in their order":
+        "expert_placement_strategy eplb_config",
+    "the launcher has started the ranks, and they have met": "master_addr master_port numa_bind numa_bind_cpus "
+    "numa_bind_nodes ray_workers_use_nsight",
+    "there is no server": "served_model_name max_num_queued_reqs max_num_queued_tokens kv_events_config "
+    "enable_fault_tolerance fault_tolerance_config shutdown_timeout",
+    "no request asks for it": "structured_outputs_config reasoning_config reasoning_parser reasoning_parser_plugin "
+    "enable_prompt_embeds scheduling_policy profiler_config",
+    "a stop string would be found late": "stream_interval",
+    DERIVED["worker_cls"]: "scheduler_cls",
+    "vLLM's newer runner alone has it": "enable_batch_sharded_sampling",
+    "set VLLM_LOGGING_LEVEL in the environment of the job": "log_config_file log_level logging_config "
+    "enable_logging_iteration_details",
+    DERIVED["disable_log_stats"]: "aggregate_engine_logging collect_detailed_traces cudagraph_metrics "
+    "custom_histogram_buckets enable_mfu_metrics kv_cache_metrics kv_cache_metrics_sample otlp_traces_endpoint "
+    "per_request_spec_decode_metrics show_hidden_metrics_for_version",
+}  # fmt: skip
+"""Why not -> arguments that would have no effect here, or another one than where vLLM stands alone."""
+
+REFUSED = DERIVED | {name: why for why, names in IDLE.items() for name in names.split()}
+"""Argument -> why it is refused."""
+
+NAMES = REFUSED.keys() | {name for names in FREE.values() for name in names.split()}
+"""Of all arguments."""
+
+
+def markdown() -> str:
+    """The tables of the documentation: what is handed on, and what is refused, by its reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in REFUSED.items():
+        reasons.setdefault(why, []).append(name)
+    free = [f"| {_ticked(names.split())} | {about} |" for about, names in FREE.items()]
+    refused = [f"| {_ticked(names)} | {why} |" for why, names in reasons.items()]
+    heads = ("| Passed on | For |", "| Refused | Because |")
+    rows = zip(heads, (free, refused), strict=True)
+    return "\n\n".join("\n".join([head, "|---|---|", *lines]) for head, lines in rows)
+
+
+def _ticked(names: Iterable[str]) -> str:
+    return " ".join(f"`{name}`" for name in names)
+
+
+if __name__ == "__main__":
+    print(markdown())  # noqa: T201 -- it is what the command is for

@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from mrl.config import RolloutConfig
-from mrl.engines.vllm.engine_fields import DERIVED, INSTALL, NAMES, VERSION
+from mrl.engines.vllm.engine_fields import INSTALL, NAMES, REFUSED, VERSION
 from mrl.errors import UserError
 from mrl.schema.nearest import did_you_mean
 
@@ -32,8 +32,8 @@ def given_by(rollout: RolloutConfig) -> dict[str, Any]:
 def refusals(rollout: RolloutConfig) -> Iterator[str]:
     """A message for each argument that is not handed on."""
     for name in map(str, given_by(rollout)):
-        if name in DERIVED:
-            yield f"{KEY}.{name} is refused: {DERIVED[name]}."
+        if name in REFUSED:
+            yield f"{KEY}.{name} is refused: {REFUSED[name]}."
         elif name not in NAMES and _is_known(installed()):
             yield _unknown(name, NAMES, VERSION)
 

@@ -1,6 +1,7 @@
-r"""Speed of a refit (Megatron shards into the native engine) against a plain memcpy of the same bytes, in one run.
+r"""Speed of a refit (Megatron shards into an engine) against a plain memcpy of the same bytes, in one run.
 
     python tools/bench_refit.py                    # dense and with experts: one rank, then 2 and 4 ranks
+    python tools/bench_refit.py --engine vllm      # the same into vLLM's own parameters
     torchrun --nproc-per-node 4 tools/bench_refit.py --tp 2 --pp 2 --rollout-tp 1
     torchrun --nproc-per-node 2 tools/bench_refit.py --preset qwen3_30b_a3b --num-layers 2 \
         --overrides '{"num_experts": 16}' --tp 1 --ep 2 --rollout-tp 2
@@ -11,6 +12,8 @@ within the GPU's memory. Medians are compared. One JSON line for each layout:
 
     ratio           memcpy's median time over the refit's; 1 would be a refit at the speed of a memcpy
     ratio_transport the same without `finish_update`, in which the engine packs its matrices for faster products
+    finish_s        of `finish_update`: the native engine packs every matrix, vLLM on a CPU the experts
+    checksum_s      of the engine's sum over all that it stores, which is part of the transport
     bytes_moved     sent between ranks, beside the lower bound "what a target rank needs and does not hold"
     traffic_ratio   what an all-gather of every full tensor to every rank would move, over bytes_moved
     gb_per_s        bytes copied and sent, over all ranks, beside those of the memcpy
@@ -24,8 +27,11 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +41,32 @@ import torch.distributed as dist
 from mrl.config import CheckpointEngineConfig, RolloutConfig
 from mrl.distributed import launch
 from mrl.distributed.groups import make_rollout_group
-from mrl.engines.base import EngineSpec
-from mrl.engines.native.engine import NativeEngine
+from mrl.engines.base import EngineSpec, RolloutEngine
+from mrl.formats.hf import SINGLE, write_companions
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.models.presets import PRESETS, arch_from_preset
 from mrl.observe.benchmark import add_device, commit, device_name, spread, synchronize
 from mrl.refit.refit import Refit
+from mrl.schema.registry import find
 from mrl.weights.copies import ITEM_BYTES
+from mrl.weights.hf import hf_layout
 from mrl.weights.init import random_init
+from mrl.weights.layout import Layout
 from mrl.weights.megatron import megatron_layout, megatron_layouts
 from mrl.weights.native import native_layouts
 from mrl.weights.tensors import allocate
 from mrl.weights.traffic import traffic
+from mrl.weights.vllm import vllm_layouts
+
+LAYOUTS: dict[str, Callable[[ArchSpec, Grid, str], Mapping[int, Layout]]] = {
+    "native": native_layouts,
+    "vllm": vllm_layouts,
+}
+"""Engine -> what each rank of it stores."""
+
+CACHE_SHARE = 0.01
+"""Of free memory, for an engine's KV cache, which a refit does not use."""
 
 EXPERTS = {"num_experts": 16, "vocab_size": 32768}
 """The model with experts that is run where none is given: qwen3_30b_a3b's layers with fewer experts and tokens."""
@@ -72,23 +91,39 @@ EXPERT_CASES = (
 """Ranks and layouts that are run where no launcher has started this process."""
 
 
-class TimedEngine(NativeEngine):
-    """The native engine, with the seconds of each `finish_update`."""
+@dataclass
+class Watched:
+    """Seconds that an engine takes for parts of each refit."""
 
-    finish_s: list[float]
+    checksum_s: list[float] = field(default_factory=list)
+    finish_s: list[float] = field(default_factory=list)
 
-    def finish_update(self, policy_version: int) -> None:
-        """As the engine's."""
-        synchronize(self.spec.device)
-        began = time.perf_counter()
-        super().finish_update(policy_version)
-        synchronize(self.spec.device)
-        self.finish_s.append(time.perf_counter() - began)
+    def watch(self, engine: RolloutEngine) -> None:
+        """From here on its calls are timed."""
+        engine.checksum = self._timed(engine, engine.checksum, self.checksum_s)  # type: ignore[method-assign]
+        engine.finish_update = self._timed(engine, engine.finish_update, self.finish_s)  # type: ignore[method-assign]
+
+    def clear(self) -> None:
+        """Forgets them."""
+        self.checksum_s.clear()
+        self.finish_s.clear()
+
+    def _timed(self, engine: RolloutEngine, call: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
+        def timed(*given: Any) -> Any:
+            synchronize(engine.spec.device)
+            began = time.perf_counter()
+            result = call(*given)
+            synchronize(engine.spec.device)
+            times.append(time.perf_counter() - began)
+            return result
+
+        return timed
 
 
 def main() -> int:
     """Runs one layout under a launcher, or every case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=sorted(LAYOUTS), default="native")
     parser.add_argument("--preset", choices=sorted(PRESETS), default="qwen2.5_0.5b")
     parser.add_argument("--num-layers", type=int, default=4, help="of the preset's layers")
     parser.add_argument("--overrides", type=json.loads, default={}, help="config.json keys that replace the preset's")
@@ -109,6 +144,8 @@ def main() -> int:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         with_experts = ("--preset", "qwen3_30b_a3b", "--num-layers", "2", "--overrides", json.dumps(EXPERTS))
         cases = [*CASES, *((ranks, (*with_experts, *layout)) for ranks, layout in EXPERT_CASES)]
+        if args.device == "cpu" and args.engine == "vllm":  # which cannot spread experts there
+            cases = [case for case in cases if "--rollout-ep" not in case[1]]
         most = torch.cuda.device_count() if args.device == "cuda" else max(ranks for ranks, _ in cases)
         for ranks, layout in [case for case in cases if case[0] <= most]:
             subprocess.run([*command, str(ranks), __file__, *sys.argv[1:], *layout], check=True)
@@ -120,32 +157,42 @@ def main() -> int:
     return 0
 
 
+@contextmanager
 def refit_of(
-    args: argparse.Namespace, arch: ArchSpec, grid: Grid, rank: int, device: torch.device
-) -> tuple[Refit, TimedEngine]:
+    args: argparse.Namespace, arch: ArchSpec, grid: Grid, device: torch.device
+) -> Iterator[tuple[Refit, RolloutEngine]]:
     """Collective over the job: a refit of random weights, and the engine that it fills."""
+    rank = dist.get_rank()
     layout = megatron_layout(arch, grid, rank, dtype=args.dtype, te=False)
     sources = allocate(layout, device)
     random_init(arch, layout, sources, seed=0)
-    engine = TimedEngine(
-        EngineSpec(
-            config=RolloutConfig(gpu_memory_utilization=0.01, expert_parallel_size=grid.rollout_ep),
-            arch=arch,
-            tp_group=make_rollout_group(grid, rank),
-            device=device,
-            dtype=getattr(torch, args.dtype),
-            decode=str,
-            model_folder=lambda _: Path(),
-            timeout_s=60.0,
-            trains_on_logprobs=False,
-        )
+    config = RolloutConfig(
+        name=args.engine,
+        gpu_memory_utilization=CACHE_SHARE,
+        tensor_model_parallel_size=grid.rollout_tp,
+        expert_parallel_size=grid.rollout_ep,
     )
-    return Refit(layout, sources, engine, CheckpointEngineConfig(args.bucket_megabytes)), engine
+    with tempfile.TemporaryDirectory() as folder:
+        write_companions(Path(folder), arch, {SINGLE: hf_layout(arch, args.dtype)}, None)
+        engine: RolloutEngine = find("engines", args.engine, "ENGINE")(
+            EngineSpec(
+                config=config,
+                arch=arch,
+                tp_group=make_rollout_group(grid, rank),
+                device=device,
+                dtype=getattr(torch, args.dtype),
+                decode=str,
+                model_folder=lambda _: Path(folder),
+                timeout_s=60.0,
+                trains_on_logprobs=False,
+            )
+        )
+        yield Refit(layout, sources, engine, CheckpointEngineConfig(args.bucket_megabytes)), engine
+        engine.close()
 
 
 def run_case(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Collective over the job: one layout."""
-    rank = dist.get_rank()
     arch = arch_from_preset(args.preset, {"num_hidden_layers": args.num_layers, **args.overrides}, None)
     grid = Grid(
         dist.get_world_size(),
@@ -156,30 +203,33 @@ def run_case(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         rollout_tp=args.rollout_tp,
         rollout_ep=args.rollout_ep,
     )
-    refit, engine = refit_of(args, arch, grid, rank, device)
-    size = sum(copy.num_bytes for copy in refit.plan.copies if copy.target_rank == rank)
-    given = torch.empty(size, dtype=torch.uint8, device=device)
-    other = torch.ones_like(given)
+    watched = Watched()
     times: dict[str, list[float]] = {"refit": [], "memcpy": []}
-    engine.finish_s = []
-    refit(0), given.copy_(other)  # warm-up
-    engine.finish_s.clear()
-    for version in range(1, args.repeats + 1):
-        times["refit"].append(timed(functools.partial(refit, version), device))
-        times["memcpy"].append(timed(lambda: given.copy_(other), device))
+    with refit_of(args, arch, grid, device) as (refit, engine):
+        plan = refit.plan
+        size = sum(copy.num_bytes for copy in plan.copies if copy.target_rank == dist.get_rank())
+        given = torch.empty(size, dtype=torch.uint8, device=device)
+        other = torch.ones_like(given)
+        watched.watch(engine)
+        refit(0), given.copy_(other)  # warm-up
+        watched.clear()
+        for version in range(1, args.repeats + 1):
+            times["refit"].append(timed(functools.partial(refit, version), device))
+            times["memcpy"].append(timed(lambda: given.copy_(other), device))
     ours, theirs = statistics.median(times["refit"]), statistics.median(times["memcpy"])
-    packing = statistics.median(engine.finish_s)
-    plan, gathered = refit.plan, full_gather_bytes(arch, grid, args.dtype)
+    packing, gathered = statistics.median(watched.finish_s), full_gather_bytes(args.engine, arch, grid, args.dtype)
     total = plan.bytes_local + plan.bytes_moved
     return {
         "bench": "refit",
+        "engine": args.engine,
         "model": f"{args.preset}, {arch.num_layers} layers",
         "dtype": args.dtype,
         "layout": described(arch, grid),
         "ratio": round(theirs / ours, 3),
         "ratio_transport": round(theirs / (ours - packing), 3),
         "refit_s": spread(times["refit"]),
-        "finish_s": spread(engine.finish_s),
+        "finish_s": spread(watched.finish_s),
+        "checksum_s": spread(watched.checksum_s),
         "memcpy_s": spread(times["memcpy"]),
         "gb_per_s": round(total / (ours - packing) / 1e9, 2),
         "memcpy_gb_per_s": round(total / theirs / 1e9, 2),
@@ -216,10 +266,10 @@ def described(arch: ArchSpec, grid: Grid) -> str:
     return f"{actor} -> rollout {engine}, {grid.world_size} ranks"
 
 
-def full_gather_bytes(arch: ArchSpec, grid: Grid, dtype: str) -> int:
+def full_gather_bytes(engine: str, arch: ArchSpec, grid: Grid, dtype: str) -> int:
     """Bytes that reach a rank which does not hold them when every rank gathers every full tensor."""
     sources = megatron_layouts(arch, grid, dtype=dtype, te=False)
-    return traffic(sources, native_layouts(arch, grid, dtype), grid.world_size).full_gather_bytes
+    return traffic(sources, LAYOUTS[engine](arch, grid, dtype), grid.world_size).full_gather_bytes
 
 
 if __name__ == "__main__":

@@ -81,7 +81,8 @@ class Storage:
         for weight, isa in self._packed:
             from vllm import _custom_ops
 
-            weight.copy_(_custom_ops.cpu_prepack_moe_weight(weight.clone(), isa))
+            for experts in torch.split(weight, torch.get_num_threads()):  # few enough to stay in the processor's cache
+                experts.copy_(_custom_ops.cpu_prepack_moe_weight(experts, isa))
 
     def forget(self) -> None:
         """Lets go of the parameters."""

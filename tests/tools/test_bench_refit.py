@@ -1,0 +1,42 @@
+"""The benchmark times real refits into each engine, and the parts of them."""
+
+import argparse
+import importlib
+import sys
+
+import pytest
+import torch
+
+from tests.ranks import close_pools, run_ranks
+from tests.source import ROOT
+
+SMALL = {
+    "vocab_size": 128, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_ranks():
+    """What vLLM does to a process ends with the process."""
+    yield
+    close_pools()
+
+
+def measured(engine):
+    sys.path.insert(0, str(ROOT / "tools"))
+    tool = importlib.import_module("bench_refit")
+    args = argparse.Namespace(
+        engine=engine, preset="qwen3_30b_a3b", num_layers=2, overrides=SMALL, dtype="float32", bucket_megabytes=1,
+        repeats=2, tp=1, pp=1, ep=1, etp=None, rollout_tp=1, rollout_ep=1,
+    )  # fmt: skip
+    return tool.run_case(args, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("engine", ["native", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_a_refit_is_timed_whole_and_in_parts(engine):
+    (found,) = run_ranks(1, measured, engine)
+    assert found["engine"] == engine and found["bytes_moved"] == found["lower_bound_bytes"] == 0
+    whole, packing, sums = (found[name]["median"] for name in ("refit_s", "finish_s", "checksum_s"))
+    assert packing > 0 and sums > 0 and packing + sums < whole
+    assert found["ratio"] < found["ratio_transport"]

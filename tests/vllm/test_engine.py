@@ -95,17 +95,28 @@ def test_bf16_is_as_near_as_its_bits(folders):
 def in_company(folder, seed):
     """Tokens of the same samples: together, shuffled, alone, in parts of a prompt, and after a stop in the middle."""
     prompts, setting = make_prompts((40, 3, 64, 20, 9)), SamplingConfig(n=3, max_tokens=10, seed=4)
-    found = {}
+    long = make_prompts((40, 30, 20, 25)), SamplingConfig(n=2, max_tokens=40, seed=4)
+    found, roomy = {}, None
     for name, config in {
         "together": {},
         "a few at a time": {"max_num_seqs": 2},
         "in parts": {"max_num_batched_tokens": 17, "max_num_seqs": 16},
         "without a prefix cache": {"enable_prefix_caching": False},
+        # seven blocks: sequences are put aside with the tokens that they have, and read again in parts
+        "with little room": {
+            "max_num_batched_tokens": 17,
+            "max_num_seqs": 8,
+            "engine_kwargs": {"vllm": {"block_size": 32, "num_gpu_blocks_override": 8}},
+        },
     }.items():
         with tiny.engine(folder, **config) as engine:
             refit(engine, folder, arch_from_folder(folder))
+            if name == "with little room":
+                assert tokens(engine.generate(*long)) == roomy
+                continue
             found[name] = tokens(engine.generate(prompts, setting))
             if name == "together":
+                roomy = tokens(engine.generate(*long))
                 shuffled = random.Random(seed).sample(prompts, len(prompts))
                 found["shuffled"] = tokens(engine.generate(shuffled, setting))
                 found["alone"] = tokens([one for prompt in prompts for one in engine.generate([prompt], setting)])

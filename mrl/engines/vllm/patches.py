@@ -115,26 +115,36 @@ def shared_memory(version: str, job: str) -> None:
 
 
 def rewound_numbers(version: str) -> None:
-    """On a CPU too a sample's random numbers depend on its seed and its number of tokens alone."""
+    """On a CPU too a token that is thrown away takes no random numbers of its sample."""
     module = "vllm.v1.worker.gpu_model_runner"
     runner = place(module, "GPUModelRunner", version)
-    place(module, "GPUModelRunner._bookkeeping_sync", version)
-    original = _own(runner, "_bookkeeping_sync")
+    for name in ("_sample", "_bookkeeping_sync"):
+        place(module, f"GPUModelRunner.{name}", version)
+    sampled, booked = _own(runner, "_sample"), _own(runner, "_bookkeeping_sync")
 
-    def bookkeeping(self: Any, scheduler_output: Any, sampler_output: Any, logits: Any, *rest: Any) -> Any:
+    def thrown_away(self: Any) -> dict[int, torch.Generator]:
+        """Row -> its generator."""
         batch = self.input_batch
-        thrown_away = self.discard_request_mask.np[: batch.num_reqs].nonzero()[0]
-        rewound = {int(row): batch.generators.pop(int(row)) for row in thrown_away if int(row) in batch.generators}
-        for row, generator in rewound.items():
-            generator.manual_seed(generator.initial_seed())
-            for _ in self.requests[batch.req_ids[row]].output_token_ids:
-                torch.empty_like(logits[0], dtype=torch.float32).exponential_(generator=generator)
+        rows = map(int, self.discard_request_mask.np[: batch.num_reqs].nonzero()[0])
+        return {row: batch.generators[row] for row in rows if row in batch.generators}
+
+    def sample(self: Any, *given: Any) -> Any:
+        before = [(generator, generator.get_state()) for generator in thrown_away(self).values()]
+        found = sampled(self, *given)
+        for generator, state in before:
+            generator.set_state(state)
+        return found
+
+    def bookkeeping(self: Any, *given: Any) -> Any:
+        batch, rewound = self.input_batch, thrown_away(self)
+        for row in rewound:
+            del batch.generators[row]
         try:
-            return original(self, scheduler_output, sampler_output, logits, *rest)
+            return booked(self, *given)
         finally:
             batch.generators.update(rewound)
 
-    runner._bookkeeping_sync = bookkeeping
+    runner._sample, runner._bookkeeping_sync = sample, bookkeeping
 
 
 def _own(kind: Any, name: str) -> Any:

@@ -117,6 +117,8 @@ class Host:
                 patches.plain_linears(self.version)
                 patches.rewound_numbers(self.version)
                 patches.shared_memory(self.version, _job())
+                patches.memory_stays(self.version)
+                patches.kernels_of_vllm(self.version)
             from vllm import LLM
 
             cache = kv_cache(spec.config, spec.arch, spec.dtype.itemsize).within(budget, spec.config)

@@ -9,6 +9,8 @@ the place is refused by its name.
   back in a way that only GPUs know; on a CPU vLLM ends there.
 - `no_message_queues`: each group would open sockets and shared memory for Python objects, which nothing here sends.
 - `shared_memory`: the files by which ranks on CPUs talk have the same names in every job of a host, and outlive it.
+- `memory_stays`: on a CPU vLLM would move the trainer's memory to one NUMA node, and bind it there for good.
+- `kernels_of_vllm`: what stands in for Triton's kernels is looked for in each module of the process, at each start.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from __future__ import annotations
 import glob
 import importlib
 import os
+import sys
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -112,6 +116,33 @@ def shared_memory(version: str, job: str) -> None:
 
     talk.make_group_name = staticmethod(make_group_name)
     talk._init_cpu_shm = init
+
+
+def memory_stays(version: str) -> None:
+    """Where the process takes its memory from is for whoever started it to say."""
+    importlib.import_module("vllm._custom_ops")  # loads the library
+    place("vllm.v1.worker.cpu_worker", "torch.ops._C.init_cpu_memory_env", version)
+    operations: Any = torch.ops._C
+    operations.init_cpu_memory_env = lambda nodes: None
+
+
+class _Modules:
+    """`sys.modules`, as far as the search for kernels reads it: all by name, but only vLLM's to look through."""
+
+    def __getitem__(self, name: str) -> ModuleType:
+        return sys.modules[name]
+
+    def values(self) -> list[ModuleType]:
+        return [module for name, module in list(sys.modules.items()) if name.startswith("vllm.")]
+
+
+def kernels_of_vllm(version: str) -> None:
+    """No attribute of other packages is touched, of which some warn, and a start on a CPU takes a second less."""
+    place("vllm.triton_utils.dispatcher", "_rebind_kernels", version)
+    place("vllm.triton_utils.dispatcher", "sys.modules", version)
+    from vllm.triton_utils import dispatcher
+
+    dispatcher.sys = SimpleNamespace(modules=_Modules())
 
 
 def rewound_numbers(version: str) -> None:

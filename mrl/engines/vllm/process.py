@@ -2,11 +2,13 @@
 
 Owns the list. vLLM seeds every random number generator and draws from them at each step, sets variables of the
 environment, and on a CPU binds the cores of the threads and makes `torch.set_num_threads` do nothing. Its stand-ins for
-`torch.cuda.Stream` and pinned memory in a CPU build stay: nothing there uses the real ones.
+`torch.cuda.Stream` and pinned memory in a CPU build stay: nothing there uses the real ones. Also what its start has
+others say that is no user's business.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections.abc import Iterator
@@ -28,11 +30,29 @@ OWN = {
 """Variables that vLLM reads now and then, so that they stay: no word to others about the job, cores left alone, and its
 log only where something failed. What the user has set goes before."""
 
+ABSENT_TRITON = {
+    "torch._library.triton": "Triton not available",
+    "vllm.triton_utils.importing": "doesn't include CPU backend",
+}
+"""Logger -> what it says of Triton."""
+
+
+def quieten() -> None:
+    """On a CPU nobody is told that Triton is not there, or knows no CPU: it is not used."""
+    for logger in ABSENT_TRITON:
+        logging.getLogger(logger).addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return ABSENT_TRITON[record.name] not in record.getMessage()
+
 
 @contextmanager
 def kept(device: torch.device) -> Iterator[None]:
     """After the block, random numbers, cores, threads, the device and the environment are as before."""
     launch.give_variables(ALWAYS, unless_set=OWN)
+    if device.type == "cpu":
+        quieten()
     here = launch.environment()
     local = device.index if device.type == "cuda" else here.local_rank  # vLLM takes the device of that number
     given = {"RANK": here.rank, "WORLD_SIZE": here.world_size, "LOCAL_RANK": local}

@@ -18,7 +18,8 @@ import gc
 import os
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -136,6 +137,30 @@ def _pool(size: int) -> _Pool:
     if size not in _POOLS:
         _POOLS[size] = _Pool(size)
     return _POOLS[size]
+
+
+_SERVERS: dict[tuple[str, ...], forkserver.ForkServer] = {}
+
+
+@contextlib.contextmanager
+def server(preload: Sequence[str]) -> Iterator[None]:
+    """Inside the block all that is forked comes from another server, which has imported `preload`; its ranks end there.
+
+    The server stays for the next block that asks for the same.
+    """
+    close_pools()
+    found = _SERVERS.setdefault(tuple(preload), forkserver.ForkServer())
+    names = ("set_forkserver_preload", "ensure_running", "connect_to_new_process")
+    usual = {name: getattr(forkserver, name) for name in names}
+    for name in names:
+        setattr(forkserver, name, getattr(found, name))
+    try:
+        forks(preload)
+        yield
+    finally:
+        close_pools()
+        for name, function in usual.items():
+            setattr(forkserver, name, function)
 
 
 def pids() -> set[int]:

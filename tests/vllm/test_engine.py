@@ -1,6 +1,5 @@
 """vLLM in process against transformers, and against itself in any company, order, part and layout."""
 
-import functools
 import random
 from dataclasses import replace
 from functools import partial
@@ -16,10 +15,10 @@ from mrl.grid import Grid
 from mrl.models.hf_config import arch_from_folder
 from tests.engines.native.test_engine import score, tokens
 from tests.engines.native.tiny import make_prompts, reference, refit
-from tests.ranks import close_pools, run_ranks
+from tests.ranks import run_ranks
 from tests.vllm import tiny
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("own_ranks")]
 
 LOGPROB_ATOL = 1e-4
 """The project's bound on |difference of log-probabilities| between engine and judge in fp32."""
@@ -33,18 +32,6 @@ SETTINGS = {
     "min_p": SamplingConfig(n=2, max_tokens=12, temperature=1.3, top_k=40, min_p=0.05, seed=3),
     "greedy": GREEDY,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_ranks():
-    """What vLLM does to a process ends with the process."""
-    yield
-    close_pools()
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return functools.cache(lambda family: str(tiny.save(tmp_path_factory.mktemp(family), family)))
 
 
 def sampled(folder, settings, lengths=LENGTHS, *, dtype=torch.float32, config=None):
@@ -158,7 +145,7 @@ def of_replicas(folder, grid):
     """What this rank's replica samples of prompts that are its own, and that the trainer's group still works."""
     group = make_rollout_group(grid, dist.get_rank())
     before = dist.group.WORLD
-    replica = dist.get_rank() // grid.rollout_tp
+    replica = dist.get_rank()
     with tiny.engine(folder, tp_group=group) as engine:
         refit(engine, folder, arch_from_folder(folder))
         found = engine.generate(make_prompts(LENGTHS[replica:], seed=replica), SETTINGS["cut"])
@@ -169,13 +156,11 @@ def of_replicas(folder, grid):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-@pytest.mark.parametrize("grid", [Grid(4), Grid(4, rollout_tp=2)], ids=["1+1+1+1", "2+2"])
-def test_replicas_sample_what_one_rank_does(family, grid, folders):
+def test_replicas_of_one_rank_sample_what_it_does_alone(family, folders):
+    """1+1+1+1; replicas of two ranks are in `test_refit.py`."""
     folder = folders(family)
     model = reference(folder)
-    found = run_ranks(grid.world_size, of_replicas, folder, grid)
-    for rank, rollouts in enumerate(found):
-        assert rollouts == found[rank - rank % grid.rollout_tp]
+    for rollouts in run_ranks(4, of_replicas, folder, Grid(4)):
         assert_scored(model, rollouts, SETTINGS["cut"])
 
 

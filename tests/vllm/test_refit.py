@@ -1,6 +1,7 @@
 """A refit into vLLM's own parameters: byte for byte what its loader makes of the same folder, whole or not at all."""
 
-import functools
+import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -12,29 +13,19 @@ from mrl.distributed.groups import make_rollout_group
 from mrl.formats.hf import load_from_hf
 from mrl.grid import Grid
 from mrl.models.hf_config import arch_from_folder
+from mrl.refit import refit as of_refit
 from mrl.refit.refit import Refit
 from mrl.weights.megatron import megatron_layout
 from mrl.weights.tensors import allocate
 from tests.engines.native.tiny import make_prompts, reference
-from tests.ranks import close_pools, run_ranks
+from tests.ranks import run_ranks
 from tests.vllm import tiny
 from tests.vllm.test_engine import SETTINGS, assert_scored
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("own_ranks")]
 
-FAMILIES = ("qwen2", "qwen3_moe", "qwen2_moe")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_ranks():
-    """What vLLM does to a process ends with the process."""
-    yield
-    close_pools()
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return functools.cache(lambda family: str(tiny.save(tmp_path_factory.mktemp(family), family)))
+BUCKET_BYTES = 1 << 18
+"""Of these small models several to each rank; the least that a config can say is 1 MiB."""
 
 
 def loaded_by_vllm(folder, tp_group):
@@ -59,24 +50,89 @@ class Side:
         self.sources = allocate(layout)
         load_from_hf(folder, self.arch, layout, self.sources)
         self.engine = engine
+        mib, of_refit.MIB = of_refit.MIB, BUCKET_BYTES
         self.refit = Refit(layout, self.sources, engine, CheckpointEngineConfig(update_weights_bucket_megabytes=1))
+        of_refit.MIB = mib
+
+    def assert_holds(self, expected, addresses):
+        for name, value in self.engine._host.model().named_parameters():
+            assert torch.equal(value, expected[name]), name
+            assert value.data_ptr() == addresses[name], name
+
+
+def said_by(call):
+    """What a call that must fail raises."""
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("it did not fail")
+
+
+class LostError(Exception):
+    pass
+
+
+def failures(side, prompts):
+    """What is said when each rank in turn loses each of its buckets, or its end, and what the engine then says."""
+    engine, said = side.engine, []
+    for rank in range(dist.get_world_size()):
+        here = dist.get_rank() == rank
+        for name in ("update_weights", "finish_update"):
+            whole, calls = getattr(engine, name), []
+            setattr(engine, name, lambda given, whole=whole, calls=calls: calls.append(0) or whole(given))
+            side.refit(1)
+            count = int(from_rank(rank, len(calls)))
+            for place in range(count):
+                left = itertools.count()
+
+                def failing(given, whole=whole, left=left, place=place, here=here):
+                    if next(left) == place and here:
+                        raise LostError(f"call {place} is lost")
+                    whole(given)
+
+                setattr(engine, name, failing)
+                said.append((f"call {place}", said_by(partial(side.refit, 1)), said_by(partial(ask, engine, prompts))))
+            setattr(engine, name, whole)
+    write = engine._storage.write
+    engine._storage.write = lambda item: None if "0.self_attn.o_proj" in item.name else write(item)
+    for tensor in side.sources.values():
+        tensor.add_(1)
+    said.append(("a write was lost", said_by(partial(side.refit, 1)), said_by(partial(ask, engine, prompts))))
+    engine._storage.write = write
+    for tensor in side.sources.values():
+        tensor.sub_(1)
+    return said
+
+
+def ask(engine, prompts):
+    return engine.generate(prompts, SETTINGS["plain"])
 
 
 def refits(folder, grid):
-    group = make_rollout_group(grid, dist.get_rank())
+    """Two refits, failures everywhere and a third one; what was said and sampled in this rank's replica."""
+    group, before = make_rollout_group(grid, dist.get_rank()), dist.group.WORLD
     expected = loaded_by_vllm(folder, group)
+    replica = dist.get_rank() // grid.rollout_tp
     with tiny.engine(folder, tp_group=group) as engine:
         side = Side(folder, grid, engine)
-        model = engine._host.model()
-        addresses = {name: value.data_ptr() for name, value in model.named_parameters()}
+        addresses = {name: value.data_ptr() for name, value in engine._host.model().named_parameters()}
         for version in range(2):
             cost = side.refit(version)
-        for name, value in model.named_parameters():
-            assert torch.equal(value, expected[name]), name
-            assert value.data_ptr() == addresses[name], name
+        side.assert_holds(expected, addresses)
         assert engine.policy_version == 1
-        prompts = make_prompts((3, 9, 130, 20))[:2] + make_prompts((40,))
-        return cost, engine.generate(prompts, SETTINGS["plain"])
+        prompts = make_prompts((3, 9, 40, 20)[replica:], seed=replica)
+        found = {name: engine.generate(prompts, SETTINGS[name]) for name in ("plain", "cut")}
+        kept = {name: tensor.clone() for name, tensor in side.sources.items()}
+        said = failures(side, prompts)
+        side.sources.update({name: tensor.copy_(kept[name]) for name, tensor in side.sources.items()})
+        side.refit(2)
+        side.assert_holds(expected, addresses)
+        assert [r.response_ids for r in ask(engine, prompts)] == [r.response_ids for r in found["plain"]]
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert dist.group.WORLD is before and total.item() == grid.world_size
+    return cost, found, said
 
 
 @pytest.mark.parametrize(
@@ -90,67 +146,16 @@ def refits(folder, grid):
     ],
     ids=str,
 )
-def test_its_storage_is_what_its_own_loader_makes(family, grid, folders):
+def test_a_refit_is_whole_or_leaves_the_engine_shut(family, grid, folders):
+    """Its storage is what vLLM's own loader makes, at the same addresses, also after failures at each bucket."""
     folder = folders(family)
     model = reference(folder)
-    for cost, rollouts in run_ranks(grid.world_size, refits, folder, grid):
+    ranks = run_ranks(grid.world_size, refits, folder, grid)
+    for rank, (cost, found, said) in enumerate(ranks):
         assert cost["refit/bytes_moved"] == cost["refit/bytes_lower_bound"]
-        assert_scored(model, rollouts, SETTINGS["plain"])
-
-
-class LostError(Exception):
-    pass
-
-
-def fails_at(folder, grid):
-    """A write that fails at each bucket, an engine that stays shut, and one whole refit that opens it."""
-    group = make_rollout_group(grid, dist.get_rank())
-    with tiny.engine(folder, tp_group=group) as engine:
-        side = Side(folder, grid, engine)
-        side.refit(0)
-        prompts = make_prompts((3, 9))
-        before = engine.generate(prompts, SETTINGS["plain"])
-        write, said = engine.update_weights, []
-        calls = []
-        engine.update_weights = lambda bucket: calls.append(0) or write(bucket)
-        side.refit(0)
-        for place in range(int(from_rank(grid.world_size - 1, len(calls)))):
-            left = iter(range(1000))
-
-            def failing(bucket, left=left, place=place):
-                if next(left) == place and dist.get_rank() == grid.world_size - 1:
-                    raise LostError(f"call {place} is lost")
-                write(bucket)
-
-            engine.update_weights = failing
-            for call in (lambda: side.refit(1), lambda: engine.generate(prompts, SETTINGS["plain"])):
-                try:
-                    call()
-                except RuntimeError as error:
-                    said.append(str(error))
-            engine.update_weights = write
-        lose = engine._storage.write
-        engine._storage.write = lambda item: None if item.name.endswith("0.mlp.down_proj.weight") else lose(item)
-        try:
-            side.sources.update({name: tensor.add_(1) for name, tensor in side.sources.items()})
-            side.refit(1)
-        except RuntimeError as error:
-            said.append(str(error))
-        engine._storage.write = lose
-        for tensor in side.sources.values():
-            tensor.sub_(1)
-        side.refit(2)
-        after = engine.generate(prompts, SETTINGS["plain"])
-        same = [r.response_ids for r in before] == [r.response_ids for r in after]
-        return said, same
-
-
-def test_a_failure_anywhere_leaves_it_shut_until_a_whole_refit(folders):
-    grid = Grid(4, tp=2, pp=2, rollout_tp=2)
-    for said, same in run_ranks(4, fails_at, folders("qwen2"), grid):
-        *failures, last = said
-        assert len(failures) >= 4
-        assert all("is lost" in text for text in failures[::2])
-        assert all("weights are not whole" in text for text in failures[1::2])
-        assert "a write was lost" in last
-        assert same
+        assert found == ranks[rank - rank % grid.rollout_tp][1]
+        for name, rollouts in found.items():
+            assert_scored(model, rollouts, SETTINGS[name])
+        assert len(said) > 4 * grid.world_size
+        for why, refit, generate in said:
+            assert why in refit and "weights are not whole" in generate

@@ -5,9 +5,8 @@ import pytest
 from tests.e2e import runs
 from tests.e2e.test_layouts import assert_same
 from tests.e2e.test_resume import kill_after
-from tests.ranks import close_pools
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("own_ranks")]
 
 SHORT = (
     "train.num_steps=3", "rollout.name=vllm", "rollout.temperature=0.8", "rollout.gpu_memory_utilization=0.02",
@@ -16,13 +15,6 @@ SHORT = (
 )  # fmt: skip
 MISMATCH = 1e-4
 """Of log-probabilities, sampler against trainer; the project's bound in fp32."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_ranks():
-    """What vLLM does to a process ends with the process."""
-    yield
-    close_pools()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,21 @@
+"""Ranks that are spared vLLM's import, and models for them."""
+
+import functools
+
+import pytest
+
+from tests.ranks import PRELOAD, server
+from tests.vllm import tiny
+
+
+@pytest.fixture(scope="module")
+def own_ranks():
+    """What vLLM does to a process ends with the process."""
+    with server((*PRELOAD, "tests.vllm.imported")):
+        yield
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """Family -> folder of its random model."""
+    return functools.cache(lambda family: str(tiny.save(tmp_path_factory.mktemp(family), family)))

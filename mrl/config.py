@@ -332,6 +332,38 @@ class OverlongConfig:
 
 
 @dataclass(frozen=True)
+class SapoConfig:
+    """Of `algorithm.policy_loss=sapo` (verl's names)."""
+
+    tau_pos: float = 1.0
+    """How fast the gate closes where the advantage is above 0."""
+    tau_neg: float = 1.05
+    """How fast it closes elsewhere."""
+
+
+@dataclass(frozen=True)
+class VespoConfig:
+    """Of `algorithm.policy_loss=vespo` (TRL's `vespo_*`): the kernel w^k exp(lambda (1 - w))."""
+
+    k_pos: float = 2.0
+    """k where the advantage is at least 0."""
+    lambda_pos: float = 3.0
+    """lambda where the advantage is at least 0."""
+    k_neg: float = 3.0
+    """k where the advantage is below 0."""
+    lambda_neg: float = 2.0
+    """lambda where the advantage is below 0."""
+
+
+@dataclass(frozen=True)
+class DppoConfig:
+    """Of `algorithm.policy_loss=dppo_tv` and `dppo_kl`, which bound the divergence by `clip_low` and `clip_high`."""
+
+    ratio_cap: float = 20.0
+    """Bound of the ratio as a weight (verl's `clip_ratio_c`)."""
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     """Advantages and loss. null means "what the named algorithm defines" (`mrl/algorithms/<name>.py`)."""
 
@@ -347,12 +379,17 @@ class AlgorithmConfig:
         Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
     ] = None
     """How per-token losses become one number; all counts are global over the minibatch."""
+    policy_loss: Optional[
+        Literal["vanilla", "gspo", "luspo", "cispo", "sapo", "gmpo", "vespo", "dppo_tv", "dppo_kl", "gpg"]
+    ] = None
+    """Which loss the advantages go into, see [objectives](objectives.md). One that is not the algorithm's own brings
+    its own clip and aggregation where these are null."""
     loss_norm_length: Optional[int] = None
     """Divisor of seq_mean_token_sum_norm, tokens; null: `rollout.response_length`."""
     clip_low: Optional[float] = None
-    """Ratio is kept >= 1 - clip_low, (0, 1)."""
+    """Ratio is kept >= 1 - clip_low, (0, 1]; gmpo: its logarithm >= -clip_low; dppo: bound of the divergence."""
     clip_high: Optional[float] = None
-    """Ratio is kept <= 1 + clip_high, above 0."""
+    """Ratio is kept <= 1 + clip_high, above 0; gmpo: its logarithm <= clip_high; dppo: bound of the divergence."""
     dual_clip: Optional[float] = None
     """Lower bound c > 1 of the loss for negative advantages (arXiv 1912.09729); 0: off."""
     kl_in: Literal["none", "loss", "reward"] = "none"
@@ -373,6 +410,9 @@ class AlgorithmConfig:
     max_sampling_rounds: int = 10
     """Rounds after which dynamic sampling goes on with what it has."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    sapo: SapoConfig = field(default_factory=SapoConfig)
+    vespo: VespoConfig = field(default_factory=VespoConfig)
+    dppo: DppoConfig = field(default_factory=DppoConfig)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import pytest
 
 from mrl import cli
 from mrl.config import Config, load
+from mrl.preflight import objectives
 from mrl.preflight.reference import reference
 from mrl.schema.keys import dotted_keys
 from tests.source import ROOT
@@ -71,6 +72,10 @@ def test_every_command_of_the_command_line_is_told():
     usage = cli._parser().format_help()
     listed = set(re.findall(r"^    ([\w-]+)(?: |$)", usage, re.MULTILINE))
     assert listed and listed == told
+
+
+def test_the_page_of_objectives_holds_the_tables():
+    assert PAGES["objectives.md"].endswith(objectives.tables())
 
 
 def test_config_keys_exist():

@@ -204,6 +204,12 @@ ROWS = {
     "algorithm.advantage_eps": row("algorithm.advantage_eps=1.0"),
     "algorithm.singleton_group": row("algorithm.singleton_group=zero", given=SINGLE),
     "algorithm.loss_aggregation": row("algorithm.loss_aggregation=seq_mean_token_sum"),
+    "algorithm.policy_loss": row("algorithm.policy_loss=cispo"),
+    **{f"algorithm.sapo.tau_{sign}": row(f"algorithm.sapo.tau_{sign}=9", given=(*FAR, "algorithm.policy_loss=sapo"))
+       for sign in ("pos", "neg")},
+    **{f"algorithm.vespo.{name}": row(f"algorithm.vespo.{name}=9", given=(*FAR, "algorithm.policy_loss=vespo"))
+       for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
+    "algorithm.dppo.ratio_cap": row("algorithm.dppo.ratio_cap=1.01", given=(*FAR, "algorithm.policy_loss=dppo_tv")),
     "algorithm.loss_norm_length": row(
         "algorithm.loss_norm_length=100", given=("algorithm.loss_aggregation=seq_mean_token_sum_norm",)
     ),

@@ -1,4 +1,4 @@
-"""What the clipped policy-gradient algorithms share; each of them is a table of differences from this.
+"""What the policy-gradient algorithms share; each of them is a table of differences from this.
 
 Owns the assembly of `functional/` pieces into one loss and its metrics. It holds no default: those are in each
 algorithm's file.
@@ -12,11 +12,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from mrl.algorithms._policy_loss import LOSSES, Tokens
 from mrl.algorithms.base import Algorithm, Outcomes, SumReduce, required
 from mrl.functional.advantages import StdKind, group_relative, overlong_penalty, reward_to_go, whiten
-from mrl.functional.importance import MAX_LOG_RATIO, truncated_weights
+from mrl.functional.importance import MAX_LOG_RATIO, at_least_fp32, truncated_weights
 from mrl.functional.kl import kl_penalty
-from mrl.functional.losses import clipped_surrogate
+from mrl.functional.sequence_losses import Sequences
 from mrl.types import RolloutBatch
 
 ROUNDING = 1e-5
@@ -24,7 +25,7 @@ ROUNDING = 1e-5
 
 
 class PolicyGradient(Algorithm):
-    """Advantage of the outcome, clipped surrogate, KL, entropy bonus and importance weight."""
+    """Advantage of the outcome, a policy loss, KL, entropy bonus and importance weight."""
 
     baseline: ClassVar[Literal["none", "mean", "leave_one_out"]]
     """What is subtracted from a sample's reward, within its group."""
@@ -90,17 +91,12 @@ class PolicyGradient(Algorithm):
         if self.needs_proximal:
             old_R = required(microbatch.proximal_logprobs_R, "proximal_logprobs_R")
         old_R = torch.where(mask_R, old_R, 0.0)
-        logprobs_R = torch.where(mask_R, logprobs_R.float(), old_R)
-        entropy_R = torch.where(mask_R, entropy_R.float(), 0.0)
+        logprobs_R = torch.where(mask_R, at_least_fp32(logprobs_R), old_R)
+        entropy_R = torch.where(mask_R, at_least_fp32(entropy_R), 0.0)
 
-        surrogate = clipped_surrogate(
-            logprobs_R,
-            old_R,
-            advantages_R,
-            clip_low=required(config.clip_low, "algorithm.clip_low"),
-            clip_high=required(config.clip_high, "algorithm.clip_high"),
-            dual_clip=required(config.dual_clip, "algorithm.dual_clip"),
-        )
+        policy_loss = LOSSES[required(config.policy_loss, "algorithm.policy_loss")]
+        sequences = Sequences(mask_R, microbatch.sequence_R, microbatch.num_sequences)
+        surrogate = policy_loss(Tokens(logprobs_R, old_R, advantages_R), sequences, config)
         policy_loss_R = surrogate.loss_R
         metrics = {
             "actor/pg_clipfrac": _mean(surrogate.clipped_R, microbatch),

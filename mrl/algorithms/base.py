@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
+from mrl.algorithms._policy_loss import LOSSES, READ
 from mrl.config import AlgorithmConfig, OverlongConfig, RolloutConfig
 from mrl.errors import UserError
 from mrl.functional import advantages as advantage_maths
@@ -148,7 +149,7 @@ def resolve(config: AlgorithmConfig) -> AlgorithmConfig:
         UserError: An unknown algorithm, a value out of range, or a field set that would have no effect.
     """
     algorithm = _find(config.name)
-    fill = {name: value for name, value in algorithm.defaults.items() if getattr(config, name) is None}
+    fill = {name: value for name, value in _defaults(config, algorithm).items() if getattr(config, name) is None}
     filled = replace(config, **fill)
     idle = _idle(filled, algorithm)
     _refuse_idle(config, idle)
@@ -203,10 +204,25 @@ def _find(name: str) -> type[Algorithm]:
     return found
 
 
+def _defaults(config: AlgorithmConfig, algorithm: type[Algorithm]) -> dict[str, Any]:
+    """The algorithm's, and over them those of the policy loss where it is another than the algorithm's own."""
+    chosen = config.policy_loss
+    if chosen is None or "policy_loss" in algorithm.unused or chosen == algorithm.defaults.get("policy_loss"):
+        return algorithm.defaults
+    return {**algorithm.defaults, **LOSSES[chosen].defaults}
+
+
 def _idle(config: AlgorithmConfig, algorithm: type[Algorithm]) -> dict[str, str]:
     """The fields without effect under `config`, each with the reason."""
-    idle = dict.fromkeys(sorted(algorithm.unused), f"algorithm.name is '{config.name}'")
+    by_name = f"algorithm.name is '{config.name}'"
+    idle = dict.fromkeys(sorted(algorithm.unused), by_name)
+    if config.policy_loss is None or "policy_loss" in idle:
+        unread, why = sorted(READ), by_name
+    else:
+        unread = [key for key in sorted(READ) if key not in LOSSES[config.policy_loss].reads]
+        why = f"algorithm.policy_loss is '{config.policy_loss}'"
     conditions = [
+        (unread, True, why),
         (("advantage_eps",), config.advantage_std == "none", "algorithm.advantage_std is 'none'"),
         (
             ("loss_norm_length",),
@@ -250,7 +266,7 @@ def ranges(config: AlgorithmConfig) -> list[tuple[str, float | None, Callable[[f
     overlong = config.overlong
     return [
         ("advantage_eps", config.advantage_eps, lambda x: x > 0, "a number above 0"),
-        ("clip_low", config.clip_low, lambda x: 0 < x < 1, "a number in (0, 1)"),
+        ("clip_low", config.clip_low, lambda x: 0 < x <= 1, "a number in (0, 1]"),
         ("clip_high", config.clip_high, lambda x: x > 0, "a number above 0"),
         ("dual_clip", config.dual_clip, lambda x: x == 0 or x > 1, "0 (off) or a number above 1"),
         ("loss_norm_length", config.loss_norm_length, lambda x: x >= 1, "at least 1 token"),
@@ -260,4 +276,11 @@ def ranges(config: AlgorithmConfig) -> list[tuple[str, float | None, Callable[[f
         ("max_sampling_rounds", config.max_sampling_rounds, lambda x: 1 <= x <= 10_000, "1 to 10000"),
         ("overlong.buffer_length", overlong.buffer_length, lambda x: x >= 0, "at least 0 tokens"),
         ("overlong.penalty", overlong.penalty, lambda x: x > 0, "a number above 0"),
+        ("sapo.tau_pos", config.sapo.tau_pos, lambda x: x > 0, "a number above 0"),
+        ("sapo.tau_neg", config.sapo.tau_neg, lambda x: x > 0, "a number above 0"),
+        ("vespo.k_pos", config.vespo.k_pos, lambda x: x >= 0, "a number of at least 0"),
+        ("vespo.lambda_pos", config.vespo.lambda_pos, lambda x: x > 0, "a number above 0"),
+        ("vespo.k_neg", config.vespo.k_neg, lambda x: x >= 0, "a number of at least 0"),
+        ("vespo.lambda_neg", config.vespo.lambda_neg, lambda x: x > 0, "a number above 0"),
+        ("dppo.ratio_cap", config.dppo.ratio_cap, lambda x: x >= 1, "a number of at least 1"),
     ]

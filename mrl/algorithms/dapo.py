@@ -1,4 +1,4 @@
-"""DAPO: clip-higher, token-level loss, dynamic sampling; the overlong penalty is `algorithm.overlong`.
+"""DAPO: clip-higher, token-level loss, dynamic sampling; the overlong penalty is `algorithm.overlong.penalty`.
 
 Source: arXiv 2503.14476, eq. 8 and section 3. The buffer depends on the response length, so the config names it.
 """
@@ -19,6 +19,7 @@ class Dapo(PolicyGradient):
         "advantage_eps": 1e-6,
         "singleton_group": "error",
         "loss_aggregation": "token_mean",
+        "policy_loss": "vanilla",
         "clip_low": 0.2,
         "clip_high": 0.28,
         "dual_clip": 0.0,

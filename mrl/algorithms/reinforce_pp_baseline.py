@@ -21,6 +21,7 @@ class ReinforcePpBaseline(PolicyGradient):
         "advantage_eps": 1e-8,
         "singleton_group": "error",
         "loss_aggregation": "token_mean",
+        "policy_loss": "vanilla",
         "clip_low": 0.2,
         "clip_high": 0.2,
         "dual_clip": 0.0,

@@ -20,6 +20,7 @@ class Rloo(PolicyGradient):
         "advantage_eps": 1e-6,
         "singleton_group": "error",
         "loss_aggregation": "seq_mean_token_sum",
+        "policy_loss": "vanilla",
         "clip_low": 0.2,
         "clip_high": 0.2,
         "dual_clip": 0.0,

@@ -24,6 +24,7 @@ class Sft(Algorithm):
             "advantage_std",
             "advantage_eps",
             "singleton_group",
+            "policy_loss",
             "clip_low",
             "clip_high",
             "dual_clip",

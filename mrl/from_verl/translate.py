@@ -15,24 +15,20 @@ from mrl.config import Config
 from mrl.engines.trtllm.fields import needs_mpi
 from mrl.errors import UserError
 from mrl.from_verl.line import Settings
+from mrl.from_verl.objective import objective
 from mrl.from_verl.rollout import lengths, rollout, without_refused
 from mrl.from_verl.translation import Translation
 from mrl.from_verl.verl_run import VerlRun, shown
 from mrl.megatron_fields.table import TABLE, is_own
 from mrl.peers import verl_keys
-from mrl.peers.verl_keys import ACTOR, DDP, FSDP, MAPS, MEGATRON, OVERRIDE, PASSED, ROLLOUT, ROOT, is_harmless, verdict
+from mrl.peers.verl_keys import ACTOR, DDP, FSDP, MAPS, MEGATRON, OVERRIDE, PASSED, ROOT, is_harmless, verdict
 from mrl.schema.keys import nested
 from mrl.schema.values import Values
 
 Pair = tuple[str, Any]
 
-ESTIMATORS = {
-    "grpo": "grpo", "rloo": "rloo", "rloo_vectorized": "rloo", "grpo_vectorized": "grpo",
-    "reinforce_plus_plus": "reinforce_pp", "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
-}  # fmt: skip
 KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 SCHEDULES = ("constant", "linear", "cosine")
-DEFAULT_CLIP = 0.2
 
 
 def translate(given: Settings) -> Translation:
@@ -208,26 +204,7 @@ def _parallel(verl: VerlRun) -> Iterator[Pair]:
 
 
 def _algorithm(verl: VerlRun) -> Iterator[Pair]:
-    estimator = str(verl["algorithm.adv_estimator"])
-    if estimator not in ESTIMATORS:
-        default = "" if "algorithm.adv_estimator" in verl.given else ", verl's default,"
-        needs = " needs a critic, which mrl does not have" if estimator == "gae" else " is not in mrl"
-        raise UserError(f"algorithm.adv_estimator={estimator}{default}{needs}. Choose one of {', '.join(ESTIMATORS)}.")
-    name = ESTIMATORS[estimator]
-    yield "algorithm.name", name
-    if name == "grpo" and not verl["algorithm.norm_adv_by_std_in_grpo"]:
-        yield "algorithm.advantage_std", "none"
-    if verl[f"{ROLLOUT}n"] == 1 and name in ("grpo", "rloo"):
-        yield "algorithm.singleton_group", "reward"
-    mode = verl[f"{ACTOR}loss_agg_mode"].replace("-", "_")
-    yield "algorithm.loss_aggregation", mode
-    if mode == "seq_mean_token_sum_norm":
-        yield "algorithm.loss_norm_length", verl[f"{ACTOR}loss_scale_factor"]
-    for side in ("low", "high"):
-        clip = verl[f"{ACTOR}clip_ratio_{side}"]
-        clip = verl.given.get(f"{ACTOR}clip_ratio", DEFAULT_CLIP) if clip is None else clip
-        yield f"algorithm.clip_{side}", None if clip == DEFAULT_CLIP else clip
-    yield "algorithm.dual_clip", verl[f"{ACTOR}clip_ratio_c"]
+    yield from objective(verl)
     yield "algorithm.entropy_coef", verl[f"{ACTOR}entropy_coeff"]
     yield from _kl(verl)
     if verl["algorithm.filter_groups.enable"]:

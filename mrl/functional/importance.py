@@ -13,12 +13,20 @@ MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 (as verl does): one broken token cannot give inf, and it gets no gradient."""
 
 
+def at_least_fp32(values: Tensor) -> Tensor:
+    """The values in fp32, or as they are where they are fp64."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
 def log_ratio(logprobs_R: Tensor, old_logprobs_R: Tensor) -> Tensor:
-    """log(pi / pi_old) of each token in fp32, clamped to +-MAX_LOG_RATIO; beyond the clamp the gradient is zero.
+    """log(pi / pi_old) of each token, clamped to +-MAX_LOG_RATIO; beyond the clamp the gradient is zero.
 
     Args:
         logprobs_R: Numerator, nats; may require grad.
         old_logprobs_R: Denominator, nats; a constant, whatever graph it comes with.
+
+    Returns:
+        fp32, or fp64 where one of them is.
 
     Raises:
         ValueError: The shapes differ (broadcasting here would be a silent mistake).
@@ -28,7 +36,7 @@ def log_ratio(logprobs_R: Tensor, old_logprobs_R: Tensor) -> Tensor:
             f"log-ratio of shapes {tuple(logprobs_R.shape)} and {tuple(old_logprobs_R.shape)}: "
             "both must have one entry for each response token."
         )
-    return (logprobs_R.float() - old_logprobs_R.detach().float()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (at_least_fp32(logprobs_R) - at_least_fp32(old_logprobs_R.detach())).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def truncated_weights(proximal_logprobs_R: Tensor, rollout_logprobs_R: Tensor, cap: float) -> tuple[Tensor, Tensor]:

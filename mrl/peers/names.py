@@ -1,10 +1,13 @@
 """What other trainers call what mrl has: verl's keys, fields of TRL's GRPOConfig, arguments of Megatron.
 
-Owns the sentence that an unknown key is answered with.
+Owns the sentences that an unknown key, or another trainer's value, is answered with.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+from mrl.peers.objectives import VALUES
 from mrl.peers.verl_keys import ROOT, Verdict, verdict
 from mrl.peers.verl_rollout import section_of
 
@@ -68,6 +71,12 @@ MEGATRON = {
     "save": "run.output_dir",
 }
 """Argument of Megatron's training script or its config -> mrl's key."""
+
+
+def called(key: str, value: Any) -> str:
+    """What another trainer's value of a field is here; "" where it is none."""
+    found = VALUES.get((key, value)) if isinstance(value, str) else None
+    return f" '{value}' {found}." if found else ""
 
 
 def elsewhere(key: str) -> str:

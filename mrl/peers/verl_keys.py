@@ -70,9 +70,14 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     f"{ACTOR}optim.lr_scheduler_type": ("actor.lr_schedule", "constant", "FSDP's"),
     f"{ACTOR}clip_ratio_low": ("algorithm.clip_low", 0.2, ""),
     f"{ACTOR}clip_ratio_high": ("algorithm.clip_high", 0.2, ""),
-    f"{ACTOR}clip_ratio_c": ("algorithm.dual_clip", 3.0, "off by default here"),
+    f"{ACTOR}clip_ratio_c": (
+        "algorithm.dual_clip", 3.0, "off by default here; of `dppo_*` it is `algorithm.dppo.ratio_cap`"),
     f"{ACTOR}loss_agg_mode": ("algorithm.loss_aggregation", "token-mean", "with `_` for `-`"),
     f"{ACTOR}loss_scale_factor": ("algorithm.loss_norm_length", None, "of `seq-mean-token-sum-norm`"),
+    f"{ACTOR}policy_loss.loss_mode": (
+        "algorithm.policy_loss", "vanilla", "`geo_mean` is `gmpo`; `dro` is not there"),
+    **{f"{ACTOR}tau_{sign}": (f"algorithm.sapo.tau_{sign}", default, "") for sign, default in (
+        ("pos", 1.0), ("neg", 1.05))},
     f"{ACTOR}entropy_coeff": ("algorithm.entropy_coef", 0, ""),
     f"{ACTOR}use_kl_loss": ("algorithm.kl_in", False, "`True` is `loss`"),
     f"{ACTOR}kl_loss_coef": ("algorithm.kl_coef", 0.001, ""),
@@ -110,7 +115,7 @@ MAPS: dict[str, tuple[str, Any, str]] = {
         "moe_router_load_balancing_type")},
     **{f"{ROLLOUT}{name}": row for name, row in verl_rollout.MAPS.items()},
     "algorithm.adv_estimator": (
-        "algorithm.name", "gae", "`grpo`, `rloo`, `reinforce_plus_plus` is `reinforce_pp`, `..._baseline` too"),
+        "algorithm.name", "gae", "`grpo`, `rloo`, `gpg`, `reinforce_plus_plus` is `reinforce_pp`, `..._baseline` too"),
     "algorithm.norm_adv_by_std_in_grpo": ("algorithm.advantage_std", True, "`False` is `none`"),
     "algorithm.use_kl_in_reward": ("algorithm.kl_in", False, "`True` is `reward`"),
     "algorithm.kl_penalty": ("algorithm.kl_estimator", "kl", "of the KL in the reward"),
@@ -258,9 +263,7 @@ MOOT: dict[str, str] = {
 """Pattern -> why no value of it needs a counterpart."""
 
 MISSING: dict[str, str] = {
-    f"{ACTOR}policy_loss.loss_mode": "only the clipped surrogate (vanilla) is there",
-    f"{ACTOR}policy_loss.*": "of other losses than the clipped surrogate",
-    f"{ACTOR}tau_*": "of SAPO, which is not there",
+    f"{ACTOR}policy_loss.*": "of a loss that is not there",
     f"{ACTOR}freeze_vision_tower": "no images",
     f"{ACTOR}*qat.*": "no quantized training",
     f"{ACTOR}optim.*": "the optimizer is AdamW with decoupled weight decay and fp32 states",
@@ -308,7 +311,6 @@ MISSING: dict[str, str] = {
 """Pattern -> why there is no counterpart; harmless while it is off or at one of `HARMLESS`."""
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
-    f"{ACTOR}policy_loss.loss_mode": ("vanilla",),
     f"{ACTOR}optim.min_lr_factor": (0.0,),
     f"{ACTOR}optim.optimizer": ("adam", "adamw", "AdamW"),
     f"{ACTOR}optim.optimizer_impl": ("torch.optim",),
@@ -325,7 +327,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 """Values that mean what mrl does; of these keys an off one does not."""
 
 WITH_ITS_SWITCH: tuple[str, ...] = (
-    f"{ACTOR}policy_loss.*_*", f"{ACTOR}tau_*", f"{ACTOR}*qat.*", f"{ACTOR}optim.muon_*", f"{ACTOR}optim.lr_*",
+    f"{ACTOR}policy_loss.*_*", f"{ACTOR}*qat.*", f"{ACTOR}optim.muon_*", f"{ACTOR}optim.lr_*",
     f"{ACTOR}optim.num_cycles", f"{ACTOR}optim.decay_type", f"{ROOT}model.lora.*", f"{ROOT}model.mtp.*",
     "distillation.*", "transfer_queue.*",
 )  # fmt: skip

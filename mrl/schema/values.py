@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ValidationError
 
 from mrl.errors import UserError
+from mrl.peers.names import called
 from mrl.schema.keys import is_key, leaves, nested
 from mrl.schema.own_code import located
 from mrl.schema.paths import IsPath, expanded, path_keys
@@ -120,7 +121,8 @@ class Values:
             raise UserError(f"config key '{key}' {where}: {error}.") from error
         except UNREADABLE as error:
             came = "null" if value is None else _cut(repr(value))
-            raise UserError(f"config key '{key}' {where}: {came} came, expected {expected(kind)}.") from error
+            hint = called(key, value)
+            raise UserError(f"config key '{key}' {where}: {came} came, expected {expected(kind)}.{hint}") from error
         self._open(key)
 
     def _open(self, key: str) -> None:

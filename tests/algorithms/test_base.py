@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from mrl.algorithms._policy_loss import LOSSES, READ
 from mrl.algorithms.base import Algorithm, Outcomes, build, required, resolve
 from mrl.config import AlgorithmConfig, OverlongConfig, RolloutConfig
 from mrl.errors import UserError
@@ -18,7 +19,9 @@ FP32 = 1e-5  # fp32 log-probabilities of up to 4 nats, whose differences are of 
 
 
 def test_the_algorithms_are_the_promised_ones() -> None:
-    assert ALGORITHMS == ["dapo", "dr_grpo", "grpo", "reinforce_pp", "reinforce_pp_baseline", "rloo", "sft"]
+    clipped = ["dapo", "dr_grpo", "grpo", "reinforce_pp", "reinforce_pp_baseline", "rloo"]
+    others = ["cispo", "dppo", "gmpo", "gpg", "gspo", "luspo", "sapo", "vespo"]
+    assert sorted([*clipped, *others, "sft"]) == ALGORITHMS
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -28,7 +31,8 @@ def test_resolving_is_idempotent_and_leaves_null_only_what_cannot_matter(name: s
     kind = type(build(resolved, ROLLOUT))
     for item in fields(AlgorithmConfig):
         if getattr(resolved, item.name) is None:
-            idle = item.name in kind.unused or item.name in ("loss_norm_length", "advantage_eps")
+            unread = item.name in READ and item.name not in LOSSES[resolved.policy_loss or "vanilla"].reads
+            idle = item.name in kind.unused or item.name in ("loss_norm_length", "advantage_eps") or unread
             assert idle, f"{name} leaves {item.name} open"
 
 
@@ -161,7 +165,7 @@ def test_a_phase_that_did_not_run_is_named() -> None:
         ({"name": "gropo"}, "Did you mean 'grpo'"),
         ({"name": "torch:Tensor"}, "expected a subclass"),
         ({"clip_low": 0.0}, "clip_low=0.0 is out of range"),
-        ({"clip_low": 1.0}, "clip_low=1.0 is out of range"),
+        ({"clip_low": 1.1}, "clip_low=1.1 is out of range"),
         ({"clip_high": -0.1}, "clip_high=-0.1 is out of range"),
         ({"clip_high": float("nan")}, "clip_high=nan is out of range"),
         ({"clip_high": float("inf")}, "clip_high=inf is out of range"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mrl.algorithms._policy_loss import LOSSES
 from mrl.algorithms.base import SumReduce, build
 from mrl.config import AlgorithmConfig, OverlongConfig, RolloutConfig
 from mrl.types import RolloutBatch
@@ -23,12 +24,13 @@ CONFIGS = [
     AlgorithmConfig(name="reinforce_pp", kl_in="reward", kl_estimator="k1", kl_coef=0.2),
     AlgorithmConfig(name="reinforce_pp_baseline"),
     AlgorithmConfig(name="sft"),
+    *(AlgorithmConfig(name="grpo", policy_loss=name, proximal="recompute") for name in LOSSES),  # type: ignore[arg-type]
 ]
 ROLLOUT = RolloutConfig(n=3, response_length=7)
 
 
 def _id(config: AlgorithmConfig) -> str:
-    return f"{config.name} {config.kl_in}"
+    return f"{config.name} {config.policy_loss or config.kl_in}"
 
 
 def _policy(batch: RolloutBatch) -> tuple[Tensor, Tensor]:

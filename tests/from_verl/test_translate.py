@@ -7,12 +7,16 @@ import pytest
 import yaml
 from trl import GRPOConfig
 
+from mrl.algorithms._policy_loss import LOSSES
+from mrl.algorithms.base import build
 from mrl.cli import main
-from mrl.config import Config, load
+from mrl.config import Config, RolloutConfig, load
 from mrl.errors import UserError
 from mrl.from_verl.line import read
+from mrl.from_verl.objective import BY_SEQUENCE, UNCLIPPED
 from mrl.from_verl.translate import translate
 from mrl.peers.names import MEGATRON, TRL, elsewhere
+from mrl.peers.objectives import VERL_LOSSES
 from mrl.peers.page import tables
 from mrl.peers.verl_keys import MAPS, MISSING, is_harmless, verdict
 from mrl.run.prepare import resolve
@@ -114,6 +118,35 @@ def test_values_are_translated():
     assert found["reward"] == {"functions": [{"name": "r.py:compute_score", "kwargs": {"bonus": 2}}]}
     assert found["run"] == {"output_dir": "checkpoints/p/e", "resume": "never"}
     assert found["observe"] == {"wandb_project": "p"} and found["data"]["overlong_prompts"] == "truncate_left"
+
+
+@pytest.mark.parametrize("mode", VERL_LOSSES)
+def test_each_policy_loss_is_translated_with_its_settings(mode):
+    actor = "actor_rollout_ref.actor."
+    line = (
+        f"algorithm.adv_estimator=grpo {actor}policy_loss.loss_mode={mode} {actor}clip_ratio_low=10 "
+        f"{actor}clip_ratio_high=0.3 {actor}clip_ratio_c=7.0 {actor}tau_neg=2.0 data.train_files=rows.jsonl"
+    )
+    if mode != "cispo":
+        line = line.replace("=10", "=0.25")
+    found = translate(read(line.split()))
+    assert not [one for one in found.missing if actor in one]
+    config = build(load(yaml.safe_load(found.text)).algorithm, RolloutConfig()).config
+    loss = VERL_LOSSES[mode]
+    reads = LOSSES[loss].reads
+    assert config.policy_loss == loss and (config.clip_low is None) is (loss in UNCLIPPED) is ("clip_low" not in reads)
+    low = 1.0 if mode == "cispo" else 0.25
+    assert loss in UNCLIPPED or (config.clip_low, config.clip_high) == (low, 0.3)
+    assert config.dual_clip == {"vanilla": 7.0, "gspo": 0.0}.get(loss) or "dual_clip" not in reads
+    assert config.dppo.ratio_cap == (7.0 if "dppo" in loss else 20.0)
+    assert config.sapo.tau_neg == (2.0 if loss == "sapo" else 1.05)
+    assert config.loss_aggregation == ("seq_mean_token_mean" if loss in BY_SEQUENCE else "token_mean")
+
+
+def test_a_policy_loss_that_is_not_there_is_listed():
+    line = "algorithm.adv_estimator=gpg actor_rollout_ref.actor.policy_loss.loss_mode=dro"
+    told = "\n".join(translate(read(line.split())).missing)
+    assert "loss_mode=dro: mrl has vanilla, gspo" in told and "adv_estimator=gpg: advantages are multiplied" in told
 
 
 def test_megatrons_own_fields_keep_their_names():

@@ -1,0 +1,24 @@
+"""CISPO: GRPO's advantages, and the ratio as a bounded weight of the policy gradient: no token loses its gradient.
+
+Source: MiniMax-M1, arXiv 2506.13585: averaged over tokens, no lower bound. The upper one is 5, TRL's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from mrl.algorithms.grpo import Grpo
+
+
+class Cispo(Grpo):
+    """GRPO's advantages; -sg(clip(r)) A log pi."""
+
+    defaults: ClassVar[dict[str, Any]] = Grpo.defaults | {
+        "loss_aggregation": "token_mean",
+        "policy_loss": "cispo",
+        "clip_low": 1.0,
+        "clip_high": 4.0,
+    }
+
+
+ALGORITHM = Cispo

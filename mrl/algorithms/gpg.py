@@ -1,0 +1,33 @@
+"""GPG: REINFORCE with the group's mean as baseline, made up for the groups that teach nothing.
+
+Source: arXiv 2504.02546. Advantages are multiplied by N / (N - M), M of the N samples being in groups whose rewards are
+all equal, so that the gradient is as large as if only the others had been sampled. verl's `gpg` multiplies by the
+samples over those whose reward is not 0, which is another number.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from mrl.algorithms.base import Outcomes
+from mrl.algorithms.grpo import Grpo
+
+
+class Gpg(Grpo):
+    """(R - mean of the group) N / (N - M); -A log pi."""
+
+    defaults: ClassVar[dict[str, Any]] = Grpo.defaults | {
+        "advantage_std": "none",
+        "loss_aggregation": "token_mean",
+        "policy_loss": "gpg",
+    }
+
+    def outcome_advantages(self, outcomes: Outcomes) -> Tensor:
+        """GRPO's without deviation, fp64 [N], times the samples over those in informative groups."""
+        num = self.informative_groups(outcomes).sum().clamp(min=1)
+        return super().outcome_advantages(outcomes) * (outcomes.rewards_N.numel() / num)
+
+
+ALGORITHM = Gpg

@@ -1,0 +1,22 @@
+"""VESPO: the sequence's importance weight, reshaped by a smooth kernel, as a weight of the policy gradient.
+
+Source: arXiv 2602.10693; averaged over tokens as in TRL.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from mrl.algorithms.grpo import Grpo
+
+
+class Vespo(Grpo):
+    """GRPO's advantages; -sg(w^k exp(lambda (1 - w))) A log pi."""
+
+    defaults: ClassVar[dict[str, Any]] = Grpo.defaults | {
+        "loss_aggregation": "token_mean",
+        "policy_loss": "vespo",
+    }
+
+
+ALGORITHM = Vespo

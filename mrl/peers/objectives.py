@@ -1,0 +1,50 @@
+"""What verl and TRL call the objectives, as data: policy losses and advantages."""
+
+from __future__ import annotations
+
+VERL_LOSSES = {
+    "vanilla": "vanilla",
+    "gspo": "gspo",
+    "cispo": "cispo",
+    "sapo": "sapo",
+    "geo_mean": "gmpo",
+    "dppo_tv": "dppo_tv",
+    "dppo_kl": "dppo_kl",
+    "gpg": "gpg",
+}
+"""`actor.policy_loss.loss_mode` of verl 0.9.1 -> `algorithm.policy_loss`."""
+
+VERL_ESTIMATORS = {
+    "grpo": "grpo",
+    "grpo_vectorized": "grpo",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+    "gpg": "gpg",
+}
+"""`algorithm.adv_estimator` of verl 0.9.1 -> `algorithm.name`."""
+
+TRL_LOSSES = {
+    "vanilla": "loss_type grpo, bnpo, dapo or dr_grpo",
+    "gspo": "loss_type=grpo importance_sampling_level=sequence",
+    "luspo": "loss_type=luspo importance_sampling_level=sequence",
+    "cispo": "loss_type=cispo",
+    "sapo": "loss_type=sapo",
+    "vespo": "loss_type=vespo",
+}
+"""`algorithm.policy_loss` -> fields of TRL 1.16's GRPOConfig."""
+
+VALUES = {
+    ("algorithm.policy_loss", "gspo_token"): "is gspo: its token form is the one that mrl has",
+    ("algorithm.policy_loss", "ppo"): "is vanilla",
+    ("algorithm.policy_loss", "ppo_clip"): "is vanilla",
+    ("algorithm.policy_loss", "grpo"): "is vanilla, with algorithm.name=grpo",
+    ("algorithm.policy_loss", "dapo"): "is vanilla, with algorithm.name=dapo",
+    ("algorithm.policy_loss", "dr_grpo"): "is vanilla, with algorithm.name=dr_grpo",
+    ("algorithm.policy_loss", "bnpo"): "is vanilla, with algorithm.loss_aggregation=token_mean",
+    ("algorithm.policy_loss", "dppo"): "is dppo_tv or dppo_kl",
+    **{("algorithm.policy_loss", theirs): f"is verl's name for {own}"
+       for theirs, own in VERL_LOSSES.items() if theirs != own},
+}  # fmt: skip
+"""Field and another word for a value of it -> what it is here."""

@@ -1,0 +1,79 @@
+"""The tables of `mrl/docs/objectives.md`: `python -m mrl.preflight.objectives` prints them.
+
+Owns how they are written. Equations, sources and differences are the docstrings of the functions and of the
+algorithms, names of other trainers are in `peers/objectives.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from mrl.algorithms._policy_loss import LOSSES
+from mrl.algorithms.base import Algorithm, resolve
+from mrl.config import AlgorithmConfig
+from mrl.peers.objectives import TRL_LOSSES, VERL_ESTIMATORS, VERL_LOSSES
+from mrl.schema.registry import find, names
+
+LOSS_HEAD = ("`algorithm.policy_loss`", "what it is", "verl", "TRL", "brings, reads", "source, and what differs")
+NAME_HEAD = ("`algorithm.name`", "advantage; loss", "verl", "loss", "otherwise than `grpo`", "source, and what differs")
+
+
+def tables() -> str:
+    """Both tables as Markdown: policy losses, then algorithms."""
+    losses = _table(LOSS_HEAD, map(_loss, LOSSES))
+    algorithms = _table(NAME_HEAD, map(_algorithm, names("algorithms")))
+    return f"## Policy losses\n\n{losses}\n\n## Algorithms\n\n{algorithms}\n"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(map(_row, [head, ["---"] * len(head), *rows]))
+
+
+def _loss(name: str) -> Sequence[str]:
+    loss = LOSSES[name]
+    text = inspect.getdoc(loss.function) or ""
+    verl = ", ".join(f"`{theirs}`" for theirs, own in VERL_LOSSES.items() if own == name)
+    trl = f"`{TRL_LOSSES[name]}`" if name in TRL_LOSSES else ""
+    said = [*_values(loss.defaults), *(f"`algorithm.{key}`" for key in loss.reads if key not in loss.defaults)]
+    return (f"`{name}`", _definition(text), verl, trl, ", ".join(said), _source(text))
+
+
+def _algorithm(name: str) -> Sequence[str]:
+    kind: type[Algorithm] = find("algorithms", name, "ALGORITHM")
+    verl = ", ".join(f"`{theirs}`" for theirs, own in VERL_ESTIMATORS.items() if own == name)
+    own, grpo = (asdict(resolve(AlgorithmConfig(name=each))) for each in (name, "grpo"))
+    differs = {
+        key: value
+        for key, value in own.items()
+        if value is not None and key not in ("name", "policy_loss") and value != grpo[key]
+    }
+    text = inspect.getdoc(inspect.getmodule(kind)) or ""
+    loss = f"`{own['policy_loss']}`" if own["policy_loss"] else ""
+    return (f"`{name}`", inspect.getdoc(kind) or "", verl, loss, ", ".join(_values(differs)), text)
+
+
+def _definition(text: str) -> str:
+    """What stands before the arguments and the source."""
+    return re.split(r"\n\n(?:Args|Source):", text)[0]
+
+
+def _source(text: str) -> str:
+    """What stands from "Source:" on."""
+    return text.partition("Source: ")[2]
+
+
+def _values(values: Mapping[str, Any]) -> list[str]:
+    return [f"`{key}={str(value).lower()}`" for key, value in values.items()]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(tables())

@@ -12,8 +12,15 @@ from mrl.grid import Grid
 from mrl.run.prepare import resolve
 from tests.source import ROOT
 
-NAME = re.compile(r"(?P<algorithm>[a-z]+)_(?P<model>[^_]+)_(?P<nodes>\d+)x(?P<gpus>\d+)(?:_(?P<layout>\w+))?\.yaml")
+NAME = re.compile(
+    r"(?P<algorithm>[a-z]+)_(?P<model>[^_]+)_(?P<nodes>\d+)x(?P<gpus>\d+)"
+    r"(?:_(?P<layout>[a-z0-9]*\d))?(?:_(?P<engine>[a-z]+))?\.yaml"
+)
 FILES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if NAME.fullmatch(path.name)]
+
+OF_TRTLLM = [path for path in FILES if not NAME.fullmatch(path.name)["engine"]]
+OF_VLLM = [path for path in FILES if path not in OF_TRTLLM]
+"""A config's name ends in its engine, where that is not TensorRT-LLM."""
 
 FEW_ROWS = 16
 """Sequences of full length that a replica has room for; with fewer, passes over its weights serve hardly any."""
@@ -42,19 +49,36 @@ def test_a_config_is_allowed_at_its_world_size_and_named_after_its_layout(file):
     found = resolve(load(file), world_size(file))
     name = NAME.fullmatch(file.name)
     assert (name["layout"] or "") == layout_name(found.grid)
+    assert found.config.rollout.name == (name["engine"] or "trtllm")
     assert name["algorithm"] == found.config.algorithm.name
     assert re.sub("[-_]", "", name["model"]) == re.sub("[-_]", "", found.config.model.preset)
     assert f"--world-size {world_size(file)}" in file.read_text()
 
 
-@pytest.mark.parametrize("engine", ["trtllm", "native"])
+@pytest.mark.parametrize("native", [False, True], ids=["own", "native"])
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
-def test_a_config_fits_its_gpus_and_samples_many_sequences_at_a_time(file, engine, capsys):
+def test_a_config_fits_its_gpus_and_samples_many_sequences_at_a_time(file, native, capsys):
+    engine = "native" if native else load(file).rollout.name
     assert main(["plan", str(file), "--world-size", str(world_size(file)), f"rollout.name={engine}"]) == 0
     printed = capsys.readouterr().out
-    assert ("TensorRT-LLM's own" in printed) == (engine == "trtllm")
+    assert ("TensorRT-LLM's own" in printed, "vLLM's own" in printed) == (engine == "trtllm", engine == "vllm")
     rows = int(re.search(r"the KV cache has room for (\d+) sequence", printed)[1])
-    assert rows >= (FEW_ROWS if engine == "trtllm" else 1)
+    assert rows >= (1 if native else FEW_ROWS)
+
+
+@pytest.mark.parametrize("file", OF_VLLM, ids=lambda path: path.name)
+def test_a_config_has_the_room_that_its_comments_tell(file, capsys):
+    text = file.read_text()
+    assert main(["plan", str(file)]) == 0
+    printed = capsys.readouterr().out
+    told = re.search(
+        r"# of what is free at vLLM's start: (\d+) GB are in use while it samples, of (\d+) that can be\n", text
+    )
+    in_use = re.search(r"all of it +[\d.]+ +([\d.]+)", printed)[1]
+    can_be = re.search(r"([\d.]+) of \d+ GB can be filled", printed)[1]
+    assert [round(float(in_use)), round(float(can_be))] == [int(told[1]), int(told[2])]
+    rows = re.search(r"room for (\d+) sequence", printed)[1]
+    assert f"room for {rows} " in text
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)

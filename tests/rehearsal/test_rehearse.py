@@ -22,8 +22,10 @@ from tests.data.folders import byte_bpe_folder
 from tests.source import ROOT, modules, tree_of
 
 CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.yaml"))}
-SMALL, DENSE, STAGED = (name for part in ("0.5b", "8b_1x8", "70b") for name in CONFIGS if part in name)
-EXPERTS, LARGE = (name for part in ("30b", "235b") for name in CONFIGS if part in name)
+OF_VLLM = [name for name in CONFIGS if name.endswith("_vllm")]
+ALONE = [name for name in CONFIGS if name not in OF_VLLM]
+SMALL, DENSE, STAGED = (name for part in ("0.5b", "8b_1x8", "70b") for name in ALONE if part in name)
+EXPERTS, LARGE = (name for part in ("30b", "235b") for name in ALONE if part in name)
 
 LIMIT_S = 240
 MAX_GB = 4
@@ -54,7 +56,7 @@ def refused(folder, name, *overrides, **changes):
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ALONE)
 def test_every_config_passes_with_its_structure_kept(name, tmp_path):
     report = run(tmp_path, name, max_ranks=4 if name in (EXPERTS, DENSE) else 8)  # enough for every dimension of two
     outcomes = {stage["name"]: stage["outcome"] for stage in report["stages"]}
@@ -70,6 +72,13 @@ def test_every_config_passes_with_its_structure_kept(name, tmp_path):
     )
     assert "CUDA kernels" in str(report["not_covered"]) and not ranks_left()
     assert ("launch/mpirun.sh" in str(report["not_covered"])) == (name in (STAGED, EXPERTS, LARGE))
+
+
+@pytest.mark.parametrize("name", OF_VLLM)
+def test_a_config_of_vllm_is_checked_and_shrunk(name, tmp_path):
+    report = run(tmp_path, name, dry_run=True)
+    assert report["passed"] and report["warnings"] == []
+    assert all(used > 1 for asked, used in report["layout"].values() if asked > 1)
 
 
 def ranks_left():

@@ -9,7 +9,7 @@ from mrl.observe.hardware import HARDWARE
 from mrl.rehearsal.rehearse import FIRST, Options, rehearse
 from tests.e2e import runs
 from tests.ranks import run_ranks
-from tests.test_configs import FILES
+from tests.test_configs import OF_TRTLLM as FILES
 from tests.trtllm import mpi_ranks
 from tests.trtllm.test_runs import _with_standin
 

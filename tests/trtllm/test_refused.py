@@ -9,11 +9,11 @@ ARGUMENTS = "rollout.engine_kwargs.trtllm"
 BUILT = ("rollout.name=trtllm_engine", "rollout.enable_prefix_caching=false", "rollout.enforce_eager=true")
 
 MISTAKES = {
-    "engine folder": (("rollout.engine_dir=engines",), "the LLM API has no built engine"),
+    "engine folder": (("rollout.engine_dir=engines",), "only rollout.name=trtllm_engine has a folder of engines"),
     "routing": (("rollout.enable_rollout_routing_replay=true",), "which experts it chose"),
     "penalty": (("rollout.repetition_penalty=1.1",), "would not be those that sampled"),
     "log-probabilities": (("rollout.calculate_log_probs=false",), "are pi_old"),
-    "FP8 of whole matrices": (("rollout.quantization=fp8_per_tensor",), "without them its second refit fails"),
+    "FP8 of whole matrices": (("rollout.quantization=fp8_per_tensor",), "Without them its second refit fails"),
     "FP8 of narrow matrices": (("rollout.quantization=fp8",), "must be whole blocks of 128 x 128"),
     "FP8 and float32": (("rollout.quantization=fp8", "rollout.dtype=float32"), "multiplies FP8 weights with bfloat16"),
     "unknown argument": ((f"{ARGUMENTS}.attn_backnd=TRTLLM",), "Did you mean 'attn_backend'"),

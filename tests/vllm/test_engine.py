@@ -198,4 +198,5 @@ def test_what_cannot_be_generated_is_said(folders):
     assert "UserError" in said["long"] and "rollout.max_model_len" in said["long"]
     assert "vLLM applies min_p first" in said["order"]
     assert "does not start with rollout.engine_kwargs.vllm={'block_size': 7}: " in said["value"]
+    assert ".." not in said["value"]
     assert "of one sequence of 128 tokens takes 0.3 MB" in said["room"]

@@ -34,7 +34,8 @@ def state():
         "cores": os.sched_getaffinity(0),
         "threads": torch.get_num_threads(),
         "set_num_threads": torch.set_num_threads.__module__,
-        "environment": dict(os.environ),
+        # what torch's own compiler tells its helpers is set when it is first imported
+        "environment": {name: value for name, value in os.environ.items() if "TORCHINDUCTOR" not in name},
         "python's random numbers": hash(random.getstate()),
         "numpy's": hash(np.random.get_state()[1].tobytes()),
         "torch's": hash(torch.random.get_rng_state().numpy().tobytes()),

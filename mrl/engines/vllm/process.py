@@ -1,9 +1,9 @@
 """What vLLM's start changes in the process that it shares with the trainer, and that is put back.
 
 Owns the list. vLLM seeds every random number generator and draws from them at each step, sets variables of the
-environment, and on a CPU binds the cores of the threads and makes `torch.set_num_threads` do nothing. Its stand-ins for
-`torch.cuda.Stream` and pinned memory in a CPU build stay: nothing there uses the real ones. Also what its start has
-others say that is no user's business.
+environment, has all loggers write to the terminal, and on a CPU binds the cores of the threads and makes
+`torch.set_num_threads` do nothing. Its stand-ins for `torch.cuda.Stream` and pinned memory in a CPU build stay: nothing
+there uses the real ones. Also what its start has others say that is no user's business.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def kept(device: torch.device) -> Iterator[None]:
-    """After the block, random numbers, cores, threads, the device and the environment are as before."""
+    """After the block, random numbers, cores, threads, the device, the log and the environment are as before."""
     launch.give_variables(ALWAYS, unless_set=OWN)
     if device.type == "cpu":
         quieten()
@@ -57,6 +57,8 @@ def kept(device: torch.device) -> Iterator[None]:
     local = device.index if device.type == "cuda" else here.local_rank  # vLLM takes the device of that number
     given = {"RANK": here.rank, "WORLD_SIZE": here.world_size, "LOCAL_RANK": local}
     cores, set_threads, threads = os.sched_getaffinity(0), torch.set_num_threads, torch.get_num_threads()
+    log = logging.getLogger()
+    handlers = list(log.handlers)
     with (
         launch.scrubbed_variables(hide=(), given={name: str(value) for name, value in given.items()}),
         same_numbers(device),
@@ -67,6 +69,7 @@ def kept(device: torch.device) -> Iterator[None]:
             os.sched_setaffinity(0, cores)
             torch.set_num_threads = set_threads
             torch.set_num_threads(threads)
+            log.handlers[:] = handlers
             if device.type == "cuda":
                 torch.cuda.set_device(device)
 

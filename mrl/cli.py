@@ -17,7 +17,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -160,18 +161,32 @@ def _train(arguments: argparse.Namespace) -> int:
     gc.disable()  # looking for garbage takes a tenth of the time of imports, which make none
     from mrl.train import train  # before SIGTERM is a request: imports lose exceptions
 
-    if not gc.get_freeze_count():
-        gc.freeze()  # nor does a checkpoint, which collects garbage, look through them
     gc.enable()
     stop = Stop(config.run, ends=limits(config.run, variables(END_TIME)), keeps_time=environment().rank == 0, say=say)
     try:
-        with stop.listening():
+        with frozen_imports(), stop.listening():
             train(config, stop)
     except UserError as error:
         if error.at:
             arguments.to_go_on = _to_go_on(config, arguments.words, error.at)
         raise
     return REQUEUE if stop.why else 0
+
+
+@contextmanager
+def frozen_imports() -> Iterator[None]:
+    """Inside the block a checkpoint, which collects garbage, does not look through what was imported before.
+
+    Triton lists whatever is still there when the process ends as a leak, so that nothing may stay frozen beside it.
+    """
+    is_ours = not gc.get_freeze_count()
+    if is_ours:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if is_ours and "triton" in sys.modules:
+            gc.unfreeze()
 
 
 def _beginning(config: Config) -> str:

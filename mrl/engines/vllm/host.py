@@ -159,7 +159,8 @@ class Host:
 def _refused(error: ValueError, config: RolloutConfig, version: str) -> str:
     """For values of a user's own arguments; what pydantic says besides its reasons is left out."""
     why = "; ".join(line.strip() for line in str(error).splitlines() if line.strip() and "pydantic.dev" not in line)
-    return f"vLLM {version} does not start with {KEY}={given_by(config)}: {why}. Change these, or leave them out."
+    given = f"{KEY}={given_by(config)}"
+    return f"vLLM {version} does not start with {given}: {why.rstrip('.')}. Change these, or leave them out."
 
 
 def _job() -> str:

@@ -373,6 +373,8 @@ class AlgorithmConfig:
     """Divisor of group-relative advantages: sample (n-1) or population (n) deviation, or none."""
     advantage_eps: Optional[float] = None
     """Added to the deviation, above 0."""
+    advantage_std_over: Literal["group", "batch"] = "group"
+    """Whose deviation: that of the prompt's rewards, or of all rewards of the step (TRL's `scale_rewards=batch`)."""
     singleton_group: Optional[Literal["error", "zero", "reward"]] = None
     """Advantage of a group with one sample: refuse, 0, or its raw reward."""
     loss_aggregation: Optional[
@@ -396,8 +398,10 @@ class AlgorithmConfig:
     """Where the KL to the reference goes."""
     kl_coef: float = 0.001
     """Factor of the KL."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """http://joschu.net/blog/kl-approx.html"""
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = "k3"
+    """http://joschu.net/blog/kl-approx.html; with +: that value with the gradient of k2, in the loss only."""
+    kl_unbiased: bool = False
+    """Multiply the KL in the loss by the ratio pi / pi_old, which corrects it for samples of an older policy."""
     entropy_coef: float = 0.0
     """Factor of the entropy bonus, subtracted from the loss."""
     proximal: Literal["rollout", "recompute"] = "rollout"

@@ -102,7 +102,7 @@ def reinforcement_step(job: Job, step: int) -> Metrics:
         with phase("ref"), job.policy.reference():
             data.batch.ref_logprobs_R, _ = job.policy.score(data.batch)
     with phase("adv"):
-        facts = outcomes(table)
+        facts = outcomes(table, job.reward_weights)
         facts = replace(facts, rewards_N=algorithm.shape_rewards(facts))
         advantages_N = algorithm.outcome_advantages(facts)
         data.batch.rewards_B = facts.rewards_N[data.index_B].float()
@@ -136,7 +136,9 @@ def sample(job: Job) -> tuple[list[Rollout], SampleTable, Metrics]:
         rounds, drawn = rounds + 1, drawn + len(prompts)
         rollouts += fresh
         names |= {prompt.uid: prompt.data_source for prompt in prompts}
-        kept.append(table.keep(job.algorithm.informative_groups(outcomes(table))) if dynamic else table)
+        kept.append(
+            table.keep(job.algorithm.informative_groups(outcomes(table, job.reward_weights))) if dynamic else table
+        )
         missing -= len(kept[-1]) // sampling.n
     joined = SampleTable.join(kept)
     facts = {
@@ -156,7 +158,7 @@ def sample_and_score(
     with job.progress.phase("reward"), together():
         if job.scorer is not None:
             job.scorer.score(rollouts, job.progress.told_to_stop)
-    return rollouts, gather_table(rollouts, job.groups, job.reward_names)
+    return rollouts, gather_table(rollouts, job.groups, list(job.reward_weights))
 
 
 def update(job: Job, data: StepBatch) -> Metrics:

@@ -15,7 +15,7 @@ from torch import Tensor
 from mrl.algorithms._policy_loss import LOSSES, Tokens
 from mrl.algorithms.base import Algorithm, Outcomes, SumReduce, required
 from mrl.functional.advantages import StdKind, group_relative, overlong_penalty, reward_to_go, whiten
-from mrl.functional.importance import MAX_LOG_RATIO, at_least_fp32, truncated_weights
+from mrl.functional.importance import MAX_LOG_RATIO, at_least_fp32, log_ratio, truncated_weights
 from mrl.functional.kl import kl_penalty
 from mrl.functional.sequence_losses import Sequences
 from mrl.types import RolloutBatch
@@ -36,8 +36,12 @@ class PolicyGradient(Algorithm):
 
     def shape_rewards(self, outcomes: Outcomes) -> Tensor:
         """Rewards plus the overlong penalty, fp64 [N]."""
+        return outcomes.rewards_N.double() + self.penalty(outcomes)
+
+    def penalty(self, outcomes: Outcomes) -> Tensor:
+        """The overlong penalty, fp64 [N], at most 0."""
         overlong = self.config.overlong
-        return outcomes.rewards_N.double() + overlong_penalty(
+        return overlong_penalty(
             outcomes.response_lens_N,
             max_length=self.rollout.response_length,
             buffer_length=overlong.buffer_length,
@@ -54,6 +58,7 @@ class PolicyGradient(Algorithm):
             baseline=self.baseline,
             std="none" if self.whitens else required(self.config.advantage_std, "algorithm.advantage_std"),
             eps=self.config.advantage_eps or 0.0,
+            over=self.config.advantage_std_over,
             singleton=required(self.config.singleton_group, "algorithm.singleton_group"),
         )
 
@@ -121,6 +126,8 @@ class PolicyGradient(Algorithm):
         if config.kl_in == "loss":
             ref_R = torch.where(mask_R, required(microbatch.ref_logprobs_R, "ref_logprobs_R"), old_R)
             kl_R = kl_penalty(logprobs_R, ref_R, config.kl_estimator)
+            if config.kl_unbiased:
+                kl_R = kl_R * log_ratio(logprobs_R, old_R).exp()
             loss = loss + config.kl_coef * (weights_R * kl_R).sum()
             metrics["actor/kl_loss"] = _sum(kl_R, weights_R)
         elif config.kl_in == "reward":

@@ -11,8 +11,8 @@ minibatch `weigh`, then `loss` for each of its microbatches.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
@@ -43,12 +43,16 @@ class Outcomes:
         group_id_N: Group of each sample.
         response_lens_N: Response tokens.
         truncated_N: True where the response was cut at its length limit.
+        parts: Each reward function's own value, fp64 [N], NaN where it gave none; by its name.
+        part_weights: Factor of each of these in the total.
     """
 
     rewards_N: Tensor
     group_id_N: Tensor
     response_lens_N: Tensor
     truncated_N: Tensor
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+    part_weights: Mapping[str, float] = field(default_factory=dict)
 
 
 class Algorithm(ABC):
@@ -166,6 +170,11 @@ def resolve(config: AlgorithmConfig) -> AlgorithmConfig:
             f"{sorted(algorithm.kl_places)}. A KL in the reward needs an advantage per token: use "
             "algorithm.name='reinforce_pp' or 'reinforce_pp_baseline', or algorithm.kl_in='loss'."
         )
+    if filled.kl_in == "reward" and filled.kl_estimator.endswith("+"):
+        raise UserError(
+            f"algorithm.kl_estimator={filled.kl_estimator} chooses a gradient, and a KL in the reward has none. Set "
+            f"algorithm.kl_estimator={filled.kl_estimator[:-1]}, which has the same value."
+        )
     return filled
 
 
@@ -223,13 +232,18 @@ def _idle(config: AlgorithmConfig, algorithm: type[Algorithm]) -> dict[str, str]
         why = f"algorithm.policy_loss is '{config.policy_loss}'"
     conditions = [
         (unread, True, why),
-        (("advantage_eps",), config.advantage_std == "none", "algorithm.advantage_std is 'none'"),
+        (
+            ("advantage_eps", "advantage_std_over"),
+            config.advantage_std == "none",
+            "algorithm.advantage_std is 'none'",
+        ),
         (
             ("loss_norm_length",),
             config.loss_aggregation != "seq_mean_token_sum_norm",
             f"algorithm.loss_aggregation is '{config.loss_aggregation}', not 'seq_mean_token_sum_norm'",
         ),
         (("kl_coef", "kl_estimator"), config.kl_in == "none", "algorithm.kl_in is 'none'"),
+        (("kl_unbiased",), config.kl_in != "loss", f"algorithm.kl_in is '{config.kl_in}'"),
         (("tis_clip",), config.proximal == "rollout", "algorithm.proximal is 'rollout'"),
         (("max_sampling_rounds",), not config.dynamic_sampling, "algorithm.dynamic_sampling is off"),
         (("overlong.penalty",), config.overlong.buffer_length == 0, "algorithm.overlong.buffer_length is 0"),

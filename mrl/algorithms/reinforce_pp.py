@@ -16,7 +16,7 @@ class ReinforcePp(PolicyGradient):
     baseline = "none"
     whitens = True
     kl_places = frozenset({"none", "loss", "reward"})
-    unused = frozenset({"singleton_group"})
+    unused = frozenset({"singleton_group", "advantage_std_over"})
     defaults: ClassVar[dict[str, Any]] = {
         "advantage_std": "unbiased",
         "advantage_eps": 1e-8,

@@ -15,6 +15,7 @@ class ReinforcePpBaseline(PolicyGradient):
 
     baseline = "mean"
     whitens = True
+    unused = frozenset({"advantage_std_over"})
     kl_places = frozenset({"none", "loss", "reward"})
     defaults: ClassVar[dict[str, Any]] = {
         "advantage_std": "unbiased",

@@ -23,6 +23,7 @@ class Sft(Algorithm):
         {
             "advantage_std",
             "advantage_eps",
+            "advantage_std_over",
             "singleton_group",
             "policy_loss",
             "clip_low",

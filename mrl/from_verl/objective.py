@@ -43,9 +43,13 @@ def objective(verl: VerlRun) -> Iterator[tuple[str, Any]]:
             "advantages are multiplied by the samples over those in groups whose rewards differ, as in the paper; verl "
             "counts the samples whose reward is not 0"
         )
-    if name == "grpo" and not verl["algorithm.norm_adv_by_std_in_grpo"]:
+    if name == "gdpo":
+        verl.notes["algorithm.adv_estimator"] = (
+            "each function of reward.functions with a weight is one reward; verl takes keys of what one function gives"
+        )
+    if name in ("grpo", "gdpo") and not verl["algorithm.norm_adv_by_std_in_grpo"]:
         yield "algorithm.advantage_std", "none"
-    if verl[f"{ROLLOUT}n"] == 1 and name in ("grpo", "rloo", "gpg"):
+    if verl[f"{ROLLOUT}n"] == 1 and name in ("grpo", "rloo", "gpg", "gdpo"):
         yield "algorithm.singleton_group", "reward"
     yield from _policy_loss(verl, "gpg" if name == "gpg" else "vanilla")
 

@@ -27,7 +27,8 @@ from mrl.schema.values import Values
 
 Pair = tuple[str, Any]
 
-KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs",
+      "k1+": "k1+", "kl+": "k1+", "k3+": "k3+", "low_var_kl+": "k3+"}  # fmt: skip
 SCHEDULES = ("constant", "linear", "cosine")
 
 
@@ -232,7 +233,8 @@ def _kl(verl: VerlRun) -> Iterator[Pair]:
         return
     yield "algorithm.kl_in", place
     yield "algorithm.kl_coef", verl[coef]
-    yield "algorithm.kl_estimator", verl.one_of(kind, KL, "k3")
+    estimator = verl.one_of(kind, KL, "k3")
+    yield "algorithm.kl_estimator", estimator.rstrip("+") if place == "reward" else estimator
 
 
 def _reward(verl: VerlRun) -> Iterator[Pair]:

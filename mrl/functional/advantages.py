@@ -27,6 +27,7 @@ def group_relative(
     baseline: Baseline = "mean",
     std: StdKind,
     eps: float = 0.0,
+    over: Literal["group", "batch"] = "group",
     singleton: SingletonPolicy,
 ) -> Tensor:
     """Advantage of each sample against the other samples of its prompt, fp64 [N].
@@ -40,13 +41,14 @@ def group_relative(
         baseline: What is subtracted.
         std: Divisor sigma: the sample deviation (n - 1), the population deviation (n), or none (no division at all).
         eps: Added to sigma.
+        over: Whose sigma: of the sample's group, or of all rewards.
         singleton: Advantage of a group with one sample: refuse, 0, or its raw reward.
 
     Raises:
         ValueError: A group has one sample and `singleton` is "error".
 
     Source: GRPO, arXiv 2402.03300, section 4.1.2; without sigma: Dr.GRPO, arXiv 2503.20783; leave-one-out: RLOO,
-    arXiv 2402.14740, eq. 8.
+    arXiv 2402.14740, eq. 8; sigma of the batch: arXiv 2508.08221, and TRL's `scale_rewards=batch`.
     """
     rewards_N = rewards_N.double()
     ids_G, group_N = torch.unique(group_id_N, return_inverse=True)
@@ -66,13 +68,85 @@ def group_relative(
     if baseline == "leave_one_out":
         advantages_N = advantages_N * (size_G / (size_G - 1).clamp(min=1))[group_N]
     if std != "none":
-        dof_G = size_G if std == "population" else (size_G - 1).clamp(min=1)
-        sigma_G = (zeros_G.index_add(0, group_N, centred_N.square()) / dof_G).sqrt()
+        if over == "batch":
+            sigma_N = _deviation(rewards_N, std).expand_as(rewards_N)
+        else:
+            dof_G = size_G if std == "population" else (size_G - 1).clamp(min=1)
+            sigma_N = (zeros_G.index_add(0, group_N, centred_N.square()) / dof_G).sqrt()[group_N]
         # A group of equal rewards is 0 / (0 + eps); eps may be tiny, so its sigma is not relied on.
-        advantages_N = torch.where(centred_N == 0, 0.0, advantages_N / (sigma_G + eps)[group_N])
+        advantages_N = torch.where(centred_N == 0, 0.0, advantages_N / (sigma_N + eps))
     if singleton == "reward":
         advantages_N = torch.where(alone_N, rewards_N, advantages_N)
     return advantages_N
+
+
+def mean_relative(rewards_N: Tensor, group_id_N: Tensor, *, singleton: SingletonPolicy) -> Tensor:
+    """MaxRL's advantage of each sample, fp64 [N]: (R - mean(R)) / mean(R) in its group, 0 where the mean is at most 0.
+
+    With rewards of 0 and 1 the expected gradient is that of the likelihood of success instead of its probability:
+    prompts that are seldom solved weigh more.
+
+    Args:
+        rewards_N: One reward per sample, at least 0.
+        group_id_N: Samples with the same id form a group, in any order.
+        singleton: As in `group_relative`.
+
+    Source: arXiv 2602.02710.
+    """
+    rewards_N = rewards_N.double()
+    centred_N = group_relative(rewards_N, group_id_N, std="none", singleton=singleton)
+    ids_G, group_N = torch.unique(group_id_N, return_inverse=True)
+    zeros_G = rewards_N.new_zeros(ids_G.numel())
+    sums_G, size_G = (zeros_G.index_add(0, group_N, each_N) for each_N in (rewards_N, torch.ones_like(rewards_N)))
+    mean_N = (sums_G / size_G)[group_N]
+    alone_N = (size_G == 1)[group_N]
+    divided_N = torch.where(mean_N > 0, centred_N / torch.where(mean_N > 0, mean_N, 1.0), 0.0)
+    return torch.where(alone_N, centred_N, divided_N)
+
+
+def decoupled(
+    parts_NF: Tensor,
+    weights_F: Tensor,
+    group_id_N: Tensor,
+    *,
+    std: StdKind,
+    eps: float = 0.0,
+    singleton: SingletonPolicy,
+) -> Tensor:
+    """GDPO's advantage of each sample, fp64 [N]: each reward normalised by itself, then their sum over the batch.
+
+    S = sum over f of w_f (R_f - mean of the group) / (sigma of the group + eps); (S - mean(S)) / (sigma(S) + eps), both
+    over all samples. Rewards of different scales thus count by their weights.
+
+    Args:
+        parts_NF: Rewards, NaN where a function gave none: it is left out of its group's statistics and adds 0.
+        weights_F: Factor of each.
+        group_id_N: Samples with the same id form a group, in any order.
+        std: Kind of sigma, "none" for neither.
+        eps: Added to sigma.
+        singleton: As in `group_relative`; a sample that alone has a certain reward in its group gets 0 for it.
+
+    Source: arXiv 2601.05242; TRL's `multi_objective_aggregation=normalize_then_sum`. verl (`gdpo`) takes the mean and
+    sigma of S over tokens, so that long samples count more.
+    """
+    sums_N = torch.zeros(parts_NF.size(0), dtype=torch.float64)
+    for part_N, weight in zip(parts_NF.double().unbind(1), weights_F.tolist(), strict=True):
+        given_N = ~part_N.isnan()
+        all_given = bool(given_N.all())
+        policy: SingletonPolicy = singleton if all_given else "zero"
+        normalised = group_relative(part_N[given_N], group_id_N[given_N], std=std, eps=eps, singleton=policy)
+        sums_N[given_N] += weight * normalised
+    centred_N = sums_N - sums_N.mean()
+    equal = bool((sums_N == sums_N[:1]).all())
+    if std == "none" or equal:
+        return torch.zeros_like(sums_N) if equal else centred_N
+    return centred_N / (_deviation(sums_N, std) + eps)
+
+
+def _deviation(values_N: Tensor, std: StdKind) -> Tensor:
+    """Of all values, fp64 scalar; of one value 0."""
+    dof = values_N.numel() if std == "population" else max(values_N.numel() - 1, 1)
+    return ((values_N - values_N.mean()).square().sum() / dof).sqrt()
 
 
 def informative_groups(rewards_N: Tensor, group_id_N: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ VERL_ESTIMATORS = {
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
     "gpg": "gpg",
+    "gdpo": "gdpo",
 }
 """`algorithm.adv_estimator` of verl 0.9.1 -> `algorithm.name`."""
 

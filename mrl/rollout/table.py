@@ -10,7 +10,7 @@ import json
 import math
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -66,11 +66,13 @@ def gather_facts(rollouts: Sequence[Rollout], groups: ProcessGroups) -> dict[tup
     return {(uid, sample): facts for uid, sample, facts in rows}
 
 
-def outcomes(table: SampleTable) -> Outcomes:
-    """What algorithms see of the table."""
+def outcomes(table: SampleTable, reward_weights: Mapping[str, float]) -> Outcomes:
+    """What algorithms see of the table; `reward_weights` by the names of its "reward/" columns."""
     return Outcomes(
         rewards_N=table["reward"],
         group_id_N=table["uid"].long(),
         response_lens_N=table["response_len"].long(),
         truncated_N=table["truncated"].bool(),
+        parts={name: table[f"reward/{name}"] for name in reward_weights},
+        part_weights=reward_weights,
     )

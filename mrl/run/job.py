@@ -37,6 +37,7 @@ class Job:
         policy: The actor.
         weights: The actor's, from and to Hugging Face folders.
         sampler: The engine and its refits.
+        reward_weights: Factor of each reward function, by its name in `Rollout.reward_parts`.
         scorer: Scores this replica's rollouts; None on ranks that do not lead one.
         state: What the loop moves on beside the weights.
         progress: The steps and phases that can be abandoned.
@@ -66,7 +67,8 @@ class Job:
         self.scorer: Scorer | None = None
         if groups.leads_replica:
             self.scorer = Scorer(config.reward, tokenizer.decode, tokenizer.eos_ids, tokenizer.special_ids)
-        self.reward_names = part_names(config.reward)
+        weights = [function.weight for function in config.reward.functions]
+        self.reward_weights = dict(zip(part_names(config.reward), weights, strict=True))
         self.timers = Timers(device, log.phase)
         self.state = TrainingState(
             plan.source,

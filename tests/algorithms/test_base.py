@@ -20,7 +20,7 @@ FP32 = 1e-5  # fp32 log-probabilities of up to 4 nats, whose differences are of 
 
 def test_the_algorithms_are_the_promised_ones() -> None:
     clipped = ["dapo", "dr_grpo", "grpo", "reinforce_pp", "reinforce_pp_baseline", "rloo"]
-    others = ["cispo", "dppo", "gmpo", "gpg", "gspo", "luspo", "sapo", "vespo"]
+    others = ["cispo", "dppo", "gmpo", "gdpo", "gpg", "gspo", "luspo", "maxrl", "sapo", "vespo"]
     assert sorted([*clipped, *others, "sft"]) == ALGORITHMS
 
 
@@ -143,6 +143,27 @@ def test_overlong_penalty_shapes_the_reward_and_masking_narrows_the_mask() -> No
         algorithm.advantages(batch, torch.zeros(12), alone)
 
 
+def test_gdpo_keeps_a_group_whose_total_is_equal_and_normalises_each_reward() -> None:
+    algorithm = build(AlgorithmConfig(name="gdpo", dynamic_sampling=True), ROLLOUT)
+    parts = {"a": torch.tensor([1.0, 0.0, 1.0, 1.0]), "b": torch.tensor([0.0, 1.0, 1.0, 1.0])}
+    outcomes = Outcomes(
+        torch.tensor([1.0, 1.0, 2.0, 2.0]),
+        torch.tensor([1, 1, 2, 2]),
+        torch.tensor([1, 7, 1, 1]),
+        torch.zeros(4, dtype=torch.bool),
+        parts,
+        {"a": 1.0, "b": 1.0},
+    )
+    assert algorithm.informative_groups(outcomes).tolist() == [True, True, False, False]
+    assert algorithm.outcome_advantages(outcomes).tolist() == [0] * 4  # +1 -1 and -1 +1
+    weighed = replace(outcomes, part_weights={"a": 3.0, "b": 1.0})
+    assert algorithm.outcome_advantages(weighed).sign().tolist() == [1, -1, 0, 0]
+    assert algorithm.outcome_advantages(replace(weighed, part_weights={"a": 0.0, "b": 1.0})).sign()[0] == -1
+    config = AlgorithmConfig(name="gdpo", overlong=OverlongConfig(buffer_length=3))
+    long = build(config, ROLLOUT)  # the penalty of the second sample is a reward of its own
+    assert long.outcome_advantages(outcomes).sign().tolist() == [1, -1, 0, 0]
+
+
 def test_dynamic_sampling_keeps_groups_whose_rewards_differ() -> None:
     algorithm = build(AlgorithmConfig(name="dapo"), ROLLOUT)
     assert algorithm.config.dynamic_sampling
@@ -180,6 +201,14 @@ def test_a_phase_that_did_not_run_is_named() -> None:
         ({"overlong": OverlongConfig(buffer_length=3, penalty=0.0)}, "overlong.penalty=0.0 is out of range"),
         ({"overlong": OverlongConfig(buffer_length=8)}, "longer than rollout.response_length=7"),
         ({"kl_in": "reward"}, "kl_in='reward' does not work with algorithm.name='grpo'"),
+        ({"name": "maxrl", "advantage_std": "none"}, "advantage_std=none would have no effect"),
+        ({"name": "dr_grpo", "advantage_std_over": "batch"}, "advantage_std_over=batch would have no effect"),
+        ({"name": "reinforce_pp", "advantage_std_over": "batch"}, "advantage_std_over=batch would have no effect"),
+        ({"kl_unbiased": True}, "kl_unbiased=True would have no effect because algorithm.kl_in is 'none'"),
+        (
+            {"name": "reinforce_pp", "kl_in": "reward", "kl_estimator": "k3+"},
+            "Set algorithm.kl_estimator=k3, which has the same value",
+        ),
         ({"kl_coef": 0.1}, "kl_coef=0.1 would have no effect because algorithm.kl_in is 'none'"),
         ({"kl_estimator": "k1"}, "kl_estimator=k1 would have no effect"),
         ({"tis_clip": 5.0}, "tis_clip=5.0 would have no effect because algorithm.proximal is 'rollout'"),

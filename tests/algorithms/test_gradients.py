@@ -61,6 +61,12 @@ CASES = {
         eps=1e-6,
         aggregation="seq_mean_token_mean",
     ),
+    "grpo abs unbiased": Case(
+        _case("grpo", kl_in="loss", kl_coef=0.3, kl_estimator="abs", kl_unbiased=True),
+        group_std="unbiased",
+        eps=1e-6,
+        aggregation="seq_mean_token_mean",
+    ),
     "grpo k3 decoupled": Case(
         _case("grpo", kl_in="loss", kl_coef=0.3, kl_estimator="k3", proximal="recompute", tis_clip=1.2),
         group_std="unbiased",
@@ -102,7 +108,7 @@ def _std(values: list[float], kind: str) -> float:
 
 def _kl(estimator: str, logp: Tensor, ref: Tensor) -> Tensor:
     d = logp - ref
-    return {"k1": d, "k2": d**2 / 2, "k3": (torch.exp(-d) + d - 1).clamp(max=10)}[estimator]
+    return {"abs": d.abs(), "k1": d, "k2": d**2 / 2, "k3": (torch.exp(-d) + d - 1).clamp(max=10)}[estimator]
 
 
 class Token(NamedTuple):
@@ -159,7 +165,9 @@ def _token_loss(case: Case, advantage: float, logp_V: Tensor, target: int, old: 
     if config.proximal == "recompute" and config.tis_clip > 0:
         objective = objective * min(math.exp(proximal - rollout), config.tis_clip)
     loss = -objective + config.entropy_coef * (logp_V.exp() * logp_V).sum()
-    return loss + config.kl_coef * _kl(config.kl_estimator, logp, ref) if config.kl_in == "loss" else loss
+    if config.kl_in != "loss":
+        return loss
+    return loss + config.kl_coef * _kl(config.kl_estimator, logp, ref) * (ratio if config.kl_unbiased else 1.0)
 
 
 def _reference(case: Case, batch: RolloutBatch, logits_RV: Tensor) -> Tensor:

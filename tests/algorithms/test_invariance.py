@@ -23,6 +23,9 @@ CONFIGS = [
     AlgorithmConfig(name="rloo"),
     AlgorithmConfig(name="reinforce_pp", kl_in="reward", kl_estimator="k1", kl_coef=0.2),
     AlgorithmConfig(name="reinforce_pp_baseline"),
+    AlgorithmConfig(name="maxrl", kl_in="loss", kl_estimator="k3+", kl_unbiased=True),
+    AlgorithmConfig(name="gdpo"),
+    AlgorithmConfig(name="grpo", advantage_std_over="batch"),
     AlgorithmConfig(name="sft"),
     *(AlgorithmConfig(name="grpo", policy_loss=name, proximal="recompute") for name in LOSSES),  # type: ignore[arg-type]
 ]

@@ -5,7 +5,7 @@ scores them without padding through its own reading of the logits, and must arri
 gradients and weights.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from mrl.algorithms.base import build
 from mrl.config import AlgorithmConfig, RolloutConfig
 from mrl.types import RolloutBatch
-from tests.algorithms.ragged import advantages_of, alone
+from tests.algorithms.ragged import alone, outcomes_of
 
 LOSS = 1e-6  # absolute; fp32 losses of order 1 over about 30 tokens
 GRADIENT = 1e-5  # of the gradient's norm; padded and unpadded attention differ in fp32
@@ -51,6 +51,17 @@ PAIRS = {
         {"name": "dr_grpo", "kl_in": "loss", "kl_coef": 0.2},
     ),
     "grpo dual clip": Pair({"loss_type": "grpo", "delta": 1.5}, {"name": "grpo", "dual_clip": 1.5}),
+    "deviation of the batch": Pair(
+        {"loss_type": "grpo", "scale_rewards": "batch"}, {"name": "grpo", "advantage_std_over": "batch"}
+    ),
+    "gdpo": Pair(
+        {"loss_type": "grpo", "multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.3]},
+        {"name": "gdpo"},
+    ),
+    "dapo with unbiased kl": Pair(
+        {"loss_type": "dapo", "epsilon_high": 0.28, "beta": 0.2, "use_bias_correction_kl": True},
+        {"name": "dapo", "kl_in": "loss", "kl_coef": 0.2, "kl_unbiased": True},
+    ),
     "bnpo": Pair({"loss_type": "bnpo"}, {"name": "grpo", "loss_aggregation": "token_mean"}),
     "gspo": Pair(
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-2, "epsilon_high": 4e-2},
@@ -108,17 +119,23 @@ def _tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="_", eos_token="#")
 
 
-def _sampled(pair: Pair, folder: Path, off_policy: float) -> tuple[Any, dict[str, Any], list[float]]:
-    """A real trainer, the inputs it made for one step, and the rewards it was given."""
+def _sampled(pair: Pair, folder: Path, off_policy: float) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
+    """A real trainer, the inputs it made for one step, and the rewards that each function gave."""
     from datasets import Dataset
     from transformers import set_seed
     from trl import GRPOConfig, GRPOTrainer
 
-    rewards: list[float] = []
+    rewards: dict[str, Tensor] = {}
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        rewards[:] = [sum(ids) % 7 / 4 for ids in completion_ids]
-        return rewards
+        given = [sum(ids) % 7 / 4 for ids in completion_ids]
+        rewards["sum"] = torch.tensor(given, dtype=torch.float64)
+        return given
+
+    def short(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        given = [5.0 - 2 * len(ids) for ids in completion_ids]
+        rewards["short"] = torch.tensor(given, dtype=torch.float64)
+        return given
 
     args = GRPOConfig(
         output_dir=str(folder.parent / "out"),
@@ -129,12 +146,11 @@ def _sampled(pair: Pair, folder: Path, off_policy: float) -> tuple[Any, dict[str
         max_completion_length=MAX_COMPLETION,
         report_to=[],
         save_strategy="no",
-        use_bias_correction_kl=False,  # TRL otherwise multiplies its KL by the ratio; mrl does not
-        **pair.trl,
+        **{"use_bias_correction_kl": False} | pair.trl,  # TRL otherwise multiplies its KL by the ratio
     )
     trainer = GRPOTrainer(
         model=load(folder),
-        reward_funcs=reward,
+        reward_funcs=[reward, short][: len(pair.trl.get("reward_weights", [1.0]))],
         args=args,
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
         processing_class=_tokenizer(),
@@ -161,7 +177,7 @@ def _score(model: torch.nn.Module, prompt_ids: Tensor, response_ids: Tensor) -> 
     return logprobs_TV.gather(1, response_ids[:, None])[:, 0], -(logprobs_TV.exp() * logprobs_TV).sum(-1)
 
 
-def _pack(inputs: dict[str, Any], rewards: list[float]) -> tuple[list[tuple[Tensor, Tensor]], RolloutBatch]:
+def _pack(inputs: dict[str, Any], rewards: Tensor) -> tuple[list[tuple[Tensor, Tensor]], RolloutBatch]:
     """TRL's padded rectangle as unpadded sequences and a ragged batch; on-policy log-probabilities are set later."""
     keep = inputs["completion_mask"].bool()
     prompts = [ids[mask.bool()] for ids, mask in zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True)]
@@ -176,7 +192,7 @@ def _pack(inputs: dict[str, Any], rewards: list[float]) -> tuple[list[tuple[Tens
         response_mask_R=torch.ones(int(lens_B.sum()), dtype=torch.bool),
         rollout_logprobs_R=torch.zeros(int(lens_B.sum())) if old is None else old[keep],
         group_id_B=torch.arange(len(PROMPTS)) // GROUP_SIZE,
-        rewards_B=torch.tensor(rewards),
+        rewards_B=rewards,
         ref_logprobs_R=None if ref is None else ref[keep],
         truncated_B=torch.zeros(len(PROMPTS), dtype=torch.bool),
     )
@@ -204,12 +220,14 @@ def test_step_is_the_one_of_trl(name: str, off_policy: float, model_folder: Path
     eps = {} if name.startswith("dr_grpo") else {"advantage_eps": 1e-4}  # TRL's epsilon
     config = AlgorithmConfig(**{**pair.mrl, **eps})
     algorithm = build(config, RolloutConfig(n=GROUP_SIZE, response_length=MAX_COMPLETION))
-    sequences, batch = _pack(inputs, rewards)
+    weights = dict(zip(rewards, pair.trl.get("reward_weights", [1.0]), strict=True))
+    sequences, batch = _pack(inputs, sum(weights[name] * rewards[name] for name in weights))  # type: ignore[arg-type]
     scored = [_score(model, *sequence) for sequence in sequences]
     logprobs_R, entropy_R = (torch.cat([pair[part] for pair in scored]) for part in (0, 1))
     if off_policy == 0:
         batch.rollout_logprobs_R = logprobs_R.detach()
-    outcome_B = advantages_of(algorithm, batch)
+    outcomes = replace(outcomes_of(batch), parts=rewards, part_weights=weights)
+    outcome_B = algorithm.outcome_advantages(outcomes)
     torch.testing.assert_close(outcome_B.float(), inputs["advantages"], rtol=LOSS, atol=LOSS)
     algorithm.advantages(batch, outcome_B, alone)
     algorithm.weigh(batch, alone)

@@ -5,9 +5,19 @@ import math
 import pytest
 import torch
 
-from mrl.functional.advantages import group_relative, informative_groups, overlong_penalty, reward_to_go, whiten
+from mrl.functional.advantages import (
+    decoupled,
+    group_relative,
+    informative_groups,
+    mean_relative,
+    overlong_penalty,
+    reward_to_go,
+    whiten,
+)
 
 FP64 = 1e-12  # fp64 sums of a few dozen numbers of order 1
+VERL_FP32 = 5e-6  # verl computes in fp32, and its epsilons of 1e-6 and 1e-8 stand elsewhere
+VERL_GDPO = [1.4915975, -0.0253488, -1.4662488, 0.4329374, 0.4329374, -0.8658748]
 GROUPS = torch.tensor([7, 7, 7, 3, 3, 3])
 REWARDS = torch.tensor([1.0, 0.0, 0.5, 2.0, 2.0, 5.0], dtype=torch.float64)
 
@@ -22,6 +32,42 @@ def test_group_relative_by_hand(std: str, dof: int) -> None:
     first, second = math.sqrt(0.5 / dof) + 0.1, math.sqrt(6 / dof) + 0.1
     got_N = group_relative(REWARDS, GROUPS, std=std, eps=0.1, singleton="error")  # type: ignore[arg-type]
     _close(got_N, [0.5 / first, -0.5 / first, 0.0, -1 / second, -1 / second, 2 / second])
+
+
+def test_deviation_of_the_batch_by_hand() -> None:
+    # all rewards: mean 1.75, squares .5625 + 3.0625 + 1.5625 + .0625 + .0625 + 10.5625 = 15.875
+    for std, dof in (("unbiased", 5), ("population", 6)):
+        sigma = math.sqrt(15.875 / dof) + 0.1
+        got_N = group_relative(REWARDS, GROUPS, std=std, eps=0.1, over="batch", singleton="error")  # type: ignore[arg-type]
+        _close(got_N, [value / sigma for value in (0.5, -0.5, 0.0, -1.0, -1.0, 2.0)])
+    assert not group_relative(torch.ones(4), GROUPS[:4] * 0, std="unbiased", over="batch", singleton="error").any()
+
+
+def test_mean_relative_by_hand() -> None:
+    # group 7: mean 0.5; group 3: mean 3; group 9: mean 0
+    rewards_N, groups_N = torch.cat([REWARDS, torch.zeros(2)]), torch.cat([GROUPS, torch.tensor([9, 9])])
+    _close(mean_relative(rewards_N, groups_N, singleton="error"), [1, -1, 0, -1 / 3, -1 / 3, 2 / 3, 0, 0])
+    below = mean_relative(torch.tensor([-1.0, -3.0, 5.0]), torch.tensor([1, 1, 2]), singleton="reward")
+    assert below.tolist() == [0, 0, 5]
+
+
+def test_decoupled_is_that_of_verl_where_all_responses_are_as_long() -> None:
+    # verl 0.9.1's compute_gdpo_outcome_advantage, weights 1 and 0.5, responses of two tokens: its sigma is over 12 - 1
+    parts_NF = torch.tensor([[1, 0, 0, 1, 1, 0], [0.3, 0.9, 0.1, 0.2, 0.2, 0.8]], dtype=torch.float64).T
+    groups_N = torch.tensor([0, 0, 0, 1, 1, 1])
+    got_N = decoupled(parts_NF, torch.tensor([1.0, 0.5]), groups_N, std="unbiased", eps=1e-6, singleton="error")
+    tokens = math.sqrt((6 / 5) * (11 / 12))
+    torch.testing.assert_close(got_N * tokens, torch.tensor(VERL_GDPO, dtype=torch.float64), rtol=0, atol=VERL_FP32)
+
+
+def test_decoupled_leaves_out_what_a_function_did_not_give() -> None:
+    nan = math.nan
+    parts_NF = torch.tensor([[1.0, nan], [0.0, 2.0], [0.0, 4.0], [1.0, nan]], dtype=torch.float64)
+    groups_N = torch.tensor([0, 0, 0, 0])
+    got_N = decoupled(parts_NF, torch.tensor([1.0, 1.0]), groups_N, std="none", singleton="error")
+    _close(got_N, [0.5, -1.5, 0.5, 0.5])
+    alone_N = decoupled(parts_NF, torch.tensor([0.0, 1.0]), torch.tensor([0, 0, 1, 1]), std="none", singleton="error")
+    assert alone_N.tolist() == [0] * 4
 
 
 def test_without_deviation_it_is_the_centred_reward() -> None:

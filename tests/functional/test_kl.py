@@ -1,12 +1,18 @@
 """KL estimators: values by hand, sign, clamps, and what their gradients estimate."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from mrl.functional.kl import MAX_K3, kl_penalty
+from tests.functional import verl_losses
+from tests.functional.verl_losses import KL, SPREADS, rows
 
+GOLDEN = json.loads((Path(verl_losses.__file__).with_suffix(".json")).read_text(encoding="utf-8"))
+VERL = 1e-9  # fp64 on both sides
 FP64_SUM = 1e-6  # the estimators are fp32; the enumerated vocabularies have 8 terms of order 1
 
 
@@ -28,7 +34,7 @@ def test_k2_and_k3_are_never_negative_and_zero_at_equality() -> None:
         assert (kl_penalty(logprobs_R, logprobs_R, estimator) == 0).all()
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("estimator", [*KL, "k2"])
 def test_a_broken_token_stays_finite_without_gradient(estimator: str) -> None:
     logprobs_R = torch.tensor([-1e4, -1.0], requires_grad=True)
     kl_R = kl_penalty(logprobs_R, torch.tensor([-1.0, -1e4]), estimator)  # type: ignore[arg-type]
@@ -36,6 +42,18 @@ def test_a_broken_token_stays_finite_without_gradient(estimator: str) -> None:
     kl_R.sum().backward()
     assert logprobs_R.grad is not None
     assert logprobs_R.grad.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("estimator", KL)
+def test_value_and_gradient_are_those_of_verl(estimator: str, spread: str) -> None:
+    old, new, _, mask = rows(spread)
+    logprobs = new.clone().requires_grad_()
+    value = (kl_penalty(logprobs, old, estimator) * mask).sum() / mask.sum()  # type: ignore[arg-type]
+    value.backward()
+    want = GOLDEN[spread][f"kl {estimator}"]
+    assert value.item() == pytest.approx(want["loss"], abs=VERL)
+    torch.testing.assert_close(logprobs.grad, torch.tensor(want["grad"], dtype=torch.float64), rtol=0, atol=VERL)
 
 
 def test_k3_is_clamped_as_documented() -> None:
@@ -64,6 +82,9 @@ def test_gradients_in_a_loss_are_the_documented_ones() -> None:
     torch.testing.assert_close(k1_V, torch.zeros_like(k1_V), rtol=0, atol=FP64_SUM)
     k2_V, reverse_V, _ = _expected_gradient("k2")
     torch.testing.assert_close(k2_V, reverse_V, rtol=FP64_SUM, atol=FP64_SUM)
+    for estimator in ("k1+", "k3+"):
+        got_V, _, _ = _expected_gradient(estimator)
+        torch.testing.assert_close(got_V, reverse_V, rtol=FP64_SUM, atol=FP64_SUM)
     k3_V, _, forward_V = _expected_gradient("k3")
     torch.testing.assert_close(k3_V, forward_V, rtol=FP64_SUM, atol=FP64_SUM)
 

@@ -1,0 +1,56 @@
+"""GDPO: each reward function normalised within its group by itself, so that none drowns the others.
+
+Source: arXiv 2601.05242. The functions of `reward.functions` whose weight is not 0 are the rewards; the overlong
+penalty is one more.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mrl.algorithms.base import Outcomes, required
+from mrl.algorithms.grpo import Grpo
+from mrl.functional.advantages import decoupled, informative_groups
+
+
+class Gdpo(Grpo):
+    """S = weighted sum of (R_f - mean of the group) / (sigma + eps); (S - mean) / (sigma + eps) over the batch."""
+
+    unused = frozenset({"advantage_std_over"})
+    defaults: ClassVar[dict[str, Any]] = dict(Grpo.defaults)
+
+    def informative_groups(self, outcomes: Outcomes) -> Tensor:
+        """Which samples dynamic sampling keeps, bool [N]: those in whose group some reward function's values differ."""
+        parts_NF, _ = self._parts(outcomes)
+        differs = [informative_groups(part_N, outcomes.group_id_N) for part_N in parts_NF.nan_to_num(0.0).unbind(1)]
+        return torch.stack(differs).any(0)
+
+    def outcome_advantages(self, outcomes: Outcomes) -> Tensor:
+        """Of the functions' own values, fp64 [N]; what `shape_rewards` added to their sum is a reward too."""
+        parts_NF, weights_F = self._parts(outcomes)
+        if self.config.overlong.buffer_length > 0:
+            parts_NF = torch.cat([parts_NF, self.penalty(outcomes)[:, None]], 1)
+            weights_F = torch.cat([weights_F, torch.ones(1, dtype=torch.float64)])
+        return decoupled(
+            parts_NF,
+            weights_F,
+            outcomes.group_id_N,
+            std=required(self.config.advantage_std, "algorithm.advantage_std"),
+            eps=self.config.advantage_eps or 0.0,
+            singleton=required(self.config.singleton_group, "algorithm.singleton_group"),
+        )
+
+    @staticmethod
+    def _parts(outcomes: Outcomes) -> tuple[Tensor, Tensor]:
+        """Values and weights of the functions that count; where none is told apart, the total with weight 1."""
+        weights = {name: weight for name, weight in outcomes.part_weights.items() if weight != 0}
+        if not weights:
+            return outcomes.rewards_N.double()[:, None], torch.ones(1, dtype=torch.float64)
+        parts_NF = torch.stack([outcomes.parts[name].double() for name in weights], 1)
+        return parts_NF, torch.tensor(list(weights.values()), dtype=torch.float64)
+
+
+ALGORITHM = Gdpo

@@ -1,9 +1,10 @@
 """What vLLM's start changes in the process that it shares with the trainer, and that is put back.
 
 Owns the list. vLLM seeds every random number generator and draws from them at each step, sets variables of the
-environment, has all loggers write to the terminal, and on a CPU binds the cores of the threads and makes
-`torch.set_num_threads` do nothing. Its stand-ins for `torch.cuda.Stream` and pinned memory in a CPU build stay: nothing
-there uses the real ones. Also what its start has others say that is no user's business.
+environment and the precision of products in float32, has all loggers write to the terminal, and on a CPU binds the
+cores of the threads and makes `torch.set_num_threads` do nothing. Its stand-ins for `torch.cuda.Stream` and pinned
+memory in a CPU build stay: nothing there uses the real ones. Also what its start has others say that is no user's
+business.
 """
 
 from __future__ import annotations
@@ -49,13 +50,14 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def kept(device: torch.device) -> Iterator[None]:
-    """After the block, random numbers, cores, threads, the device, the log and the environment are as before."""
+    """After the block, random numbers, cores, threads, the device, TF32, the log and the environment are as before."""
     launch.give_variables(ALWAYS, unless_set=OWN)
     if device.type == "cpu":
         quieten()
     here = launch.environment()
     local = device.index if device.type == "cuda" else here.local_rank  # vLLM takes the device of that number
     given = {"RANK": here.rank, "WORLD_SIZE": here.world_size, "LOCAL_RANK": local}
+    precision = torch.get_float32_matmul_precision()
     cores, set_threads, threads = os.sched_getaffinity(0), torch.set_num_threads, torch.get_num_threads()
     log = logging.getLogger()
     handlers = list(log.handlers)
@@ -70,6 +72,7 @@ def kept(device: torch.device) -> Iterator[None]:
             torch.set_num_threads = set_threads
             torch.set_num_threads(threads)
             log.handlers[:] = handlers
+            torch.set_float32_matmul_precision(precision)
             if device.type == "cuda":
                 torch.cuda.set_device(device)
 

@@ -66,8 +66,8 @@ class Rollout:
         reward_parts: Each reward function's own value, before its weight.
         reward_facts: What the functions said besides, see `rewards/base.py`.
         reward_error: Why scoring failed, None where it did not.
-        routed_experts: Experts that the engine chose for each token of prompt and response in each layer, most likely
-            first, int8 (above 128 experts int16) [num_tokens, layers, top_k] on the CPU. The last token was sampled and
+        routed_experts: Experts that the engine chose for each token of prompt and response in each layer, in any order,
+            int8 (above 128 experts int16) [num_tokens, layers, top_k] on the CPU. The last token was sampled and
             never went through the model: its entries are -1. None unless `rollout.enable_rollout_routing_replay`.
     """
 

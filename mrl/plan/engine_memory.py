@@ -26,6 +26,8 @@ from mrl.weights.copies import ITEM_BYTES
 from mrl.weights.trtllm_reads import WHOLE_ONLY
 
 FP32_BYTES = 4
+PINNED = 2
+"""Bytes of pinned memory for a byte at most: torch rounds each piece up to a power of two."""
 FP8_WORK = 3
 """Tensors in fp32 of a band of a matrix while it is quantised: values, factors, products."""
 
@@ -165,10 +167,16 @@ def _staged(config: Config, arch: ArchSpec, grid: Grid) -> dict[str, int]:
         return {"whole model of a refit": whole}
     largest = max(arch.vocab_size, arch.intermediate_size) * arch.hidden_size * ITEM_BYTES[dtype]
     staged = {"whole tensors of a refit": min(whole, 2 * (_bucket_bytes(config) + largest))}
-    if quantization is not None:
-        in_fp8_bytes = native_bytes(arch, tp, ep, dtype, quantization)[1]
-        staged["quantising of a refit"] = FP8_WORK * FP32_BYTES * min(in_fp8_bytes, BAND_ELEMENTS)
-    return staged
+    return staged | _quantising(config, arch, grid)
+
+
+def _quantising(config: Config, arch: ArchSpec, grid: Grid) -> dict[str, int]:
+    """What a refit holds of a band of a matrix on its way into FP8."""
+    quantization, dtype = config.rollout.quantization, config.rollout.dtype or config.model.dtype
+    if quantization is None:
+        return {}
+    in_fp8_bytes = native_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, quantization)[1]
+    return {"quantising of a refit": FP8_WORK * FP32_BYTES * min(in_fp8_bytes, BAND_ELEMENTS)}
 
 
 def _built(found: Resolved, device: Device, weights: int, actor: int) -> EngineMemory:
@@ -218,17 +226,22 @@ def _vllm(found: Resolved, device: Device, weights: int, actor: int) -> EngineMe
         cache = min(cache, _share_of_free(found, device, weights + actor))
     rows = min(rollout.max_num_seqs, _samples(found), cache // asked.sequence_bytes)
     part = {"engine's weights": weights}
+    token_bytes = token_elements(found.arch, found.grid.rollout_tp) * vllm_item_bytes(rollout, size)
+    record = record_of(found.arch, rollout)
+    told = 0 if record is None else cache // token_bytes * record.token_bytes  # beside the cache, in host memory
     if device.is_host:
         part["vLLM's KV cache"] = cache
+        part["experts of what is cached"] = told
     sleeps = rollout.free_cache_engine and not device.is_host
     own = {} if device.is_host else {"vLLM's own": device.engine_allowance}
     return EngineMemory(
         held=own if sleeps else own | part,
         awake=part if sleeps else {},
+        refit=_quantising(config, found.arch, found.grid),
         cache=0 if device.is_host else max(cache, asked.sequence_bytes),
         rows=rows,
         rollout=_generation(found, size, rows),
-        host=weights if sleeps else 0,
+        host=(PINNED * weights if sleeps else 0) + told,
     )
 
 

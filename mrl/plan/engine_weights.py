@@ -34,7 +34,7 @@ def weight_bytes(config: Config, arch: ArchSpec, grid: Grid) -> int:
     if config.rollout.name == "trtllm_engine":
         return _built_bytes(arch, mapping_of(config), dtype)
     if config.rollout.name == "vllm":
-        return _vllm_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype)
+        return _vllm_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, config.rollout.quantization)
     return native_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, config.rollout.quantization)[0]
 
 
@@ -56,9 +56,7 @@ def engine_layouts(config: Config, arch: ArchSpec, grid: Grid) -> dict[int, Layo
     if config.rollout.name == "trtllm_engine":
         shared = [trtllm_layout(arch, mapping_of(config), rank, dtype) for rank in range(grid.rollout_size)]
         return {rank: shared[grid.rollout_rank(rank)] for rank in range(grid.world_size)}
-    if config.rollout.name == "vllm":
-        return vllm_layouts(arch, grid, dtype)
-    layouts = native_layouts(arch, grid, dtype)
+    layouts = (vllm_layouts if config.rollout.name == "vllm" else native_layouts)(arch, grid, dtype)
     in_turn = {id(layout): in_fp8(layout, grids) for layout in distinct(layouts)}
     return {rank: in_turn[id(layout)] for rank, layout in layouts.items()}
 
@@ -111,9 +109,10 @@ def _all_bytes(layout: Layout, arch: ArchSpec) -> int:
 
 
 @functools.cache
-def _vllm_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str) -> int:
+def _vllm_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str, quantization: str | None) -> int:
     """Of the first rank of a replica, the others have as many."""
-    return _all_bytes(vllm_layout(replace(arch, num_layers=1), tp, 0, dtype, ep_size=ep), arch)
+    few = replace(arch, num_layers=1)
+    return _all_bytes(vllm_layout(few, tp, 0, dtype, ep_size=ep, quantization=quantization), arch)
 
 
 @functools.cache

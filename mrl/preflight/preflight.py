@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from mrl.config import Config
 from mrl.engines.trtllm import blocks
+from mrl.engines.vllm import blocks as vllm_blocks
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.preflight.data import data_rules, evaluation_rules
@@ -86,6 +87,7 @@ def check(
         *expert_rules(config, arch, grid, supervised=supervised),
         *engine_rules(config, arch),
         *blocks.refusals(config, arch),
+        *vllm_blocks.refusals(config, arch),
         *megatron_rules(config, arch, grid),
         *token_rules(arch, tokenizer_vocab_size),
     ]

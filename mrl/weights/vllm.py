@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec, Kind, ParamSpec
+from mrl.weights.fp8 import grids_of, in_fp8, scale_tables
 from mrl.weights.layout import Layout
 from mrl.weights.native import replica_layout
 
@@ -22,7 +23,9 @@ FUSED = (("q_proj", "qkv_proj"), ("gate_proj", "gate_up_proj"))
 EXPERTS = {Kind.EXPERT_GATE_UP: "w13_weight", Kind.EXPERT_DOWN: "w2_weight"}
 
 
-def vllm_layout(arch: ArchSpec, tp_size: int, tp_rank: int, dtype: str, *, ep_size: int = 1) -> Layout:
+def vllm_layout(
+    arch: ArchSpec, tp_size: int, tp_rank: int, dtype: str, *, ep_size: int = 1, quantization: str | None = None
+) -> Layout:
     """What a rank of a replica stores.
 
     Experts are matrices [experts x rows, columns], of which vLLM's [experts, rows, columns] are a view.
@@ -31,13 +34,17 @@ def vllm_layout(arch: ArchSpec, tp_size: int, tp_rank: int, dtype: str, *, ep_si
         arch: The model.
         tp_size: Ranks of a replica.
         tp_rank: Position in the replica.
-        dtype: Of every tensor.
+        dtype: Of every tensor that is not quantised.
         ep_size: 1: each rank has a part of every expert; `tp_size`: whole experts, as `enable_expert_parallel` has it.
+        quantization: `rollout.quantization`; the scales of a fused matrix' parts lie one below the other, as the parts.
 
     Raises:
         UserError: `tp_size` does not divide the model's heads or MLP, or `ep_size` its experts.
     """
-    return replica_layout(arch, tp_size, tp_rank, dtype, ep_size=ep_size, name_of=_name, vocab_multiple=VOCAB_MULTIPLE)
+    own = replica_layout(arch, tp_size, tp_rank, dtype, ep_size=ep_size, name_of=_name, vocab_multiple=VOCAB_MULTIPLE)
+    grids = grids_of(arch, quantization)
+    stored = in_fp8(own, grids)
+    return {**stored, **scale_tables(stored, grids)}
 
 
 def _name(spec: ParamSpec, layer: int | None) -> str:

@@ -216,10 +216,25 @@ def test_vllm_sleeps_on_a_gpu_and_keeps_all_on_a_cpu(resolved):
     assert {phase for phase, terms in memory.phases.items() if "engine's weights" in terms} == {"refit", "rollout"}
     assert memory.phases["refit"]["engine's weights"] == weights == arriving_bytes(found.config, found.arch, found.grid)
     assert memory.phases["rollout"]["KV cache"] == asked.wanted_bytes == 8 * asked.sequence_bytes
-    assert memory.host > weights
+    awake = phases(resolved("rollout.name=vllm", "rollout.max_num_seqs=8", "rollout.free_cache_engine=false", *OFFLOAD))
+    assert memory.host - awake.host == 2 * weights  # pinned memory, rounded up
     on_cpu = phases(found, Device(te=False, is_host=True))
     assert all(terms["engine's weights"] == weights for terms in on_cpu.phases.values())
     assert all(terms["vLLM's KV cache"] == asked.wanted_bytes for terms in on_cpu.phases.values())
+
+
+def test_vllm_keeps_the_experts_of_what_is_cached_in_host_memory(resolved):
+    replay = ("actor.router_replay=rollout", "rollout.enable_rollout_routing_replay=true")
+    run = ("rollout.name=vllm", "model.preset=qwen3_moe_tiny", "~model.overrides")
+    found = resolved(*run, *replay)
+    arch = found.arch
+    cached = kv_cache(found.config.rollout, arch, 2).wanted_bytes // (
+        2 * 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim
+    )
+    replayed, plain = phases(found), phases(resolved(*run))
+    assert replayed.host - plain.host - replayed.replayed == cached * arch.num_layers * arch.moe.top_k
+    on_cpu = phases(found, Device(te=False, is_host=True))
+    assert on_cpu.phases["rollout"]["experts of what is cached"] == cached * arch.num_layers * arch.moe.top_k
 
 
 def test_the_plan_moves_to_vllm_what_its_ranks_store(resolved):

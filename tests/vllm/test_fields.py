@@ -1,5 +1,6 @@
 """Each field of `rollout` does what the page says of vLLM, or is refused; vLLM itself is not needed for that."""
 
+import os
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
@@ -12,11 +13,13 @@ from mrl.engines.base import SamplingConfig
 from mrl.engines.vllm import contract, passed
 from mrl.engines.vllm.engine_fields import DERIVED, FREE, IDLE, NAMES, REFUSED, markdown
 from mrl.engines.vllm.fields import FIELDS
+from mrl.engines.vllm.process import ALWAYS, OWN, kept
 from mrl.engines.vllm.sampling import arguments
 from mrl.engines.vllm.storage import Storage
 from mrl.errors import UserError
 from mrl.preflight import preflight
 from mrl.types import Prompt
+from mrl.weights.layout import StoredTensor
 from tests.engines.specs import spec_of
 from tests.source import ROOT
 from tests.weights.archs import small
@@ -173,6 +176,8 @@ def test_a_field_of_the_start_reaches_the_arguments_of_llm(name):
 def test_what_a_start_on_a_gpu_says_besides():
     dense, mixed = small("qwen3_tiny"), small("qwen3_moe_tiny")
     assert started(mixed, "cuda:0")["moe_backend"] == "triton"
+    assert started(dense, "cuda:0", quantization="fp8")["linear_backend"] == "triton"
+    assert "linear_backend" not in started(dense, "cuda:0")
     assert "moe_backend" not in started(dense, "cuda:0") and "moe_backend" not in started(mixed)
     assert started(dense, "cuda:0")["enable_sleep_mode"] and not started(dense)["enable_sleep_mode"]
     assert not started(dense, "cuda:0", free_cache_engine=False)["enable_sleep_mode"]
@@ -183,6 +188,15 @@ def test_what_a_start_on_a_gpu_says_besides():
 def test_every_name_that_a_field_is_passed_as_has_a_test_here():
     names = {name for use in FIELDS.values() for name in use.passed_as}
     assert names <= {*START, *(f"SamplingParams.{name}" for name in SAMPLE), "enforce_eager", "enable_sleep_mode"}
+
+
+@pytest.mark.vllm
+def test_a_build_for_other_devices_is_refused():
+    from mrl.engines.vllm.host import check_build
+
+    check_build(torch.device("cpu"), "0.32.0")
+    with pytest.raises(UserError, match=r"a build for device 'cpu', and the run's is 'cuda'. .*mrl\[vllm\]"):
+        check_build(torch.device("cuda:0"), "0.32.0")
 
 
 @pytest.mark.vllm
@@ -198,3 +212,45 @@ def test_a_kernel_that_keeps_experts_otherwise_is_refused():
         Storage(layer, {}, "0.32.0")
     layer.quant_method.unquantized_backend.name = "TRITON"
     Storage(layer, {}, "0.32.0")
+
+
+class DeepGemm:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ({"fp8_backend": SimpleNamespace(name="DEEPGEMM")}, "multiplies experts with DEEPGEMM"),
+        ({"fp8_linear": DeepGemm()}, "multiplies matrices in FP8 with DeepGemm"),
+    ],
+    ids=["experts", "matrices"],
+)
+def test_a_kernel_that_keeps_fp8_otherwise_is_refused(method, said):
+    layer = torch.nn.Module()
+    layer.quant_method = SimpleNamespace(**method)
+    with pytest.raises(UserError, match=said):
+        Storage(layer, {}, "0.32.0")
+
+
+def test_a_tensor_of_another_dtype_is_refused():
+    model = torch.nn.Linear(4, 3, bias=False)
+    with pytest.raises(UserError, match="stores 'weight' in float32, mrl expects bfloat16"):
+        Storage(model, {"weight": StoredTensor((3, 4), "bfloat16", ())}, "0.32.0")
+
+
+def test_what_a_start_changes_is_put_back(monkeypatch):
+    for name in (*ALWAYS, *OWN):
+        monkeypatch.setenv(name, "0")  # those stay until the test ends
+    torch.manual_seed(3)
+    before = torch.get_float32_matmul_precision(), torch.get_num_threads(), os.sched_getaffinity(0), os.environ.copy()
+    with kept(torch.device("cpu")):
+        torch.set_float32_matmul_precision("medium")
+        torch.set_num_threads(before[1] + 1)
+        os.sched_setaffinity(0, {min(before[2])})
+        os.environ["LOCAL_WORLD_SIZE"] = "7"
+        torch.rand(3)
+    after = torch.get_float32_matmul_precision(), torch.get_num_threads(), os.sched_getaffinity(0), os.environ.copy()
+    changed = {name for name, value in after[3].items() if before[3].get(name) != value}
+    assert after[:3] == before[:3] and changed <= {*ALWAYS, *OWN}
+    assert torch.initial_seed() == 3 and torch.equal(torch.rand(1), torch.rand(1, generator=torch.manual_seed(3)))

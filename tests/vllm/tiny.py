@@ -47,8 +47,8 @@ def save(folder, family):
 
 
 @contextmanager
-def engine(folder, *, tp_group=None, dtype=torch.float32, **settings):
-    """vLLM without weights, in this rank of a job."""
+def engine(folder, *, tp_group=None, dtype=torch.float32, arch=None, **settings):
+    """vLLM without weights, in this rank of a job; `arch`: mrl's word on the model."""
     from mrl.engines.vllm.engine import VllmEngine
 
     size = 1 if tp_group is None else dist.get_world_size(tp_group)
@@ -57,7 +57,7 @@ def engine(folder, *, tp_group=None, dtype=torch.float32, **settings):
         "max_num_batched_tokens": 128, "tensor_model_parallel_size": size, **settings,
     }  # fmt: skip
     spec = spec_of(
-        RolloutConfig(name="vllm", **given), arch_from_folder(folder), tp_group=tp_group, dtype=dtype,
+        RolloutConfig(name="vllm", **given), arch or arch_from_folder(folder), tp_group=tp_group, dtype=dtype,
         model_folder=lambda _: folder,
     )  # fmt: skip
     made = VllmEngine(spec)

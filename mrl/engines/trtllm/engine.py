@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from mrl.distributed import launch
+from mrl.engines._blocks import config_keys
 from mrl.engines._prompts import check_prompts
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
 from mrl.engines.trtllm import contract, fp8
-from mrl.engines.trtllm.blocks import config_keys
 from mrl.engines.trtllm.contract import Verdict
 from mrl.engines.trtllm.llm import SETTINGS, Host, check_min_p, refusal
 from mrl.engines.trtllm.logits import requests_at_a_time

@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.engines._blocks import config_keys
 from mrl.engines._memory import kv_budget
 from mrl.engines._poll import Poll
 from mrl.engines._prompts import check_prompts
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
 from mrl.engines.vllm import contract
+from mrl.engines.vllm.blocks import check_gpu, left_out
 from mrl.engines.vllm.fields import refusals_on_a_cpu
 from mrl.engines.vllm.host import Host
 from mrl.engines.vllm.process import same_numbers
@@ -60,10 +62,15 @@ class VllmEngine(RolloutEngine):
                     f"rollout.tensor_model_parallel_size={size} with rollout.name=vllm on a CPU without AVX-512: the "
                     "ranks of vLLM 0.32 give each other wrong numbers there. Set it to 1, or use rollout.name=native."
                 )
-        self._layout = vllm_layout(arch, size, rank, spec.dtype_name, ep_size=config.expert_parallel_size)
+        elif config.quantization is not None:
+            check_gpu(torch.cuda.get_device_capability(spec.device))
+        self._layout = vllm_layout(
+            arch, size, rank, spec.dtype_name, ep_size=config.expert_parallel_size, quantization=config.quantization
+        )
         later = sum(map(num_bytes, self._layout.values()))
         budget = kv_budget(spec.device, config.gpu_memory_utilization, spec.tp_group, later_bytes=later)
-        self._host = Host(spec, spec.model_folder({}), budget=budget)
+        folder = spec.model_folder(config_keys(config, left_out=left_out(arch)))
+        self._host = Host(spec, folder, budget=budget)
         try:
             self._storage = Storage(self._host.model(), self._layout, self._host.version)
         except UserError:
@@ -179,7 +186,8 @@ class VllmEngine(RolloutEngine):
         watched = bool(sampling.stop) and not sampling.ignore_eos
         requests = self._add([prompt for prompt, _ in samples], asked, whole=not watched)
         poll = Poll(self.told_to_stop, self.spec.tp_group)
-        engine, ended, steps = self._host.engine, dict[str, tuple[Any, int | None]](), 0
+        engine, ended, steps = self._host.engine, dict[str, tuple[Any, int | None, Tensor | None]](), 0
+        numbers = dict(zip(requests, samples, strict=True))
         while engine.has_unfinished_requests():
             if poll():
                 engine.abort_request([name for name in requests if name not in ended])
@@ -189,12 +197,13 @@ class VllmEngine(RolloutEngine):
                 name, answer = output.request_id, output.outputs[0]
                 cut = ends_in_text(answer.token_ids, sampling, self.spec.decode) if watched else None
                 if name not in ended and (cut is not None or output.finished):
-                    ended[name] = (answer, cut)
+                    tokens = len(numbers[name][0].prompt_ids) + len(answer.token_ids[:cut])
+                    ended[name] = (answer, cut, self._experts(requests[name], tokens))
                     if not output.finished:
                         engine.abort_request([name])
         rollouts = [
             self._rollout(prompt, index, *ended[name], sampling)
-            for name, (prompt, index) in zip(requests, samples, strict=True)
+            for name, (prompt, index) in numbers.items()
             if name in ended
         ]
         self._stats = {
@@ -204,30 +213,44 @@ class VllmEngine(RolloutEngine):
         }
         return rollouts
 
-    def _add(self, prompts: Sequence[Prompt], asked: Sequence[dict[str, Any]], *, whole: bool) -> list[str]:
-        """Names of new requests; `whole`: they answer once, when they have ended."""
+    def _add(self, prompts: Sequence[Prompt], asked: Sequence[dict[str, Any]], *, whole: bool) -> dict[str, str]:
+        """New requests, their names -> vLLM's own names; `whole`: they answer once, when they have ended."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         kind = RequestOutputKind.FINAL_ONLY if whole else RequestOutputKind.CUMULATIVE
-        names = []
+        names = dict[str, str]()
         for prompt, given in zip(prompts, asked, strict=True):
-            names.append(str(self._num_requests))
+            name = str(self._num_requests)
             self._num_requests += 1
-            self._host.engine.add_request(
-                names[-1], {"prompt_token_ids": list(prompt.prompt_ids)}, SamplingParams(**given, output_kind=kind)
+            names[name] = self._host.engine.add_request(
+                name, {"prompt_token_ids": list(prompt.prompt_ids)}, SamplingParams(**given, output_kind=kind)
             )
         return names
 
-    def _rollout(self, prompt: Prompt, index: int, output: Any, cut: int | None, sampling: SamplingConfig) -> Rollout:
+    def _experts(self, name: str, num_tokens: int) -> Tensor | None:
+        """Of a request that has just ended; None where they are not asked for."""
+        return None if self._host.experts is None else self._host.experts.of(name, num_tokens)
+
+    def _rollout(
+        self,
+        prompt: Prompt,
+        index: int,
+        output: Any,
+        cut: int | None,
+        routed: Tensor | None,
+        sampling: SamplingConfig,
+    ) -> Rollout:
         where = f"prompt {prompt.source or prompt.uid}, sample {index}"
         tokens = list(output.token_ids)
         if not all(0 <= token < self.spec.arch.vocab_size for token in tokens):
             raise RuntimeError(f"{where}: vLLM sampled a token outside the vocabulary: {max(tokens)}")
         try:
-            return to_rollout(prompt, index, output, cut, sampling, self.policy_version)
+            rollout = to_rollout(prompt, index, output, cut, sampling, self.policy_version)
         except RuntimeError as error:
             raise RuntimeError(f"{where}: {error}") from error
+        rollout.routed_experts = routed
+        return rollout
 
     def _probe(self, prompt: Prompt) -> None:
         """Raises RuntimeError where vLLM's log-probabilities are not of what it samples from."""

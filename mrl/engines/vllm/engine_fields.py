@@ -19,7 +19,7 @@ HOST = "a refit writes into weights on the device"
 KERNEL = "some kernels keep experts in an order of their own, in which a refit would scramble them; mrl takes triton"
 SEVERAL = "one engine is one replica of rollout.tensor_model_parallel_size ranks; replicas are made by the job"
 TEXT = "mrl gives and takes token ids"
-PACKED = "a refit writes into vLLM's own weights, which it would have packed"
+QUANTIZED = "set rollout.quantization"
 SAMPLING = "the keys of rollout say how it samples"
 DRAFTS = (
     "on a CPU vLLM 0.32 accepts and scores drafted tokens at a temperature that nobody wrote; on GPUs nothing of "
@@ -52,8 +52,8 @@ DERIVED = {
     "skip_tokenizer_init": TEXT,
     "load_format": LOADED,
     "model_weights": LOADED,
-    "quantization": PACKED,
-    "quantization_config": PACKED,
+    "quantization": QUANTIZED,
+    "quantization_config": QUANTIZED,
     "cpu_offload_gb": HOST,
     "cpu_offload_params": HOST,
     "offload_backend": HOST,

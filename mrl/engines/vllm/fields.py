@@ -58,10 +58,23 @@ FIELDS: Fields = {
     "response_length": passed("SamplingParams.max_tokens"),
     "max_model_len": passed("max_model_len", does="null: `prompt_length + response_length`"),
     "dtype": passed("dtype", does="null: `model.dtype`"),
-    "quantization": refused(
-        "vLLM would pack what a refit writes into",
-        lambda r: r.quantization is not None,
-        "Leave it out, or use rollout.name=native.",
+    "quantization": Use(
+        "`fp8`: `quantization_config` of config.json, with Triton's kernels, on GPUs from Ada and Hopper on",
+        refuses=(
+            Refusal(
+                "`fp8_per_tensor`",
+                "vLLM has one scale for a fused matrix, mrl one for each of its parts",
+                lambda r: r.quantization == "fp8_per_tensor",
+                "Set rollout.quantization=fp8.",
+            ),
+            Refusal(
+                "`fp8`",
+                "vLLM's kernels for FP8 there pack what a refit writes into",
+                lambda r: r.quantization == "fp8",
+                "Leave it out, or use rollout.name=native.",
+                on_a_cpu=True,
+            ),
+        ),
     ),
     "tensor_model_parallel_size": passed("tensor_parallel_size", does="by any launcher"),
     "pipeline_model_parallel_size": refused(
@@ -103,12 +116,7 @@ FIELDS: Fields = {
         "vLLM frees nothing",
     ),
     "enforce_eager": passed("enforce_eager", does="always on a CPU"),
-    "enable_rollout_routing_replay": refused(
-        "vLLM 0.32 returns experts only from a model runner that mrl does not run",
-        lambda r: r.enable_rollout_routing_replay,
-        "Set it to false, and actor.router_replay=recompute, which replays the actor's own choice with any engine; or "
-        "use rollout.name=native.",
-    ),
+    "enable_rollout_routing_replay": Use("vLLM's own hooks on its routers (`RoutedExpertsCapturer`)"),
     "engine_kwargs": Use(
         "arguments of `LLM` by their own names, under `vllm`: [which](vllm.md#arguments-of-its-own)",
         refuses=(ANOTHERS,),

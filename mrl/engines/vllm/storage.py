@@ -17,9 +17,10 @@ from mrl.engines.vllm.engine_fields import INSTALL
 from mrl.errors import UserError
 from mrl.weights.checksum import MODULUS, bit_sum
 from mrl.weights.layout import Layout
+from mrl.weights.tensors import DTYPES
 
-PLAIN_KERNELS = ("TRITON", "CPU")
-"""vLLM's kernels for experts that read what a refit writes; the second after `Storage.pack`."""
+PLAIN_KERNELS = ("TRITON", "CPU", "TritonFp8BlockScaledMMKernel")
+"""vLLM's kernels that read what a refit writes: for experts, the second after `Storage.pack`; for matrices in FP8."""
 
 ROUTED = ".routed_experts."
 """Part of the names of experts in some versions."""
@@ -57,6 +58,11 @@ class Storage:
                     "these are experts, vLLM's kernel for CPUs pads the width of a rank's part to a multiple of 32: "
                     "choose rollout.tensor_model_parallel_size so that it is one, or use rollout.name=native."
                 )
+            if tensor.dtype != DTYPES[stored.dtype]:
+                raise UserError(
+                    f"vLLM {version} stores '{name}' in {str(tensor.dtype).removeprefix('torch.')}, mrl expects "
+                    f"{stored.dtype}. {INSTALL}"
+                )
             self._tensors[name] = tensor
         _check_kernels(model, version)
         self._packed = list(_packed_experts(model))
@@ -91,14 +97,18 @@ class Storage:
 
 
 def _check_kernels(model: torch.nn.Module, version: str) -> None:
-    """Raises UserError where a kernel keeps experts in an order that a refit does not write."""
+    """Raises UserError where a kernel keeps weights in an order that a refit does not write."""
     layer: Any
     for layer in model.modules():
-        kernel = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)
-        if kernel is not None and kernel.name not in PLAIN_KERNELS:
+        method = getattr(layer, "quant_method", None)
+        experts = getattr(method, "unquantized_backend", None) or getattr(method, "fp8_backend", None)
+        matrix = getattr(method, "fp8_linear", None)
+        kernel = experts.name if experts is not None else type(matrix).__name__ if matrix is not None else None
+        if kernel is not None and kernel not in PLAIN_KERNELS:
             raise UserError(
-                f"vLLM {version} multiplies experts with {kernel.name}, which keeps them in an order of its own, where "
-                f"mrl writes them for {' or '.join(PLAIN_KERNELS)}. {INSTALL}"
+                f"vLLM {version} multiplies {'experts' if experts is not None else 'matrices in FP8'} with {kernel}, "
+                "which keeps them in an order of its own, where mrl writes them for "
+                f"{' or '.join(PLAIN_KERNELS)}. {INSTALL}"
             )
 
 

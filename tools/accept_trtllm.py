@@ -16,49 +16,21 @@ Exit status: 0 nothing fails, 1 something does, 2 a mistake in what was given or
 from __future__ import annotations
 
 import argparse
-import shlex
-from pathlib import Path
 
 from mrl.acceptance import tool
 from mrl.acceptance.accept import ENGINES, Acceptance
 from mrl.acceptance.table import CHECKS, PAGE
 
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_dir", type=Path, help="Hugging Face folder; default: a small random model")
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES), metavar="ENGINE", help="default: %(default)s")
-    parser.add_argument("--checks", nargs="+", default=list(CHECKS), metavar="CHECK", help="default: %(default)s")
-    parser.add_argument("--num_ranks", type=int, default=1, help="GPUs, as one replica; default: %(default)s")
-    parser.add_argument("--launcher", help='words that start the ranks; default with several: "mpirun -n NUM_RANKS"')
-    tool.add_options(parser, folder="acceptance", start_timeout_s=300.0, timeout_s=120.0)
-    return tool.parse(parser, arguments, ("engines", "checks"))
+MPIRUN = "mpirun -n {ranks}"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the checks and writes the page; returns the exit status."""
-    given = parse(arguments)
-    launcher = given.launcher
-    if launcher is None:
-        launcher = f"mpirun -n {given.num_ranks}" if given.num_ranks > 1 else ""
-
-    def begin() -> Acceptance:
-        return Acceptance(
-            folder=given.output_dir,
-            tools=Path(__file__).resolve().parent,
-            engines=given.engines,
-            checks=given.checks,
-            overrides=given.overrides,
-            model_dir=given.model_dir,
-            num_ranks=given.num_ranks,
-            launcher=shlex.split(launcher),
-            start_timeout_s=given.start_timeout_s,
-            timeout_s=given.timeout_s,
-            tell=tool.tell,
-        )
-
-    return tool.run("accept_trtllm", PAGE, arguments, begin)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    tool.add_engines(parser, engines=ENGINES, checks=CHECKS, launcher=MPIRUN)
+    tool.add_options(parser, folder="acceptance", start_timeout_s=300.0, timeout_s=120.0)
+    given = tool.parse(parser, arguments, ("engines", "checks"))
+    return tool.run("accept_trtllm", PAGE, arguments, lambda: tool.of_engines(Acceptance, given, MPIRUN, __file__))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""`tools/accept_gpu.py`, `tools/accept_trtllm.py`: do a GPU and TensorRT-LLM do what mrl expects? Checks, page."""
+"""`tools/accept_*.py`: do a GPU, TensorRT-LLM and vLLM do what mrl expects? Checks, page."""

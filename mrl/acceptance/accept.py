@@ -1,6 +1,6 @@
-"""An acceptance run of TensorRT-LLM: every check on each engine.
+"""An acceptance run of TensorRT-LLM: every check on each of its engines.
 
-Owns which engines are looked at, the building of engines, and who counts as there. What is asked is in `checks.py`, the
+Owns what its engines need, and who counts as there. What is asked is in `checks.py`, the order in `engines.py`, the
 processes are in `sessions.py`, the model in `model.py`, what is written in `page.py`.
 """
 
@@ -16,18 +16,13 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
-from mrl.acceptance.model import CONFIG, from_folder, write_random
-from mrl.acceptance.result import Check, Result
-from mrl.acceptance.sessions import Sessions, check_names
+from mrl.acceptance.engines import CONTROL, EngineAcceptance
+from mrl.acceptance.result import Check
 from mrl.acceptance.table import ASLEEP, CHECKS, FP8, GRAPHS, SETTINGS
-from mrl.config import Config
 from mrl.engines.trtllm.inspection import NO_IMPORT
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder
 from mrl.preflight.engine import wanted_engine
-
-CONTROL = "native"
-"""mrl's own engine: what fails with it too is not TensorRT-LLM's."""
 
 ENGINES = (CONTROL, "trtllm", "trtllm_engine")
 NO_BUILT = Version("1.3.dev0")
@@ -39,84 +34,32 @@ NOT_BUILT = {GRAPHS: NO_GRAPHS, ASLEEP: NO_GRAPHS, FP8: "a refit brings a built 
 
 
 @dataclass(kw_only=True)
-class Acceptance(Sessions):
-    """What is to be accepted, and what came of it.
-
-    Attributes:
-        known: As of `Sessions`.
-        module: As of `Sessions`.
-        checks: Of `CHECKS`.
-        engines: Of `ENGINES`.
-        model_dir: Hugging Face folder; None: a random model.
-        num_ranks: Ranks of the job, which are one replica.
-        launcher: Words before each session's command.
-    """
+class Acceptance(EngineAcceptance):
+    """What is to be accepted, and what came of it; fields as of `EngineAcceptance`."""
 
     known: Mapping[str, Check] = field(default_factory=lambda: CHECKS)
-    module: str = "mrl.acceptance.checks"
     checks: Sequence[str] = tuple(CHECKS)
     engines: Sequence[str] = ENGINES
-    model_dir: Path | None = None
-    num_ranks: int = 1
-    launcher: Sequence[str] = ()
+    all_engines: Sequence[str] = ENGINES
+    settings: Mapping[str, Sequence[str]] = field(default_factory=lambda: SETTINGS)
 
-    def __post_init__(self) -> None:
-        """As of `Sessions`.
+    def prepared(self, engine: str, own: list[str]) -> list[str] | None:
+        """Builds engines where they are to be built."""
+        if engine != "trtllm_engine":
+            return own
+        missing = self._missing()
+        if missing:
+            self.give_up(engine, self.checks, "skipped", missing)
+            return None
+        own = [*own, "rollout.enforce_eager=true"]
+        built = self._build(own)
+        return None if built is None else [*own, f"rollout.engine_dir={built}"]
 
-        Raises:
-            UserError: There is no such engine, too.
-        """
-        check_names("engine", self.engines, ENGINES)
-        super().__post_init__()
-        sizes = [f"rollout.tensor_model_parallel_size={self.num_ranks}"] if self.num_ranks > 1 else []
-        self.overrides = [*sizes, *self.overrides]  # a session's own come after them
-        self.versions: dict[str, str] = {}
+    def without(self, engine: str, session: str) -> str:
+        """Built engines lack some."""
+        return NOT_BUILT.get(session, "") if engine == "trtllm_engine" else ""
 
-    def run(self) -> list[Result]:
-        """Every check on each engine, in the order of the page.
-
-        Raises:
-            UserError: TensorRT-LLM is not installed, or the config or the model folder is not what it should be.
-        """
-        self.versions = self._installed()
-        (self.folder / "config.yaml").write_text(CONFIG, encoding="utf-8")
-        config = self.load(())
-        model = self._model(config)
-        for engine in self.engines:
-            own = [f"rollout.name={engine}", *model]
-            missing = self._missing(engine)
-            if missing:
-                self.give_up(engine, self.checks, "skipped", missing)
-            elif engine == "trtllm_engine":
-                own += ["rollout.enforce_eager=true"]
-                built = self._build(own)
-                if built is not None:
-                    self._accept(engine, [*own, f"rollout.engine_dir={built}"])
-            else:
-                self._accept(engine, own)
-        order = list(CHECKS)
-        self.results.sort(key=lambda result: (self.engines.index(result.engine), order.index(result.check)))
-        return self.results
-
-    # sessions
-
-    def _accept(self, engine: str, own: Sequence[str]) -> None:
-        (self.folder / engine).mkdir(exist_ok=True)
-        for session, settings in SETTINGS.items():
-            wanted = [name for name in self.checks if CHECKS[name].session == session]
-            if not wanted:
-                continue
-            if any((each.engine, each.check, each.status) == (engine, "start", "fails") for each in self.results):
-                self.give_up(engine, wanted, "skipped", "the engine did not start")
-                continue
-            if engine == "trtllm_engine" and session in NOT_BUILT:
-                self.give_up(engine, wanted, "skipped", NOT_BUILT[session])
-                continue
-            self.session(engine, session, wanted, [*own, *settings], launcher=self.launcher)
-
-    # what must be there
-
-    def _installed(self) -> dict[str, str]:
+    def installed(self) -> dict[str, str]:
         """Versions; TensorRT-LLM is imported in a process of its own."""
         needed = set(self.engines) != {CONTROL}
         if needed and importlib.util.find_spec("tensorrt_llm") is None:
@@ -137,10 +80,8 @@ class Acceptance(Sessions):
             )
         return found
 
-    def _missing(self, engine: str) -> str:
-        """Why an engine cannot be there; "" where it can."""
-        if engine != "trtllm_engine":
-            return ""
+    def _missing(self) -> str:
+        """Why a built engine cannot be there; "" where it can."""
         version = self.versions["tensorrt_llm"]
         try:
             if Version(version) >= NO_BUILT:
@@ -148,13 +89,6 @@ class Acceptance(Sessions):
         except InvalidVersion:
             self.tell(f"TensorRT-LLM's version '{version}' is none; built engines are tried")
         return ""
-
-    def _model(self, config: Config) -> list[str]:
-        """Overrides that name a folder with weights; it is written where the model is random."""
-        if self.model_dir is None:
-            return write_random(config, self.folder / "model")
-        arch_from_folder(self.model_dir)
-        return from_folder(self.model_dir)
 
     def _build(self, own: Sequence[str]) -> Path | None:
         """The folder of engines for the run's sizes, made as preflight tells users to; None: that failed."""

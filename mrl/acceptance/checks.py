@@ -187,6 +187,28 @@ def logprobs(bench: Bench) -> Facts:
     return facts
 
 
+def experts(bench: Bench) -> Facts:
+    """Samples scored by the experts that the engine told, and by those of the token before."""
+    bench.refit()
+    rollouts = answers.sampled(bench)
+    told = answers.told(rollouts)
+    apart = (answers.scores(bench, rollouts) - told).abs()
+    for number, each in enumerate(rollouts):
+        if each.routed_experts is None:
+            raise CheckError(f"the engine told no experts of sample {number}")
+        each.routed_experts[1:-1] = each.routed_experts[:-2].clone()
+    elsewhere = float((answers.scores(bench, rollouts) - told).abs().mean())
+    facts = answers.difference(bench, apart) | {"mean difference by experts of another token, nats": elsewhere}
+    mean = float(apart.mean())
+    if not (mean <= answers.MEAN_NATS and mean < elsewhere):
+        raise CheckError(
+            f"by the experts that were told engine and actor differ by {mean:.3g} nats on average, expected at most "
+            f"{answers.MEAN_NATS:g}; by those of the token before by {elsewhere:.3g}",
+            facts,
+        )
+    return facts
+
+
 def contract(bench: Bench) -> Facts:
     """The same under a temperature and a truncation, where log-probabilities of the logits would be others."""
     rollout = bench.job.config.rollout
@@ -239,6 +261,7 @@ FUNCTIONS: dict[str, Callable[[Bench], Facts]] = {
     "seeds": behaviour.seeds,
     "logprobs": logprobs,
     "contract": contract,
+    "experts": experts,
     "graphs": graphs,
     "fp8": fp8.fp8,
     "graphs_asleep": graphs_asleep,

@@ -6,13 +6,16 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-from mrl.acceptance.accept import Acceptance
+from mrl.acceptance.engines import EngineAcceptance
 from mrl.acceptance.gpu import GpuAcceptance
 from mrl.acceptance.page import Page, verdict, write_page
 from mrl.errors import UserError
+
+Run = TypeVar("Run", bound=EngineAcceptance)
 
 
 def add_options(parser: argparse.ArgumentParser, *, folder: str, start_timeout_s: float, timeout_s: float) -> None:
@@ -28,6 +31,52 @@ def add_options(parser: argparse.ArgumentParser, *, folder: str, start_timeout_s
     parser.add_argument("--start-timeout-s", type=float, default=start_timeout_s, help="default: %(default)s")
     parser.add_argument("--timeout-s", type=float, default=timeout_s, help="of each check; default: %(default)s")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the config, as with mrl train")
+
+
+def add_engines(
+    parser: argparse.ArgumentParser, *, engines: Sequence[str], checks: Iterable[str], launcher: str
+) -> None:
+    """Adds what is looked at, and on how many ranks.
+
+    Args:
+        parser: Of a tool.
+        engines: All of them, the default.
+        checks: All of them, the default.
+        launcher: What starts several ranks, with {ranks} in it.
+    """
+    parser.add_argument("--model_dir", type=Path, help="Hugging Face folder; default: a small random model")
+    parser.add_argument("--engines", nargs="+", default=list(engines), metavar="ENGINE", help="default: %(default)s")
+    parser.add_argument("--checks", nargs="+", default=list(checks), metavar="CHECK", help="default: %(default)s")
+    parser.add_argument("--num_ranks", type=int, default=1, help="GPUs, as one replica; default: %(default)s")
+    shown = launcher.format(ranks="NUM_RANKS")
+    parser.add_argument("--launcher", help=f'words that start the ranks; default with several: "{shown}"')
+
+
+def of_engines(kind: Callable[..., Run], given: argparse.Namespace, launcher: str, file: str) -> Run:
+    """The run that a command line asks for.
+
+    Args:
+        kind: Of the run.
+        given: After `add_engines` and `add_options`.
+        launcher: As of `add_engines`.
+        file: Of the tool.
+    """
+    words = given.launcher
+    if words is None:
+        words = launcher.format(ranks=given.num_ranks) if given.num_ranks > 1 else ""
+    return kind(
+        folder=given.output_dir,
+        tools=Path(file).resolve().parent,
+        engines=given.engines,
+        checks=given.checks,
+        overrides=given.overrides,
+        model_dir=given.model_dir,
+        num_ranks=given.num_ranks,
+        launcher=shlex.split(words),
+        start_timeout_s=given.start_timeout_s,
+        timeout_s=given.timeout_s,
+        tell=tell,
+    )
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, lists: Sequence[str]) -> argparse.Namespace:
@@ -46,7 +95,9 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, list
     return found
 
 
-def run(name: str, page: Page, arguments: Sequence[str] | None, begin: Callable[[], Acceptance | GpuAcceptance]) -> int:
+def run(
+    name: str, page: Page, arguments: Sequence[str] | None, begin: Callable[[], EngineAcceptance | GpuAcceptance]
+) -> int:
     """Runs the checks and writes the page; returns the exit status.
 
     Args:

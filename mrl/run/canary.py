@@ -4,8 +4,8 @@ Owns the question and the verdict. `Refit` proves that the engine was given the 
 or rearranges them itself, or that reads them through addresses of its own (CUDA graphs), can still go wrong behind it.
 So a few fixed prompts are answered greedily after one refit, and again after a second one of the same weights, with
 sleep and waking in between: neither tokens nor log-probabilities may move. What goes wrong in the same way every time,
-such as a tensor that is never read, does not move: `tools/accept_trtllm.py` looks for that, with the actor's own
-log-probabilities.
+such as a tensor that is never read, does not move: `tools/accept_trtllm.py` and `tools/accept_vllm.py` look for that,
+with the actor's own log-probabilities.
 """
 
 from __future__ import annotations
@@ -164,6 +164,6 @@ def check(
                 f"the engine moved under a refit of the very weights that it held: {moved}; expected at most "
                 f"{tolerance_of(device):g} nats. rollout.name={rollout.name} does not keep what it is given (a tensor "
                 "lost, one processed twice, or kernels that read old addresses), and its samples would not be the "
-                "actor's. rollout.name=native does; with TensorRT-LLM, tools/accept_trtllm.py says which part fails."
+                "actor's. rollout.name=native does; tools/accept_trtllm.py or tools/accept_vllm.py says what fails."
             )
     return moved

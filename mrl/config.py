@@ -79,6 +79,8 @@ class TrainConfig:
     """Prompts per step; each is sampled `rollout.n` times."""
     minibatch_size: Optional[int] = None
     """Prompts per optimizer step; null: `batch_size`. Must divide it."""
+    critic_warmup: int = 0
+    """First steps, in which the critic is trained and the actor is not (verl's name; VAPO's value pretraining)."""
     eval_interval: int = 0
     """Steps between evaluations on the held-out prompts; 0: only before the first and after the last step."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -182,6 +184,47 @@ class ActorConfig:
     """Updates send a token to experts chosen before, weighted by the actor's router as it is. rollout ("R3"): to those
     that the engine chose; recompute ("R2"): to those that the actor chose when it scored the samples at the rollout
     weights, which `algorithm.proximal=recompute` does, with any engine."""
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """The critic, where the algorithm has one (ppo, vapo); its layout, microbatches and recompute are the actor's."""
+
+    path: Optional[FilePath] = None
+    """Hugging Face folder, of any family, with the actor's vocabulary; its value head is `score.weight` where it has
+    one, else 0. null: the actor's weights when the training begins, and a head of 0."""
+    ppo_epochs: Optional[int] = None
+    """Times that it is trained on each step's samples; null: `actor.ppo_epochs`."""
+    cliprange_value: float = 0.5
+    """A value's error counts as that of the value kept this near to the one before the updates, if larger; 0: not."""
+    loss_aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = (
+        "token_mean"
+    )
+    """As `algorithm.loss_aggregation`."""
+    lr: float = 1e-5
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the schedule."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after warm-up, over all of its optimizer steps."""
+    lr_warmup_steps: int = 0
+    """Optimizer steps of linear warm-up from 0."""
+    weight_decay: float = 0.0
+    """As the actor's, like the next four."""
+    adam_beta1: float = 0.9
+    """First moment decay."""
+    adam_beta2: float = 0.95
+    """Second moment decay."""
+    adam_eps: float = 1e-8
+    """Adam epsilon."""
+    clip_grad: float = 1.0
+    """Global gradient norm is clipped to this; 0: not."""
+    param_offload: bool = False
+    """Keep its weights in host memory but for its own phases."""
+    grad_offload: bool = False
+    """Free its gradient buffers but for its updates; they are not copied."""
+    optimizer_offload: bool = False
+    """Keep its master weights and moments in host memory but for its updates and checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -364,6 +407,18 @@ class DppoConfig:
 
 
 @dataclass(frozen=True)
+class KlCtrlConfig:
+    """The coefficient of a KL in the reward (verl's `kl_ctrl`)."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive: `kl_coef` is where it begins; after each step it moves towards `target_kl`."""
+    target_kl: float = 0.1
+    """Mean over the responses of their mean KL per token, nats, above 0."""
+    horizon: int = 10000
+    """Responses in which the coefficient changes by a fifth at most."""
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     """Advantages and loss. null means "what the named algorithm defines" (`mrl/algorithms/<name>.py`)."""
 
@@ -372,9 +427,17 @@ class AlgorithmConfig:
     advantage_std: Optional[Literal["unbiased", "population", "none"]] = None
     """Divisor of group-relative advantages: sample (n-1) or population (n) deviation, or none."""
     advantage_eps: Optional[float] = None
-    """Added to the deviation, above 0."""
+    """Added to the deviation (ppo, vapo: to the variance), above 0."""
     advantage_std_over: Literal["group", "batch"] = "group"
     """Whose deviation: that of the prompt's rewards, or of all rewards of the step (TRL's `scale_rewards=batch`)."""
+    gamma: Optional[float] = None
+    """Discount of the reward of later tokens, (0, 1]; with a critic."""
+    lam: Optional[float] = None
+    """Lambda of generalised advantage estimation, [0, 1]; with a critic."""
+    value_lam: Optional[float] = None
+    """Lambda of the returns that the critic learns (VAPO's decoupled GAE), [0, 1]; null: `lam`."""
+    lam_length_alpha: Optional[float] = None
+    """Advantages of a response of l tokens have lambda 1 - 1 / (alpha l) in place of `lam` (VAPO); 0: off."""
     singleton_group: Optional[Literal["error", "zero", "reward"]] = None
     """Advantage of a group with one sample: refuse, 0, or its raw reward."""
     loss_aggregation: Optional[
@@ -398,6 +461,7 @@ class AlgorithmConfig:
     """Where the KL to the reference goes."""
     kl_coef: float = 0.001
     """Factor of the KL."""
+    kl_ctrl: KlCtrlConfig = field(default_factory=KlCtrlConfig)
     kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = "k3"
     """http://joschu.net/blog/kl-approx.html; with +: that value with the gradient of k2, in the loss only."""
     kl_unbiased: bool = False
@@ -524,6 +588,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

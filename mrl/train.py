@@ -53,7 +53,7 @@ def train(config: Config, stop: Stop | None = None) -> None:
             done = 0
             warm_start(job)
             with job.progress.step(done):
-                job.state.reference.start(done)
+                job.begin(done)
                 held_out_metrics = evaluate_if_due(job, done)
             job.commits.write(done, held_out_metrics)
         if job.is_last(done):
@@ -101,20 +101,29 @@ def reinforcement_step(job: Job, step: int) -> Metrics:
     if algorithm.needs_reference:
         with phase("ref"), job.policy.reference():
             data.batch.ref_logprobs_R, _ = job.policy.score(data.batch)
+    if job.critic is not None:
+        with phase("values"):
+            job.critic.values(data.batch)
     with phase("adv"):
         facts = outcomes(table, job.reward_weights)
         facts = replace(facts, rewards_N=algorithm.shape_rewards(facts))
         advantages_N = algorithm.outcome_advantages(facts)
         data.batch.rewards_B = facts.rewards_N[data.index_B].float()
         algorithm.advantages(data.batch, advantages_N[data.index_B], job.sum_over_dp)
-    with job.timers.phase("update_actor"):
-        metrics |= update(job, data)
+    learned: Metrics = {}
+    if job.critic is not None:
+        with job.timers.phase("update_critic"):
+            learned = job.critic.update(data, job.sum_over_dp)
+    if step > config.train.critic_warmup:
+        with job.timers.phase("update_actor"):
+            metrics |= update(job, data)
 
     job.state.reference.update(step)
     job.rates.trained(table["prompt_len"], table["response_len"])
     metrics |= metrics_of_sampling | measure.outcome_metrics(
         table, rewards_N=facts.rewards_N, advantages_N=advantages_N
     )
+    metrics |= learned
     return metrics | measure.progress_metrics(global_step=step, epoch=job.state.source.epoch)
 
 
@@ -246,7 +255,7 @@ def evaluate(config: Config, checkpoint: str | None = None) -> dict[str, Any]:
     Raises:
         UserError: There are no held-out prompts, or no such checkpoint.
     """
-    with open_job(prepare(config, resumes=False), log=False) as job:
+    with open_job(prepare(config, resumes=False), log=False, trains=False) as job:
         if not job.validation:
             raise UserError("there are no held-out prompts to evaluate on: set data.val_files or data.task.")
         loaded = job.commits.load_for_evaluation(checkpoint)

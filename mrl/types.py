@@ -106,6 +106,8 @@ class RolloutBatch:
         weights_R: Weight of each token in the loss sum, set by `Algorithm.weigh`, fp32; the sum of weight x loss over
             all microbatches and data-parallel ranks is the loss.
         ref_logprobs_R: By the frozen reference, fp32; None where no KL is used.
+        values_R: By the critic before its updates, of the state before each token, fp32; None without a critic.
+        returns_R: What the critic learns, set by `Algorithm.advantages` from values, fp32.
         proximal_logprobs_R: Recomputed by the actor at the rollout weights, fp32; None unless decoupled.
         metric_weights_R: Weight of each token in metrics, 1 / (trained tokens of the global minibatch), 0 where not
             trained; set by `Algorithm.weigh`, fp32.
@@ -126,6 +128,8 @@ class RolloutBatch:
     advantages_R: Tensor | None = None
     weights_R: Tensor | None = None
     ref_logprobs_R: Tensor | None = None
+    values_R: Tensor | None = None
+    returns_R: Tensor | None = None
     proximal_logprobs_R: Tensor | None = None
     metric_weights_R: Tensor | None = None
     truncated_B: Tensor | None = None

@@ -28,6 +28,7 @@ from mrl.config import Config, load
 from mrl.data.prompts import load_training, load_validation
 from mrl.errors import UserError
 from mrl.megatron import quieten
+from mrl.megatron.critic import Critic
 from mrl.megatron.model import transformer_config
 from mrl.observe.metrics import is_wall_clock
 from mrl.plan.engine_weights import engine_layouts
@@ -104,7 +105,7 @@ def course(config: Config) -> Facts:
     with open_job(prepare(config), log=False) as job:
         job.resume()
         warm_start(job)
-        job.state.reference.start(0)
+        job.begin(0)
         facts: Facts = {"threads": torch.get_num_threads(), **_held_out(job)}
         step = 0
         while not job.is_last(step):
@@ -144,7 +145,15 @@ def _machinery(job: Job) -> Facts:
             part: sum(tensor.untyped_storage().nbytes() for tensor in job.policy._tensors_of(part))
             for part in ("weights", "gradients", "optimizer")
         },
+        "critic": {} if job.critic is None else _critic(job.critic.model),
     }
+
+
+def _critic(model: Critic) -> Facts:
+    model.offload()
+    parts = ("weights", "gradients", "optimizer")
+    away = {part: sum(tensor.untyped_storage().nbytes() for tensor in model._tensors_of(part)) for part in parts}
+    return {"updates": model.num_updates, "away": away}
 
 
 @of_a_config

@@ -42,6 +42,9 @@ MIXTURE = (
 DEEP = ("model.overrides.num_hidden_layers=4",)
 TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 SHARED = (*MIXTURE, f"{TP}=2", "parallel.sequence_parallel=true", "parallel.expert_model_parallel_size=2")
+CHARGED = ("algorithm.name=reinforce_pp", "algorithm.kl_in=reward", "train.num_steps=3", "actor.lr=0.1")
+ADAPTIVE = (*CHARGED, "algorithm.kl_ctrl={type: adaptive, target_kl: 100, horizon: 20}")
+PPO = ("algorithm.name=ppo",)
 KL = ("algorithm.kl_in=loss", "algorithm.kl_coef=0.1")
 FAR = ("actor.lr=0.1", "actor.ppo_epochs=2")  # the policy leaves the one that sampled
 SAMPLED = ("rollout.val_kwargs.do_sample=true",)
@@ -83,6 +86,7 @@ ROWS = {
     "train.num_epochs": row("train.num_epochs=0.5", given=("train.num_steps=2",)),
     "train.batch_size": row("train.batch_size=2"),
     "train.minibatch_size": row("train.minibatch_size=4"),
+    "train.critic_warmup": row("train.critic_warmup=1", given=(*PPO, "train.num_steps=2")),
     "train.eval_interval": row("train.eval_interval=2", given=RUN, by=files),
     "train.warm_start.num_steps": row(*WARM),
     "train.warm_start.batch_size": row("train.warm_start.batch_size=3", given=WARM),
@@ -140,6 +144,22 @@ ROWS = {
     ),
     "actor.moe_z_loss_coeff": row("actor.moe_z_loss_coeff=0.1", given=MIXTURE),
     "actor.router_replay": row(*REPLAY, given=MIXTURE),
+    "critic.path": row("critic.path=nowhere", given=PPO, refused="nowhere"),
+    "critic.ppo_epochs": row("critic.ppo_epochs=2", given=PPO),
+    "critic.cliprange_value": row("critic.cliprange_value=1e-6", given=(*PPO, "critic.lr=1e-4")),
+    "critic.loss_aggregation": row("critic.loss_aggregation=seq_mean_token_mean", given=PPO),
+    "critic.lr": row("critic.lr=0.02", given=PPO),
+    "critic.min_lr": row("critic.min_lr=0.000001", given=(*PPO, "critic.lr_schedule=linear")),
+    "critic.lr_schedule": row("critic.lr_schedule=linear", given=PPO),
+    "critic.lr_warmup_steps": row("critic.lr_warmup_steps=2", given=PPO),
+    "critic.weight_decay": row("critic.weight_decay=0.5", given=(*PPO, "critic.lr=0.1")),
+    "critic.adam_beta1": row("critic.adam_beta1=0.5", given=(*PPO, "critic.ppo_epochs=2")),
+    "critic.adam_beta2": row("critic.adam_beta2=0.5", given=(*PPO, "critic.ppo_epochs=2")),
+    "critic.adam_eps": row("critic.adam_eps=0.1", given=PPO),
+    "critic.clip_grad": row("critic.clip_grad=0.0001", given=(*PPO, "critic.adam_eps=0.1")),
+    "critic.param_offload": row("critic.param_offload=true", given=PPO),
+    "critic.grad_offload": row("critic.grad_offload=true", given=PPO),
+    "critic.optimizer_offload": row("critic.optimizer_offload=true", given=PPO),
     "megatron.transformer": row("megatron.transformer.bias_dropout_fusion=true", by=laid),
     "megatron.ddp": row("megatron.ddp.grad_reduce_in_fp32=false", given=("model.dtype=bfloat16",)),
     "megatron.optimizer": row("megatron.optimizer.decoupled_weight_decay=false", given=("actor.weight_decay=0.5",)),
@@ -203,6 +223,10 @@ ROWS = {
     "algorithm.advantage_std": row("algorithm.advantage_std=none"),
     "algorithm.advantage_eps": row("algorithm.advantage_eps=1.0"),
     "algorithm.advantage_std_over": row("algorithm.advantage_std_over=batch"),
+    "algorithm.gamma": row("algorithm.gamma=0.5", given=PPO),
+    "algorithm.lam": row("algorithm.lam=0.5", given=(*PPO, "critic.lr=0.1")),
+    "algorithm.value_lam": row("algorithm.value_lam=0.5", given=(*PPO, "critic.lr=0.1")),
+    "algorithm.lam_length_alpha": row("algorithm.lam_length_alpha=0.5", given=(*PPO, "critic.lr=0.1")),
     "algorithm.singleton_group": row("algorithm.singleton_group=zero", given=SINGLE),
     "algorithm.loss_aggregation": row("algorithm.loss_aggregation=seq_mean_token_sum"),
     "algorithm.policy_loss": row("algorithm.policy_loss=cispo"),
@@ -219,6 +243,9 @@ ROWS = {
     "algorithm.dual_clip": row("algorithm.dual_clip=1.01", given=FAR),
     "algorithm.kl_in": row(*KL),
     "algorithm.kl_coef": row("algorithm.kl_coef=0.9", given=KL),
+    "algorithm.kl_ctrl.type": row("algorithm.kl_ctrl.type=adaptive", given=CHARGED),
+    "algorithm.kl_ctrl.target_kl": row("algorithm.kl_ctrl.target_kl=1e-9", given=ADAPTIVE),
+    "algorithm.kl_ctrl.horizon": row("algorithm.kl_ctrl.horizon=5", given=ADAPTIVE),
     "algorithm.kl_estimator": row("algorithm.kl_estimator=k1", given=KL),
     "algorithm.kl_unbiased": row("algorithm.kl_unbiased=true", given=(*KL, *FAR)),
     "algorithm.entropy_coef": row("algorithm.entropy_coef=0.1"),

@@ -156,7 +156,7 @@ def two_steps(plan: Plan) -> Iterator[Job]:
     with open_job(plan, log=False) as job:
         job.resume()
         with job.timers.step(0):
-            job.state.reference.start(0)
+            job.begin(0)
         for step in (1, 2):
             with job.timers.step(step):
                 reinforcement_step(job, step)

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from mrl.algorithms._kl_control import sequence_means
 from mrl.algorithms._policy_loss import LOSSES, Tokens
 from mrl.algorithms.base import Algorithm, Outcomes, SumReduce, required
 from mrl.functional.advantages import StdKind, group_relative, overlong_penalty, reward_to_go, whiten
@@ -65,21 +66,24 @@ class PolicyGradient(Algorithm):
     def advantages(self, batch: RolloutBatch, outcome_advantages_B: Tensor, reduce: SumReduce) -> None:
         """Collective over data-parallel: every token of a response gets its outcome's advantage.
 
-        With KL in the reward, minus `kl_coef` times the KL of this token and those after it, estimated at the
+        With KL in the reward, minus its coefficient times the KL of this token and those after it, estimated at the
         log-probabilities that sampled. Narrows the mask by `overlong.mask_truncated` first.
         """
-        sequence_R = batch.sequence_R
-        if self.config.overlong.mask_truncated:
-            batch.response_mask_R = batch.response_mask_R & ~required(batch.truncated_B, "truncated_B")[sequence_R]
-        mask_R = batch.response_mask_R
-        advantages_R = outcome_advantages_B.double()[sequence_R]
+        mask_R = self._narrowed(batch)
+        advantages_R = outcome_advantages_B.double()[batch.sequence_R]
         if self.config.kl_in == "reward":
-            penalty_R = reward_to_go(self._reward_kl_R(batch), batch.response_lens_B)
-            advantages_R = advantages_R - self.config.kl_coef * penalty_R
+            advantages_R = advantages_R - reward_to_go(self._charge_R(batch, reduce), batch.response_lens_B)
         if self.whitens:
             std: StdKind = required(self.config.advantage_std, "algorithm.advantage_std")
             advantages_R = whiten(advantages_R, mask_R, reduce, std=std, eps=self.config.advantage_eps or 0.0)
         batch.advantages_R = torch.where(mask_R, advantages_R, 0.0).float()
+
+    def _narrowed(self, batch: RolloutBatch) -> Tensor:
+        """The mask, narrowed by `overlong.mask_truncated`."""
+        if self.config.overlong.mask_truncated:
+            truncated_B = required(batch.truncated_B, "truncated_B")
+            batch.response_mask_R = batch.response_mask_R & ~truncated_B[batch.sequence_R]
+        return batch.response_mask_R
 
     def loss(self, logprobs_R: Tensor, entropy_R: Tensor, microbatch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss sum of a microbatch, and metrics.
@@ -131,12 +135,22 @@ class PolicyGradient(Algorithm):
             loss = loss + config.kl_coef * (weights_R * kl_R).sum()
             metrics["actor/kl_loss"] = _sum(kl_R, weights_R)
         elif config.kl_in == "reward":
-            metrics["actor/reward_kl_penalty"] = _mean(self._reward_kl_R(microbatch), microbatch)
+            kl_R = self._reward_kl_R(microbatch)
+            metrics["actor/reward_kl_penalty"] = _mean(kl_R, microbatch)
+            charged_R = torch.full_like(kl_R, self.kl_control.charged)
+            metrics["actor/reward_kl_penalty_coeff"] = _mean(charged_R, microbatch)
         if config.entropy_coef != 0:
             loss = loss - config.entropy_coef * (weights_R * entropy_R).sum()
             metrics["actor/entropy_loss"] = _sum(entropy_R, weights_R)
         metrics["actor/loss"] = loss.detach().double()
         return loss, metrics
+
+    def _charge_R(self, batch: RolloutBatch, reduce: SumReduce) -> Tensor:
+        """Collective over data-parallel: what each token pays for its KL, after which the coefficient may move."""
+        kl_R = self._reward_kl_R(batch)
+        sums = reduce(sequence_means(kl_R, batch.response_mask_R, batch.sequence_R, batch.num_sequences))
+        total, count = sums.tolist()
+        return self.kl_control.charge(kl_R, total / max(count, 1.0), int(count))
 
     def _reward_kl_R(self, batch: RolloutBatch) -> Tensor:
         """KL of the policy that sampled to the reference, at each token; 0 where not trained.

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
+from mrl.algorithms._kl_control import KlControl
 from mrl.algorithms._policy_loss import LOSSES, READ
 from mrl.config import AlgorithmConfig, OverlongConfig, RolloutConfig
 from mrl.errors import UserError
@@ -56,7 +57,7 @@ class Outcomes:
 
 
 class Algorithm(ABC):
-    """Built from the resolved `AlgorithmConfig`; holds no state between steps."""
+    """Built from the resolved `AlgorithmConfig`; holds no state between steps but `kl_control`."""
 
     defaults: ClassVar[dict[str, Any]]
     """Values of the `AlgorithmConfig` fields that are null in the config."""
@@ -73,6 +74,7 @@ class Algorithm(ABC):
     def __init__(self, config: AlgorithmConfig, rollout: RolloutConfig) -> None:
         self.config = config
         self.rollout = rollout
+        self.kl_control = KlControl(config)
 
     def informative_groups(self, outcomes: Outcomes) -> Tensor:
         """Which samples dynamic sampling keeps, bool [N]: those whose group's rewards are not all equal.
@@ -92,6 +94,9 @@ class Algorithm(ABC):
         """Whether `proximal_logprobs_R` must be set before the update."""
         return self.config.proximal == "recompute"
 
+    needs_values: ClassVar[bool] = False
+    """Whether there is a critic: `values_R` must be set before `advantages`, which then sets `returns_R`."""
+
     @abstractmethod
     def shape_rewards(self, outcomes: Outcomes) -> Tensor:
         """Rewards after shaping that needs no log-probabilities (overlong penalty), fp64 [N]."""
@@ -105,7 +110,10 @@ class Algorithm(ABC):
 
     @abstractmethod
     def advantages(self, batch: RolloutBatch, outcome_advantages_B: Tensor, reduce: SumReduce) -> None:
-        """Collective over data-parallel: sets `batch.advantages_R` (and narrows `batch.response_mask_R`)."""
+        """Collective over data-parallel: sets `batch.advantages_R` (and narrows `batch.response_mask_R`).
+
+        Of an algorithm with a critic also `batch.returns_R`.
+        """
 
     def weigh(self, minibatch: RolloutBatch, reduce: SumReduce) -> None:
         """Collective over data-parallel: sets `minibatch.weights_R` from counts over the global minibatch.
@@ -159,7 +167,7 @@ def resolve(config: AlgorithmConfig) -> AlgorithmConfig:
     _refuse_idle(config, idle)
     nulls: dict[str, Any] = {name: None for name in _NULLABLE if name in idle}
     filled = replace(filled, **nulls)
-    open_ends = {*idle, "loss_norm_length"}
+    open_ends = {*idle, "loss_norm_length", "value_lam"}
     missing = [name for name in _NULLABLE if getattr(filled, name) is None and name not in open_ends]
     if missing:
         raise TypeError(f"algorithm '{config.name}' gives no default for {', '.join(missing)}: add it to `defaults`.")
@@ -242,8 +250,24 @@ def _idle(config: AlgorithmConfig, algorithm: type[Algorithm]) -> dict[str, str]
             config.loss_aggregation != "seq_mean_token_sum_norm",
             f"algorithm.loss_aggregation is '{config.loss_aggregation}', not 'seq_mean_token_sum_norm'",
         ),
+        (
+            ("gamma", "lam", "value_lam", "lam_length_alpha"),
+            not algorithm.needs_values,
+            f"algorithm.name '{config.name}' has no critic",
+        ),
+        (("lam",), bool(config.lam_length_alpha), "algorithm.lam_length_alpha is above 0"),
         (("kl_coef", "kl_estimator"), config.kl_in == "none", "algorithm.kl_in is 'none'"),
         (("kl_unbiased",), config.kl_in != "loss", f"algorithm.kl_in is '{config.kl_in}'"),
+        (
+            ("kl_ctrl.type", "kl_ctrl.target_kl", "kl_ctrl.horizon"),
+            config.kl_in != "reward",
+            f"algorithm.kl_in is '{config.kl_in}', not 'reward'",
+        ),
+        (
+            ("kl_ctrl.target_kl", "kl_ctrl.horizon"),
+            config.kl_ctrl.type == "fixed",
+            "algorithm.kl_ctrl.type is 'fixed'",
+        ),
         (("tis_clip",), config.proximal == "rollout", "algorithm.proximal is 'rollout'"),
         (("max_sampling_rounds",), not config.dynamic_sampling, "algorithm.dynamic_sampling is off"),
         (("overlong.penalty",), config.overlong.buffer_length == 0, "algorithm.overlong.buffer_length is 0"),
@@ -280,11 +304,17 @@ def ranges(config: AlgorithmConfig) -> list[tuple[str, float | None, Callable[[f
     overlong = config.overlong
     return [
         ("advantage_eps", config.advantage_eps, lambda x: x > 0, "a number above 0"),
+        ("gamma", config.gamma, lambda x: 0 < x <= 1, "a number in (0, 1]"),
+        ("lam", config.lam, lambda x: 0 <= x <= 1, "a number in [0, 1]"),
+        ("value_lam", config.value_lam, lambda x: 0 <= x <= 1, "a number in [0, 1]"),
+        ("lam_length_alpha", config.lam_length_alpha, lambda x: x >= 0, "0 (off) or a number above 0"),
         ("clip_low", config.clip_low, lambda x: 0 < x <= 1, "a number in (0, 1]"),
         ("clip_high", config.clip_high, lambda x: x > 0, "a number above 0"),
         ("dual_clip", config.dual_clip, lambda x: x == 0 or x > 1, "0 (off) or a number above 1"),
         ("loss_norm_length", config.loss_norm_length, lambda x: x >= 1, "at least 1 token"),
         ("kl_coef", config.kl_coef, lambda x: x >= 0, "a number of at least 0"),
+        ("kl_ctrl.target_kl", config.kl_ctrl.target_kl, lambda x: x > 0, "a number above 0"),
+        ("kl_ctrl.horizon", config.kl_ctrl.horizon, lambda x: x >= 1, "at least 1 response"),
         ("entropy_coef", config.entropy_coef, lambda x: x >= 0, "a number of at least 0"),
         ("tis_clip", config.tis_clip, lambda x: x >= 0, "0 (no weight) or a number above 0"),
         ("max_sampling_rounds", config.max_sampling_rounds, lambda x: 1 <= x <= 10_000, "1 to 10000"),

@@ -54,9 +54,11 @@ def minibatches_of_a_step(config: Config) -> int:
 
 
 def optimizer_steps(config: Config) -> int | None:
-    """Of the whole run, the warm start aside; None while `train.num_steps` is open."""
+    """Of the actor in the whole run, the warm start aside; None while `train.num_steps` is open."""
     steps = config.train.num_steps
-    return None if steps is None else steps * config.actor.ppo_epochs * minibatches_of_a_step(config)
+    if steps is None:
+        return None
+    return max(0, steps - config.train.critic_warmup) * config.actor.ppo_epochs * minibatches_of_a_step(config)
 
 
 def is_over(train: TrainConfig, step: int, *, position: int, num_rows: int) -> bool:

@@ -76,8 +76,10 @@ def checkpoint_bytes(config: Config, arch: ArchSpec) -> int:
     parameters = num_parameters(arch)
     optimizer = optimizer_memory(config, owned=parameters, largest=parameters, held=parameters)
     each = parameters * dtype + optimizer.saved
+    algorithm = algorithms.build(config.algorithm, config.rollout)
+    if algorithm.needs_values:  # a critic of the actor's size
+        each *= 2
     if config.checkpoint.export_hf:
         each += parameters * dtype
-    algorithm = algorithms.build(config.algorithm, config.rollout)
     reference = parameters * dtype if algorithm.needs_reference and config.reference.path is None else 0
     return each * (config.checkpoint.keep_last + config.checkpoint.keep_best + 1) + reference

@@ -21,10 +21,10 @@ from torch import Tensor
 from mrl.errors import UserError, first_line, shown
 from mrl.formats.base import OutFile, Source, Target
 from mrl.formats.safetensors_file import SafetensorsFile, write_safetensors
-from mrl.models.base import ArchSpec
+from mrl.models.base import ArchSpec, critic_of
 from mrl.models.hf_config import TOKENIZER_FILES, arch_from_folder, family_of, read_config
 from mrl.weights.copies import ITEM_BYTES, num_bytes
-from mrl.weights.hf import EMBEDDINGS, HEAD, hf_layout
+from mrl.weights.hf import EMBEDDINGS, HEAD, VALUE_HEAD, hf_layout
 from mrl.weights.layout import Layout, Region
 from mrl.weights.regions import slices
 from mrl.weights.tensors import check_tensors
@@ -47,7 +47,7 @@ class HfSource(Source):
 
         Args:
             folder: With safetensors, single or sharded.
-            arch: The model; None: what config.json says.
+            arch: The model; None: what config.json says, a critic where the folder has a value head.
 
         Raises:
             UserError: The folder has no config.json or no safetensors, its index is broken, or a file is missing or
@@ -57,6 +57,8 @@ class HfSource(Source):
         self.arch = arch_from_folder(folder) if arch is None else arch
         self._open_files: dict[str, SafetensorsFile] = {}
         self._file_of = self._find()
+        if arch is None and VALUE_HEAD in self._file_of:
+            self.arch = critic_of(self.arch)
         names = (*sorted(set(self._file_of.values())), INDEX, "config.json")
         self.files = tuple(name for name in names if (self.folder / name).is_file())
 

@@ -29,19 +29,20 @@ def local_models(config: Config, *, download: bool = False) -> Config:
     Ranks of a host that call it at once wait for one of them to download; hosts that share the cache do so too.
 
     Args:
-        config: `model.path`, `model.tokenizer` and `reference.path` may be names of the hub; a folder that is there
-            always wins.
+        config: `model.path`, `model.tokenizer`, `reference.path` and `critic.path` may be names of the hub; a folder
+            that is there always wins.
         download: What the cache lacks is downloaded; otherwise it is refused.
 
     Raises:
         UserError: The cache lacks the model, and it is not to be or cannot be downloaded.
     """
-    model, reference = config.model, config.reference
+    model, reference, critic = config.model, config.reference, config.critic
     path = local_folder("model.path", model.path, download=download)
     tokenizer = local_folder("model.tokenizer", model.tokenizer, download=download, weights=False)
     model = replace(model, path=path, tokenizer=tokenizer)
     reference = replace(reference, path=local_folder("reference.path", reference.path, download=download))
-    return replace(config, model=model, reference=reference)
+    critic = replace(critic, path=local_folder("critic.path", critic.path, download=download))
+    return replace(config, model=model, reference=reference, critic=critic)
 
 
 def local_folder(key: str, text: str | None, *, download: bool = False, weights: bool = True) -> str | None:
@@ -76,14 +77,16 @@ def check_same_models(config: Config) -> None:
 
     from mrl.distributed.collectives import all_gather_ragged, everyone
 
-    folders = [Path(path).name for path in (config.model.path, config.model.tokenizer, config.reference.path) if path]
+    paths = (config.model.path, config.model.tokenizer, config.reference.path, config.critic.path)
+    folders = [Path(path).name for path in paths if path]
     digest = int.from_bytes(hashlib.sha256("\n".join(folders).encode()).digest()[:7], "big")
     found = all_gather_ragged(torch.tensor([digest]), everyone()).tolist()
     other = [rank for rank, value in enumerate(found) if value != found[0]]
     if other:
         error = UserError(
             f"rank {other[0]} has another state of the model from the Hugging Face hub than rank 0 (model.path, "
-            "model.tokenizer or reference.path). Download it anew on every host, or name a folder that all hosts share."
+            "model.tokenizer, reference.path or critic.path). Download it anew on every host, or name a folder that "
+            "all hosts share."
         )
         error.everywhere = True
         raise error

@@ -31,10 +31,8 @@ def objective(verl: VerlRun) -> Iterator[tuple[str, Any]]:
     """
     estimator = str(verl["algorithm.adv_estimator"])
     if estimator not in VERL_ESTIMATORS:
-        default = "" if "algorithm.adv_estimator" in verl.given else ", verl's default,"
-        needs = " needs a critic, which mrl does not have" if estimator == "gae" else " is not in mrl"
         raise UserError(
-            f"algorithm.adv_estimator={estimator}{default}{needs}. Choose one of {', '.join(VERL_ESTIMATORS)}."
+            f"algorithm.adv_estimator={estimator} is not in mrl. Choose one of {', '.join(VERL_ESTIMATORS)}."
         )
     name = VERL_ESTIMATORS[estimator]
     yield "algorithm.name", name
@@ -47,6 +45,8 @@ def objective(verl: VerlRun) -> Iterator[tuple[str, Any]]:
         verl.notes["algorithm.adv_estimator"] = (
             "each function of reward.functions with a weight is one reward; verl takes keys of what one function gives"
         )
+    if name.startswith("reinforce_pp") and verl["algorithm.gamma"] != 1:
+        verl.notes["algorithm.gamma"] = f"with {estimator} an outcome's reward counts fully at each token"
     if name in ("grpo", "gdpo") and not verl["algorithm.norm_adv_by_std_in_grpo"]:
         yield "algorithm.advantage_std", "none"
     if verl[f"{ROLLOUT}n"] == 1 and name in ("grpo", "rloo", "gpg", "gdpo"):

@@ -7,6 +7,7 @@ would have made. Which key goes where, and why some go nowhere, is in `peers/ver
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import yaml
@@ -14,6 +15,7 @@ import yaml
 from mrl.config import Config
 from mrl.engines.trtllm.fields import needs_mpi
 from mrl.errors import UserError
+from mrl.from_verl.critic import SCHEDULES, critic
 from mrl.from_verl.line import Settings
 from mrl.from_verl.objective import objective
 from mrl.from_verl.rollout import lengths, rollout, without_refused
@@ -29,7 +31,6 @@ Pair = tuple[str, Any]
 
 KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs",
       "k1+": "k1+", "kl+": "k1+", "k3+": "k3+", "low_var_kl+": "k3+"}  # fmt: skip
-SCHEDULES = ("constant", "linear", "cosine")
 
 
 def translate(given: Settings) -> Translation:
@@ -171,16 +172,17 @@ def _precision(verl: VerlRun, section: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value != "fp32"} if section == "optimizer" else {}
 
 
-def _warmup(verl: VerlRun) -> int:
+def _warmup(verl: VerlRun, section: str = ACTOR, epochs: int | None = None) -> int:
     """Optimizer steps; verl counts steps of the loop."""
-    steps, ratio = verl[f"{ACTOR}optim.lr_warmup_steps"], verl[f"{ACTOR}optim.lr_warmup_steps_ratio"]
+    steps, ratio = verl[f"{section}optim.lr_warmup_steps"], verl[f"{section}optim.lr_warmup_steps_ratio"]
     if not steps or steps < 0:
         total = verl["trainer.total_training_steps"]
         if ratio and not total:
-            verl.notes[f"{ACTOR}optim.lr_warmup_steps_ratio"] = "the steps are not known yet: set actor.lr_warmup_steps"
+            to = MAPS[f"{section}optim.lr_warmup_steps"][0]
+            verl.notes[f"{section}optim.lr_warmup_steps_ratio"] = f"the steps are not known yet: set {to}"
         steps = int((ratio or 0.0) * (total or 0))
     minibatches = max(1, verl["data.train_batch_size"] // max(1, verl[f"{ACTOR}ppo_mini_batch_size"]))
-    return int(steps) * int(minibatches) * int(verl[f"{ACTOR}ppo_epochs"])
+    return int(steps) * int(minibatches) * int(epochs or verl[f"{ACTOR}ppo_epochs"])
 
 
 def _microbatch(verl: VerlRun) -> int:
@@ -206,6 +208,8 @@ def _parallel(verl: VerlRun) -> Iterator[Pair]:
 
 def _algorithm(verl: VerlRun) -> Iterator[Pair]:
     yield from objective(verl)
+    if verl["algorithm.adv_estimator"] == "gae":
+        yield from critic(verl, partial(_warmup, verl))
     yield "algorithm.entropy_coef", verl[f"{ACTOR}entropy_coeff"]
     yield from _kl(verl)
     if verl["algorithm.filter_groups.enable"]:
@@ -235,6 +239,9 @@ def _kl(verl: VerlRun) -> Iterator[Pair]:
     yield "algorithm.kl_coef", verl[coef]
     estimator = verl.one_of(kind, KL, "k3")
     yield "algorithm.kl_estimator", estimator.rstrip("+") if place == "reward" else estimator
+    if place == "reward" and verl["algorithm.kl_ctrl.type"] == "adaptive":
+        for name in ("type", "target_kl", "horizon"):
+            yield f"algorithm.kl_ctrl.{name}", verl[f"algorithm.kl_ctrl.{name}"]
 
 
 def _reward(verl: VerlRun) -> Iterator[Pair]:

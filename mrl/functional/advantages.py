@@ -193,7 +193,13 @@ def reward_to_go(rewards_R: Tensor, response_lens_B: Tensor) -> Tensor:
 
 
 def whiten(
-    values_R: Tensor, mask_R: Tensor, reduce: Callable[[Tensor], Tensor], *, std: StdKind, eps: float = 0.0
+    values_R: Tensor,
+    mask_R: Tensor,
+    reduce: Callable[[Tensor], Tensor],
+    *,
+    std: StdKind,
+    eps: float = 0.0,
+    under_root: bool = False,
 ) -> Tensor:
     """Collective over data-parallel: (x - mean) / (sigma + eps) over all trained tokens of all ranks, fp64 [R].
 
@@ -203,6 +209,7 @@ def whiten(
         reduce: Elementwise sum over the data-parallel ranks; called twice.
         std: Kind of sigma; "none": only the mean is subtracted.
         eps: Added to sigma.
+        under_root: It is added to the variance, sqrt(sigma^2 + eps), as in verl's `masked_whiten`.
 
     Source: REINFORCE++, arXiv 2501.03262, section 3.
     """
@@ -217,5 +224,6 @@ def whiten(
     if std == "none":
         return centred_R
     dof = count if std == "population" else count - 1
-    sigma = (square_sum / dof.clamp(min=1)).sqrt()
-    return torch.where(centred_R == 0, 0.0, centred_R / (sigma + eps))
+    variance = square_sum / dof.clamp(min=1)
+    sigma = (variance + eps).sqrt() if under_root else variance.sqrt() + eps
+    return torch.where(centred_R == 0, 0.0, centred_R / sigma)

@@ -1,6 +1,6 @@
-"""The actor in a folder: model and optimizer through megatron.core.dist_checkpointing, layout free.
+"""An actor or a critic in a folder: model and optimizer through megatron.core.dist_checkpointing, layout free.
 
-Owns what is saved of the actor and how it comes back at another TP, PP, VPP or DP. When a checkpoint counts as
+Owns what is saved of it and how it comes back at another TP, PP, VPP or DP. When a checkpoint counts as
 written is decided by `mrl/run_folder/checkpoint.py`; without Megatron the folder is read by
 `mrl/formats/megatron.py`. Its metadata is a pickle: before Megatron reads it, it is read by an unpickler that knows
 the classes of metadata and nothing else, so that a folder from elsewhere cannot run code. For the same reason what is
@@ -17,7 +17,7 @@ import pickle
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ from mrl.errors import UserError
 from mrl.formats.checkpoint_metadata import METADATA, read_metadata
 from mrl.megatron.optimizer import optimizer_tensors
 from mrl.megatron.optimizer_state import take_up, to_load, to_save
-from mrl.megatron.policy import Policy
+from mrl.megatron.trainable import Trainable
 from mrl.models.hf_config import family_of
 from mrl.run_folder.checkpoint import hash_file
 from mrl.run_folder.commit import File
@@ -71,14 +71,14 @@ FULL_BYTES = 1 << 20
 
 
 class Saver:
-    """Saves one actor again and again.
+    """Saves one model again and again.
 
     Who writes which shard is agreed on once, and checked: each element has one writer. What the ranks plan is gathered
     until it was the same twice; later saves exchange only where in the files the shards went.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        """Args: policy: The actor; its parameters stay where they are."""
+    def __init__(self, policy: Trainable) -> None:
+        """Args: policy: An actor or a critic; its parameters stay where they are."""
         self._policy = policy
         self._strategy: Any = None
         self._had_optimizer = False
@@ -202,13 +202,40 @@ class Writing:
         self.seconds = time.monotonic() - began
 
 
-def save(folder: Path, policy: Policy) -> None:
+class Writings:
+    """Several checkpoints on their way to the disk, as one."""
+
+    def __init__(self, each: Sequence[Writing]) -> None:
+        """Args: each: In the same order on all ranks."""
+        self._each = each
+
+    @property
+    def seconds(self) -> float:
+        """What the files took that took longest."""
+        return max(writing.seconds for writing in self._each)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this rank's files are written, or cannot be."""
+        return all(writing.is_done for writing in self._each)
+
+    def finish(self) -> dict[Path, File]:
+        """Collective over the job: as `Writing.finish`."""
+        return {path: file for writing in self._each for path, file in writing.finish().items()}
+
+    def drop(self) -> None:
+        """As `Writing.drop`."""
+        for writing in self._each:
+            writing.drop()
+
+
+def save(folder: Path, policy: Trainable) -> None:
     """Collective over the job: one save, whole when this returns."""
     Saver(policy).begin(folder).finish()
 
 
-def _memory(policy: Policy) -> set[int]:
-    """Where the actor's weights and its optimizer's state lie."""
+def _memory(policy: Trainable) -> set[int]:
+    """Where the model's weights and its optimizer's state lie."""
     tensors = [*policy.named_tensors().values()]
     if policy.optimizer is not None:
         tensors += optimizer_tensors(policy.optimizer)
@@ -260,8 +287,8 @@ def _is_full(folder: Path) -> bool:
     return disk.f_bavail * disk.f_frsize < FULL_BYTES
 
 
-def load(folder: Path, policy: Policy) -> None:
-    """Collective over the job: fills the actor, and its optimizer where it has one.
+def load(folder: Path, policy: Trainable) -> None:
+    """Collective over the job: fills a model, and its optimizer where it has one.
 
     Raises:
         UserError: The folder is no such checkpoint, or holds another model, or something that is not data.
@@ -321,7 +348,7 @@ def _metadata() -> dict[str, Any]:
     }
 
 
-def _model_state(policy: Policy) -> dict[str, Any]:
+def _model_state(policy: Trainable) -> dict[str, Any]:
     metadata = _metadata()
     return {
         _chunk_key(policy, index): {
@@ -333,5 +360,5 @@ def _model_state(policy: Policy) -> dict[str, Any]:
     }
 
 
-def _chunk_key(policy: Policy, index: int) -> str:
+def _chunk_key(policy: Trainable, index: int) -> str:
     return "model" if len(policy.chunks) == 1 else f"model{index}"

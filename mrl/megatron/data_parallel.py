@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor
 
 from mrl.config import Config
-from mrl.megatron.model import ActorModel
+from mrl.megatron.model import ScoringModel
 from mrl.megatron.passed import check_te, given_to, objects
 from mrl.megatron_fields.defaults import ddp_defaults, overlaps_gradients
 
@@ -26,7 +26,7 @@ class Replicas:
         chunks: Wrapped, by virtual stage.
     """
 
-    def __init__(self, chunks: list[ActorModel], config: Config, *, te: bool) -> None:
+    def __init__(self, chunks: list[ScoringModel], config: Config, *, te: bool) -> None:
         """Collective over the job: wraps the chunks.
 
         Raises:

@@ -1,8 +1,8 @@
-"""The actor's GPTModel chunks on this rank.
+"""The GPTModel chunks of an actor or a critic on this rank.
 
 Owns what a model of `ArchSpec` is in Megatron's terms: the transformer config, the layer spec, rotary frequencies, and
-the output layer that returns log-probabilities in place of logits. Weights are not initialised here: parameters hold
-NaN until `mrl/weights` has written them, so that a forgotten load cannot pass for a model.
+the end of it, which gives log-probabilities in place of logits, or values. Weights are not initialised here: parameters
+hold NaN until `mrl/weights` has written them, so that a forgotten load cannot pass for a model.
 """
 
 from __future__ import annotations
@@ -61,8 +61,31 @@ class Targets:
     context: ContextTargets | None = None
 
 
-class ActorModel(GPTModel):  # type: ignore[misc]  # megatron.core has no types
-    """A GPTModel that scores tokens: with `Targets` as labels the last stage returns (logprobs_R, entropy_R)."""
+class ValueHead(torch.nn.Linear):
+    """Hidden states [n, 1, H] -> a value of each, fp32 [n].
+
+    Under sequence parallelism a rank has the states of its own positions: their values are gathered, and the gradient
+    of the weight, which all ranks hold alike, is summed over them by Megatron (`sequence_parallel`).
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+        self._gathers = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Collective over tensor-parallel under sequence parallelism."""
+        values = F.linear(hidden.float(), self.weight.float())
+        if self._gathers:
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values.flatten()
+
+
+class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no types
+    """A GPTModel that scores tokens: with `Targets` as labels the last stage returns (logprobs_R, entropy_R).
+
+    A critic returns (values_R,): of the states in which the tokens were sampled.
+    """
 
     def __init__(
         self,
@@ -89,6 +112,8 @@ class ActorModel(GPTModel):  # type: ignore[misc]  # megatron.core has no types
             vp_stage=vp_stage,
         )
         self.arch = arch
+        if arch.value_head and self.post_process:
+            self.output_layer = ValueHead(config)
         if arch.rope_scaling is not None:
             scaling = arch.rope_scaling
             self.rotary_pos_emb.inv_freq = self.rotary_pos_emb._apply_scaling(
@@ -110,7 +135,7 @@ class ActorModel(GPTModel):  # type: ignore[misc]  # megatron.core has no types
 
     def _vocabulary_weights(self) -> list[Tensor]:
         weights = [self.embedding.word_embeddings.weight] if self.pre_process else []
-        if self.post_process and self.output_layer.weight is not None:
+        if self.post_process and not self.arch.value_head and self.output_layer.weight is not None:
             weights.append(self.output_layer.weight)
         return weights
 
@@ -131,6 +156,13 @@ class ActorModel(GPTModel):  # type: ignore[misc]  # megatron.core has no types
     def _postprocess(self, hidden_states: Tensor, *, labels: Targets | None = None, **kwargs: Any) -> Any:
         if labels is None or not self.post_process:
             return super()._postprocess(hidden_states, labels=labels, **kwargs)
+        scores = self._values(hidden_states, labels) if self.arch.value_head else self._logprobs(hidden_states, labels)
+        return scores if labels.context is None else labels.context.gather(scores)
+
+    def _values(self, hidden_states: Tensor, labels: Targets) -> tuple[Tensor, ...]:
+        return (self.output_layer(hidden_states)[labels.rows_R],)
+
+    def _logprobs(self, hidden_states: Tensor, labels: Targets) -> tuple[Tensor, ...]:
         # the weight is taken without calling its module: what waits for it to be gathered is called here
         for arrived in self.output_layer._forward_pre_hooks.values():
             arrived(self.output_layer, ())
@@ -142,7 +174,7 @@ class ActorModel(GPTModel):  # type: ignore[misc]  # megatron.core has no types
             hidden = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden_states)
-        scores = linear_logprobs(
+        return linear_logprobs(
             hidden.squeeze(1),
             weight,
             labels.rows_R,
@@ -150,7 +182,6 @@ class ActorModel(GPTModel):  # type: ignore[misc]  # megatron.core has no types
             shard=self._shard(weight),
             distribution=labels.distribution,
         )
-        return scores if labels.context is None else labels.context.gather(scores)
 
 
 def build_chunks(
@@ -162,7 +193,7 @@ def build_chunks(
     te: bool,
     balance: LoadBalance | None = None,
     megatron: MegatronConfig | None = None,
-) -> list[ActorModel]:
+) -> list[ScoringModel]:
     """Collective over the job: this rank's chunks of the model, one for each virtual stage, parameters NaN.
 
     Args:
@@ -185,7 +216,7 @@ def build_chunks(
     virtual = stages > 1
     with given_to("transformer", given):
         return [
-            ActorModel(config, arch, te=te, vp_stage=stage if virtual else None, balance=balance)
+            ScoringModel(config, arch, te=te, vp_stage=stage if virtual else None, balance=balance)
             for stage in range(stages)
         ]
 
@@ -271,7 +302,7 @@ def _own_fields(
     )
 
 
-def named_tensors(chunks: list[ActorModel]) -> dict[str, Tensor]:
+def named_tensors(chunks: list[ScoringModel]) -> dict[str, Tensor]:
     """Every parameter of this rank: "chunk{v}.{name inside GPTModel}" -> the live tensor."""
     return {
         f"chunk{index}.{name}": parameter.data

@@ -12,15 +12,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mrl.megatron.model import ActorModel
+from mrl.megatron.model import ScoringModel
 
 
-def first_here(chunks: Sequence[ActorModel]) -> set[str]:
+def first_here(chunks: Sequence[ScoringModel]) -> set[str]:
     """Names, as of `named_tensors`, of the parameters that this rank holds as the first of all that hold them."""
     return {name for name, group in _groups(chunks).items() if dist.get_rank(group) == 0}
 
 
-def share(chunks: Sequence[ActorModel], tensors: Mapping[str, Tensor], device: torch.device) -> None:
+def share(chunks: Sequence[ScoringModel], tensors: Mapping[str, Tensor], device: torch.device) -> None:
     """Collective over the job: every rank gets the values of the first one that holds a parameter.
 
     Args:
@@ -36,7 +36,7 @@ def share(chunks: Sequence[ActorModel], tensors: Mapping[str, Tensor], device: t
                 tensors[name].copy_(travelling)
 
 
-def _groups(chunks: Sequence[ActorModel]) -> dict[str, dist.ProcessGroup]:
+def _groups(chunks: Sequence[ScoringModel]) -> dict[str, dist.ProcessGroup]:
     """Of each parameter the ranks that hold it; in the same order on all of them."""
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     expert = parallel_state.get_expert_data_parallel_group()

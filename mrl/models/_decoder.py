@@ -144,7 +144,16 @@ HEAD: tuple[ParamSpec, ...] = (
         trtllm=("lm_head.weight",),
         kind=Kind.VOCAB,
         place=Place.LAST,
-        when=lambda arch: not arch.tie_word_embeddings,
+        when=lambda arch: not arch.tie_word_embeddings and not arch.value_head,
+    ),
+    ParamSpec(
+        hf=("score.weight",),
+        shapes=("one hidden",),
+        megatron="output_layer.weight",
+        native="value_head",
+        kind=Kind.REPLICATED,
+        place=Place.LAST,
+        when=lambda arch: arch.value_head,
     ),
 )
 """Behind the last layer."""
@@ -285,8 +294,9 @@ def _head_dim(config: Mapping[str, Any], defaults: Mapping[str, Any], hidden: in
 
 def config_from_arch(arch: ArchSpec, *, model_type: str, architecture: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
     """ArchSpec -> config.json; `fixed` are the family's own keys."""
+    critic = {"id2label": {"0": "value"}, "label2id": {"value": 0}} if arch.value_head else {}
     return {
-        "architectures": [architecture],
+        "architectures": [architecture.replace("CausalLM", "SequenceClassification") if critic else architecture],
         "model_type": model_type,
         "vocab_size": arch.vocab_size,
         "hidden_size": arch.hidden_size,
@@ -300,5 +310,6 @@ def config_from_arch(arch: ArchSpec, *, model_type: str, architecture: str, fixe
         "rms_norm_eps": arch.rms_norm_eps,
         "tie_word_embeddings": arch.tie_word_embeddings,
         **write_rope(arch),
+        **critic,
         **fixed,
     }

@@ -7,7 +7,7 @@ layout: `weights/` turns (arch, table) into each rank's shards.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -52,6 +52,7 @@ class ArchSpec:
         qkv_bias: Bias on the query, key and value projections.
         qk_norm: RMSNorm over the head dimension of queries and keys.
         moe: None: a dense MLP of `intermediate_size` in every layer.
+        value_head: A linear map to one number stands in place of the output layer: a critic.
     """
 
     family: str
@@ -70,6 +71,12 @@ class ArchSpec:
     qk_norm: bool = False
     rope_scaling: RopeScaling | None = None
     moe: MoeSpec | None = None
+    value_head: bool = False
+
+
+def critic_of(arch: ArchSpec) -> ArchSpec:
+    """The critic with the layers of a model: a value head in place of the output layer."""
+    return replace(arch, tie_word_embeddings=False, value_head=True)
 
 
 def moe_of(arch: ArchSpec) -> MoeSpec:

@@ -194,7 +194,8 @@ def forward_flops(arch: ArchSpec, seq_lens: Sequence[int]) -> float:
     else:
         experts = moe.top_k * moe.intermediate_size + moe.shared_intermediate_size
         mlp = arch.hidden_size * (3 * experts + moe.num_experts + (moe.shared_intermediate_size > 0))
-    weights = arch.num_layers * (attention + mlp) + arch.hidden_size * arch.vocab_size
+    outputs = 1 if arch.value_head else arch.vocab_size
+    weights = arch.num_layers * (attention + mlp) + arch.hidden_size * outputs
     num_tokens = sum(seq_lens)
     pairs = sum(length * (length + 1) // 2 for length in seq_lens)
     return 2.0 * num_tokens * weights + 4.0 * heads_dim * arch.num_layers * pairs

@@ -18,9 +18,9 @@ from mrl.observe.ledger import MemoryLedger
 class Timers:
     """Wall-clock seconds of named phases, summed over one step.
 
-    Names follow verl: gen, update_weights, reward, old_log_prob, ref, adv, update_actor, testing,
-    save_checkpoint. Phases nest: the inner one is part of the outer one and is recorded as "outer/inner", so that the
-    phases without a slash add up.
+    Names follow verl: gen, update_weights, reward, old_log_prob, ref, values, adv, update_critic, update_actor,
+    testing, save_checkpoint. Phases nest: the inner one is part of the outer one and is recorded as "outer/inner", so
+    that the phases without a slash add up.
 
     Attributes:
         ledger: Memory of the outermost phases.

@@ -15,6 +15,7 @@ VERL_LOSSES = {
 """`actor.policy_loss.loss_mode` of verl 0.9.1 -> `algorithm.policy_loss`."""
 
 VERL_ESTIMATORS = {
+    "gae": "ppo",
     "grpo": "grpo",
     "grpo_vectorized": "grpo",
     "rloo": "rloo",

@@ -1,8 +1,8 @@
 """What becomes of each key of verl's trainer config (verl 0.9.1, `verl/trainer/config/`), as data.
 
 A key maps to one of mrl's, needs no counterpart, or has none. Owns that verdict, its reason and verl's default of the
-keys that map, those of the rollout section with `verl_rollout.py`; `from_verl/translate.py` translates values,
-`mrl/docs/verl.md` is written from here.
+keys that map, those of the rollout section with `verl_rollout.py`, of the critic with `verl_critic.py`.
+`from_verl/translate.py` translates values, `mrl/docs/verl.md` is written from here.
 
 Patterns: `*` stands for any text, dots too. The first that fits counts, in the order MAPS, MOOT, MISSING.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from mrl.peers import verl_rollout
+from mrl.peers import verl_critic, verl_rollout
 
 ROOT = "actor_rollout_ref."
 ACTOR = f"{ROOT}actor."
@@ -115,10 +115,17 @@ MAPS: dict[str, tuple[str, Any, str]] = {
         "moe_router_load_balancing_type")},
     **{f"{ROLLOUT}{name}": row for name, row in verl_rollout.MAPS.items()},
     "algorithm.adv_estimator": (
-        "algorithm.name", "gae", "`grpo`, `rloo`, `gpg`, `reinforce_plus_plus` is `reinforce_pp`, `..._baseline` too"),
+        "algorithm.name", "gae",
+        "`grpo`, `rloo`, `gpg`; `gae` is `ppo`, `reinforce_plus_plus` is `reinforce_pp`, `..._baseline` too"),
+    "algorithm.gamma": ("algorithm.gamma", 1.0, "with `gae`"),
+    "algorithm.lam": ("algorithm.lam", 1.0, "with `gae`"),
+    **{f"critic.{key}": row for key, row in verl_critic.MAPS.items()},
+    "trainer.critic_warmup": ("train.critic_warmup", 0, "steps, as there"),
     "algorithm.norm_adv_by_std_in_grpo": ("algorithm.advantage_std", True, "`False` is `none`"),
     "algorithm.use_kl_in_reward": ("algorithm.kl_in", False, "`True` is `reward`"),
     "algorithm.kl_penalty": ("algorithm.kl_estimator", "kl", "of the KL in the reward"),
+    **{f"algorithm.kl_ctrl.{name}": (f"algorithm.kl_ctrl.{name}", default, "of the KL in the reward")
+       for name, default in (("type", "fixed"), ("target_kl", 0.1), ("horizon", 10000))},
     "algorithm.kl_ctrl.kl_coef": ("algorithm.kl_coef", 0.001, "of the KL in the reward"),
     "algorithm.filter_groups.enable": ("algorithm.dynamic_sampling", False, ""),
     "algorithm.filter_groups.max_num_gen_batches": ("algorithm.max_sampling_rounds", 0, "0: the default here"),
@@ -163,7 +170,7 @@ MOOT: dict[str, str] = {
     "*_target_": "the class that verl builds",
     f"{ROOT}hybrid_engine": "actor and engine always share the ranks",
     f"{ROOT}nccl_timeout": "`run.collective_timeout_s` has a default of its own",
-    "critic.*": "there is no critic, and estimators that need one are refused",
+    "critic.*": "the critic has the actor's layout, precision, minibatches and microbatches",
     f"{ROOT}ref.*": "the reference has the actor's layout and microbatches",
     f"{ACTOR}clip_ratio": "verl reads `clip_ratio_low` and `clip_ratio_high`",
     f"{ACTOR}rollout_n": "`rollout.n`",
@@ -235,8 +242,6 @@ MOOT: dict[str, str] = {
     "*sandbox_fusion.memory_limit_mb": "of verl's sandbox service",
     "algorithm.filter_groups.max_inflight_gen_batches": "batches are sampled one after the other",
     "algorithm.filter_groups.metric": "groups are compared by their rewards",
-    "algorithm.kl_ctrl.horizon": "of an adaptive coefficient, which is not there",
-    "algorithm.kl_ctrl.target_kl": "of an adaptive coefficient, which is not there",
     "algorithm.pf_ppo.*": "of PF-PPO, which is not there",
     "algorithm.rollout_correction.loss_type": "the clipped surrogate",
     "distillation.*_*": "of distillation, which is not there",
@@ -244,10 +249,9 @@ MOOT: dict[str, str] = {
     "trainer.balance_batch": "sequences are always balanced by tokens",
     "trainer.nnodes": "hosts of `mrl launch` or NNODES",
     "trainer.n_gpus_per_node": "ranks of a host, NPROC_PER_NODE",
-    "trainer.critic_warmup": "there is no critic",
     "trainer.*_data_dir": "`samples.jsonl` in the run folder keeps some samples",
     "trainer.esi_redundant_time": "SLURM's time limit is kept by itself, `run.max_time_s` is another",
-    "trainer.max_critic_ckpt_to_keep": "there is no critic",
+    "trainer.max_critic_ckpt_to_keep": "a checkpoint holds both models",
     "trainer.del_local_ckpt_after_load": "`checkpoint.keep_last` bounds what is kept",
     "trainer.ray_*": "no Ray",
     "trainer.use_v1": "one loop",
@@ -292,9 +296,6 @@ MISSING: dict[str, str] = {
     "reward_model.*": "no reward model: only functions",
     "*sandbox_fusion.url": "no sandbox service; a function of yours may call one",
     "reward.reward_kwargs*": "set them as `kwargs` of the function in `reward.functions`",
-    "algorithm.gamma": "an outcome's reward counts fully at each token",
-    "algorithm.lam": "an outcome's reward counts fully at each token",
-    "algorithm.kl_ctrl.type": "the coefficient is fixed",
     "algorithm.use_pf_ppo": "no PF-PPO",
     "algorithm.rollout_correction.rollout_rs*": "no rejection of samples; `algorithm.tis_clip` caps weights",
     "algorithm.rollout_correction.rollout_is_batch_normalize": "weights are not normalised",
@@ -318,9 +319,6 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     f"{ACTOR}optim.eps": (1e-8,),
     f"{ACTOR}optim.weight_decay_incr_style": ("constant",),
     f"{ROLLOUT}over_sample_rate": (0.0,),
-    "algorithm.gamma": (1.0,),
-    "algorithm.lam": (1.0,),
-    "algorithm.kl_ctrl.type": ("fixed",),
     "trainer.val_before_train": (True,),
     "trainer.v1.trainer_mode": ("sync",),
 }

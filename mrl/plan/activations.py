@@ -134,12 +134,17 @@ class ActorShape:
             step = max(step, weight + tied - kept)  # everything saved is gone by then
         if last:
             # the final norm: what goes in, what comes out for all ranks' rows; the loss
-            saved += hidden + whole + SCORED_BYTES * self._scored
+            saved += hidden + (0 if arch.value_head else whole) + SCORED_BYTES * self._scored
+        if arch.value_head:  # the hidden states in fp32, in the forward and their gradients
+            logits = in_forward = 2 * self._own_tokens * arch.hidden_size * FP32
+        else:
+            in_forward = whole + self._logits_forward()
+            logits = max(self._logits_forward(), self._logits_backward())
         return Activations(
             saved=saved,
-            logits=max(self._logits_forward(), self._logits_backward()) if last else 0,
+            logits=logits if last else 0,
             backward=step,
-            scoring=max(self._saved_by_layer() + 2 * hidden, whole + self._logits_forward() if last else 0),
+            scoring=max(self._saved_by_layer() + 2 * hidden, in_forward if last else 0),
         )
 
     def _kept_by_chunk(self, layers: int) -> int:

@@ -20,6 +20,7 @@ from mrl.megatron_fields.defaults import ddp_defaults, overlaps_gradients, trans
 from mrl.models.base import ArchSpec
 from mrl.plan.engine_weights import engine_layouts
 from mrl.plan.memory import num_parameters, stage_memory
+from mrl.preflight.critic import critic_config
 from mrl.preflight.megatron import changes, forced
 from mrl.preflight.world_size import WorldSize
 from mrl.run.prepare import Resolved, check_run, check_run_folder
@@ -114,6 +115,13 @@ def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
         " + ".join(f"{name} {size / MIB:,.1f}" for name, size in parts.items())
         + f" = {fullest.total / MIB:,.1f} MiB on the fullest rank, by the shapes of the tensors",
     )
+    if found.critic is not None:
+        own = max(stage_memory(critic_config(config), found.critic, grid), key=lambda one: one.total)
+        yield (
+            "critic",
+            f"weights {own.weights / MIB:,.1f} + gradients {own.gradients / MIB:,.1f} + optimizer "
+            f"{own.optimizer / MIB:,.1f} = {own.total / MIB:,.1f} MiB on its fullest rank",
+        )
     more = ", the reference's weights in host memory" if found.algorithm.needs_reference else ""
     yield "", f"besides: activations, logits, buffers of collectives, the engine's KV cache{more}"
 

@@ -20,6 +20,7 @@ from mrl.plan.activations import largest_microbatch
 from mrl.plan.engine_memory import cache_item_bytes, token_elements
 from mrl.plan.engine_weights import weight_bytes
 from mrl.plan.recompute import recompute_of
+from mrl.preflight.critic import critic_config
 from mrl.run.prepare import Resolved
 from mrl.weights.copies import ITEM_BYTES
 
@@ -33,8 +34,8 @@ class Durations:
         decode: Of the rollout: sampling.
         decode_steps: Passes of the engine over its running sequences.
         bound_by: What a decode pass waits for: "weights", "KV cache", "FLOPs" or "all-reduces".
-        score: Log-probabilities by the reference and, where asked for, by the actor.
-        update: All optimizer steps.
+        score: Log-probabilities by the reference and, where asked for, by the actor; values by a critic.
+        update: All optimizer steps, a critic's too.
         bubble_frac: Part of `update` in which a stage waits for another.
     """
 
@@ -69,13 +70,19 @@ def predict_durations(found: Resolved, hardware: Hardware, kv_rows: int) -> Dura
     rate = grid.world_size * hardware.bf16_flops * hardware.train_flops_frac
     forward = forward_flops(arch, lens) / rate
     bubble = _bubble(found)
+    score, update = scorings * forward, passes * (3 + recompute_of(config).forwards(arch)) * forward
+    if found.critic is not None:
+        of_critic, critic = critic_config(config), found.critic
+        forward = forward_flops(critic, lens) / rate
+        score += forward
+        update += of_critic.actor.ppo_epochs * (3 + recompute_of(of_critic).forwards(critic)) * forward
     return Durations(
         prefill=prefill,
         decode=decode,
         decode_steps=steps,
         bound_by=bound_by,
-        score=scorings * forward / (1 - bubble),
-        update=passes * (3 + recompute_of(config).forwards(arch)) * forward / (1 - bubble),
+        score=score / (1 - bubble),
+        update=update / (1 - bubble),
         bubble_frac=bubble,
     )
 

@@ -17,9 +17,11 @@ from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.plan import optimizer_memory, recompute
 from mrl.plan.activations import Activations, ActorShape
+from mrl.plan.critic_memory import CriticMemory
 from mrl.plan.engine_memory import Device, EngineMemory, engine_memory
 from mrl.plan.engine_weights import arriving_bytes, weight_bytes
 from mrl.plan.optimizer_memory import OptimizerMemory
+from mrl.preflight.critic import critic_config
 from mrl.preflight.megatron import changes
 from mrl.run.prepare import Resolved
 from mrl.weights.buckets import MIN_ROUND_BYTES, NUM_BUFFERS, PIPELINE_ROUNDS
@@ -65,7 +67,8 @@ class StageMemory:
     Attributes:
         stage: Pipeline stage; its ranks hold equal shards.
         rank: The first of them.
-        phases: "refit", "rollout", "score" where something is scored without training, "update" -> term -> bytes.
+        phases: "refit", "rollout", "score" where something is scored without training, "critic" where there is one,
+            "update" -> term -> bytes.
         kv_rows: Sequences that the KV cache has room for.
         host: Bytes in host memory beside the device: what was offloaded or is stepped there, an engine's weights while
             it sleeps, the reference, the actor while it is away for it, the experts to replay, and copies for a
@@ -97,7 +100,7 @@ def stage_memory(config: Config, arch: ArchSpec, grid: Grid) -> list[Memory]:
     sharded = config.actor.use_distributed_optimizer
     copies = grid.dp * grid.cp if sharded else 1
     expert_copies = grid.world_size // (grid.pp * grid.ep * grid.expert_tp) if sharded else 1
-    engine = weight_bytes(config, arch, grid)
+    engine = 0 if arch.value_head else weight_bytes(config, arch, grid)  # nothing is sampled from a critic
     found = []
     for dense, experts in _actor_elements(arch, grid):
         owned = math.ceil(dense / copies), math.ceil(experts / expert_copies)
@@ -129,11 +132,13 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
     arriving = arriving_bytes(config, arch, grid) if moved_bytes is None else moved_bytes
     samples = not algorithm.supervised or bool(config.train.eval_interval)
     stages = []
-    for stage, own in enumerate(held):
+    critics = _critics(found, device)
+    for stage, (own, critic) in enumerate(zip(held, critics, strict=True)):
         replayed = replayed_bytes(config, arch, grid, stage)
         away = offloaded(config, own)
         parts = {"weights": own.weights, "gradients": own.gradients, "optimizer": own.optimizer}
         staying = sum(parts[part] for part in ("weights", "gradients") if part not in away)
+        staying += sum(critic.staying.values())
         engine = engine_memory(found, device, weights=own.engine, actor=staying)
         if not samples:
             engine = EngineMemory(held=engine.held | engine.awake, cache=0, rows=0, refit=engine.refit)
@@ -142,8 +147,9 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
             **engine.held,
             "refit staging": staging_bytes(config, grid, arriving) if samples else 0,
             "reference": own.weights if device.is_host and algorithm.needs_reference else 0,
-            "offload buffers": sum(away.values()) if device.is_host else 0,
-            "copies for a checkpoint": commit_bytes(config, grid, own) if device.is_host else 0,
+            **critic.staying,
+            "offload buffers": sum(away.values()) + critic.copies if device.is_host else 0,
+            "copies for a checkpoint": commit_bytes(config, grid, own) + critic.saved if device.is_host else 0,
             "context and communicators": device.allowance,
         }
         kept = {} if config.rollout.free_cache_engine else {"KV cache": engine.cache}
@@ -157,6 +163,7 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
             "refit": _begun(refit, {**actor, **here}),
             "rollout": _begun(rollout, {**weights, **here, **engine.awake}),
             **({"score": {**weights, **always, **kept, "activations": used.scoring}} if scored else {}),
+            **({"critic": {**always, **kept, **critic.away, **critic.phase}} if critic.phase else {}),
             "update": {**actor, **always, **kept, **_update(used, own.states.step)},
         }
         if device.is_host:
@@ -166,8 +173,33 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
         if not device.is_host:
             host = sum(away.values()) + (2 * own.weights if algorithm.needs_reference else 0) + engine.host
             host += commit_bytes(config, grid, own) + own.states.host + replayed
+            host += critic.copies + critic.saved + critic.host
         first_rank = stage * (grid.world_size // grid.pp)
         stages.append(StageMemory(stage, first_rank, phases, engine.rows, host, replayed))
+    return stages
+
+
+def _critics(found: Resolved, device: Device) -> list[CriticMemory]:
+    """Of a rank of each pipeline stage."""
+    grid = found.grid
+    if found.critic is None:
+        return [CriticMemory()] * grid.pp
+    config = critic_config(found.config)
+    shape = ActorShape(config, found.critic, grid, te=device.te and asked_for(config))
+    stages = []
+    for stage, own in enumerate(stage_memory(config, found.critic, grid)):
+        parts = {"weights": own.weights, "gradients": own.gradients, "optimizer": own.optimizer}
+        away = offloaded(config, own)
+        stages.append(
+            CriticMemory(
+                staying={f"critic's {part}": size for part, size in parts.items() if part not in away},
+                away={f"critic's {part}": size for part, size in parts.items() if part in away},
+                copies=sum(away.values()),
+                phase=_update(shape.activations(stage), own.states.step),
+                saved=commit_bytes(config, grid, own),
+                host=own.states.host,
+            )
+        )
     return stages
 
 

@@ -89,6 +89,8 @@ def _layout(found: Resolved, hardware: Hardware) -> Iterator[str]:
     yield f"{counted(grid.world_size, 'rank')} on {counted(nodes, 'node')} of {hardware.gpus_per_node}"
     yield f"start     {start_words(grid.world_size, mpi=needs_mpi(found.config.rollout))}"
     yield f"model     {num_parameters(arch) / GB:.2f} x 10^9 parameters, {found.config.model.dtype}"
+    if found.critic is not None:
+        yield f"critic    {num_parameters(found.critic) / GB:.2f} x 10^9 parameters, in the actor's layout"
     yield f"actor     tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}" + (
         f", experts ep {grid.ep} x etp {grid.expert_tp}" if arch.moe else ""
     )
@@ -114,7 +116,7 @@ def _memory(found: Resolved, stages: list[StageMemory], capacity: int, hardware:
         name = f"all of it, stage {stage.stage}" if len(stages) > 1 else "all of it"
         yield f"  {name:<26}" + "".join(f"{stage.total(phase) / GB:>10.2f}" for phase in phases)
     if fullest.host:
-        yield f"  host memory: {fullest.host / GB:.2f} GB, what waits there of actor, engine and reference"
+        yield f"  host memory: {fullest.host / GB:.2f} GB, what waits there of models and engine"
         if found.config.rollout.name == "trtllm" and found.config.rollout.free_cache_engine:
             less = weight_bytes(found.config, found.arch, found.grid)
             yield f"  of it {less / GB:.2f} GB the engine's weights asleep, which TensorRT-LLM 1.3 discards instead"

@@ -34,7 +34,6 @@ def _training(config: Config, grid: Grid, supervised: bool) -> Iterator[Case]:
     no_kl, why = config.algorithm.kl_in == "none", "algorithm.kl_in is none"
     yield "reference.path", reference.path is not None and no_kl, why
     yield "reference.update_interval", reference.update_interval > 0 and no_kl, why
-    yield "actor.min_lr", actor.min_lr > 0 and actor.lr_schedule == "constant", "actor.lr_schedule is constant"
     for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
         is_set = getattr(config.parallel, name) is not None
         yield f"parallel.{name}", is_set and grid.pp == 1, "parallel.pipeline_model_parallel_size is 1"

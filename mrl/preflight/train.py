@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config import Config
+from mrl.config import ActorConfig, Config
 from mrl.data.steps import optimizer_steps
 from mrl.grid import Grid
 
@@ -30,14 +30,28 @@ def step_rules(config: Config, grid: Grid) -> Iterator[str]:
         yield f"train.warm_start.batch_size={train.warm_start.batch_size} is below the data-parallel size {grid.dp}."
     if train.num_steps == 0 and not train.warm_start.num_steps:
         yield "train.num_steps and train.warm_start.num_steps are both 0: there is nothing to do."
-    actor = config.actor
-    if actor.min_lr > actor.lr:
-        yield f"actor.min_lr={actor.min_lr} is above actor.lr={actor.lr}."
-    total = optimizer_steps(config)
-    if actor.lr_schedule != "constant" and total is not None and 0 < total <= actor.lr_warmup_steps:
+    yield from rate_rules("actor", config.actor, optimizer_steps(config))
+
+
+def rate_rules(section: str, rates: ActorConfig, total: int | None) -> Iterator[str]:
+    """A message for each broken rule about a learning rate.
+
+    Args:
+        section: Of the config.
+        rates: What it says.
+        total: Optimizer steps of the run; None: not known.
+    """
+    if rates.min_lr > rates.lr:
+        yield f"{section}.min_lr={rates.min_lr} is above {section}.lr={rates.lr}."
+    if rates.min_lr > 0 and rates.lr_schedule == "constant":
         yield (
-            f"actor.lr_warmup_steps={actor.lr_warmup_steps} leaves nothing of the run's {total} optimizer steps for "
-            f"actor.lr_schedule={actor.lr_schedule}."
+            f"{section}.min_lr is set, but would have no effect because {section}.lr_schedule is constant. Remove it, "
+            "or change that."
+        )
+    if rates.lr_schedule != "constant" and total is not None and 0 < total <= rates.lr_warmup_steps:
+        yield (
+            f"{section}.lr_warmup_steps={rates.lr_warmup_steps} leaves nothing of the run's {total} optimizer steps "
+            f"for {section}.lr_schedule={rates.lr_schedule}."
         )
 
 

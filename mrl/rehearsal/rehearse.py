@@ -31,7 +31,7 @@ from mrl.distributed.scripts import start_words
 from mrl.engines.trtllm.fields import needs_mpi
 from mrl.errors import UserError
 from mrl.grid import Grid
-from mrl.models.base import ArchSpec
+from mrl.models.base import ArchSpec, critic_of
 from mrl.observe.hardware import Hardware
 from mrl.observe.words import counted
 from mrl.preflight.megatron import fitting, forced
@@ -185,15 +185,24 @@ class _Rehearsal:
                 f"your reward alone: {VARIETY.weight} x {VARIETY.name} was added to it, so that samples of a random "
                 "model differ and the update has a gradient"
             )
-        for source, name, seed in ((config.model.path, "model", 0), (config.reference.path, "reference", 1)):
-            if source is not None:
-                like = Path(source)
-                write_model(self._folder / name, arch, dtype=config.model.dtype, seed=seed, like=like)
+        self._write_models(config, found, arch)
         try:
             resolve(small, grid.world_size)
         except UserError as error:
             raise RuntimeError(f"mrl shrank the config into one that it refuses itself: {error}") from error
         return _Small(small, arch, grid), tokens
+
+    def _write_models(self, config: Config, found: Resolved, arch: ArchSpec) -> None:
+        """Small models in the place of those that the config names."""
+        like, critic = config.critic.path, found.critic
+        if critic is not None and critic.family != arch.family:
+            self.report.not_covered.append(f"the critic's layers ({critic.family}): it had the actor's")
+            like = config.model.path or like
+        folders = [("model", config.model.path, arch), ("reference", config.reference.path, arch)]
+        folders += [("critic", like if config.critic.path else None, critic_of(arch))]
+        for seed, (name, source, small) in enumerate(folders):
+            if source is not None:
+                write_model(self._folder / name, small, dtype=config.model.dtype, seed=seed, like=Path(source))
 
     def _first_run(self, small: _Small) -> None:
         ran = self._train("first", small.config, small.grid.world_size, resumes=False)

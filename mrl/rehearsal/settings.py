@@ -15,6 +15,7 @@ from typing import Any, Literal
 from mrl.config import (
     CheckpointEngineConfig,
     Config,
+    CriticConfig,
     DataConfig,
     ModelConfig,
     ParallelConfig,
@@ -31,6 +32,7 @@ from mrl.models.base import ArchSpec
 from mrl.models.hf_config import family_of
 from mrl.models.presets import PRESETS
 from mrl.preflight import preflight
+from mrl.preflight.critic import critic_config
 from mrl.preflight.megatron import fitting
 from mrl.preflight.parallel import grid_of
 from mrl.run.prepare import Resolved
@@ -80,7 +82,7 @@ def shrunk_config(config: Config, found: Resolved, sizes: Sizes, folder: Path) -
         found: The same, resolved.
         sizes: Of the small run.
         folder: Where the run's folder goes; where the config has `model.path`, also the small model's (`model/`) and
-            the reference's (`reference/`).
+            the reference's (`reference/`) and the critic's (`critic/`).
     """
     rollout = _rollout(config.rollout, sizes)
     actor, observe = config.actor, config.observe
@@ -115,6 +117,7 @@ def shrunk_config(config: Config, found: Resolved, sizes: Sizes, folder: Path) -
             path=None if config.reference.path is None else str(folder / "reference"),
             update_interval=min(config.reference.update_interval, 1),
         ),
+        critic=_critic(config.critic, folder),
         rollout=rollout,
         algorithm=replace(
             config.algorithm,
@@ -133,15 +136,30 @@ def shrunk_config(config: Config, found: Resolved, sizes: Sizes, folder: Path) -
     return with_steps(shrunk, 1)
 
 
+def _critic(critic: CriticConfig, folder: Path) -> CriticConfig:
+    return replace(
+        critic,
+        path=None if critic.path is None else str(folder / "critic"),
+        ppo_epochs=None if critic.ppo_epochs is None else min(critic.ppo_epochs, 2),
+    )
+
+
 def _dispatcher(name: Literal["alltoall", "allgather", "flex"]) -> Literal["alltoall", "allgather"]:
     return "alltoall" if name == "flex" else name
 
 
 def with_steps(config: Config, num_steps: int) -> Config:
     """The small run with so many steps, its warm-up not longer than they are."""
-    changed = replace(config, train=replace(config.train, num_steps=num_steps, num_epochs=None))
+    alone = min(config.train.critic_warmup, num_steps - 1)
+    train = replace(config.train, num_steps=num_steps, num_epochs=None, critic_warmup=alone)
+    changed = replace(config, train=train)
     warmup = min(config.actor.lr_warmup_steps, (optimizer_steps(changed) or 1) - 1)
-    return replace(changed, actor=replace(config.actor, lr_warmup_steps=warmup))
+    of_critic = min(config.critic.lr_warmup_steps, (optimizer_steps(critic_config(changed)) or 1) - 1)
+    return replace(
+        changed,
+        actor=replace(config.actor, lr_warmup_steps=warmup),
+        critic=replace(config.critic, lr_warmup_steps=of_critic),
+    )
 
 
 def other_layout(config: Config, arch: ArchSpec, used: Grid, tokenizer_size: int) -> tuple[Config, int]:

@@ -37,6 +37,7 @@ def _missing(config: Config) -> Iterator[tuple[str, str]]:
         "model.path": config.model.path,
         "model.tokenizer": config.model.tokenizer,
         "reference.path": config.reference.path,
+        "critic.path": config.critic.path,
         "rollout.engine_dir": config.rollout.engine_dir,
     }
     for key, folder in folders.items():
@@ -73,6 +74,8 @@ def with_stand_ins(config: Config) -> tuple[Config, list[str]]:
         model = replace(model, tokenizer=CHARACTERS)
     if "reference.path" in missing:
         told.append(f"reference.path={config.reference.path} is not here: the first weights are the reference")
+    if "critic.path" in missing:
+        told.append(f"critic.path={config.critic.path} is not here: the critic starts from the actor")
     if missing.keys() & {"data.train_files", "data.val_files"} or (no_tokenizer and data.task is None):
         keys = [key for key in ("data.train_files", "data.val_files") if key in missing]
         why = f"{keys[0]}: '{missing[keys[0]]}' is not here" if keys else "the data need the tokenizer that is not here"
@@ -86,7 +89,8 @@ def with_stand_ins(config: Config) -> tuple[Config, list[str]]:
         told.append(f"rollout.engine_dir={rollout.engine_dir} is not here: its engines are not compared with the run")
         rollout = replace(rollout, name=ENGINE, engine_dir=None, pipeline_model_parallel_size=1)
     reference = replace(config.reference, path=None) if "reference.path" in missing else config.reference
-    return replace(config, model=model, data=data, reference=reference, rollout=rollout), told
+    critic = replace(config.critic, path=None) if "critic.path" in missing else config.critic
+    return replace(config, model=model, data=data, reference=reference, critic=critic, rollout=rollout), told
 
 
 def _preset_of(folder: str) -> str:

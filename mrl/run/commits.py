@@ -1,4 +1,4 @@
-"""Commit points of a run: actor, optimizer and training state written together, and taken up again.
+"""Commit points of a run: actor, critic, their optimizers and training state written together, and taken up again.
 
 Owns what goes into a commit's folder and the order in which it comes back. That a folder is whole or not there is
 `run_folder/checkpoint.py`'s.
@@ -16,7 +16,9 @@ from mrl.config import CheckpointConfig
 from mrl.distributed.collectives import together
 from mrl.errors import UserError
 from mrl.megatron import checkpoint as megatron_checkpoint
+from mrl.megatron.critic import Critic
 from mrl.megatron.policy import Policy
+from mrl.megatron.trainable import Trainable
 from mrl.observe.run_log import RunLog
 from mrl.observe.timers import Timers
 from mrl.run.actor_weights import ActorWeights
@@ -37,7 +39,7 @@ class _Pending:
 
     standing: Standing
     unfinished: Unfinished
-    writing: megatron_checkpoint.Writing
+    writing: megatron_checkpoint.Writings
     waited_s: float
 
 
@@ -56,6 +58,7 @@ class Commits:
         found: Found | None,
         *,
         policy: Policy,
+        critic: Critic | None,
         weights: ActorWeights,
         state: TrainingState,
         progress: Progress,
@@ -64,13 +67,14 @@ class Commits:
     ) -> None:
         """Args: config: What a commit has beside the actor. The others: the run's."""
         self.checkpoints, self.found = checkpoints, found
-        self._config, self._policy, self._weights, self._state = config, policy, weights, state
+        self._models: dict[str, Trainable] = {"actor": policy} | ({} if critic is None else {"critic": critic})
+        self._config, self._weights, self._state = config, weights, state
         self._progress, self._timers, self._log = progress, timers, log
-        self._saver = megatron_checkpoint.Saver(policy)
+        self._savers = {name: megatron_checkpoint.Saver(model) for name, model in self._models.items()}
         self._pending: _Pending | None = None
 
     @property
-    def writing(self) -> megatron_checkpoint.Writing | None:
+    def writing(self) -> megatron_checkpoint.Writings | None:
         """What is being written of a commit; None: nothing is."""
         return None if self._pending is None else self._pending.writing
 
@@ -124,10 +128,15 @@ class Commits:
     def _begin(self, standing: Standing, *, beside: bool) -> None:
         """Collective over the job: a commit is on its way; the one before it is there first."""
         self.settle(wait=True)
-        begun: list[megatron_checkpoint.Writing] = []
+        begun: list[megatron_checkpoint.Writings] = []
 
-        def write(folder: Path) -> megatron_checkpoint.Writing:
-            begun.append(self._saver.begin(folder / "actor", beside=beside))
+        def write(folder: Path) -> megatron_checkpoint.Writings:
+            each = []
+            for name, saver in self._savers.items():
+                each.append(saver.begin(folder / name, beside=beside))
+                if len(self._savers) > 1:
+                    self._models[name].offload()
+            begun.append(megatron_checkpoint.Writings(each))
             if self._config.export_hf:
                 self._weights.export(folder / "hf")
             return begun[0]
@@ -196,9 +205,12 @@ class Commits:
         return str(path)
 
     def _load(self, path: Path, state: Mapping[str, Any]) -> None:
-        """Actor and optimizer of a commit, whose state and hashes were read."""
-        with together():
-            megatron_checkpoint.load(path / "actor", self._policy)
+        """Models and optimizers of a commit, whose state and hashes were read."""
+        for name, model in self._models.items():
+            with together():
+                megatron_checkpoint.load(path / name, model)
+            if len(self._models) > 1:
+                model.offload()
         self._state.policy_version = int(state["policy_version"])
 
     def _drop_unused_references(self) -> None:

@@ -20,6 +20,7 @@ from mrl.rewards.scorer import Scorer, part_names
 from mrl.rollout.replicas import LengthHistory
 from mrl.run.actor_weights import ActorWeights
 from mrl.run.commits import Commits
+from mrl.run.critic import RunCritic
 from mrl.run.learning_rate import learning_rate
 from mrl.run.prepare import Plan
 from mrl.run.progress import Progress
@@ -36,6 +37,7 @@ class Job:
     Attributes:
         policy: The actor.
         weights: The actor's, from and to Hugging Face folders.
+        critic: Of an algorithm that has one.
         sampler: The engine and its refits.
         reward_weights: Factor of each reward function, by its name in `Rollout.reward_parts`.
         scorer: Scores this replica's rollouts; None on ranks that do not lead one.
@@ -53,7 +55,10 @@ class Job:
         log: RunLog,
         checkpoints: Checkpoints,
         found: Found | None,
+        *,
+        trains: bool,
     ) -> None:
+        """Collective over the job; of `open_job`."""
         config, tokenizer = plan.config, plan.tokenizer
         self.config, self.arch, self.tokenizer, self.algorithm = config, plan.arch, tokenizer, plan.algorithm
         self.validation, self.run = plan.validation, plan.run
@@ -63,6 +68,9 @@ class Job:
         self.policy = Policy(config, plan.arch, groups, device)
         self.policy.offload()  # before the engine reads how much memory is free
         self.weights = ActorWeights(plan, self.policy, groups.rank)
+        self.critic = None  # an evaluation needs none
+        if plan.critic is not None and trains:
+            self.critic = RunCritic(plan, plan.critic, groups, device, self.policy)
         self.sampler = Sampler(plan, groups, device, self.policy, self.weights, log.note)
         self.scorer: Scorer | None = None
         if groups.leads_replica:
@@ -82,6 +90,7 @@ class Job:
                 take=self.weights.take_reference,
                 export=self.weights.export,
             ),
+            plan.algorithm.kl_control,
         )
         self.progress = Progress(self.timers, self.state.snapshot)
         self.sampler.engine.told_to_stop = self.progress.told_to_stop
@@ -90,6 +99,7 @@ class Job:
             checkpoints,
             found,
             policy=self.policy,
+            critic=None if self.critic is None else self.critic.model,
             weights=self.weights,
             state=self.state,
             progress=self.progress,
@@ -108,7 +118,19 @@ class Job:
     def resume(self) -> int | None:
         """Collective over the job: see `Commits.resume`; the optimizer is there for either."""
         self.policy.start_optimizer(learning_rate(self.config))
+        if self.critic is not None:
+            self.critic.start_optimizer()
         return self.commits.resume()
+
+    def begin(self, step: int) -> None:
+        """Collective over the job: reference and critic get their first weights, maybe those of the actor of now.
+
+        Args:
+            step: Steps done.
+        """
+        self.state.reference.start(step)
+        if self.critic is not None:
+            self.critic.start()
 
     def is_last(self, step: int) -> bool:
         """Whether the run ends after so many steps; not if the next one is done and has no line in the log yet."""

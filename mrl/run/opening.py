@@ -30,12 +30,13 @@ from mrl.survival.watchdog import MARGIN_S, Watchdog
 
 
 @contextmanager
-def open_job(plan: Plan, *, log: bool = True) -> Iterator[Job]:
+def open_job(plan: Plan, *, log: bool = True, trains: bool = True) -> Iterator[Job]:
     """Collective over the job: ranks up, job built; ended in order, also after an error.
 
     Args:
         plan: From `prepare`.
         log: False: the run folder is only read.
+        trains: False: the actor is only evaluated.
     """
     run, timeout_s = plan.config.run, plan.config.run.collective_timeout_s + MARGIN_S
     watchdog = Watchdog(
@@ -56,7 +57,7 @@ def open_job(plan: Plan, *, log: bool = True) -> Iterator[Job]:
             groups = parallel.initialize(plan.grid, seed=run.seed, timeout_s=timeout_s)
             check_same_models(plan.config)
             with refusals(), _run_folder(plan, groups.rank, device, watchdog, log=log) as (checkpoints, found, run_log):
-                job = Job(plan, groups, device, run_log, checkpoints, found)
+                job = Job(plan, groups, device, run_log, checkpoints, found, trains=trains)
                 watchdog.where = lambda: job.timers.where
                 try:
                     with refusals():

@@ -25,11 +25,12 @@ from mrl.errors import UserError, shown
 from mrl.formats.hf import HfSource
 from mrl.formats.hub import local_models
 from mrl.grid import Grid
-from mrl.models.base import ArchSpec
+from mrl.models.base import ArchSpec, critic_of
 from mrl.models.hf_config import arch_from_folder
 from mrl.models.presets import arch_from_preset
 from mrl.observe.metrics import check_is_given, evaluation_names
 from mrl.preflight import preflight
+from mrl.preflight.critic import check_critic
 from mrl.preflight.megatron import SWITCHES, check_switches
 from mrl.preflight.parallel import grid_of
 from mrl.rewards.scorer import Scorer
@@ -53,6 +54,7 @@ class Resolved:
     Attributes:
         config: The algorithm's nulls are filled.
         grid: Who sits where.
+        critic: Its structure; None: the algorithm has none.
     """
 
     config: Config
@@ -60,6 +62,7 @@ class Resolved:
     tokenizer: Tokenizer
     algorithm: Algorithm
     grid: Grid
+    critic: ArchSpec | None
 
 
 @dataclass
@@ -131,6 +134,8 @@ def check_run(config: Config, world_size: int, *, launcher: str | None = None, t
     for key, path in (("model.path", config.model.path), ("reference.path", config.reference.path)):
         if path is not None:
             _check_weights(key, path, found.arch, tell)
+    if config.critic.path is not None:
+        _check_weights("critic.path", config.critic.path, None, tell)
     tokenizer, prompt_length = found.tokenizer, config.rollout.prompt_length
     source = load_training(config.data, tokenizer, prompt_length=prompt_length, seed=config.run.seed)
     found.config, asked = with_num_steps(found.config, source.num_rows), found.config
@@ -157,7 +162,12 @@ def resolve(config: Config, world_size: int) -> Resolved:
     config = local_models(replace(config, algorithm=algorithm.config))
     arch, tokenizer = load_model_facts(config)
     preflight.check(config, arch, world_size, tokenizer.vocab_size, supervised=algorithm.supervised)
-    return Resolved(config, arch, tokenizer, algorithm, grid_of(config, world_size))
+    grid = grid_of(config, world_size)
+    critic = None
+    if algorithm.needs_values:
+        critic = critic_of(arch if config.critic.path is None else arch_from_folder(config.critic.path))
+    check_critic(config, arch, critic, grid)
+    return Resolved(config, arch, tokenizer, algorithm, grid, critic)
 
 
 def load_model_facts(config: Config) -> tuple[ArchSpec, Tokenizer]:
@@ -233,7 +243,7 @@ def _check_output_dir(folder: str, tell: Tell | None) -> None:
         RunDir(Path(folder)).check_writable()
 
 
-def _check_weights(key: str, folder: str, arch: ArchSpec, tell: Tell | None) -> None:
+def _check_weights(key: str, folder: str, arch: ArchSpec | None, tell: Tell | None) -> None:
     """Headers of the weights; `tell` is given a folder that holds only the config and the tokenizer."""
     if tell is not None and not any(Path(folder).glob("*.safetensors")):
         tell(f"{key}={folder} has no safetensors here: its weights were not looked at")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mrl.algorithms._kl_control import KlControl
 from mrl.data.prompts import PromptSource
 from mrl.errors import UserError
 from mrl.rollout.replicas import LengthHistory
@@ -25,12 +26,14 @@ class TrainingState:
         source: The training prompts.
         history: Lengths of responses.
         reference: Of the KL.
+        kl_control: Of the KL in the reward.
         policy_version: Optimizer steps taken in this run.
     """
 
     source: PromptSource
     history: LengthHistory
     reference: Reference
+    kl_control: KlControl
     policy_version: int = 0
 
     def snapshot(self) -> dict[str, Any]:
@@ -40,10 +43,11 @@ class TrainingState:
             "source": self.source.state_dict(),
             "history": self.history.state_dict(),
             "reference": self.reference.record,
+            "kl_coef": self.kl_control.coef if self.kl_control.adapts else None,
         }
 
     def restore(self, state: Mapping[str, Any]) -> str | None:
-        """Takes back source and history of a `snapshot`.
+        """Takes back source, history and an adaptive KL's coefficient of a `snapshot`.
 
         Returns:
             Its record of the reference, for `Reference.resume`.
@@ -53,6 +57,8 @@ class TrainingState:
         """
         self.source.load_state_dict(state["source"])
         self.history.load_state_dict(state["history"])
+        if self.kl_control.adapts and state["kl_coef"] is not None:
+            self.kl_control.coef = state["kl_coef"]
         record: str | None = state["reference"]
         return record
 
@@ -79,6 +85,7 @@ STATE_KINDS: dict[str, tuple[type, ...]] = {
     "source": (dict,),
     "history": (dict,),
     "reference": (str, type(None)),
+    "kl_coef": (float, type(None)),
     "unlogged": (dict, type(None)),
     "warm_start": (dict, type(None)),
 }
@@ -91,7 +98,7 @@ def resumed(state: Mapping[str, Any], path: Path) -> Standing:
     Raises:
         UserError: Its state was not written by a run.
     """
-    state = {"unlogged": None, "warm_start": None, **state}
+    state = {"unlogged": None, "warm_start": None, "kl_coef": None, **state}
     wrong = [name for name, kinds in STATE_KINDS.items() if type(state.get(name)) not in kinds]
     warm = state["warm_start"]
     if not wrong and warm is not None and not (type(warm.get("step")) is int and isinstance(warm.get("source"), dict)):

@@ -7,7 +7,7 @@ from mrl.weights.layout import Layout, Piece, StoredTensor
 from mrl.weights.regions import whole
 from mrl.weights.shards import hf_tensors, table
 
-EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDINGS, HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 """The two that a tied model has as one."""
 
 

@@ -31,8 +31,9 @@ from mrl.weights.shards import (
     table,
 )
 
-_OUTPUT = "output_layer.weight"
-VOCABULARY = ("embedding.word_embeddings.weight", _OUTPUT)
+OUTPUT = "output_layer.weight"
+"""What is behind the last norm: the rows of the vocabulary, or a critic's value head."""
+VOCABULARY = ("embedding.word_embeddings.weight", OUTPUT)
 """Their rows are padded."""
 
 
@@ -166,7 +167,7 @@ def megatron_layout(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str, te: bo
     for tensor in rank_tensors(arch, grid, rank, dtype=dtype):
         spec = tensor.spec
         name = spec.megatron_te if te and spec.megatron_te else spec.megatron
-        name = _OUTPUT if tensor.is_copy else name.format(layer=tensor.local_layer, expert=tensor.local_expert)
+        name = OUTPUT if tensor.is_copy else name.format(layer=tensor.local_layer, expert=tensor.local_expert)
         layout[f"chunk{tensor.chunk}.{name}"] = tensor.stored
     return layout
 

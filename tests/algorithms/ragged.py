@@ -36,6 +36,7 @@ def make_batch(num_groups: int = 4, group_size: int = 3, seed: int = 0) -> Rollo
         ref_logprobs_R=logprobs(),
         proximal_logprobs_R=logprobs(),
         truncated_B=response_lens_B == 7,
+        values_R=torch.randn(num_responses, generator=torch.Generator().manual_seed(seed + 1)),
     )
 
 

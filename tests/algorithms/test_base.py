@@ -20,7 +20,7 @@ FP32 = 1e-5  # fp32 log-probabilities of up to 4 nats, whose differences are of 
 
 def test_the_algorithms_are_the_promised_ones() -> None:
     clipped = ["dapo", "dr_grpo", "grpo", "reinforce_pp", "reinforce_pp_baseline", "rloo"]
-    others = ["cispo", "dppo", "gmpo", "gdpo", "gpg", "gspo", "luspo", "maxrl", "sapo", "vespo"]
+    others = ["cispo", "dppo", "gmpo", "gdpo", "gpg", "gspo", "luspo", "maxrl", "ppo", "sapo", "vapo", "vespo"]
     assert sorted([*clipped, *others, "sft"]) == ALGORITHMS
 
 
@@ -32,7 +32,9 @@ def test_resolving_is_idempotent_and_leaves_null_only_what_cannot_matter(name: s
     for item in fields(AlgorithmConfig):
         if getattr(resolved, item.name) is None:
             unread = item.name in READ and item.name not in LOSSES[resolved.policy_loss or "vanilla"].reads
-            idle = item.name in kind.unused or item.name in ("loss_norm_length", "advantage_eps") or unread
+            idle = item.name in kind.unused or item.name in ("loss_norm_length", "advantage_eps", "value_lam") or unread
+            idle |= item.name in ("gamma", "lam_length_alpha") and not kind.needs_values
+            idle |= item.name == "lam" and not (kind.needs_values and resolved.lam_length_alpha == 0)
             assert idle, f"{name} leaves {item.name} open"
 
 

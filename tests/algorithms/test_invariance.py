@@ -26,6 +26,8 @@ CONFIGS = [
     AlgorithmConfig(name="maxrl", kl_in="loss", kl_estimator="k3+", kl_unbiased=True),
     AlgorithmConfig(name="gdpo"),
     AlgorithmConfig(name="grpo", advantage_std_over="batch"),
+    AlgorithmConfig(name="ppo", kl_in="reward", kl_coef=0.2, lam=0.9, gamma=0.95),
+    AlgorithmConfig(name="vapo", overlong=OverlongConfig(mask_truncated=True)),
     AlgorithmConfig(name="sft"),
     *(AlgorithmConfig(name="grpo", policy_loss=name, proximal="recompute") for name in LOSSES),  # type: ignore[arg-type]
 ]

@@ -61,7 +61,7 @@ def test_defaults_alone_list_nothing_but_the_reward():
 def test_patterns_without_a_counterpart_list_another_value():
     for key in (
         "actor_rollout_ref.model.lora_rank",
-        "algorithm.gamma",
+        "data.val_max_samples",
         "trainer.val_before_train",
         "data.train_max_samples",
     ):
@@ -244,14 +244,32 @@ def test_the_line_of_readme_works(tmp_path, monkeypatch):
     assert load(tmp_path / "my_run.yaml").algorithm.name == "grpo"
 
 
+def test_gae_and_its_critic_are_translated():
+    words = (
+        "data.train_files=a.parquet actor_rollout_ref.model.path=tiny critic.model.path=other critic.optim.lr=2e-5 "
+        "actor_rollout_ref.actor.ppo_epochs=2 critic.optim.lr_warmup_steps=3 critic.cliprange_value=0.2 "
+        "algorithm.lam=0.95 critic.loss_agg_mode=seq-mean-token-mean trainer.critic_warmup=5 "
+        "actor_rollout_ref.actor.strategy=megatron critic.megatron.param_offload=True critic.ppo_mini_batch_size=8"
+    )
+    found = translate(read(words.split()))
+    config = load(yaml.safe_load(found.text))
+    critic = config.critic
+    assert (config.algorithm.name, config.algorithm.lam, config.train.critic_warmup) == ("ppo", 0.95, 5)
+    assert (critic.path, critic.lr, critic.lr_warmup_steps) == ("other", 2e-5, 3 * 4 * 2)
+    assert (critic.cliprange_value, critic.loss_aggregation, critic.adam_beta2) == (0.2, "seq_mean_token_mean", 0.999)
+    assert critic.param_offload and not critic.optimizer_offload
+    assert [one for one in found.missing if "critic" in one] == [
+        "critic.ppo_mini_batch_size=8: the critic has the actor's minibatches"
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ([], "nothing to translate"),
         (["nowhere.sh"], "'nowhere.sh' cannot be read"),
         (["nowhere.yaml"], "'nowhere.yaml' cannot be read"),
-        (["data.train_batch_size=4"], "verl's default, needs a critic"),
-        (["algorithm.adv_estimator=remax"], "remax is not in mrl. Choose one of grpo"),
+        (["algorithm.adv_estimator=remax"], "remax is not in mrl. Choose one of gae"),
         (["algorithm.adv_estimator=grpo", "data.train_batch_size=many"], "data.train_batch_size=many came, expected"),
         (["algorithm.adv_estimator=grpo", "trainer.nnodes=x"], "trainer.nnodes=x came, expected a whole number"),
         (["algorithm.adv_estimator=grpo", "--force"], "'--force' is no setting"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,15 @@ from mrl.distributed.groups import ProcessGroups
 from mrl.functional.learning_rate import LearningRate
 from mrl.grid import Grid
 from mrl.megatron import parallel
+from mrl.megatron.critic import Critic
 from mrl.megatron.policy import Policy
-from mrl.models.base import ArchSpec
+from mrl.megatron.trainable import Trainable
+from mrl.models.base import ArchSpec, critic_of
 from mrl.models.presets import arch_from_preset
 from mrl.types import RolloutBatch
 from mrl.weights.init import random_init
 
+AnyModel = TypeVar("AnyModel", bound=Trainable)
 VOCAB = 101  # prime: tensor parallelism pads it
 ARCHS = {
     "qwen2": arch_from_preset("qwen2_tiny", {}, VOCAB),
@@ -106,16 +109,27 @@ def make_policy(
     New groups end those of all actors before; give `groups` to have two actors at a time.
     """
     groups = groups or parallel.initialize(grid, seed=0)
-    policy = Policy(config_for(grid, **options), arch, groups, torch.device("cpu"))
+    return _filled(Policy(config_for(grid, **options), arch, groups, torch.device("cpu")), seed)
+
+
+def _filled(policy: AnyModel, seed: int | None) -> AnyModel:
     if seed is not None:
         tensors = policy.named_tensors()
-        random_init(arch, policy.layout(), tensors, seed)
+        random_init(policy.chunks[0].arch, policy.layout(), tensors, seed)
         for name, tensor in tensors.items():
             if "norm" in name:  # constants would hide a norm that is not applied, or not trained
                 tensor.mul_(torch.linspace(0.7, 1.3, tensor.numel()))
             elif tensor.dim() == 2:
                 tensor.mul_(5)  # far from uniform
     return policy
+
+
+def make_critic(
+    arch: ArchSpec, grid: Grid, *, seed: int | None = SEED, groups: ProcessGroups | None = None, **options
+) -> Critic:
+    """Collective over the job: as `make_policy`, a critic with the layers of a model."""
+    groups = groups or parallel.initialize(grid, seed=0)
+    return _filled(Critic(config_for(grid, **options), critic_of(arch), groups, torch.device("cpu")), seed)
 
 
 def make_batch(num: int = 14, *, seed: int = 3, vocab: int = VOCAB, longest: int = 9) -> RolloutBatch:

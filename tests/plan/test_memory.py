@@ -8,6 +8,7 @@ import torch
 
 from mrl.config import Config, load
 from mrl.grid import Grid
+from mrl.models.base import critic_of
 from mrl.models.presets import arch_from_preset
 from mrl.plan.engine_memory import Device
 from mrl.plan.memory import memory_by_stage, not_counted, num_parameters, replayed_bytes, stage_memory
@@ -90,6 +91,16 @@ def test_weights_are_those_of_every_ranks_layout(name, grid):
         assert (found.weights, found.engine) == (4 * actors[rank], 4 * engines[rank])
 
 
+@pytest.mark.parametrize("layout", ["single", "tp2_pp2", "pp2_vpp2"])
+def test_weights_of_a_critic_are_those_of_every_ranks_layout(layout):
+    grid, arch = LAYOUTS[layout], critic_of(ARCHS["qwen2"])
+    stages = stage_memory(config_for(grid), arch, grid)
+    for rank, tensors in megatron_layouts(arch, grid, dtype="float32", te=True).items():
+        found = stages[grid.coords(rank).pp]
+        assert found.weights == 4 * sum(math.prod(stored.shape) for stored in tensors.values())
+        assert found.engine == 0
+
+
 def test_public_models_have_their_number_of_parameters():
     # from the models' pages, in units of 10^9
     for preset, size in (("qwen2.5_0.5b", 0.49), ("qwen3_8b", 8.2), ("llama3.1_70b", 70.6), ("qwen3_235b_a22b", 235)):
@@ -130,6 +141,19 @@ def test_terms_that_are_not_there_are_not_counted(tmp_path):
     (on_host,) = phases(tmp_path, "algorithm.kl_in=loss", device=Device(te=False, engine_copies=4, is_host=True))
     assert on_host.phases["rollout"]["engine's packed copies"] > on_host.phases["rollout"]["engine's weights"]
     assert on_host.phases["update"]["reference"] == on_host.phases["update"]["weights"] and on_host.host == 0
+
+
+def test_a_critic_is_in_every_phase_unless_it_leaves_between_its_own(tmp_path):
+    (staying,) = phases(tmp_path, "algorithm.name=ppo")
+    terms = {"critic's weights", "critic's gradients", "critic's optimizer"}
+    assert staying.phases.keys() == {"refit", "rollout", "critic", "update"}
+    assert all(terms <= phase.keys() for phase in staying.phases.values())
+    offloads = [f"critic.{part}_offload=true" for part in ("param", "grad", "optimizer")]
+    (leaving,) = phases(tmp_path, "algorithm.name=ppo", *offloads)
+    assert [name for name, phase in leaving.phases.items() if terms & phase.keys()] == ["critic"]
+    assert leaving.phases["critic"] == staying.phases["critic"]
+    away = sum(leaving.phases["critic"][term] for term in ("critic's weights", "critic's optimizer"))
+    assert leaving.host == away and staying.host == 0
 
 
 def test_local_layers_are_counted_where_the_config_has_them(tmp_path):

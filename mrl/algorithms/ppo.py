@@ -1,0 +1,85 @@
+"""PPO with a critic: generalised advantage estimates, normalised over the global batch.
+
+Source: arXiv 1707.06347; the estimates: arXiv 1506.02438. The reward is that of the last trained token, minus the KL of
+each token where `kl_in` is "reward".
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mrl.algorithms._policy_gradient import PolicyGradient
+from mrl.algorithms.base import SumReduce, required
+from mrl.functional.advantages import StdKind, whiten
+from mrl.functional.values import gae, length_adaptive_lam
+from mrl.types import RolloutBatch
+
+
+class Ppo(PolicyGradient):
+    """(A - mean over the batch's tokens) / sqrt(sigma^2 + eps), A by the critic's values."""
+
+    baseline = "none"
+    needs_values = True
+    kl_places = frozenset({"none", "loss", "reward"})
+    unused = frozenset({"singleton_group", "advantage_std_over"})
+    defaults: ClassVar[dict[str, Any]] = {
+        "gamma": 1.0,
+        "lam": 1.0,
+        "lam_length_alpha": 0.0,
+        "advantage_std": "unbiased",
+        "advantage_eps": 1e-8,
+        "loss_aggregation": "token_mean",
+        "policy_loss": "vanilla",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "dual_clip": 0.0,
+        "dynamic_sampling": False,
+    }
+
+    def advantages(self, batch: RolloutBatch, outcome_advantages_B: Tensor, reduce: SumReduce) -> None:
+        """Collective over data-parallel: sets advantages and returns, from the rewards and `batch.values_R`.
+
+        The returns are estimates plus values, before the normalisation. Narrows the mask by `overlong.mask_truncated`
+        first.
+        """
+        config, mask_R = self.config, self._narrowed(batch)
+        values_R = required(batch.values_R, "values_R")
+        rewards_R = _at_last_trained(outcome_advantages_B, batch)
+        if config.kl_in == "reward":
+            rewards_R = rewards_R - self._charge_R(batch, reduce)
+        lens_B = torch.zeros(batch.num_sequences, dtype=torch.float64)
+        lens_B.index_add_(0, batch.sequence_R, mask_R.double())
+        if config.lam_length_alpha:
+            lam_B = length_adaptive_lam(lens_B, config.lam_length_alpha)
+        else:
+            lam_B = torch.full_like(lens_B, required(config.lam, "algorithm.lam"))
+        value_lam_B = lam_B if config.value_lam is None else torch.full_like(lens_B, config.value_lam)
+        gamma = required(config.gamma, "algorithm.gamma")
+
+        def estimates(lam_B: Tensor) -> Tensor:
+            return gae(rewards_R, values_R, mask_R, batch.response_lens_B, gamma=gamma, lam_B=lam_B)
+
+        advantages_R = estimates(lam_B)
+        to_learn_R = advantages_R if value_lam_B is lam_B else estimates(value_lam_B)
+        batch.returns_R = torch.where(mask_R, to_learn_R + values_R, 0.0).float()
+        std: StdKind = required(config.advantage_std, "algorithm.advantage_std")
+        eps = config.advantage_eps or 0.0
+        batch.advantages_R = whiten(advantages_R, mask_R, reduce, std=std, eps=eps, under_root=True).float()
+
+
+def _at_last_trained(rewards_B: Tensor, batch: RolloutBatch) -> Tensor:
+    """The reward of each sequence at its last trained token, fp64 [R]."""
+    mask_R, sequence_R = batch.response_mask_R, batch.sequence_R
+    rewards_R = torch.zeros(mask_R.numel(), dtype=torch.float64)
+    trained = mask_R.nonzero().squeeze(1)
+    owners = sequence_R[trained]
+    last = torch.ones_like(owners, dtype=torch.bool)
+    last[:-1] = owners[1:] != owners[:-1]
+    rewards_R[trained[last]] = rewards_B.double()[owners[last]]
+    return rewards_R
+
+
+ALGORITHM = Ppo

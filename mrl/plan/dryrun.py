@@ -14,7 +14,11 @@ from typing import Any
 from mrl.config import Config, TrainConfig, to_yaml
 from mrl.distributed.scripts import start_words
 from mrl.distributed.transformer_engine import asked_for
+from mrl.engines.trtllm import fields as trtllm
+from mrl.engines.trtllm import installed as trtllm_package
 from mrl.engines.trtllm.fields import needs_mpi
+from mrl.engines.vllm import fields as vllm
+from mrl.engines.vllm import installed as vllm_package
 from mrl.grid import Grid
 from mrl.megatron_fields.defaults import ddp_defaults, overlaps_gradients, transformer_defaults
 from mrl.models.base import ArchSpec
@@ -78,6 +82,7 @@ def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
     config, arch, grid = found.config, found.arch, found.grid
     model, train, rollout = config.model, config.train, config.rollout
     yield "start", start_words(grid.world_size, mpi=needs_mpi(rollout))
+    yield "engine", _engine(rollout.name)
     yield (
         "model",
         f"{model.path or model.preset} ({arch.family}): {arch.num_layers} layers, hidden {arch.hidden_size}, "
@@ -124,6 +129,16 @@ def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
         )
     more = ", the reference's weights in host memory" if found.algorithm.needs_reference else ""
     yield "", f"besides: activations, logits, buffers of collectives, the engine's KV cache{more}"
+
+
+def _engine(name: str) -> str:
+    """What samples, and what of its package is on this machine."""
+    if name == vllm.NAME:
+        return f"{name}: {vllm_package.described()}"
+    if name in trtllm.ENGINES and not trtllm_package.is_installed():
+        advice = 'Install it: pip install "mrl[trtllm]"; or use rollout.name=native.'
+        return f"{name}: TensorRT-LLM is not installed here. {advice}"
+    return name
 
 
 def _megatron(found: Resolved) -> Iterator[str]:

@@ -21,6 +21,8 @@ from mrl.data.tokenizer import Tokenizer, load_tokenizer
 from mrl.distributed import launch, transformer_engine
 from mrl.engines.base import RolloutEngine
 from mrl.engines.trtllm import fields as trtllm
+from mrl.engines.vllm import fields as vllm
+from mrl.engines.vllm import installed as vllm_package
 from mrl.errors import UserError, shown
 from mrl.formats.hf import HfSource
 from mrl.formats.hub import local_models
@@ -106,6 +108,8 @@ def prepare(config: Config, *, resumes: bool = True) -> Plan:
     check_switches(config, launch.variables(*SWITCHES))
     found = check_run(local_models(config, download=True), here.world_size, launcher=here.launcher)
     transformer_engine.check(found.config, found.arch, device)
+    if config.rollout.name == vllm.NAME and vllm_package.installed() is None and not found.algorithm.supervised:
+        raise UserError(f"rollout.name=vllm needs vLLM, which is not installed. {vllm_package.ADVICE}")
     if resumes:
         check_run_folder(config)
     return Plan(**vars(found), run=RunDir(Path(config.run.output_dir)))

@@ -90,8 +90,12 @@ CASES = [
     Case("max_num_seqs", 512, "trtllm_engine"),
     Case("max_num_batched_tokens", 4096),
     Case("max_num_batched_tokens", 16384, "trtllm_engine"),
+    Case("max_num_batched_tokens", 32, "vllm", ("rollout.max_num_seqs=33",)),
     Case("enable_chunked_prefill", False),
-    Case("enable_chunked_prefill", True, "trtllm_engine", ("rollout.max_num_batched_tokens=8",)),
+    Case("enable_chunked_prefill", False, "vllm", ("rollout.max_num_batched_tokens=18", "rollout.max_num_seqs=8")),
+    Case(
+        "enable_chunked_prefill", True, "trtllm_engine", ("rollout.max_num_batched_tokens=8", "rollout.max_num_seqs=8")
+    ),
     Case("enable_prefix_caching", False),
     Case("enable_prefix_caching", True, "trtllm_engine"),
     Case("gpu_memory_utilization", 0.3),

@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from mrl.cli import main
 from mrl.config import Config, RolloutConfig, load
 from mrl.engines.base import SamplingConfig
-from mrl.engines.vllm import contract, passed
+from mrl.engines.vllm import contract, installed, passed
 from mrl.engines.vllm.engine_fields import DERIVED, FREE, IDLE, NAMES, REFUSED, markdown
 from mrl.engines.vllm.fields import FIELDS
 from mrl.engines.vllm.process import ALWAYS, OWN, kept
@@ -18,6 +19,7 @@ from mrl.engines.vllm.sampling import arguments
 from mrl.engines.vllm.storage import Storage
 from mrl.errors import UserError
 from mrl.preflight import preflight
+from mrl.run.prepare import prepare
 from mrl.types import Prompt
 from mrl.weights.layout import StoredTensor
 from tests.engines.specs import spec_of
@@ -87,6 +89,28 @@ def test_every_reason_names_a_key_that_there_is():
         for word in reason.replace(",", " ").replace(";", " ").split():
             if word.startswith(("rollout.", "run.")):
                 assert word in keys, word
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        (None, 'vLLM is not installed here. Install it: pip install "mrl[vllm]"'),
+        ("0.31.2+cpu", "vLLM's build for CPUs 0.31.2+cpu is installed here, and mrl was written for 0.32"),
+        ("0.32.1+cpu", "vLLM's build for CPUs 0.32.1+cpu"),
+    ],
+)
+def test_a_dry_run_says_which_vllm_is_there(version, said, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(installed, "installed", lambda: version)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", str(ROOT / "configs" / "quickstart.yaml"), "rollout.name=vllm", "--dry-run"]) == 0
+    assert f"engine     vllm: {said}" in capsys.readouterr().out
+
+
+def test_a_run_without_vllm_ends_before_it_begins(monkeypatch, tmp_path):
+    monkeypatch.setattr(installed, "installed", lambda: None)
+    config = load(ROOT / "configs" / "quickstart.yaml", ["rollout.name=vllm", f"run.output_dir={tmp_path}/run"])
+    with pytest.raises(UserError, match="needs vLLM, which is not installed. Install it"):
+        prepare(config)
 
 
 SAMPLE = {

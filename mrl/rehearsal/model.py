@@ -13,18 +13,19 @@ from itertools import count
 
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec, MoeSpec
+from mrl.rehearsal.engine import Engine
 from mrl.rehearsal.layout import compared
 from mrl.weights.megatron import chunk_layers
 
-HEAD_DIM = 16
-WIDTH_MULTIPLE = 8
-"""Widths are multiples of this, times what is divided."""
+SMALLEST = Engine()
 MAX_KV_HEADS = 16
 MAX_SMALL_HEADS = 8
 """Query heads of a key/value head that are kept as they are."""
 
 
-def shrunk_model(arch: ArchSpec, asked: Grid, used: Grid, *, tokens: int) -> tuple[ArchSpec, Grid]:
+def shrunk_model(
+    arch: ArchSpec, asked: Grid, used: Grid, *, tokens: int, engine: Engine = SMALLEST
+) -> tuple[ArchSpec, Grid]:
     """The small model, and `used` with layers of uneven stages where `asked` has them.
 
     Args:
@@ -32,14 +33,15 @@ def shrunk_model(arch: ArchSpec, asked: Grid, used: Grid, *, tokens: int) -> tup
         asked: Its layout.
         used: The layout of the small model.
         tokens: Ids that the tokenizer can give.
+        engine: What samples.
     """
     used, num_layers = _depth(arch, asked, used)
     kv_heads = _kv_heads(arch, asked, used)
     heads = kv_heads * _group(arch, kv_heads, used)
     whole = arch.num_heads * arch.head_dim
-    hidden = _multiple(heads * HEAD_DIM * min(2.0, arch.hidden_size / whole), WIDTH_MULTIPLE)
-    widths = math.lcm(used.tp, used.rollout_tp) * WIDTH_MULTIPLE
-    moe = None if arch.moe is None else _experts(arch.moe, asked, used, hidden)
+    hidden = _multiple(heads * engine.head_dim * min(2.0, arch.hidden_size / whole), engine.width_multiple)
+    widths = math.lcm(used.tp, used.rollout_tp) * engine.width_multiple
+    moe = None if arch.moe is None else _experts(arch.moe, asked, used, hidden, engine.width_multiple)
     small = replace(
         arch,
         num_layers=num_layers,
@@ -47,7 +49,7 @@ def shrunk_model(arch: ArchSpec, asked: Grid, used: Grid, *, tokens: int) -> tup
         intermediate_size=_multiple(2 * hidden, widths),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=HEAD_DIM,
+        head_dim=engine.head_dim,
         vocab_size=_vocabulary(arch, asked, used, tokens),
         moe=moe,
     )
@@ -105,15 +107,15 @@ def _group(arch: ArchSpec, kv_heads: int, used: Grid) -> int:
     return next(size for size in count(first) if all(kv_heads * size % tp == 0 for tp in (used.tp, used.rollout_tp)))
 
 
-def _experts(moe: MoeSpec, asked: Grid, used: Grid, hidden: int) -> MoeSpec:
+def _experts(moe: MoeSpec, asked: Grid, used: Grid, hidden: int, width_multiple: int) -> MoeSpec:
     of_rank = min(moe.num_experts // asked.ep, moe.num_experts // asked.rollout_ep)
     spread = math.lcm(used.ep, used.rollout_ep)
     top_k = min(moe.top_k, 2)
     num_experts = spread * min(of_rank, 2)
     while num_experts <= top_k and moe.num_experts > moe.top_k:
         num_experts += spread
-    cut = math.lcm(used.expert_tp, used.rollout_moe_tp) * WIDTH_MULTIPLE
-    shared = math.lcm(used.tp, used.rollout_tp) * WIDTH_MULTIPLE
+    cut = math.lcm(used.expert_tp, used.rollout_moe_tp) * width_multiple
+    shared = math.lcm(used.tp, used.rollout_tp) * width_multiple
     return replace(
         moe,
         num_experts=num_experts,

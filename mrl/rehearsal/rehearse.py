@@ -39,10 +39,11 @@ from mrl.preflight.parallel import grid_of
 from mrl.rehearsal.check import check_real_run
 from mrl.rehearsal.conversion import to_hugging_face, to_trtllm
 from mrl.rehearsal.copies import with_first_rows, write_model
+from mrl.rehearsal.engine import NATIVE, engine_for
 from mrl.rehearsal.layout import sizes, smallest_like
 from mrl.rehearsal.model import shrunk_model
 from mrl.rehearsal.report import ALL, FILE, Report, Stage
-from mrl.rehearsal.settings import ENGINE, NUM_VAL, VARIETY, Sizes, other_layout, shrunk_config, with_steps
+from mrl.rehearsal.settings import NUM_VAL, VARIETY, Sizes, other_layout, shrunk_config, with_steps
 from mrl.rehearsal.stages import STAGES, spent_in, stage_of
 from mrl.run.prepare import Resolved, resolve
 from mrl.run_folder.run_dir import RunDir, flat
@@ -147,8 +148,10 @@ class _Rehearsal:
         tokens = found.tokenizer.vocab_size
         max_ranks = self._options.max_ranks or _ranks_that_fit(tokens)
         grid = smallest_like(found.grid, max_ranks, experts=experts)
-        arch, grid = shrunk_model(found.arch, found.grid, grid, tokens=tokens)
-        small = shrunk_config(config, found, Sizes(arch, grid, prompt_length), self._folder)
+        engine = engine_for(config.rollout, grid)
+        arch, grid = shrunk_model(found.arch, found.grid, grid, tokens=tokens, engine=engine)
+        small = shrunk_config(config, found, Sizes(arch, grid, prompt_length, engine), self._folder)
+        report.engine = engine.name
         small = replace(small, data=_few_rows(small.data, self._folder / "data"))
         small, left_out = fitting(small, arch, grid)
         report.not_covered += left_out
@@ -171,8 +174,11 @@ class _Rehearsal:
             for name in asked
             if asked[name] > 1 and used[name] == 1
         ]
-        if config.rollout.name != ENGINE:
-            report.not_covered.insert(0, f"the engine {config.rollout.name}: the {ENGINE} engine sampled in its place")
+        if engine.why:
+            in_its_place = f"the {engine.name} engine sampled in its place, since {engine.why}"
+            report.not_covered.insert(0, f"the engine {config.rollout.name}: {in_its_place}")
+        elif engine.name != NATIVE:
+            report.not_covered.insert(0, f"{engine.name} on GPUs: its build for CPUs sampled")
         if needs_mpi(config.rollout):
             start = start_words(found.grid.world_size, mpi=True)
             report.not_covered.insert(1, f"MPI: mrl started the ranks itself. The real ones: {start}")
@@ -289,7 +295,8 @@ class _Rehearsal:
             return f"{moved:.0f} bytes between ranks = lower bound; {local:.0f} inside them"
         if stage == "rollout" and "response_length/mean" in metrics:
             apart = metrics.get("training/rollout_probs_diff_max", 0.0)
-            return f"{metrics['response_length/mean']:.1f} tokens on average; actor and engine differ by {apart:.1g}"
+            mean = metrics["response_length/mean"]
+            return f"{self.report.engine}: {mean:.1f} tokens on average; actor and engine differ by {apart:.1g}"
         if stage == "reward" and "critic/score/mean" in metrics:
             parts = [key for key in metrics if re.fullmatch(r"reward/.+/mean", key)]
             return ", ".join(f"{key.split('/')[1]} {metrics[key]:.2g}" for key in parts)

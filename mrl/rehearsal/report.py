@@ -53,6 +53,7 @@ class Report:
     Attributes:
         config: The file.
         world_size: Ranks of the real run.
+        engine: What sampled; where it is not the run's own, `not_covered` says why.
         layout: Dimension -> (asked, rehearsed), in ranks.
         model: Size -> (asked, rehearsed).
         settings: Dotted key of the config -> (asked, rehearsed), where they differ.
@@ -67,6 +68,7 @@ class Report:
 
     config: str
     world_size: int = 0
+    engine: str = ""
     layout: dict[str, tuple[int, int]] = field(default_factory=dict)
     model: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)

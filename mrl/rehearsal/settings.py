@@ -35,6 +35,7 @@ from mrl.preflight import preflight
 from mrl.preflight.critic import critic_config
 from mrl.preflight.megatron import fitting
 from mrl.preflight.parallel import grid_of
+from mrl.rehearsal.engine import Engine
 from mrl.run.prepare import Resolved
 
 SAMPLES = 4
@@ -49,8 +50,6 @@ NUM_VAL = 2
 """Held-out prompts."""
 UTILIZATION = 0.05
 """Of the host's free memory, for all engines' caches together."""
-ENGINE = "native"
-"""The engine that runs on a CPU."""
 
 VARIETY = RewardFunctionConfig(name="regex", weight=0.1, kwargs={"pattern": r"[02468acegikmoqsuwyACEGIKMOQSUWY]\W*$"})
 """A small reward for what the random model does about half of the time: without it all samples of a prompt would have
@@ -67,11 +66,13 @@ class Sizes:
         arch: The small model.
         grid: Its layout.
         prompt_length: Longest prompt of the data that the run will see, tokens.
+        engine: What samples.
     """
 
     arch: ArchSpec
     grid: Grid
     prompt_length: int
+    engine: Engine
 
 
 def shrunk_config(config: Config, found: Resolved, sizes: Sizes, folder: Path) -> Config:
@@ -244,9 +245,10 @@ def _rollout(rollout: RolloutConfig, sizes: Sizes) -> RolloutConfig:
     longer = (rollout.max_model_len or 0) > rollout.prompt_length + rollout.response_length
     chunked = rollout.max_num_batched_tokens < rollout.prompt_length
     num_seqs = min(rollout.max_num_seqs, NUM_SEQS)
+    whole = prompt if rollout.enable_chunked_prefill else prompt + response + longer  # vLLM wants room for a sequence
     return replace(
         rollout,
-        name=ENGINE,
+        name=sizes.engine.name,
         engine_dir=None,
         engine_kwargs={},
         n=min(rollout.n, SAMPLES),
@@ -258,7 +260,7 @@ def _rollout(rollout: RolloutConfig, sizes: Sizes) -> RolloutConfig:
         expert_parallel_size=grid.rollout_ep,
         moe_tensor_parallel_size=None if rollout.moe_tensor_parallel_size is None else grid.rollout_moe_tp,
         max_num_seqs=num_seqs,
-        max_num_batched_tokens=max(num_seqs, prompt // 2 if chunked else prompt),
+        max_num_batched_tokens=max(num_seqs, prompt // 2 if chunked else whole),
         gpu_memory_utilization=min(rollout.gpu_memory_utilization, UTILIZATION),
         val_kwargs=replace(rollout.val_kwargs, n=min(rollout.val_kwargs.n, 2)),
         checkpoint_engine=CheckpointEngineConfig(update_weights_bucket_megabytes=1),

@@ -16,7 +16,7 @@ from mrl.config import Config
 from mrl.errors import UserError
 from mrl.formats.hub import local_folder
 from mrl.models.presets import PRESETS
-from mrl.rehearsal.settings import ENGINE
+from mrl.rehearsal.engine import NATIVE
 from mrl.schema.paths import CHAR_PREFIX
 
 TASK = "addition"
@@ -87,7 +87,7 @@ def with_stand_ins(config: Config) -> tuple[Config, list[str]]:
     rollout = config.rollout
     if "rollout.engine_dir" in missing:
         told.append(f"rollout.engine_dir={rollout.engine_dir} is not here: its engines are not compared with the run")
-        rollout = replace(rollout, name=ENGINE, engine_dir=None, pipeline_model_parallel_size=1)
+        rollout = replace(rollout, name=NATIVE, engine_dir=None, pipeline_model_parallel_size=1)
     reference = replace(config.reference, path=None) if "reference.path" in missing else config.reference
     critic = replace(config.critic, path=None) if "critic.path" in missing else config.critic
     return replace(config, model=model, data=data, reference=reference, critic=critic, rollout=rollout), told

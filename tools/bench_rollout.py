@@ -46,7 +46,7 @@ import transformers
 from mrl.config import RolloutConfig
 from mrl.distributed import launch
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
-from mrl.engines.vllm.passed import installed
+from mrl.engines.vllm.installed import installed
 from mrl.formats.hf import HfTarget, load_from_hf
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_config, arch_from_folder

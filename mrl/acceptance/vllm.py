@@ -22,7 +22,7 @@ from mrl.acceptance.result import Check
 from mrl.acceptance.table import ASLEEP, FP8, GRAPHS
 from mrl.acceptance.vllm_table import CHECKS, EXPERTS, SESSIONS
 from mrl.distributed import launch
-from mrl.engines.vllm.passed import installed
+from mrl.engines.vllm.installed import installed
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder
 

@@ -419,6 +419,28 @@ class KlCtrlConfig:
 
 
 @dataclass(frozen=True)
+class ClipCovConfig:
+    """Of `algorithm.policy_loss=clip_cov` (verl's names): which tokens are dropped."""
+
+    clip_cov_ratio: float = 2e-4
+    """Part of the minibatch's trained tokens, at least one, drawn where the covariance is between the bounds."""
+    clip_cov_lb: float = 1.0
+    """Lower bound of the covariance with the advantage."""
+    clip_cov_ub: float = 5.0
+    """Upper bound, above the lower one."""
+
+
+@dataclass(frozen=True)
+class KlCovConfig:
+    """Of `algorithm.policy_loss=kl_cov` (verl's names): which tokens are held back, and how much."""
+
+    kl_cov_ratio: float = 2e-4
+    """Part of the minibatch's trained tokens, at least one, with the largest covariance with the advantage."""
+    ppo_kl_coef: float = 0.1
+    """Factor of |log ratio| at these."""
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     """Advantages and loss. null means "what the named algorithm defines" (`mrl/algorithms/<name>.py`)."""
 
@@ -445,7 +467,20 @@ class AlgorithmConfig:
     ] = None
     """How per-token losses become one number; all counts are global over the minibatch."""
     policy_loss: Optional[
-        Literal["vanilla", "gspo", "luspo", "cispo", "sapo", "gmpo", "vespo", "dppo_tv", "dppo_kl", "gpg"]
+        Literal[
+            "vanilla",
+            "gspo",
+            "luspo",
+            "cispo",
+            "sapo",
+            "gmpo",
+            "vespo",
+            "dppo_tv",
+            "dppo_kl",
+            "gpg",
+            "clip_cov",
+            "kl_cov",
+        ]
     ] = None
     """Which loss the advantages go into, see [objectives](objectives.md). One that is not the algorithm's own brings
     its own clip and aggregation where these are null."""
@@ -468,6 +503,9 @@ class AlgorithmConfig:
     """Multiply the KL in the loss by the ratio pi / pi_old, which corrects it for samples of an older policy."""
     entropy_coef: float = 0.0
     """Factor of the entropy bonus, subtracted from the loss."""
+    top_entropy_quantile: float = 1.0
+    """Part of the minibatch's trained tokens, those with the highest entropy, that the policy loss acts on, (0, 1]; it
+    is divided by the count of all (TRL's name)."""
     proximal: Literal["rollout", "recompute"] = "rollout"
     """Denominator of the clipped ratio: sampling-time log-probabilities, or the actor's own at the rollout weights
     (decoupled), corrected by `tis_clip`."""
@@ -481,6 +519,8 @@ class AlgorithmConfig:
     sapo: SapoConfig = field(default_factory=SapoConfig)
     vespo: VespoConfig = field(default_factory=VespoConfig)
     dppo: DppoConfig = field(default_factory=DppoConfig)
+    clip_cov: ClipCovConfig = field(default_factory=ClipCovConfig)
+    kl_cov: KlCovConfig = field(default_factory=KlCovConfig)
 
 
 @dataclass(frozen=True)

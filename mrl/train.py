@@ -97,7 +97,12 @@ def reinforcement_step(job: Job, step: int) -> Metrics:
         data = pack(rollouts, table, job.groups, minibatch_size, routing=job.sampler.routing)
     if algorithm.needs_proximal:
         with phase("old_log_prob"):
-            data.batch.proximal_logprobs_R = job.policy.proximal(data.batch)
+            data.batch.proximal_logprobs_R, entropy_R = job.policy.proximal(data.batch)
+            if algorithm.needs_current:  # the first minibatch's, which is not scored again
+                data.batch.current_logprobs_R, data.batch.current_entropy_R = (
+                    data.batch.proximal_logprobs_R,
+                    entropy_R,
+                )
     if algorithm.needs_reference:
         with phase("ref"), job.policy.reference():
             data.batch.ref_logprobs_R, _ = job.policy.score(data.batch)
@@ -181,6 +186,8 @@ def update(job: Job, data: StepBatch) -> Metrics:
 
 def optimizer_step(job: Job, minibatch: RolloutBatch, algorithm: Algorithm, *, on_policy: bool = False) -> Metrics:
     """One step of the optimizer on a minibatch; `on_policy`: the weights are still those that sampled."""
+    if algorithm.needs_current and not (on_policy and minibatch.current_logprobs_R is not None):
+        minibatch.current_logprobs_R, minibatch.current_entropy_R = job.policy.score(minibatch)
     algorithm.weigh(minibatch, job.sum_over_dp)
     job.state.policy_version += 1
     return job.policy.update(minibatch, algorithm, on_policy=on_policy)

@@ -109,6 +109,12 @@ class RolloutBatch:
         values_R: By the critic before its updates, of the state before each token, fp32; None without a critic.
         returns_R: What the critic learns, set by `Algorithm.advantages` from values, fp32.
         proximal_logprobs_R: Recomputed by the actor at the rollout weights, fp32; None unless decoupled.
+        current_logprobs_R: By the actor right before the update on this minibatch, fp32; None unless the algorithm
+            needs numbers of the whole minibatch at those weights (`Algorithm.needs_current`).
+        current_entropy_R: Entropies, as `current_logprobs_R`.
+        sample_index_B: Which of its prompt's samples it is, int64; with `group_id_B` the name of its random numbers.
+        chosen_R: Tokens that the policy loss treats apart, set by `Algorithm.weigh`, bool; None where it has none.
+        entropic_R: Tokens that the policy loss acts on, set by `Algorithm.weigh`, bool; None: on all that are trained.
         metric_weights_R: Weight of each token in metrics, 1 / (trained tokens of the global minibatch), 0 where not
             trained; set by `Algorithm.weigh`, fp32.
         truncated_B: True where the response was cut at its length limit, bool; needed by
@@ -131,6 +137,11 @@ class RolloutBatch:
     values_R: Tensor | None = None
     returns_R: Tensor | None = None
     proximal_logprobs_R: Tensor | None = None
+    current_logprobs_R: Tensor | None = None
+    current_entropy_R: Tensor | None = None
+    sample_index_B: Tensor | None = None
+    chosen_R: Tensor | None = None
+    entropic_R: Tensor | None = None
     metric_weights_R: Tensor | None = None
     truncated_B: Tensor | None = None
     routed_experts_P: Tensor | None = None

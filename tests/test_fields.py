@@ -47,6 +47,7 @@ ADAPTIVE = (*CHARGED, "algorithm.kl_ctrl={type: adaptive, target_kl: 100, horizo
 PPO = ("algorithm.name=ppo",)
 KL = ("algorithm.kl_in=loss", "algorithm.kl_coef=0.1")
 FAR = ("actor.lr=0.1", "actor.ppo_epochs=2")  # the policy leaves the one that sampled
+DROPPED = ("algorithm.policy_loss=clip_cov", "algorithm.clip_cov={clip_cov_ratio: 0.3, clip_cov_lb: 0}")
 SAMPLED = ("rollout.val_kwargs.do_sample=true",)
 VAL = "rollout.val_kwargs"
 WARM = ("train.warm_start={num_steps: 2, batch_size: 2}",)
@@ -235,6 +236,12 @@ ROWS = {
     **{f"algorithm.vespo.{name}": row(f"algorithm.vespo.{name}=9", given=(*FAR, "algorithm.policy_loss=vespo"))
        for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
     "algorithm.dppo.ratio_cap": row("algorithm.dppo.ratio_cap=1.01", given=(*FAR, "algorithm.policy_loss=dppo_tv")),
+    "algorithm.clip_cov.clip_cov_ratio": row("algorithm.clip_cov.clip_cov_ratio=0.9", given=DROPPED),
+    "algorithm.clip_cov.clip_cov_lb": row("algorithm.clip_cov.clip_cov_lb=0.2", given=DROPPED),
+    "algorithm.clip_cov.clip_cov_ub": row("algorithm.clip_cov.clip_cov_ub=0.001", given=DROPPED),
+    **{f"algorithm.kl_cov.{key}": row(f"algorithm.kl_cov.{key}=0.9", given=(*FAR, "algorithm.policy_loss=kl_cov"))
+       for key in ("kl_cov_ratio", "ppo_kl_coef")},
+    "algorithm.top_entropy_quantile": row("algorithm.top_entropy_quantile=0.3"),
     "algorithm.loss_norm_length": row(
         "algorithm.loss_norm_length=100", given=("algorithm.loss_aggregation=seq_mean_token_sum_norm",)
     ),

@@ -13,13 +13,18 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms._kl_control import sequence_means
-from mrl.algorithms._policy_loss import LOSSES, Tokens
+from mrl.algorithms._policy_loss import LOSSES, PolicyLoss, Tokens
 from mrl.algorithms.base import Algorithm, Outcomes, SumReduce, required
 from mrl.functional.advantages import StdKind, group_relative, overlong_penalty, reward_to_go, whiten
 from mrl.functional.importance import MAX_LOG_RATIO, at_least_fp32, log_ratio, truncated_weights
 from mrl.functional.kl import kl_penalty
+from mrl.functional.sampling import stream_key, uniforms
+from mrl.functional.selection import highest
 from mrl.functional.sequence_losses import Sequences
 from mrl.types import RolloutBatch
+
+CHOICE_SEED = 0x636F76
+"""Of the numbers that choose tokens: others than those that sampled them."""
 
 ROUNDING = 1e-5
 """Nats by which the engine and the actor differ in fp32 on the same weights, at most: sums in another order."""
@@ -85,6 +90,39 @@ class PolicyGradient(Algorithm):
             batch.response_mask_R = batch.response_mask_R & ~truncated_B[batch.sequence_R]
         return batch.response_mask_R
 
+    @property
+    def needs_current(self) -> bool:
+        """Where tokens are chosen from the whole minibatch at its present weights."""
+        return self._policy_loss.choice is not None or self.config.top_entropy_quantile < 1
+
+    @property
+    def _policy_loss(self) -> PolicyLoss:
+        return LOSSES[required(self.config.policy_loss, "algorithm.policy_loss")]
+
+    def _denominator_R(self, batch: RolloutBatch) -> Tensor:
+        """Log-probabilities that the ratio is taken against."""
+        if self.needs_proximal:
+            return required(batch.proximal_logprobs_R, "proximal_logprobs_R")
+        return batch.rollout_logprobs_R
+
+    def weigh(self, minibatch: RolloutBatch, reduce: SumReduce) -> None:
+        """Collective over data-parallel: the weights, and the tokens that the loss treats apart.
+
+        Which tokens these are is the same for every split of the minibatch: they are chosen from all of it.
+        """
+        super().weigh(minibatch, reduce)
+        mask_R, quantile = minibatch.response_mask_R, self.config.top_entropy_quantile
+        if self._policy_loss.choice is not None:
+            old_R = self._denominator_R(minibatch)
+            current_R = required(minibatch.current_logprobs_R, "current_logprobs_R")
+            advantages_R = required(minibatch.advantages_R, "advantages_R")
+            tokens = Tokens(*(torch.where(mask_R, each_R, 0.0) for each_R in (current_R, old_R, advantages_R)))
+            uniforms_R = token_uniforms(minibatch)
+            minibatch.chosen_R = self._policy_loss.choose(tokens, mask_R, uniforms_R, reduce, self.config)
+        if quantile < 1:
+            entropy_R = required(minibatch.current_entropy_R, "current_entropy_R")
+            minibatch.entropic_R = highest(torch.where(mask_R, entropy_R, 0.0), mask_R, quantile, reduce)
+
     def loss(self, logprobs_R: Tensor, entropy_R: Tensor, microbatch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss sum of a microbatch, and metrics.
 
@@ -96,17 +134,16 @@ class PolicyGradient(Algorithm):
         mask_R = microbatch.response_mask_R
         weights_R = required(microbatch.weights_R, "weights_R")
         advantages_R = required(microbatch.advantages_R, "advantages_R")
-        old_R = microbatch.rollout_logprobs_R
-        if self.needs_proximal:
-            old_R = required(microbatch.proximal_logprobs_R, "proximal_logprobs_R")
-        old_R = torch.where(mask_R, old_R, 0.0)
+        old_R = torch.where(mask_R, self._denominator_R(microbatch), 0.0)
         logprobs_R = torch.where(mask_R, at_least_fp32(logprobs_R), old_R)
         entropy_R = torch.where(mask_R, at_least_fp32(entropy_R), 0.0)
 
-        policy_loss = LOSSES[required(config.policy_loss, "algorithm.policy_loss")]
         sequences = Sequences(mask_R, microbatch.sequence_R, microbatch.num_sequences)
-        surrogate = policy_loss(Tokens(logprobs_R, old_R, advantages_R), sequences, config)
+        tokens = Tokens(logprobs_R, old_R, advantages_R)
+        surrogate = self._policy_loss(tokens, sequences, config, microbatch.chosen_R)
         policy_loss_R = surrogate.loss_R
+        if microbatch.entropic_R is not None:
+            policy_loss_R = torch.where(microbatch.entropic_R, policy_loss_R, 0.0)
         metrics = {
             "actor/pg_clipfrac": _mean(surrogate.clipped_R, microbatch),
             "actor/pg_clipfrac_lower": _mean(surrogate.clipped_lower_R, microbatch),
@@ -162,6 +199,15 @@ class PolicyGradient(Algorithm):
         differs_R = batch.response_mask_R & ~((rollout_R - ref_R).abs() <= ROUNDING)
         rollout_R, ref_R = (torch.where(differs_R, logprobs_R, 0.0) for logprobs_R in (rollout_R, ref_R))
         return kl_penalty(rollout_R, ref_R, self.config.kl_estimator)
+
+
+def token_uniforms(batch: RolloutBatch) -> Tensor:
+    """A number in [0, 1) of each response token's own, fp64, by its prompt, sample and position."""
+    samples = zip(batch.group_id_B.tolist(), required(batch.sample_index_B, "sample_index_B").tolist(), strict=True)
+    keys_B = torch.tensor([stream_key(CHOICE_SEED, uid, sample) for uid, sample in samples], dtype=torch.int64)
+    lens_B, sequence_R = batch.response_lens_B, batch.sequence_R
+    positions_R = torch.arange(sequence_R.numel()) - (lens_B.cumsum(0) - lens_B)[sequence_R]
+    return uniforms(keys_B[sequence_R], positions_R)
 
 
 def _sum(values_R: Tensor, weights_R: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from mrl.config import AlgorithmConfig
-from mrl.functional import losses, sequence_losses
+from mrl.functional import covariance, losses, sequence_losses
 from mrl.functional.losses import Surrogate
 from mrl.functional.sequence_losses import Sequences
 
@@ -27,8 +27,11 @@ class Tokens(NamedTuple):
     advantages_R: Tensor
 
 
-Settings = Mapping[str, float]
-"""The numbers that a loss reads, by the last part of their keys."""
+Chooser = Callable[..., Tensor]
+"""(logprobs_R, old_logprobs_R, advantages_R, mask_R, uniforms_R, reduce, settings by name) -> bool [R].
+
+Collective over data-parallel: tokens of the whole minibatch that a loss treats apart. See `functional/covariance.py`.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,18 +43,56 @@ class PolicyLoss:
         reads: Keys below `algorithm` that it reads; the function's arguments are their last parts.
         defaults: Fields that are null in the config and that another loss than the algorithm's own brings with it.
         fixed: Arguments that are no setting.
+        choice: Of the tokens that it treats apart; None where it treats all alike.
+        choice_reads: Keys that this reads.
     """
 
     function: Callable[..., Surrogate]
     reads: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    choice: Chooser | None = None
+    choice_reads: tuple[str, ...] = ()
 
-    def __call__(self, tokens: Tokens, sequences: Sequences, config: AlgorithmConfig) -> Surrogate:
-        """The loss of each token."""
-        settings = {key.rpartition(".")[2]: attrgetter(key)(config) for key in self.reads}
-        arguments = (*tokens, sequences) if self.function.__module__ == sequence_losses.__name__ else tokens
-        return self.function(*arguments, **settings, **self.fixed)
+    @property
+    def keys(self) -> frozenset[str]:
+        """All that it reads."""
+        return frozenset((*self.reads, *self.choice_reads))
+
+    def __call__(
+        self, tokens: Tokens, sequences: Sequences, config: AlgorithmConfig, chosen_R: Tensor | None = None
+    ) -> Surrogate:
+        """The loss of each token; `chosen_R` from `choose`, where the loss has a choice."""
+        more: tuple[Any, ...] = () if chosen_R is None else (chosen_R,)
+        if self.function.__module__ == sequence_losses.__name__:
+            more = (sequences,)
+        return self.function(*tokens, *more, **_settings(self.reads, config), **self.fixed)
+
+    def choose(
+        self,
+        tokens: Tokens,
+        mask_R: Tensor,
+        uniforms_R: Tensor,
+        reduce: Callable[[Tensor], Tensor],
+        config: AlgorithmConfig,
+    ) -> Tensor:
+        """Collective over data-parallel: the tokens of the minibatch that the loss treats apart, bool [R].
+
+        Args:
+            tokens: Of this rank, log-probabilities by the weights right before the update.
+            mask_R: True where the token is trained.
+            uniforms_R: A random number of each token's own.
+            reduce: Elementwise sum over the data-parallel ranks.
+            config: Resolved.
+        """
+        if self.choice is None:
+            raise RuntimeError("this loss treats all tokens alike")
+        return self.choice(*tokens, mask_R, uniforms_R, reduce, **_settings(self.choice_reads, config))
+
+
+def _settings(keys: tuple[str, ...], config: AlgorithmConfig) -> dict[str, float]:
+    """Their values by the last part of each key."""
+    return {key.rpartition(".")[2]: attrgetter(key)(config) for key in keys}
 
 
 CLIPS = ("clip_low", "clip_high")
@@ -72,7 +113,20 @@ LOSSES: dict[str, PolicyLoss] = {
     "dppo_tv": PolicyLoss(losses.dppo, DPPO, {"clip_low": 0.15, "clip_high": 0.15}, {"divergence": "tv"}),
     "dppo_kl": PolicyLoss(losses.dppo, DPPO, {"clip_low": 0.05, "clip_high": 0.05}, {"divergence": "kl"}),
     "gpg": PolicyLoss(losses.gpg),
+    "clip_cov": PolicyLoss(
+        covariance.clip_cov,
+        CLIPS,
+        {"clip_low": 0.2, "clip_high": 0.2},
+        choice=covariance.clip_cov_choice,
+        choice_reads=(*CLIPS, "clip_cov.clip_cov_ratio", "clip_cov.clip_cov_lb", "clip_cov.clip_cov_ub"),
+    ),
+    "kl_cov": PolicyLoss(
+        covariance.kl_cov,
+        ("kl_cov.ppo_kl_coef",),
+        choice=covariance.kl_cov_choice,
+        choice_reads=("kl_cov.kl_cov_ratio",),
+    ),
 }
 
-READ = frozenset(key for loss in LOSSES.values() for key in loss.reads)
+READ = frozenset(key for loss in LOSSES.values() for key in loss.keys)
 """Keys below `algorithm` that only policy losses read."""

@@ -97,6 +97,11 @@ class Algorithm(ABC):
     needs_values: ClassVar[bool] = False
     """Whether there is a critic: `values_R` must be set before `advantages`, which then sets `returns_R`."""
 
+    @property
+    def needs_current(self) -> bool:
+        """Whether `current_logprobs_R` and `current_entropy_R` of each minibatch must be set before `weigh`."""
+        return False
+
     @abstractmethod
     def shape_rewards(self, outcomes: Outcomes) -> Tensor:
         """Rewards after shaping that needs no log-probabilities (overlong penalty), fp64 [N]."""
@@ -236,7 +241,7 @@ def _idle(config: AlgorithmConfig, algorithm: type[Algorithm]) -> dict[str, str]
     if config.policy_loss is None or "policy_loss" in idle:
         unread, why = sorted(READ), by_name
     else:
-        unread = [key for key in sorted(READ) if key not in LOSSES[config.policy_loss].reads]
+        unread = [key for key in sorted(READ) if key not in LOSSES[config.policy_loss].keys]
         why = f"algorithm.policy_loss is '{config.policy_loss}'"
     conditions = [
         (unread, True, why),
@@ -301,7 +306,7 @@ def _check_ranges(config: AlgorithmConfig) -> None:
 
 def ranges(config: AlgorithmConfig) -> list[tuple[str, float | None, Callable[[float], bool], str]]:
     """Each number with its rule and the words for it."""
-    overlong = config.overlong
+    overlong, clip_cov_lb = config.overlong, config.clip_cov.clip_cov_lb
     return [
         ("advantage_eps", config.advantage_eps, lambda x: x > 0, "a number above 0"),
         ("gamma", config.gamma, lambda x: 0 < x <= 1, "a number in (0, 1]"),
@@ -326,5 +331,11 @@ def ranges(config: AlgorithmConfig) -> list[tuple[str, float | None, Callable[[f
         ("vespo.lambda_pos", config.vespo.lambda_pos, lambda x: x > 0, "a number above 0"),
         ("vespo.k_neg", config.vespo.k_neg, lambda x: x >= 0, "a number of at least 0"),
         ("vespo.lambda_neg", config.vespo.lambda_neg, lambda x: x > 0, "a number above 0"),
+        ("clip_cov.clip_cov_ratio", config.clip_cov.clip_cov_ratio, lambda x: 0 < x <= 1, "a number in (0, 1]"),
+        ("clip_cov.clip_cov_lb", config.clip_cov.clip_cov_lb, lambda _: True, "a number"),
+        ("clip_cov.clip_cov_ub", config.clip_cov.clip_cov_ub, lambda x: x > clip_cov_lb, "above clip_cov_lb"),
+        ("kl_cov.kl_cov_ratio", config.kl_cov.kl_cov_ratio, lambda x: 0 < x <= 1, "a number in (0, 1]"),
+        ("kl_cov.ppo_kl_coef", config.kl_cov.ppo_kl_coef, lambda x: x >= 0, "a number of at least 0"),
+        ("top_entropy_quantile", config.top_entropy_quantile, lambda x: 0 < x <= 1, "a number in (0, 1]"),
         ("dppo.ratio_cap", config.dppo.ratio_cap, lambda x: x >= 1, "a number of at least 1"),
     ]

@@ -106,18 +106,19 @@ class Policy(Trainable):
         scored = self._scored(batch, self._sampled, 2)
         return scored[0], scored[1]
 
-    def proximal(self, batch: RolloutBatch) -> Tensor:
-        """Collective over the job: log-probability of every response token by the weights that sampled, as `score`.
+    def proximal(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+        """Collective over the job: as `score`, by the weights that sampled.
 
         With `actor.router_replay=recompute` the batch gets `routed_experts_P`: where its tokens went in this pass.
         """
         if self._config.router_replay != "recompute" or self._arch.moe is None:
-            return self._scored(batch, self._sampled, 2)[0]
+            return self.score(batch)
         layers = stage_layers(self._arch, self._groups.grid)[self._groups.coords.pp]
         moe = self._arch.moe
         choices = Choices(self._groups, num_layers=len(layers), top_k=moe.top_k, dtype=choice_dtype(moe.num_experts))
         batch.routed_experts_P = None
-        return self._scored(batch, self._sampled, 2, choices)[0]
+        scored = self._scored(batch, self._sampled, 2, choices)
+        return scored[0], scored[1]
 
     def update(self, minibatch: RolloutBatch, algorithm: Algorithm, *, on_policy: bool = False) -> dict[str, float]:
         """Collective over the job: one optimizer step on a minibatch.

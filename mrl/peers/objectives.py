@@ -11,6 +11,8 @@ VERL_LOSSES = {
     "dppo_tv": "dppo_tv",
     "dppo_kl": "dppo_kl",
     "gpg": "gpg",
+    "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
 }
 """`actor.policy_loss.loss_mode` of verl 0.9.1 -> `algorithm.policy_loss`."""
 

@@ -78,6 +78,9 @@ MAPS: dict[str, tuple[str, Any, str]] = {
         "algorithm.policy_loss", "vanilla", "`geo_mean` is `gmpo`; `dro` is not there"),
     **{f"{ACTOR}tau_{sign}": (f"algorithm.sapo.tau_{sign}", default, "") for sign, default in (
         ("pos", 1.0), ("neg", 1.05))},
+    **{f"{ACTOR}policy_loss.{name}": (f"algorithm.{loss}.{name}", default, "") for loss, name, default in (
+        ("clip_cov", "clip_cov_ratio", 0.0002), ("clip_cov", "clip_cov_lb", 1.0), ("clip_cov", "clip_cov_ub", 5.0),
+        ("kl_cov", "kl_cov_ratio", 0.0002), ("kl_cov", "ppo_kl_coef", 0.1))},
     f"{ACTOR}entropy_coeff": ("algorithm.entropy_coef", 0, ""),
     f"{ACTOR}use_kl_loss": ("algorithm.kl_in", False, "`True` is `loss`"),
     f"{ACTOR}kl_loss_coef": ("algorithm.kl_coef", 0.001, ""),

@@ -104,6 +104,7 @@ def pack(
         group_id_B=table["uid"].long()[index_B],
         rewards_B=table["reward"][index_B].float(),
         truncated_B=table["truncated"].bool()[index_B],
+        sample_index_B=table["sample_index"].long()[index_B],
         routed_experts_P=None if routing is None else travel.routed_experts(routing),
     )
     return StepBatch(batch, _local_rows(rows, groups.coords.dp), index_B)

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ def make_batch(num_groups: int = 4, group_size: int = 3, seed: int = 0) -> Rollo
         proximal_logprobs_R=logprobs(),
         truncated_B=response_lens_B == 7,
         values_R=torch.randn(num_responses, generator=torch.Generator().manual_seed(seed + 1)),
+        sample_index_B=torch.arange(group_size).repeat(num_groups),
     )
 
 
@@ -58,7 +60,18 @@ def alone(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def on_ranks(parts: list[RolloutBatch], work: Callable[[RolloutBatch, SumReduce, int], None]) -> None:
+def on_values(parts: list[Any], work: Callable[[Any, SumReduce], Tensor]) -> list[Tensor]:
+    """What `work(part, reduce)` gives on a thread per part, as `on_ranks`."""
+    found: list[Tensor] = [torch.empty(0)] * len(parts)
+
+    def keep(part: Any, reduce: SumReduce, rank: int) -> None:
+        found[rank] = work(part, reduce)
+
+    on_ranks(parts, keep)
+    return found
+
+
+def on_ranks(parts: list[Any], work: Callable[[Any, SumReduce, int], None]) -> None:
     """Runs `work(part, reduce, rank)` on a thread per part; `reduce` sums over the parts in rank order."""
     slots: list[Tensor] = [torch.empty(0)] * len(parts)
     barrier = threading.Barrier(len(parts), timeout=10)  # a rank that fails or calls reduce less often ends the others

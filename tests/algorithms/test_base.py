@@ -20,7 +20,8 @@ FP32 = 1e-5  # fp32 log-probabilities of up to 4 nats, whose differences are of 
 
 def test_the_algorithms_are_the_promised_ones() -> None:
     clipped = ["dapo", "dr_grpo", "grpo", "reinforce_pp", "reinforce_pp_baseline", "rloo"]
-    others = ["cispo", "dppo", "gmpo", "gdpo", "gpg", "gspo", "luspo", "maxrl", "ppo", "sapo", "vapo", "vespo"]
+    others = ["cispo", "clip_cov", "dppo", "gmpo", "gdpo", "gpg", "gspo", "kl_cov", "luspo", "maxrl", "ppo", "sapo"]
+    others += ["vapo", "vespo"]
     assert sorted([*clipped, *others, "sft"]) == ALGORITHMS
 
 
@@ -31,7 +32,7 @@ def test_resolving_is_idempotent_and_leaves_null_only_what_cannot_matter(name: s
     kind = type(build(resolved, ROLLOUT))
     for item in fields(AlgorithmConfig):
         if getattr(resolved, item.name) is None:
-            unread = item.name in READ and item.name not in LOSSES[resolved.policy_loss or "vanilla"].reads
+            unread = item.name in READ and item.name not in LOSSES[resolved.policy_loss or "vanilla"].keys
             idle = item.name in kind.unused or item.name in ("loss_norm_length", "advantage_eps", "value_lam") or unread
             idle |= item.name in ("gamma", "lam_length_alpha") and not kind.needs_values
             idle |= item.name == "lam" and not (kind.needs_values and resolved.lam_length_alpha == 0)
@@ -49,6 +50,7 @@ def test_contract(name: str) -> None:
     assert outcome_N.dtype == torch.float64
     assert outcome_N.shape == (12,)
     algorithm.advantages(batch, outcome_N, alone)
+    batch.current_logprobs_R = batch.rollout_logprobs_R
     algorithm.weigh(batch, alone)
     for value_R in (batch.advantages_R, batch.weights_R, batch.metric_weights_R):
         assert value_R is not None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mrl.algorithms._policy_loss import LOSSES
 from mrl.algorithms.base import SumReduce, build
-from mrl.config import AlgorithmConfig, OverlongConfig, RolloutConfig
+from mrl.config import AlgorithmConfig, ClipCovConfig, KlCovConfig, OverlongConfig, RolloutConfig
 from mrl.types import RolloutBatch
 from tests.algorithms.ragged import advantages_of, alone, make_batch, on_ranks
 
@@ -29,6 +29,9 @@ CONFIGS = [
     AlgorithmConfig(name="ppo", kl_in="reward", kl_coef=0.2, lam=0.9, gamma=0.95),
     AlgorithmConfig(name="vapo", overlong=OverlongConfig(mask_truncated=True)),
     AlgorithmConfig(name="sft"),
+    AlgorithmConfig(name="grpo", policy_loss="clip_cov", clip_cov=ClipCovConfig(0.2, -1.0, 1.0)),
+    AlgorithmConfig(name="grpo", policy_loss="kl_cov", kl_cov=KlCovConfig(0.2, 1.0)),
+    AlgorithmConfig(name="grpo", top_entropy_quantile=0.3),
     *(AlgorithmConfig(name="grpo", policy_loss=name, proximal="recompute") for name in LOSSES),  # type: ignore[arg-type]
 ]
 ROLLOUT = RolloutConfig(n=3, response_length=7)
@@ -52,6 +55,7 @@ def _run(config: AlgorithmConfig, parts: list[RolloutBatch], outcome_N: Tensor, 
     grads: dict[int, Tensor] = {}
 
     def work(part: RolloutBatch, reduce: SumReduce, rank: int) -> None:
+        part.current_logprobs_R, part.current_entropy_R = _policy(part)
         algorithm.advantages(part, outcome_N[rows[rank]], reduce)
         algorithm.weigh(part, reduce)
         for start in range(0, part.num_sequences, cut):
@@ -113,6 +117,7 @@ def test_untrained_tokens_reach_neither_loss_nor_gradient(config: AlgorithmConfi
             for name in ("rollout_logprobs_R", "proximal_logprobs_R", "ref_logprobs_R"):
                 value_R = getattr(spoiled, name)
                 setattr(spoiled, name, torch.where(spoiled.response_mask_R, value_R, float("nan")))
+        current.current_logprobs_R, current.current_entropy_R = _policy(batch)
         algorithm.advantages(current, outcome_N, alone)
         algorithm.weigh(current, alone)
         logprobs_R, entropy_R = _policy(batch)
@@ -133,6 +138,7 @@ def test_a_batch_without_any_trained_token_gives_zero_and_no_nan(config: Algorit
     batch = make_batch(seed=9)
     batch.response_mask_R = torch.zeros_like(batch.response_mask_R)
     algorithm = build(config, ROLLOUT)
+    batch.current_logprobs_R, batch.current_entropy_R = _policy(batch)
     algorithm.advantages(batch, advantages_of(algorithm, batch), alone)
     algorithm.weigh(batch, alone)
     logprobs_R, entropy_R = (tensor.requires_grad_() for tensor in _policy(batch))

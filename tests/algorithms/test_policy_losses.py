@@ -12,8 +12,9 @@ from torch import Tensor
 
 from mrl.algorithms._policy_loss import LOSSES, READ
 from mrl.algorithms.base import build, resolve
-from mrl.config import AlgorithmConfig, DppoConfig, RolloutConfig, SapoConfig, VespoConfig
+from mrl.config import AlgorithmConfig, ClipCovConfig, DppoConfig, KlCovConfig, RolloutConfig, SapoConfig, VespoConfig
 from mrl.errors import UserError
+from mrl.peers.objectives import VERL_LOSSES as OURS
 from mrl.types import RolloutBatch
 from tests.algorithms.ragged import alone, make_batch
 from tests.functional import verl_losses
@@ -24,9 +25,6 @@ FP64 = 1e-6  # of the largest entry: log-probabilities and the reference are fp6
 ROLLOUT = RolloutConfig(n=3, response_length=5)
 GOLDEN = json.loads((Path(verl_losses.__file__).with_suffix(".json")).read_text(encoding="utf-8"))
 
-OURS = {"vanilla": "vanilla", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "geo_mean": "gmpo",
-        "dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl", "gpg": "gpg"}  # fmt: skip
-"""verl's `loss_mode` -> `algorithm.policy_loss`."""
 DEFAULTS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, "tau_pos": 1.0, "tau_neg": 1.05}
 """verl's."""
 
@@ -46,6 +44,10 @@ def _config(entry: Entry) -> AlgorithmConfig:
         fields["sapo"] = SapoConfig(verl["tau_pos"], verl["tau_neg"])
     if loss.startswith("dppo"):
         fields["dppo"] = DppoConfig(verl["clip_ratio_c"])
+    if loss == "clip_cov":
+        fields["clip_cov"] = ClipCovConfig(**entry.policy_loss)
+    if loss == "kl_cov":
+        fields["kl_cov"] = KlCovConfig(**entry.policy_loss)
     by_sequence = entry.mode in ("geo_mean", "sapo")  # verl: whatever `loss_agg_mode` says
     mode = "seq-mean-token-mean" if by_sequence else entry.aggregation
     mode = "token-mean" if mode == "token-sum" else mode
@@ -66,11 +68,13 @@ def _batch(spread: str) -> tuple[RolloutBatch, Tensor]:
         group_id_B=torch.zeros(3, dtype=torch.int64),
         rewards_B=torch.zeros(3),
         advantages_R=(rows.advantages * rows.mask)[inside],
+        current_logprobs_R=rows.new[inside],
+        sample_index_B=torch.arange(3),
     )
     return batch, rows.new[inside].requires_grad_()
 
 
-@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if entry.mode in OURS])
+@pytest.mark.parametrize("name", ENTRIES)
 @pytest.mark.parametrize("spread", SPREADS)
 def test_loss_gradient_and_metrics_are_those_of_verl(spread: str, name: str) -> None:
     entry, want = ENTRIES[name], GOLDEN[spread][name]
@@ -85,7 +89,8 @@ def test_loss_gradient_and_metrics_are_those_of_verl(spread: str, name: str) -> 
     assert loss.item() == pytest.approx(want["loss"], abs=VERL)
     inside = torch.arange(5)[None] < torch.tensor(LENS)[:, None]
     torch.testing.assert_close(grad_R, torch.tensor(want["grad"], dtype=torch.float64)[inside], rtol=0, atol=VERL)
-    for key, value in want["metrics"].items():
+    told = {} if entry.mode == "kl_cov" else want["metrics"]  # there verl's ppo_kl is the mean of |log r|
+    for key, value in told.items():
         assert metrics[key].item() == pytest.approx(value, abs=VERL), key
 
 
@@ -94,7 +99,7 @@ def _responses(batch: RolloutBatch) -> list[slice]:
     return [slice(end - size, end) for end, size in zip(ends, batch.response_lens_B.tolist(), strict=True)]
 
 
-def _gates(policy_loss: str, p: Tensor, q: Tensor, A: Tensor) -> Tensor:
+def _gates(policy_loss: str, p: Tensor, q: Tensor, A: Tensor, chosen: Tensor) -> Tensor:
     """Loss of one sequence by the paper, summed over its tokens; p and q are probabilities of its trained tokens."""
     r, n = p / q, len(p)
     sequence, logp = torch.exp(torch.log(r).sum() / n), torch.log(p)
@@ -120,6 +125,10 @@ def _gates(policy_loss: str, p: Tensor, q: Tensor, A: Tensor) -> Tensor:
         kl = q * torch.log(q / p) + (1 - q) * torch.log((1 - q) / (1 - p))
         moved = torch.stack([x > y if a > 0 else x < y for x, y, a in zip(p, q, A, strict=True)])
         terms = ~(moved & (kl > 0.02)) * r.detach().clamp(max=1.3) * A * logp
+    elif policy_loss == "kl_cov":  # at the chosen: chosen is a mask over this sequence
+        terms = r * A - 0.1 * chosen * torch.log(r).abs()
+    elif policy_loss == "clip_cov":
+        terms = ~chosen * torch.minimum(r * A, r.clamp(0.8, 1.2) * A)
     elif policy_loss == "gpg":
         terms = A * logp
     else:
@@ -138,7 +147,29 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "dppo_tv": {"clip_low": 0.1, "clip_high": 0.1, "dppo": DppoConfig(1.3)},
     "dppo_kl": {"clip_low": 0.02, "clip_high": 0.02, "dppo": DppoConfig(1.3)},
     "gpg": {},
+    "clip_cov": {"clip_cov": ClipCovConfig(0.2, -0.5, 0.5)},
+    "kl_cov": {"kl_cov": KlCovConfig(0.2, 0.1)},
 }
+
+
+def _chosen(policy_loss: str, batch: RolloutBatch, logprobs_R: Tensor) -> Tensor:
+    """The tokens that covary most, one by one from the definition; Clip-Cov's are drawn: its own are taken."""
+    rows = torch.arange(batch.response_mask_R.numel())[batch.response_mask_R].tolist()
+    a, x = ([tensor[row].item() for row in rows] for tensor in (batch.advantages_R, logprobs_R.detach()))  # type: ignore[index]
+    mean_a, mean_x, k = sum(a) / len(a), sum(x) / len(x), int(0.2 * len(a))
+    covariance = {row: (ai - mean_a) * (xi - mean_x) for row, ai, xi in zip(rows, a, x, strict=True)}
+    chosen_R = torch.zeros_like(batch.response_mask_R)
+    if policy_loss == "kl_cov":
+        chosen_R[sorted(rows, key=covariance.__getitem__)[-k:]] = True
+        assert torch.equal(chosen_R, batch.chosen_R)  # type: ignore[arg-type]
+    elif policy_loss == "clip_cov":
+        chosen_R = batch.chosen_R  # type: ignore[assignment]
+        ratio = {row: math.exp(xi - batch.rollout_logprobs_R[row].item()) for row, xi in zip(rows, x, strict=True)}
+        clipped = {row: r > 1.2 if ai > 0 else r < 0.8 for (row, r), ai in zip(ratio.items(), a, strict=True)}
+        drawn = [row for row in rows if chosen_R[row]]
+        assert len(drawn) == k
+        assert all(-0.5 < covariance[row] < 0.5 and not clipped[row] for row in drawn)
+    return chosen_R
 
 
 @pytest.mark.parametrize("policy_loss", LOSSES)
@@ -152,19 +183,21 @@ def test_loss_and_gradient_are_those_of_the_paper(policy_loss: str) -> None:
     logprobs_R = (batch.rollout_logprobs_R + moved_R).clamp(max=-0.05).requires_grad_()
 
     config = resolve(AlgorithmConfig(policy_loss=policy_loss, **REFERENCES[policy_loss]))  # type: ignore[arg-type]
+    algorithm = build(config, ROLLOUT)
+    batch.current_logprobs_R = logprobs_R.detach()
+    algorithm.weigh(batch, alone)
+    chosen_R = _chosen(policy_loss, batch, logprobs_R)
     sums, lens = [], []
     for part in _responses(batch):
         rows = torch.arange(part.start, part.stop)[batch.response_mask_R[part]]
         if len(rows):
             p, q = logprobs_R[rows].exp(), batch.rollout_logprobs_R[rows].exp()
-            sums.append(_gates(policy_loss, p, q, batch.advantages_R[rows]))
+            sums.append(_gates(policy_loss, p, q, batch.advantages_R[rows], chosen_R[rows]))
             lens.append(len(rows))
     per_sequence = config.loss_aggregation == "seq_mean_token_mean"
     want = sum(value / (size if per_sequence else 1) for value, size in zip(sums, lens, strict=True)) / len(sums)
     (want_R,) = torch.autograd.grad(want, logprobs_R)  # type: ignore[arg-type]
 
-    algorithm = build(config, ROLLOUT)
-    algorithm.weigh(batch, alone)
     got, metrics = algorithm.loss(logprobs_R, torch.zeros_like(logprobs_R), batch)
     (got_R,) = torch.autograd.grad(got, logprobs_R)
     assert got.item() == pytest.approx(want.item(), rel=FP64)  # type: ignore[union-attr]
@@ -179,6 +212,7 @@ def test_loss_and_gradient_are_those_of_the_paper(policy_loss: str) -> None:
 def test_at_the_policy_that_sampled_the_gradient_is_the_policy_gradient(policy_loss: str) -> None:
     batch = make_batch(seed=2)
     batch.advantages_R = torch.where(batch.response_mask_R, torch.randn(batch.response_mask_R.shape), 0.0)
+    batch.current_logprobs_R = batch.rollout_logprobs_R
     if policy_loss in ("gmpo", "vespo"):  # by definition of a whole sequence's advantage
         batch.advantages_R = torch.where(batch.response_mask_R, torch.randn(12)[batch.sequence_R], 0.0)
     algorithm = build(AlgorithmConfig(policy_loss=policy_loss, loss_aggregation="seq_mean_token_mean"), ROLLOUT)  # type: ignore[arg-type]
@@ -186,7 +220,10 @@ def test_at_the_policy_that_sampled_the_gradient_is_the_policy_gradient(policy_l
     logprobs_R = batch.rollout_logprobs_R.clone().requires_grad_()
     loss, _ = algorithm.loss(logprobs_R, torch.zeros_like(logprobs_R), batch)
     (got_R,) = torch.autograd.grad(loss, logprobs_R)
-    torch.testing.assert_close(got_R, -batch.weights_R * batch.advantages_R)
+    want_R = -batch.weights_R * batch.advantages_R
+    if policy_loss == "clip_cov":
+        want_R[batch.chosen_R] = 0.0
+    torch.testing.assert_close(got_R, want_R)
 
 
 @pytest.mark.parametrize("policy_loss", LOSSES)
@@ -196,12 +233,13 @@ def test_one_broken_token_gives_no_inf(policy_loss: str) -> None:
     for sign in (1.0, -1.0):
         batch.advantages_R = torch.full_like(batch.rollout_logprobs_R, sign)
         algorithm = build(AlgorithmConfig(policy_loss=policy_loss), ROLLOUT)  # type: ignore[arg-type]
-        algorithm.weigh(batch, alone)
         for broken in (-1e4, 0.0):
             logprobs_R = batch.rollout_logprobs_R.clone()
             logprobs_R[0] = broken
             batch.rollout_logprobs_R[0] = -1e4 if broken == 0.0 else -1.0
             logprobs_R.requires_grad_()
+            batch.current_logprobs_R = logprobs_R.detach()
+            algorithm.weigh(batch, alone)
             loss, _ = algorithm.loss(logprobs_R, torch.zeros_like(logprobs_R), batch)
             (grad_R,) = torch.autograd.grad(loss, logprobs_R)
             assert torch.isfinite(loss)
@@ -221,7 +259,7 @@ def test_another_loss_than_the_algorithm_s_own_brings_its_clip_and_aggregation()
     assert (config.clip_low, config.clip_high, config.dual_clip) == (0.2, 0.3, 0.0)
     config = resolve(AlgorithmConfig(name="dapo", policy_loss="vanilla"))
     assert (config.clip_low, config.clip_high) == (0.2, 0.28)
-    for name in ("gspo", "luspo", "cispo", "sapo", "gmpo", "vespo", "dppo", "gpg"):
+    for name in ("gspo", "luspo", "cispo", "sapo", "gmpo", "vespo", "dppo", "gpg", "clip_cov", "kl_cov"):
         config = resolve(AlgorithmConfig(name=name))
         assert config.policy_loss == {"dppo": "dppo_tv"}.get(name, name)
         assert resolve(AlgorithmConfig(policy_loss=config.policy_loss)).clip_high == config.clip_high
@@ -237,8 +275,14 @@ def test_a_field_of_another_loss_is_refused(key: str) -> None:
         "sapo": {"sapo": replace(SapoConfig(), **{key.rpartition(".")[2]: 3.0}) if "sapo" in key else None},
         "vespo": {"vespo": replace(VespoConfig(), **{key.rpartition(".")[2]: 5.0}) if "vespo" in key else None},
         "dppo": {"dppo": DppoConfig(3.0)},
+        "clip_cov": {
+            "clip_cov": replace(ClipCovConfig(), **{key.rpartition(".")[2]: 0.5 if "ratio" in key else 1.5})
+            if "clip_cov" in key
+            else None
+        },
+        "kl_cov": {"kl_cov": replace(KlCovConfig(), **{key.rpartition(".")[2]: 0.5}) if "kl_cov" in key else None},
     }[key.partition(".")[0]]
-    other = next(name for name, loss in LOSSES.items() if key not in loss.reads)
+    other = next(name for name, loss in LOSSES.items() if key not in loss.keys)
     with pytest.raises(UserError, match=rf"{key}.* would have no effect because algorithm.policy_loss is '{other}'"):
         resolve(AlgorithmConfig(policy_loss=other, **value))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="would have no effect because algorithm.name is 'sft'"):

@@ -77,7 +77,7 @@ def score_and_update(folders, grid, chosen, actor):
     whole.routed_experts_P = chosen[:, stage_layers(arch, grid)[grid.coords(dist.get_rank()).pp]]
     batch = own_part(whole, policy)
     wanted, batch.routed_experts_P = batch.routed_experts_P, None
-    scored = policy.proximal(batch)
+    scored, _ = policy.proximal(batch)
     assert torch.equal(batch.routed_experts_P.long(), wanted)
     policy.start_optimizer(CONSTANT)
     load(policy, folders[1])
@@ -124,7 +124,7 @@ def ratios_and_routes(folder, replay):
     batch = make_batch(longest=12)
     grpo = build(AlgorithmConfig(name="grpo", proximal="recompute", tis_clip=0.0), RolloutConfig(n=2))
     seen = watched(policy)
-    batch.proximal_logprobs_R = policy.proximal(batch)
+    batch.proximal_logprobs_R, _ = policy.proximal(batch)
     routes = [dict(seen)]
     policy.start_optimizer(CONSTANT)
     ratios = []
@@ -209,7 +209,7 @@ def of_a_rank_without_sequences(folder):
     load(policy, folder)
     batch = make_batch(longest=12)
     batch = batch if dist.get_rank() == 0 else batch.select([])
-    logprobs = policy.proximal(batch)
+    logprobs, _ = policy.proximal(batch)
     policy.start_optimizer(CONSTANT)
     policy.update(batch, supervised())
     return logprobs.shape, batch.routed_experts_P.shape

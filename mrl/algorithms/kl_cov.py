@@ -1,0 +1,19 @@
+"""KL-Cov: GRPO that keeps the entropy up by holding back the tokens that take it down most.
+
+Source: arXiv 2505.22617; averaged over tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from mrl.algorithms.grpo import Grpo
+
+
+class KlCov(Grpo):
+    """GRPO's advantages; -r A, with a penalty at the tokens that covary most with them."""
+
+    defaults: ClassVar[dict[str, Any]] = Grpo.defaults | {"loss_aggregation": "token_mean", "policy_loss": "kl_cov"}
+
+
+ALGORITHM = KlCov

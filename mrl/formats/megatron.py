@@ -33,7 +33,7 @@ from mrl.formats.torch_dist import (
     write_contents,
 )
 from mrl.grid import Grid
-from mrl.models.base import ArchSpec
+from mrl.models.base import ArchSpec, critic_of
 from mrl.models.hf_config import arch_from_folder, family_of
 from mrl.weights.dist_checkpoint import (
     EXTRA_STATE,
@@ -46,7 +46,7 @@ from mrl.weights.dist_checkpoint import (
     spellings,
 )
 from mrl.weights.layout import Layout, Region
-from mrl.weights.megatron import VOCABULARY
+from mrl.weights.megatron import OUTPUT, VOCABULARY
 from mrl.weights.regions import intersect, slices, translate, volume, whole
 from mrl.weights.tensors import DTYPES
 
@@ -73,7 +73,8 @@ class MegatronSource(Source):
         Args:
             folder: A commit of a run of mrl, a checkpoint folder of Megatron-LM (the last iteration is taken), one of
                 its iterations, or what `MegatronTarget` wrote.
-            arch: The model; None: what config.json says, in the folder or in the one it was found in.
+            arch: The model; None: what config.json says, in the folder or in the one it was found in; a critic where
+                the output layer is a value head.
 
         Raises:
             UserError: There is no such checkpoint, it is of another backend, its metadata is broken or asks for code,
@@ -83,6 +84,8 @@ class MegatronSource(Source):
         self.arch = _arch(Path(folder), self.folder) if arch is None else arch
         self._contents = read_contents(self.folder)
         self._tensors = self._contents.tensors
+        if arch is None and OUTPUT in self._tensors and self._tensors[OUTPUT].shape[0] == 1:
+            self.arch = critic_of(self.arch)
         self._stacks = global_tensors(self.arch, self._tensors.keys())
         self._places: dict[str, list[tuple[str, StackedPiece]]] = defaultdict(list)
         for key, stack in self._stacks.items():

@@ -1,6 +1,7 @@
 """A critic's values and gradients are those of transformers' model with a value head, in every layout."""
 
 import math
+from contextlib import closing
 
 import pytest
 import torch
@@ -8,10 +9,12 @@ import transformers
 
 from mrl.algorithms._critic import ValueObjective
 from mrl.config import CriticConfig, RolloutConfig
+from mrl.formats.megatron import MegatronSource
 from mrl.grid import Grid
 from mrl.megatron import checkpoint
 from mrl.models.base import critic_of
 from mrl.models.hf_config import family_of
+from mrl.weights.regions import whole
 from tests.megatron.actors import (
     ARCHS,
     CONSTANT,
@@ -137,8 +140,13 @@ def resumed(folder, grid):
     return full_weights(critic), critic.update(own_part(valued(ARCHS["qwen2"]), critic), OBJECTIVE.loss)
 
 
-def test_a_critic_saved_at_tp2_goes_on_at_pp2(tmp_path):
+def test_a_critic_saved_at_tp2_goes_on_at_pp2_and_is_read_as_what_it_is(tmp_path):
     weights, metrics = run_ranks(2, saved, tmp_path / "critic", LAYOUTS["tp2"])[0]
+    with closing(MegatronSource(tmp_path / "critic")) as source:
+        source.check()
+        assert source.arch.value_head
+        for name, weight in weights.items():
+            assert torch.equal(source.read(name, whole(weight.shape)), weight), name
     for found, stepped in run_ranks(2, resumed, tmp_path / "critic", LAYOUTS["pp2"]):
         assert found.keys() == weights.keys() and "score.weight" in found
         assert all(torch.equal(found[name], weight) for name, weight in weights.items())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mrl.algorithms.base import Outcomes, required
 from mrl.algorithms.grpo import Grpo
-from mrl.functional.advantages import mean_relative
+from mrl.functional.advantages import SingletonPolicy, mean_relative
 
 
 class Maxrl(Grpo):
@@ -23,7 +23,7 @@ class Maxrl(Grpo):
 
     def outcome_advantages(self, outcomes: Outcomes) -> Tensor:
         """Relative to the mean, fp64 [N]."""
-        singleton = required(self.config.singleton_group, "algorithm.singleton_group")
+        singleton: SingletonPolicy = required(self.config.singleton_group, "algorithm.singleton_group")
         return mean_relative(outcomes.rewards_N, outcomes.group_id_N, singleton=singleton)
 
 

@@ -20,6 +20,9 @@ from mrl.functional.importance import at_least_fp32
 from mrl.functional.losses import Surrogate, clipped_surrogate, token_log_ratio
 from mrl.functional.selection import largest
 
+ROUNDING = 1e-5
+"""Nats by which two scores of a token at the same weights differ at most: |log r| has no gradient there."""
+
 Reduce = Callable[[Tensor], Tensor]
 """Collective over data-parallel: elementwise sum."""
 
@@ -133,6 +136,7 @@ def kl_cov(
     log_ratio_R = token_log_ratio(logprobs_R, old_logprobs_R, advantages_R)
     ratio_R = log_ratio_R.exp()
     loss_R = -at_least_fp32(advantages_R) * ratio_R
-    loss_R = torch.where(chosen_R, loss_R + ppo_kl_coef * log_ratio_R.abs(), loss_R)
+    held_R = chosen_R & (log_ratio_R.detach().abs() > ROUNDING)
+    loss_R = torch.where(held_R, loss_R + ppo_kl_coef * log_ratio_R.abs(), loss_R)
     none_R = torch.zeros_like(ratio_R.detach())
     return Surrogate(loss_R, log_ratio_R.detach(), ratio_R.detach(), chosen_R.to(none_R.dtype), none_R)

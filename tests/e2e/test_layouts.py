@@ -66,6 +66,21 @@ EXPERT_LAYOUTS = {
     "cp2_ep2": (2, ["parallel.context_parallel_size=2", "parallel.expert_model_parallel_size=2"]),
 }
 
+FREE = ["~algorithm.clip_low", "~algorithm.clip_high", "actor.ppo_epochs=2"]
+OBJECTIVES = {
+    "kl_cov over dp2": ("dp2_rollout_tp2", ["algorithm.policy_loss=kl_cov", "algorithm.kl_cov.kl_cov_ratio=0.2"]),
+    "clip_cov on high entropy over pp2": (
+        "pp2",
+        [
+            "algorithm.policy_loss=clip_cov",
+            "algorithm.clip_cov={clip_cov_ratio: 0.2, clip_cov_lb: -9.0, clip_cov_ub: 9.0}",
+            "algorithm.top_entropy_quantile=0.5",
+        ],
+    ),
+    "gmpo over cp2": ("cp2", ["algorithm.policy_loss=gmpo"]),
+    "gspo over tp2 and pp2": ("tp2_pp2_sp", ["algorithm.policy_loss=gspo", "algorithm.clip_high=0.1"]),
+}
+
 TOKENS = "rollout/token_checksum"
 """Of all sampled tokens of a step: equal, not close."""
 TORCHRUN = "tp2"
@@ -101,6 +116,14 @@ def test_metrics_equal_the_single_process(layout, single, tmp_path):
 def test_with_experts_too(layout, single_with_experts, tmp_path):
     ranks, overrides = EXPERT_LAYOUTS[layout]
     assert_same(runs.train_in_pool(tmp_path, [*EXPERTS, *overrides], ranks), single_with_experts)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_objectives_that_look_at_more_than_a_token_do_too(objective, tmp_path):
+    layout, overrides = OBJECTIVES[objective]
+    ranks, laid = LAYOUTS[layout]
+    single = runs.train_in_pool(tmp_path / "single", [*FREE, *overrides], 1)
+    assert_same(runs.train_in_pool(tmp_path / "laid", [*FREE, *overrides, *laid], ranks), single)
 
 
 def assert_same(found, single):

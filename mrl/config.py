@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from mrl.errors import UserError, shown
 from mrl.schema.paths import FilePath, TokenizerPath
+from mrl.schema.rollout_correction import RolloutCorrectionConfig
 from mrl.schema.values import Values
 from mrl.schema.yaml_file import read_yaml
 
@@ -183,7 +184,7 @@ class ActorConfig:
     router_replay: Literal["none", "recompute", "rollout"] = "none"
     """Updates send a token to experts chosen before, weighted by the actor's router as it is. rollout ("R3"): to those
     that the engine chose; recompute ("R2"): to those that the actor chose when it scored the samples at the rollout
-    weights, which `algorithm.proximal=recompute` does, with any engine."""
+    weights, which `algorithm.rollout_correction.bypass_mode=false` does, with any engine."""
 
 
 @dataclass(frozen=True)
@@ -322,8 +323,8 @@ class RolloutConfig:
     """Engine weights and KV cache; null: `model.dtype`."""
     quantization: Optional[Literal["fp8", "fp8_per_tensor"]] = None
     """The engine's linear layers in float8_e4m3fn, quantised in each refit; fp8: with a scale for each 128 x 128 block,
-    as verl's; fp8_per_tensor: with one for each matrix, on the native engine. Wants `algorithm.proximal=recompute`,
-    whose weights correct it."""
+    as verl's; fp8_per_tensor: with one for each matrix, on the native engine. Wants a weight that corrects it:
+    `algorithm.rollout_correction.preset=decoupled_token_is`."""
     tensor_model_parallel_size: int = 1
     """Ranks per replica; the replicas split the prompts."""
     pipeline_model_parallel_size: int = 1
@@ -506,11 +507,7 @@ class AlgorithmConfig:
     top_entropy_quantile: float = 1.0
     """Part of the minibatch's trained tokens, those with the highest entropy, that the policy loss acts on, (0, 1]; it
     is divided by the count of all (TRL's name)."""
-    proximal: Literal["rollout", "recompute"] = "rollout"
-    """Denominator of the clipped ratio: sampling-time log-probabilities, or the actor's own at the rollout weights
-    (decoupled), corrected by `tis_clip`."""
-    tis_clip: float = 2.0
-    """Cap of the truncated importance weight exp(proximal - rollout), where `proximal` is "recompute"; 0: no weight."""
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     dynamic_sampling: Optional[bool] = None
     """Drop groups whose rewards are all equal and sample more prompts until the batch is full."""
     max_sampling_rounds: int = 10

@@ -115,6 +115,8 @@ class RolloutBatch:
         sample_index_B: Which of its prompt's samples it is, int64; with `group_id_B` the name of its random numbers.
         chosen_R: Tokens that the policy loss treats apart, set by `Algorithm.weigh`, bool; None where it has none.
         entropic_R: Tokens that the policy loss acts on, set by `Algorithm.weigh`, bool; None: on all that are trained.
+        importance_mean_B: Mean of the importance weights, which divides them, the same for all sequences, fp32; None
+            unless `rollout_correction.rollout_is_batch_normalize`.
         metric_weights_R: Weight of each token in metrics, 1 / (trained tokens of the global minibatch), 0 where not
             trained; set by `Algorithm.weigh`, fp32.
         truncated_B: True where the response was cut at its length limit, bool; needed by
@@ -142,6 +144,7 @@ class RolloutBatch:
     sample_index_B: Tensor | None = None
     chosen_R: Tensor | None = None
     entropic_R: Tensor | None = None
+    importance_mean_B: Tensor | None = None
     metric_weights_R: Tensor | None = None
     truncated_B: Tensor | None = None
     routed_experts_P: Tensor | None = None
@@ -160,7 +163,7 @@ class RolloutBatch:
     def sequence_R(self) -> Tensor:
         """Index of the sequence that each response token belongs to, int64."""
         rows = torch.arange(self.num_sequences, device=self.response_lens_B.device)
-        return rows.repeat_interleave(self.response_lens_B)
+        return rows.repeat_interleave(self.response_lens_B, output_size=self.response_mask_R.numel())
 
     def select(self, rows: list[int]) -> RolloutBatch:
         """The given sequences, in the given order; every tensor is a copy."""

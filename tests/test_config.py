@@ -14,6 +14,7 @@ from mrl.errors import UserError
 from mrl.schema.keys import dotted_keys, leaves, nested
 from tests.source import PACKAGE, ROOT, tree_of
 
+CORRECTION = "algorithm.rollout_correction"
 FILES = sorted((ROOT / "configs").rglob("*.yaml"))
 
 
@@ -124,6 +125,16 @@ def test_null_is_a_value_where_the_field_is_optional(tmp_path):
     )
 
 
+@pytest.mark.parametrize("text", ["2.0", "0.5_5.0", "'0.5_2'", "0.01", "token_k1,seq_max_k2"])
+def test_bounds_stay_the_text_that_was_written(text, tmp_path):
+    config = load(write(tmp_path, "{}"), [f"{CORRECTION}.rollout_rs_threshold={text}"])
+    assert config.algorithm.rollout_correction.rollout_rs_threshold == text.strip("'")
+
+
+def test_thousands_are_numbers(tmp_path):
+    assert load(write(tmp_path, "{}"), ["train.num_steps=1_000"]).train.num_steps == 1000
+
+
 @pytest.mark.parametrize(
     ("text", "overrides", "said"),
     [
@@ -156,6 +167,11 @@ def test_null_is_a_value_where_the_field_is_optional(tmp_path):
         ("{}", ["~train.num_steps=3"], "write '~train.num_steps' or 'train.num_steps=3'"),
         ("{}", ["~"], "is not section.key=value"),
         ("{}", ["run.output_dir=${nowhere}"], "'nowhere' not found"),
+        ("{}", [f"{CORRECTION}.rollout_rs_threshold=0.5_2"], "YAML reads 0.5_2 as one number. Write it with quotes"),
+        ("train:\n  num_steps: 12_3\n", [], "YAML reads 12_3 as one number"),
+        ("{}", ["algorithm.proximal=recompute"], "is algorithm.rollout_correction.bypass_mode (recompute: false)"),
+        ("{}", ["algorithm.tis_clip=2"], "is algorithm.rollout_correction.rollout_is_threshold, with rollout_is=token"),
+        ("{}", ["vllm_importance_sampling_mode=x"], "is TRL's name for algorithm.rollout_correction.rollout_is."),
         ("train: 3\n", [], "'train' is 3, expected a section"),
         ("train:\n", [], "'train' is empty, expected a section"),
         ("- a\n", [], "the config file is ['a'], expected a section"),

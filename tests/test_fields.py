@@ -48,6 +48,9 @@ PPO = ("algorithm.name=ppo",)
 KL = ("algorithm.kl_in=loss", "algorithm.kl_coef=0.1")
 FAR = ("actor.lr=0.1", "actor.ppo_epochs=2")  # the policy leaves the one that sampled
 DROPPED = ("algorithm.policy_loss=clip_cov", "algorithm.clip_cov={clip_cov_ratio: 0.3, clip_cov_lb: 0}")
+CORRECTION = "algorithm.rollout_correction"
+WEIGHED = (*FAR, f"{CORRECTION}.loss_type=reinforce", f"{CORRECTION}.rollout_is=token")
+REJECTED = (*FAR, f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=1.01")
 SAMPLED = ("rollout.val_kwargs.do_sample=true",)
 VAL = "rollout.val_kwargs"
 WARM = ("train.warm_start={num_steps: 2, batch_size: 2}",)
@@ -256,8 +259,16 @@ ROWS = {
     "algorithm.kl_estimator": row("algorithm.kl_estimator=k1", given=KL),
     "algorithm.kl_unbiased": row("algorithm.kl_unbiased=true", given=(*KL, *FAR)),
     "algorithm.entropy_coef": row("algorithm.entropy_coef=0.1"),
-    "algorithm.proximal": row("algorithm.proximal=recompute"),
-    "algorithm.tis_clip": row("algorithm.tis_clip=0.5", given=("algorithm.proximal=recompute",)),
+    f"{CORRECTION}.preset": row(f"{CORRECTION}.preset=disabled"),
+    f"{CORRECTION}.bypass_mode": row(f"{CORRECTION}.bypass_mode=false"),
+    f"{CORRECTION}.loss_type": row(f"{CORRECTION}.loss_type=reinforce"),
+    f"{CORRECTION}.rollout_is": row(f"{CORRECTION}.rollout_is=sequence", given=WEIGHED),
+    f"{CORRECTION}.rollout_is_threshold": row(f"{CORRECTION}.rollout_is_threshold=0.5", given=WEIGHED),
+    f"{CORRECTION}.rollout_is_batch_normalize": row(f"{CORRECTION}.rollout_is_batch_normalize=true", given=WEIGHED),
+    f"{CORRECTION}.rollout_rs": row(f"{CORRECTION}.rollout_rs=token_k2", given=REJECTED),
+    f"{CORRECTION}.rollout_rs_threshold": row(f"{CORRECTION}.rollout_rs_threshold=1.5", given=REJECTED),
+    f"{CORRECTION}.rollout_rs_denominator": row(f"{CORRECTION}.rollout_rs_denominator=kept", given=REJECTED),
+    f"{CORRECTION}.off_policy_mask_threshold": row(f"{CORRECTION}.off_policy_mask_threshold=0", given=FAR),
     "algorithm.dynamic_sampling": row(*EXACT, given=EXACT[:1]),
     "algorithm.max_sampling_rounds": row("algorithm.max_sampling_rounds=1", given=EXACT),
     "algorithm.overlong.buffer_length": row(*LONG),

@@ -74,7 +74,7 @@ CHECKS: dict[str, GpuCheck] = {
         JOB,
         "Are the engine's log-probabilities, sampled with CUDA graphs, those that the actor computes?",
         "policy gradients would be of another distribution",
-        "rollout.enforce_eager=true; if it stays, algorithm.proximal=recompute and algorithm.tis_clip=0",
+        "rollout.enforce_eager=true; if it stays, algorithm.rollout_correction.bypass_mode=false",
         settings=("rollout.enforce_eager=false",),
     ),
     "experts_logprobs": GpuCheck(
@@ -89,7 +89,7 @@ CHECKS: dict[str, GpuCheck] = {
         JOB,
         "The same with a temperature and top_p",
         "policy gradients under this sampling would be wrong",
-        "temperature 1 without truncation, or algorithm.proximal=recompute with algorithm.tis_clip=0",
+        "temperature 1 without truncation, or algorithm.rollout_correction.bypass_mode=false",
         settings=("rollout.temperature=0.7", "rollout.top_p=0.9"),
     ),
     "graphs": GpuCheck(

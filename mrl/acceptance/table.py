@@ -81,14 +81,14 @@ CHECKS: dict[str, Check] = {
         PLAIN,
         "Are its log-probabilities those that the actor computes for the same tokens?",
         "either a refit loses something, or the log-probabilities are of another distribution",
-        "train on the actor's own: algorithm.proximal=recompute, algorithm.tis_clip=0; if 'refit' or 'qkv' fails too, "
+        "train on the actor's own: algorithm.rollout_correction.bypass_mode=false; if 'refit' or 'qkv' fails too, "
         "do not train",
     ),
     "contract": Check(
         CUT,
         "The same with a temperature and top_p: what was probed, and is the result exact?",
         "policy gradients under this sampling would be wrong",
-        "temperature 1 without truncation, or algorithm.proximal=recompute with algorithm.tis_clip=0",
+        "temperature 1 without truncation, or algorithm.rollout_correction.bypass_mode=false",
     ),
     "graphs": Check(
         GRAPHS,

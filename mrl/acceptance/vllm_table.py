@@ -18,7 +18,7 @@ NOT_OF_VLLM = ("qkv", "pause")
 REMEDIES = {
     "start": "read the log; the page has the versions, and setup.py's extra [vllm] those that mrl is written for",
     "sleep": "rollout.free_cache_engine=false where both fit at the same time, else rollout.name=native",
-    "logprobs": "train on the actor's own: algorithm.proximal=recompute, algorithm.tis_clip=0; if 'refit' fails too, "
+    "logprobs": "train on the actor's own: algorithm.rollout_correction.bypass_mode=false; if 'refit' fails too, "
     "do not train",
 }
 
@@ -32,7 +32,7 @@ CHECKS: dict[str, Check] = {
         EXPERTS,
         "Are the experts that it tells of each token those that give its log-probabilities, on a mixture of experts?",
         "the actor would route tokens by the experts of others",
-        "actor.router_replay=recompute with algorithm.proximal=recompute, which replays the actor's own choice",
+        "actor.router_replay=recompute with algorithm.rollout_correction.bypass_mode=false, which replays the actor's",
     ),
     "end": OF_TRTLLM["end"],
 }

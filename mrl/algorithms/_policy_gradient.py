@@ -14,9 +14,11 @@ from torch import Tensor
 
 from mrl.algorithms._kl_control import sequence_means
 from mrl.algorithms._policy_loss import LOSSES, PolicyLoss, Tokens
+from mrl.algorithms._rollout_correction import Correction
 from mrl.algorithms.base import Algorithm, Outcomes, SumReduce, required
+from mrl.config import AlgorithmConfig, RolloutConfig
 from mrl.functional.advantages import StdKind, group_relative, overlong_penalty, reward_to_go, whiten
-from mrl.functional.importance import MAX_LOG_RATIO, at_least_fp32, log_ratio, truncated_weights
+from mrl.functional.importance import MAX_LOG_RATIO, at_least_fp32, log_ratio
 from mrl.functional.kl import kl_penalty
 from mrl.functional.sampling import stream_key, uniforms
 from mrl.functional.selection import highest
@@ -39,6 +41,14 @@ class PolicyGradient(Algorithm):
     whitens: ClassVar[bool] = False
     """Normalise advantages over the trained tokens of the whole batch; `advantage_std` and `advantage_eps` then belong
     to this normalisation, and the group's deviation is not used."""
+
+    def __init__(self, config: AlgorithmConfig, rollout: RolloutConfig) -> None:
+        super().__init__(config, rollout)
+        self.correction = Correction(config.rollout_correction)
+
+    def counted_R(self, batch: RolloutBatch) -> Tensor:
+        """Without those that the rollout correction rejects, where they do not count."""
+        return self.correction.counted_R(batch)
 
     def shape_rewards(self, outcomes: Outcomes) -> Tensor:
         """Rewards plus the overlong penalty, fp64 [N]."""
@@ -75,12 +85,16 @@ class PolicyGradient(Algorithm):
         log-probabilities that sampled. Narrows the mask by `overlong.mask_truncated` first.
         """
         mask_R = self._narrowed(batch)
+        if self.needs_proximal:
+            self.correction.measure(batch, reduce)
         advantages_R = outcome_advantages_B.double()[batch.sequence_R]
         if self.config.kl_in == "reward":
             advantages_R = advantages_R - reward_to_go(self._charge_R(batch, reduce), batch.response_lens_B)
         if self.whitens:
             std: StdKind = required(self.config.advantage_std, "algorithm.advantage_std")
-            advantages_R = whiten(advantages_R, mask_R, reduce, std=std, eps=self.config.advantage_eps or 0.0)
+            advantages_R = whiten(
+                advantages_R, self.counted_R(batch), reduce, std=std, eps=self.config.advantage_eps or 0.0
+            )
         batch.advantages_R = torch.where(mask_R, advantages_R, 0.0).float()
 
     def _narrowed(self, batch: RolloutBatch) -> Tensor:
@@ -92,8 +106,9 @@ class PolicyGradient(Algorithm):
 
     @property
     def needs_current(self) -> bool:
-        """Where tokens are chosen from the whole minibatch at its present weights."""
-        return self._policy_loss.choice is not None or self.config.top_entropy_quantile < 1
+        """Where tokens are chosen or corrected from the whole minibatch at its present weights."""
+        chooses = self._policy_loss.choice is not None or self.config.top_entropy_quantile < 1
+        return chooses or self.correction.needs_current
 
     @property
     def _policy_loss(self) -> PolicyLoss:
@@ -110,6 +125,8 @@ class PolicyGradient(Algorithm):
 
         Which tokens these are is the same for every split of the minibatch: they are chosen from all of it.
         """
+        if not self.needs_proximal:
+            self.correction.measure(minibatch, reduce)
         super().weigh(minibatch, reduce)
         mask_R, quantile = minibatch.response_mask_R, self.config.top_entropy_quantile
         if self._policy_loss.choice is not None:
@@ -153,14 +170,14 @@ class PolicyGradient(Algorithm):
             "actor/ratio_max": _largest(surrogate.ratio_R, mask_R),
             "actor/ratio_min": _smallest(surrogate.ratio_R, mask_R),
         }
-        if self.needs_proximal:
-            rollout_R = torch.where(mask_R, microbatch.rollout_logprobs_R, old_R)
-            importance_R, raw_R = truncated_weights(old_R, rollout_R, config.tis_clip)
-            policy_loss_R = policy_loss_R * importance_R
-            metrics["rollout_corr/rollout_is_mean"] = _mean(importance_R, microbatch)
-            metrics["rollout_corr/rollout_is_ratio_fraction_high"] = _mean((raw_R > importance_R).float(), microbatch)
-            metrics["rollout_corr/rollout_is_max"] = _largest(raw_R, mask_R)
-            metrics["rollout_corr/rollout_is_min"] = _smallest(raw_R, mask_R)
+        corrected = self.correction.of(microbatch, logprobs_R)
+        metrics |= corrected.tally
+        if corrected.weights_R is not None:
+            policy_loss_R = policy_loss_R * corrected.weights_R
+        if corrected.policy_R is not None:
+            policy_loss_R = torch.where(corrected.policy_R, policy_loss_R, 0.0)
+        if corrected.kept_R is not None:
+            weights_R = torch.where(corrected.kept_R, weights_R, 0.0)
 
         loss = (weights_R * policy_loss_R).sum()
         metrics["actor/pg_loss"] = _sum(policy_loss_R, weights_R)
@@ -181,6 +198,10 @@ class PolicyGradient(Algorithm):
             metrics["actor/entropy_loss"] = _sum(entropy_R, weights_R)
         metrics["actor/loss"] = loss.detach().double()
         return loss, metrics
+
+    def told(self, metrics: dict[str, float]) -> dict[str, float]:
+        """With those of the rollout correction."""
+        return self.correction.told(metrics)
 
     def _charge_R(self, batch: RolloutBatch, reduce: SumReduce) -> Tensor:
         """Collective over data-parallel: what each token pays for its KL, after which the coefficient may move."""

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
+from mrl.algorithms import _correction_config as correction
 from mrl.algorithms._kl_control import KlControl
 from mrl.algorithms._policy_loss import LOSSES, READ
-from mrl.config import AlgorithmConfig, OverlongConfig, RolloutConfig
+from mrl.config import AlgorithmConfig, RolloutConfig
 from mrl.errors import UserError
 from mrl.functional import advantages as advantage_maths
 from mrl.functional.aggregation import token_weights
@@ -92,7 +93,11 @@ class Algorithm(ABC):
     @property
     def needs_proximal(self) -> bool:
         """Whether `proximal_logprobs_R` must be set before the update."""
-        return self.config.proximal == "recompute"
+        return not self.config.rollout_correction.acting.bypass_mode
+
+    def counted_R(self, batch: RolloutBatch) -> Tensor:
+        """The tokens that losses and metrics are a mean over, bool [R]."""
+        return batch.response_mask_R
 
     needs_values: ClassVar[bool] = False
     """Whether there is a critic: `values_R` must be set before `advantages`, which then sets `returns_R`."""
@@ -127,7 +132,7 @@ class Algorithm(ABC):
         overrides this.
         """
         minibatch.weights_R, minibatch.metric_weights_R = token_weights(
-            minibatch.response_mask_R,
+            self.counted_R(minibatch),
             minibatch.sequence_R,
             minibatch.num_sequences,
             required(self.config.loss_aggregation, "algorithm.loss_aggregation"),
@@ -149,6 +154,10 @@ class Algorithm(ABC):
             summed the same way (names that end in "max" or "min" are reduced by that instead).
         """
 
+    def told(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The metrics of a minibatch from what `loss` reported, reduced over microbatches and data-parallel ranks."""
+        return metrics
+
 
 def required(value: T | None, name: str) -> T:
     """The value, which an earlier phase must have set."""
@@ -166,10 +175,14 @@ def resolve(config: AlgorithmConfig) -> AlgorithmConfig:
         UserError: An unknown algorithm, a value out of range, or a field set that would have no effect.
     """
     algorithm = _find(config.name)
+    correction.check_policy_loss(config.policy_loss, config.rollout_correction)
     fill = {name: value for name, value in _defaults(config, algorithm).items() if getattr(config, name) is None}
     filled = replace(config, **fill)
     idle = _idle(filled, algorithm)
     _refuse_idle(config, idle)
+    if "rollout_correction" not in idle:
+        correction.read(filled.rollout_correction)
+        filled = replace(filled, rollout_correction=correction.filled(filled.rollout_correction))
     nulls: dict[str, Any] = {name: None for name in _NULLABLE if name in idle}
     filled = replace(filled, **nulls)
     open_ends = {*idle, "loss_norm_length", "value_lam"}
@@ -229,6 +242,8 @@ def _find(name: str) -> type[Algorithm]:
 def _defaults(config: AlgorithmConfig, algorithm: type[Algorithm]) -> dict[str, Any]:
     """The algorithm's, and over them those of the policy loss where it is another than the algorithm's own."""
     chosen = config.policy_loss
+    if chosen is None and correction.is_reinforce(config.rollout_correction) and not algorithm.supervised:
+        return {**algorithm.defaults, "policy_loss": correction.REINFORCE}
     if chosen is None or "policy_loss" in algorithm.unused or chosen == algorithm.defaults.get("policy_loss"):
         return algorithm.defaults
     return {**algorithm.defaults, **LOSSES[chosen].defaults}
@@ -273,14 +288,13 @@ def _idle(config: AlgorithmConfig, algorithm: type[Algorithm]) -> dict[str, str]
             config.kl_ctrl.type == "fixed",
             "algorithm.kl_ctrl.type is 'fixed'",
         ),
-        (("tis_clip",), config.proximal == "rollout", "algorithm.proximal is 'rollout'"),
         (("max_sampling_rounds",), not config.dynamic_sampling, "algorithm.dynamic_sampling is off"),
         (("overlong.penalty",), config.overlong.buffer_length == 0, "algorithm.overlong.buffer_length is 0"),
     ]
     for names, holds, reason in conditions:
         if holds:
             idle.update({name: reason for name in names if name not in idle})
-    return idle
+    return idle if "rollout_correction" in idle else correction.idle(config.rollout_correction) | idle
 
 
 def _refuse_idle(config: AlgorithmConfig, idle: dict[str, str]) -> None:
@@ -291,7 +305,7 @@ def _refuse_idle(config: AlgorithmConfig, idle: dict[str, str]) -> None:
         for part in name.split("."):
             given, default = getattr(given, part), getattr(default, part)
         if given != default:
-            shown = "" if isinstance(given, OverlongConfig) else f"={given}"
+            shown = "" if is_dataclass(given) else f"={given}"
             raise UserError(
                 f"algorithm.{name}{shown} would have no effect because {reason}. Remove it, or change that."
             )
@@ -307,6 +321,7 @@ def _check_ranges(config: AlgorithmConfig) -> None:
 def ranges(config: AlgorithmConfig) -> list[tuple[str, float | None, Callable[[float], bool], str]]:
     """Each number with its rule and the words for it."""
     overlong, clip_cov_lb = config.overlong, config.clip_cov.clip_cov_lb
+    threshold = config.rollout_correction.off_policy_mask_threshold
     return [
         ("advantage_eps", config.advantage_eps, lambda x: x > 0, "a number above 0"),
         ("gamma", config.gamma, lambda x: 0 < x <= 1, "a number in (0, 1]"),
@@ -321,7 +336,7 @@ def ranges(config: AlgorithmConfig) -> list[tuple[str, float | None, Callable[[f
         ("kl_ctrl.target_kl", config.kl_ctrl.target_kl, lambda x: x > 0, "a number above 0"),
         ("kl_ctrl.horizon", config.kl_ctrl.horizon, lambda x: x >= 1, "at least 1 response"),
         ("entropy_coef", config.entropy_coef, lambda x: x >= 0, "a number of at least 0"),
-        ("tis_clip", config.tis_clip, lambda x: x >= 0, "0 (no weight) or a number above 0"),
+        ("rollout_correction.off_policy_mask_threshold", threshold, lambda x: x >= 0, "a number of at least 0"),
         ("max_sampling_rounds", config.max_sampling_rounds, lambda x: 1 <= x <= 10_000, "1 to 10000"),
         ("overlong.buffer_length", overlong.buffer_length, lambda x: x >= 0, "at least 0 tokens"),
         ("overlong.penalty", overlong.penalty, lambda x: x > 0, "a number above 0"),

@@ -31,7 +31,7 @@ class Sft(Algorithm):
             "dual_clip",
             "kl_in",
             "entropy_coef",
-            "proximal",
+            "rollout_correction",
             "dynamic_sampling",
             "overlong",
         }

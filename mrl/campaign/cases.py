@@ -119,7 +119,7 @@ def _algorithm(rng: Random) -> Settings:
         found["algorithm.kl_estimator"] = rng.choice(("k1", "k2", "k3"))
         found["reference.update_interval"] = rng.choice((0, 0, 1))
     if rng.random() < 0.3:
-        found |= {"algorithm.proximal": "recompute", "algorithm.tis_clip": rng.choice((0.0, 2.0))}
+        found["algorithm.rollout_correction.preset"] = rng.choice(("disabled", "decoupled_token_is", "decoupled_k3_rs"))
     if rng.random() < 0.4:
         found["algorithm.entropy_coef"] = 0.01
     if rng.random() < 0.2:
@@ -208,7 +208,7 @@ def _experts(rng: Random, settings: Settings) -> Settings:
         found["actor.moe_z_loss_coeff"] = 0.001
     if settings["algorithm.name"] != "sft" and rng.random() < 0.3:
         found |= {"actor.router_replay": "rollout", "rollout.enable_rollout_routing_replay": True}
-    elif settings.get("algorithm.proximal") == "recompute" and rng.random() < 0.5:
+    elif "algorithm.rollout_correction.preset" in settings and rng.random() < 0.5:
         found["actor.router_replay"] = "recompute"
     return found
 

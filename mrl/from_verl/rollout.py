@@ -98,5 +98,5 @@ def without_refused(config: Config, notes: dict[str, str]) -> Iterator[tuple[str
         notes[f"{ROLLOUT}{field}"] = f"refused with rollout.name=vllm: {refusal.why}. {refusal.instead}"
         yield f"rollout.{field}", None
         if field == "enable_rollout_routing_replay" and config.actor.router_replay == "rollout":
-            recomputes = config.algorithm.proximal == "recompute"
+            recomputes = not config.algorithm.rollout_correction.acting.bypass_mode
             yield "actor.router_replay", "recompute" if recomputes else None

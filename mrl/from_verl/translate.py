@@ -19,6 +19,7 @@ from mrl.from_verl.critic import SCHEDULES, critic
 from mrl.from_verl.line import Settings
 from mrl.from_verl.objective import objective
 from mrl.from_verl.rollout import lengths, rollout, without_refused
+from mrl.from_verl.rollout_correction import rollout_correction
 from mrl.from_verl.translation import Translation
 from mrl.from_verl.verl_run import VerlRun, shown
 from mrl.megatron_fields.table import TABLE, is_own
@@ -215,15 +216,7 @@ def _algorithm(verl: VerlRun) -> Iterator[Pair]:
     if verl["algorithm.filter_groups.enable"]:
         yield "algorithm.dynamic_sampling", True
         yield "algorithm.max_sampling_rounds", verl["algorithm.filter_groups.max_num_gen_batches"] or None
-    if verl["algorithm.rollout_correction.bypass_mode"]:
-        return
-    yield "algorithm.proximal", "recompute"
-    weighs = verl.one_of("algorithm.rollout_correction.rollout_is", {"token": "token", "None": "", "null": ""}, "")
-    threshold = "algorithm.rollout_correction.rollout_is_threshold"
-    if isinstance(verl.given.get(threshold), str):
-        verl.notes[threshold] = "mrl caps weights from above only: 2.0 is taken"
-        verl.given = {**verl.given, threshold: None}
-    yield "algorithm.tis_clip", verl[threshold] if weighs else 0.0
+    yield from rollout_correction(verl.given, verl.notes)
 
 
 def _kl(verl: VerlRun) -> Iterator[Pair]:

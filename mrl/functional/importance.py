@@ -1,7 +1,6 @@
 """Ratios between two policies at the sampled tokens, kept finite.
 
-Owns the log-ratio clamp and the truncated importance weight of the decoupled form. What a ratio is used for is in
-`losses` and `kl`.
+Owns the log-ratio clamp. What a ratio is used for is in `losses`, `kl` and `rollout_correction`.
 """
 
 from __future__ import annotations
@@ -37,25 +36,3 @@ def log_ratio(logprobs_R: Tensor, old_logprobs_R: Tensor) -> Tensor:
             "both must have one entry for each response token."
         )
     return (at_least_fp32(logprobs_R) - at_least_fp32(old_logprobs_R.detach())).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-def truncated_weights(proximal_logprobs_R: Tensor, rollout_logprobs_R: Tensor, cap: float) -> tuple[Tensor, Tensor]:
-    """Truncated importance weights min(pi_proximal / pi_rollout, cap), without gradient.
-
-    They correct the expectation for tokens that were sampled by the engine (`rollout`) while the surrogate's ratio is
-    taken against the trainer's own log-probabilities at the same weights (`proximal`).
-
-    Args:
-        proximal_logprobs_R: Recomputed by the actor at the rollout weights, nats.
-        rollout_logprobs_R: Captured at sampling time, nats.
-        cap: Upper bound of a weight, above 0; 0: no weight, all ones.
-
-    Returns:
-        The weights, and the ratios before truncation; both fp32.
-
-    Source: Decoupled PPO objective, Hilton et al. 2021 (arXiv 2110.00641); truncation, Espeholt et al. 2018
-    (arXiv 1802.01561, section 4.1).
-    """
-    ratio_R = log_ratio(proximal_logprobs_R.detach(), rollout_logprobs_R).exp()
-    weights_R = ratio_R.clamp(max=cap) if cap > 0 else torch.ones_like(ratio_R)
-    return weights_R, ratio_R

@@ -1,7 +1,8 @@
 """How far the engine's log-probabilities are from the actor's at the same weights.
 
-Owns verl's `training/rollout_probs_diff_*` and the estimates of KL(rollout || actor), as sums that add up over
-microbatches and data-parallel ranks. Correcting the mismatch is in `importance`.
+Owns verl's `training/rollout_probs_diff_*`, the estimates of KL(rollout || actor), perplexities and chi-square
+divergences, as sums that add up over microbatches and data-parallel ranks. Correcting the mismatch is in
+`rollout_correction`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import math
 import torch
 from torch import Tensor
 
-from mrl.functional.importance import log_ratio
+from mrl.functional.importance import MAX_LOG_RATIO, log_ratio
 from mrl.functional.kl import kl_penalty
+from mrl.functional.sequence_losses import Sequences
 
 ROUNDING = 1e-12
 """A spread below this part of the sum of squares is rounding: the probabilities are constant."""
@@ -79,3 +81,55 @@ def mismatch_metrics(sums: Tensor, largest: Tensor) -> dict[str, float]:
         "rollout_corr/kl": k1 / num,
         "rollout_corr/k3_kl": k3 / num,
     }
+
+
+def off_policy_sums(
+    rollout_logprobs_R: Tensor, actor_logprobs_R: Tensor, sequences: Sequences
+) -> tuple[Tensor, Tensor]:
+    """What `off_policy_metrics` needs of one part of the batch, whole sequences.
+
+    Returns:
+        Sums [10] fp64, to be added over parts; and extremes [2] fp64, to be reduced by max: of the difference of log
+        perplexities and of its negative.
+    """
+    mask_R = sequences.mask_R
+    rollout_R, actor_R = (
+        torch.where(mask_R, logprobs_R.detach().double(), 0.0) for logprobs_R in (rollout_logprobs_R, actor_logprobs_R)
+    )
+    log_R = actor_R - rollout_R
+    valid_B = sequences.lens_B > 0
+    rollout_B, actor_B = -sequences.means_B(rollout_R)[valid_B], -sequences.means_B(actor_R)[valid_B]
+    diff_B, logs_B = actor_B - rollout_B, sequences.sums_B(log_R)[valid_B].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    squares_R = (2.0 * log_R.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp()
+    columns = (
+        *(actor_B.exp(), actor_B, rollout_B.exp(), rollout_B, diff_B, diff_B.abs(), diff_B.exp(), (2.0 * logs_B).exp()),
+        *(torch.ones_like(diff_B), squares_R[mask_R]),
+    )
+    none = diff_B.new_full((1,), -torch.inf)
+    extremes = torch.stack([torch.cat([diff_B, none]).max(), torch.cat([-diff_B, none]).max()])
+    return torch.stack([column.sum() for column in columns]), extremes
+
+
+def off_policy_metrics(sums: Tensor, extremes: Tensor, num_tokens: float) -> dict[str, float]:
+    """Metrics from the added sums, under verl's names; {} where no token was trained.
+
+    - rollout_corr/{training,rollout}_{ppl,log_ppl}: mean over responses of the actor's and the sampler's perplexity,
+      exp of the mean negative log-probability, and of its logarithm;
+    - rollout_corr/log_ppl_diff, _abs_diff, _diff_max, _diff_min, ppl_ratio: of the actor's over the sampler's;
+    - rollout_corr/chi2_token, chi2_seq: mean of the squared probability ratio of tokens, of sequences, minus 1.
+
+    Args:
+        sums: Of `off_policy_sums`.
+        extremes: Of the same.
+        num_tokens: Trained tokens, over all parts.
+
+    Source: verl, `verl/trainer/ppo/rollout_corr_helper.py` (compute_offpolicy_metrics).
+    """
+    *of_sequences, chi2_seq, count, chi2_token = sums.double().tolist()
+    if not count:
+        return {}
+    names = ("training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl", "log_ppl_diff", "log_ppl_abs_diff")
+    found = {name: value / count for name, value in zip((*names, "ppl_ratio"), of_sequences, strict=True)}
+    found |= {"log_ppl_diff_max": float(extremes[0]), "log_ppl_diff_min": -float(extremes[1])}
+    found |= {"chi2_token": chi2_token / num_tokens - 1.0, "chi2_seq": chi2_seq / count - 1.0}
+    return {f"rollout_corr/{name}": value for name, value in found.items()}

@@ -36,10 +36,30 @@ class Sequences(NamedTuple):
     sequence_R: Tensor
     num: int
 
+    @property
+    def lens_B(self) -> Tensor:
+        """Trained tokens of each sequence, int64."""
+        zeros_B = self.sequence_R.new_zeros(self.num)
+        return zeros_B.index_add_(0, self.sequence_R, self.mask_R.to(zeros_B.dtype))
+
+    def sums_B(self, values_R: Tensor) -> Tensor:
+        """Sum over each sequence's trained tokens."""
+        trained_R = torch.where(self.mask_R, values_R, 0.0)
+        return trained_R.new_zeros(self.num).index_add(0, self.sequence_R, trained_R)
+
+    def means_B(self, values_R: Tensor) -> Tensor:
+        """Mean over each sequence's trained tokens; 0 where there is none."""
+        return self.sums_B(values_R) / self.lens_B.clamp(min=1)
+
+    def largest_B(self, values_R: Tensor) -> Tensor:
+        """Largest value of each sequence's trained tokens; 0 where there is none."""
+        trained_R = torch.where(self.mask_R, values_R, -torch.inf)
+        lowest_B = trained_R.new_full((self.num,), -torch.inf)
+        return torch.where(self.lens_B > 0, lowest_B.scatter_reduce(0, self.sequence_R, trained_R, "amax"), 0.0)
+
     def sum_R(self, values_R: Tensor) -> Tensor:
         """At each token the sum over the trained tokens of its sequence."""
-        trained_R = torch.where(self.mask_R, values_R, 0.0)
-        return trained_R.new_zeros(self.num).index_add(0, self.sequence_R, trained_R)[self.sequence_R]
+        return self.sums_B(values_R)[self.sequence_R]
 
     def mean_R(self, values_R: Tensor) -> Tensor:
         """At each token the mean over the trained tokens of its sequence; 0 where none is trained."""

@@ -18,8 +18,9 @@ from mrl.algorithms.base import Algorithm, required
 from mrl.config import Config
 from mrl.distributed.groups import ProcessGroups
 from mrl.functional.logprobs import Distribution
-from mrl.functional.mismatch import mismatch_metrics, mismatch_sums
+from mrl.functional.mismatch import mismatch_metrics, mismatch_sums, off_policy_metrics, off_policy_sums
 from mrl.functional.sampling import keep_threshold
+from mrl.functional.sequence_losses import Sequences
 from mrl.megatron.choices import Choices
 from mrl.megatron.offload import pinned_like
 from mrl.megatron.schedule import Microbatch
@@ -140,14 +141,22 @@ class Policy(Trainable):
             required(minibatch.routed_experts_P, "routed_experts_P")
 
         def mismatch(microbatches: list[Microbatch], reports: Reports) -> dict[str, float]:
-            logprobs_R = in_batch_order(minibatch, microbatches, reports, 2)[0]
-            sums, largest = mismatch_sums(minibatch.rollout_logprobs_R, logprobs_R, minibatch.response_mask_R)
-            dist.all_reduce(sums, group=self._groups.dp)
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._groups.dp)
-            return mismatch_metrics(sums, largest)
+            return self._mismatch(minibatch, in_batch_order(minibatch, microbatches, reports, 2)[0])
 
         distribution = self._whole if algorithm.supervised else self._sampled
-        return self._step(minibatch, distribution, algorithm.loss, mismatch if on_policy else None)
+        metrics = self._step(minibatch, distribution, algorithm.loss, mismatch if on_policy else None)
+        return algorithm.told(metrics)
+
+    def _mismatch(self, batch: RolloutBatch, logprobs_R: Tensor) -> dict[str, float]:
+        """Collective over data-parallel: how the policy that sampled differs from the actor."""
+        sequences = Sequences(batch.response_mask_R, batch.sequence_R, batch.num_sequences)
+        sums, largest = mismatch_sums(batch.rollout_logprobs_R, logprobs_R, batch.response_mask_R)
+        more, extremes = off_policy_sums(batch.rollout_logprobs_R, logprobs_R, sequences)
+        added, most = torch.cat([sums, more]), torch.cat([largest[None], extremes])
+        dist.all_reduce(added, group=self._groups.dp)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._groups.dp)
+        sums, more = added[: sums.numel()], added[sums.numel() :]
+        return mismatch_metrics(sums, most[0]) | off_policy_metrics(more, most[1:], float(sums[0]))
 
 
 def _sampled_distribution(config: Config) -> Distribution:

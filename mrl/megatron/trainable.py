@@ -7,7 +7,7 @@ batch, and one step of the optimizer. What is scored, and which loss is minimise
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -253,24 +253,26 @@ class Trainable:
         found: dict[str, float] | None = None
         if self._is_last_stage:
             names = [name for name in reports[0] if name != "scores"]
-            metrics = {name: torch.stack([report[name].double() for report in reports]) for name in names}
-            found = {name: self._over_dp(name, values) for name, values in metrics.items()}
+            found = self._over_dp({name: torch.stack([report[name].double() for report in reports]) for name in names})
             if beside is not None:
                 found |= beside(microbatches, reports)
         told: dict[str, float] = from_rank(self._last_stage_rank, found, self._groups.pp)
         return told
 
-    def _over_dp(self, name: str, values: Tensor) -> float:
-        """Collective over data-parallel: the sum, or the extreme where the name ends in max or min."""
-        if name.endswith("max"):
-            value, operation = values.max(), dist.ReduceOp.MAX
-        elif name.endswith("min"):
-            value, operation = values.min(), dist.ReduceOp.MIN
-        else:
-            value, operation = values.sum(), dist.ReduceOp.SUM
-        value = value.cpu()
-        dist.all_reduce(value, op=operation, group=self._groups.dp)
-        return float(value)
+    def _over_dp(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+        """Collective over data-parallel: of each name the sum, or the extreme where it ends in max or min."""
+        found: dict[str, float] = {}
+        for ending, pick, operation in (
+            ("max", torch.Tensor.max, dist.ReduceOp.MAX),
+            ("min", torch.Tensor.min, dist.ReduceOp.MIN),
+            ("", torch.Tensor.sum, dist.ReduceOp.SUM),
+        ):
+            names = [name for name in values if name not in found and name.endswith(ending)]
+            if names:
+                reduced = torch.stack([pick(values[name]) for name in names]).cpu()
+                dist.all_reduce(reduced, op=operation, group=self._groups.dp)
+                found |= dict(zip(names, reduced.tolist(), strict=True))
+        return {name: found[name] for name in values}
 
     @property
     def _last_stage_rank(self) -> int:

@@ -29,7 +29,12 @@ TRL = {
     "vllm_gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "vllm_tensor_parallel_size": "rollout.tensor_model_parallel_size",
     "vllm_max_model_length": "rollout.max_model_len",
-    "vllm_importance_sampling_cap": "algorithm.tis_clip",
+    "vllm_importance_sampling_correction": "algorithm.rollout_correction.rollout_is",
+    "vllm_importance_sampling_mode": "algorithm.rollout_correction.rollout_is",
+    "vllm_importance_sampling_cap": "algorithm.rollout_correction.rollout_is_threshold",
+    "vllm_importance_sampling_clip_max": "algorithm.rollout_correction.rollout_is_threshold",
+    "vllm_importance_sampling_clip_min": "algorithm.rollout_correction.rollout_is_threshold",
+    "off_policy_mask_threshold": "algorithm.rollout_correction.off_policy_mask_threshold",
     "shuffle_dataset": "data.shuffle",
     "learning_rate": "actor.lr",
     "lr_scheduler_type": "actor.lr_schedule",
@@ -79,8 +84,17 @@ def called(key: str, value: Any) -> str:
     return f" '{value}' {found}." if found else ""
 
 
+BEFORE = {
+    "algorithm.proximal": "algorithm.rollout_correction.bypass_mode (recompute: false)",
+    "algorithm.tis_clip": "algorithm.rollout_correction.rollout_is_threshold, with rollout_is=token",
+}
+"""Key of an earlier mrl -> what has its meaning."""
+
+
 def elsewhere(key: str) -> str:
-    """What another trainer's key is called here, or why it is not here; "" where none has such a key."""
+    """What a key of another trainer, or of an earlier mrl, is called here, or why it is not; "" for no such key."""
+    if key in BEFORE:
+        return f"'{key}' is {BEFORE[key]}."
     found = _of_verl(key)
     if found.kind == "maps":
         more = f" ({found.text})" if found.text else ""

@@ -28,6 +28,7 @@ PRECISION = {
 """Of `optim`, Megatron's fields by their names, with verl's defaults."""
 FSDP = f"{ACTOR}fsdp_config."
 ROLLOUT = f"{ROOT}rollout."
+CORRECTION = "algorithm.rollout_correction"
 
 _SAME_PARALLEL = {
     "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None,
@@ -132,9 +133,14 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     "algorithm.kl_ctrl.kl_coef": ("algorithm.kl_coef", 0.001, "of the KL in the reward"),
     "algorithm.filter_groups.enable": ("algorithm.dynamic_sampling", False, ""),
     "algorithm.filter_groups.max_num_gen_batches": ("algorithm.max_sampling_rounds", 0, "0: the default here"),
-    "algorithm.rollout_correction.rollout_is": ("algorithm.tis_clip", None, "`token`, with the threshold; null: 0"),
-    "algorithm.rollout_correction.rollout_is_threshold": ("algorithm.tis_clip", 2.0, ""),
-    "algorithm.rollout_correction.bypass_mode": ("algorithm.proximal", False, "`True` is `rollout`, else `recompute`"),
+    **{f"{CORRECTION}.{name}": (f"{CORRECTION}.{name}", default, text) for name, default, text in (
+        ("bypass_mode", False, "true here where nothing is set"),
+        ("loss_type", "ppo_clip", ""),
+        ("rollout_is", None, "not with `bypass_mode` and `ppo_clip`, where it does nothing there"),
+        ("rollout_is_threshold", 2.0, ""),
+        ("rollout_is_batch_normalize", False, "over all ranks and microbatches"),
+        ("rollout_rs", None, ""),
+        ("rollout_rs_threshold", None, ""))},
     **{f"{prefix}custom_reward_function.{name}": ("reward.functions", value, text) for prefix, name, value, text in (
         ("", "path", None, "`path.py:name`, relative to the config or the working folder"),
         ("", "name", None, ""),
@@ -300,8 +306,6 @@ MISSING: dict[str, str] = {
     "*sandbox_fusion.url": "no sandbox service; a function of yours may call one",
     "reward.reward_kwargs*": "set them as `kwargs` of the function in `reward.functions`",
     "algorithm.use_pf_ppo": "no PF-PPO",
-    "algorithm.rollout_correction.rollout_rs*": "no rejection of samples; `algorithm.tis_clip` caps weights",
-    "algorithm.rollout_correction.rollout_is_batch_normalize": "weights are not normalised",
     "distillation.*": "no distillation",
     "transfer_queue.*": "samples go between ranks directly",
     "trainer.val_before_train": "held-out prompts are always scored before the first step",

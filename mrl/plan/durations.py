@@ -66,6 +66,7 @@ def predict_durations(found: Resolved, hardware: Hardware, kv_rows: int) -> Dura
     else:
         lens = lens * rollout.n
         scorings = int(found.algorithm.needs_reference) + int(found.algorithm.needs_proximal)
+        scorings += config.actor.ppo_epochs * int(found.algorithm.needs_current)
         prefill, decode, steps, bound_by = _rollout(config, arch, grid, hardware, kv_rows)
     rate = grid.world_size * hardware.bf16_flops * hardware.train_flops_frac
     forward = forward_flops(arch, lens) / rate

@@ -128,7 +128,7 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
     config, arch, grid, algorithm = found.config, found.arch, found.grid, found.algorithm
     shape = ActorShape(config, arch, grid, te=device.te and asked_for(config), supervised=algorithm.supervised)
     held = stage_memory(config, arch, grid)
-    scored = algorithm.needs_reference or algorithm.needs_proximal
+    scored = algorithm.needs_reference or algorithm.needs_proximal or algorithm.needs_current
     arriving = arriving_bytes(config, arch, grid) if moved_bytes is None else moved_bytes
     samples = not algorithm.supervised or bool(config.train.eval_interval)
     stages = []

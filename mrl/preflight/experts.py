@@ -121,16 +121,17 @@ def _replay(config: Config, supervised: bool) -> Iterator[str]:
             f"actor.router_replay={replay} would have no effect because algorithm.name={config.algorithm.name} samples "
             "nothing: no experts are chosen before the update. Remove it, or change that."
         )
-    elif replay == "recompute" and config.algorithm.proximal != "recompute":
+    elif replay == "recompute" and config.algorithm.rollout_correction.acting.bypass_mode:
         yield (
             "actor.router_replay=recompute replays the experts of the pass that scores the samples at the rollout "
-            f"weights, which algorithm.proximal={config.algorithm.proximal} leaves out. Set "
-            "algorithm.proximal=recompute, or actor.router_replay=rollout for those that the engine chose."
+            "weights, which algorithm.rollout_correction.bypass_mode=true leaves out. Set it to false, or "
+            "actor.router_replay=rollout for those that the engine chose."
         )
     if replay == "rollout" and not records:
         yield (
             "actor.router_replay=rollout needs rollout.enable_rollout_routing_replay=true. Where the engine cannot "
-            "tell its experts, actor.router_replay=recompute with algorithm.proximal=recompute replays the actor's."
+            "tell its experts, actor.router_replay=recompute with algorithm.rollout_correction.bypass_mode=false "
+            "replays the actor's."
         )
     if records and replay != "rollout":
         yield (

@@ -97,10 +97,10 @@ def _engine_arguments(rollout: RolloutConfig) -> Iterator[str]:
 
 def _quantization_rules(config: Config) -> Iterator[str]:
     """A message where nothing corrects what quantised weights sample."""
-    rollout, algorithm = config.rollout, config.algorithm
-    if rollout.quantization is not None and algorithm.proximal == "recompute" and algorithm.tis_clip == 0:
+    rollout, correction = config.rollout, config.algorithm.rollout_correction
+    if rollout.quantization is not None and not correction.takes_sampled:
         yield (
-            f"rollout.quantization={rollout.quantization} with algorithm.proximal=recompute and algorithm.tis_clip=0: "
-            "samples of the quantised weights would train as if the actor had drawn them. Set algorithm.tis_clip "
-            "above 0 (2 is usual)."
+            f"rollout.quantization={rollout.quantization} with algorithm.rollout_correction.bypass_mode=false and no "
+            "rollout_is: samples of the quantised weights would train as if the actor had drawn them. Set "
+            "algorithm.rollout_correction.rollout_is=token."
         )

@@ -67,7 +67,7 @@ class Sampler:
                 decode=plan.tokenizer.decode,
                 model_folder=weights.model_folder,
                 timeout_s=config.run.collective_timeout_s,
-                trains_on_logprobs=config.algorithm.proximal == "rollout" or config.algorithm.tis_clip > 0,
+                trains_on_logprobs=config.algorithm.rollout_correction.takes_sampled,
             )
         )
         for note in self.engine.notes:

@@ -23,7 +23,7 @@ from mrl.peers.names import called
 from mrl.schema.keys import is_key, leaves, nested
 from mrl.schema.own_code import located
 from mrl.schema.paths import IsPath, expanded, path_keys
-from mrl.schema.yaml_file import MAX_DEPTH, UNREADABLE, check_depth, reason
+from mrl.schema.yaml_file import MAX_DEPTH, UNREADABLE, check_events, reason
 
 REFERENCE = re.compile(r"\$\{.*\}")
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -64,7 +64,7 @@ class Values:
         if not (key and equals):
             raise UserError(f"override '{_cut(item)}' is not section.key=value, for example train.num_steps=10.")
         with explained(where):
-            check_depth(text)
+            check_events(text)
             parsed: Any = OmegaConf.from_dotlist([f"value={text}"])
             value = OmegaConf.to_container(parsed, resolve=False)["value"]  # type: ignore[index, call-overload]
             found = leaves(nested(key, value), self._schema)

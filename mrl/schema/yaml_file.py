@@ -6,6 +6,7 @@ Owns reading and what goes wrong in it. What the values mean is known to whoever
 from __future__ import annotations
 
 import os.path
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, Att
 MAX_BYTES = 10 << 20
 MAX_DEPTH = 40
 """Mappings and lists inside each other; a config needs six."""
+JOINED = re.compile(r"(?=.*\d_)(?![-+]?\d{1,3}(_\d{3})+(\.\d*)?$)[-+]?[\d.][\d_]*(?:(?<!\.)\.[\d_]*)?(?<!\.)")
+"""Digits joined by underscores, and not by thousands; with two points it is a text."""
 MAX_SHOWN = 300
 """Characters of another library's message that are quoted."""
 
@@ -38,7 +41,7 @@ def read_yaml(file: Path, what: str) -> Any:
     try:
         if os.path.getsize(file) > MAX_BYTES:
             raise UserError(f"{what} '{file}' has more than {MAX_BYTES} bytes: it is another file.")
-        check_depth(file.read_bytes())
+        check_events(file.read_bytes())
         return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     except UserError:
         raise
@@ -46,10 +49,17 @@ def read_yaml(file: Path, what: str) -> Any:
         raise UserError(f"{what} '{file}' is not readable YAML: {reason(error)}.") from error
 
 
-def check_depth(text: str | bytes) -> None:
-    """Raises RecursionError where libyaml, which calls itself for each depth, would overrun its stack."""
+def check_events(text: str | bytes) -> None:
+    """Refuses what YAML would read as something else, or not at all.
+
+    Raises:
+        RecursionError: libyaml, which calls itself for each depth, would overrun its stack.
+        UserError: Numbers joined by an underscore, such as the bounds 0.5_2, are read as the one number 0.52.
+    """
     depth = 0
     for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and JOINED.fullmatch(event.value):
+            raise UserError(f"YAML reads {event.value} as one number. Write it with quotes or with two points: 0.5_2.0")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise RecursionError

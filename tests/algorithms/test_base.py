@@ -11,6 +11,7 @@ from mrl.algorithms.base import Algorithm, Outcomes, build, required, resolve
 from mrl.config import AlgorithmConfig, OverlongConfig, RolloutConfig
 from mrl.errors import UserError
 from mrl.schema.registry import names
+from mrl.schema.rollout_correction import RolloutCorrectionConfig
 from tests.algorithms.ragged import advantages_of, alone, make_batch
 
 ROLLOUT = RolloutConfig(n=3, response_length=7)
@@ -116,7 +117,7 @@ def test_only_sft_is_supervised() -> None:
 def test_needs_follow_the_config() -> None:
     assert build(AlgorithmConfig(kl_in="loss"), ROLLOUT).needs_reference
     assert build(AlgorithmConfig(name="reinforce_pp", kl_in="reward"), ROLLOUT).needs_reference
-    assert build(AlgorithmConfig(proximal="recompute"), ROLLOUT).needs_proximal
+    assert build(AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(bypass_mode=False)), ROLLOUT).needs_proximal
 
 
 def test_kl_in_the_reward_is_reported_as_a_token_mean() -> None:
@@ -198,7 +199,6 @@ def test_a_phase_that_did_not_run_is_named() -> None:
         ({"advantage_eps": 0.0}, "advantage_eps=0.0 is out of range"),
         ({"entropy_coef": -0.1}, "entropy_coef=-0.1 is out of range"),
         ({"kl_in": "loss", "kl_coef": -1.0}, "kl_coef=-1.0 is out of range"),
-        ({"proximal": "recompute", "tis_clip": -1.0}, "tis_clip=-1.0 is out of range"),
         ({"dynamic_sampling": True, "max_sampling_rounds": 0}, "max_sampling_rounds=0 is out of range"),
         ({"name": "dr_grpo", "loss_norm_length": 0}, "loss_norm_length=0 is out of range"),
         ({"overlong": OverlongConfig(buffer_length=-1)}, "overlong.buffer_length=-1 is out of range"),
@@ -215,7 +215,6 @@ def test_a_phase_that_did_not_run_is_named() -> None:
         ),
         ({"kl_coef": 0.1}, "kl_coef=0.1 would have no effect because algorithm.kl_in is 'none'"),
         ({"kl_estimator": "k1"}, "kl_estimator=k1 would have no effect"),
-        ({"tis_clip": 5.0}, "tis_clip=5.0 would have no effect because algorithm.proximal is 'rollout'"),
         ({"max_sampling_rounds": 3}, "max_sampling_rounds=3 would have no effect"),
         ({"loss_norm_length": 7}, "loss_norm_length=7 would have no effect"),
         ({"name": "dr_grpo", "advantage_eps": 1e-4}, "advantage_eps=0.0001 would have no effect"),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mrl.algorithms.base import build
 from mrl.config import AlgorithmConfig, OverlongConfig, RolloutConfig
+from mrl.schema.rollout_correction import RolloutCorrectionConfig
 from mrl.types import RolloutBatch
 from tests.algorithms.ragged import VOCAB, advantages_of, alone, make_batch
 
@@ -36,6 +37,10 @@ class Case:
 
 def _case(name: str, **knobs: object) -> AlgorithmConfig:
     return AlgorithmConfig(name=name, **knobs)  # type: ignore[arg-type]
+
+
+def _decoupled(rollout_is: str | None = None, threshold: str | None = None, **more: object) -> RolloutCorrectionConfig:
+    return RolloutCorrectionConfig(bypass_mode=False, rollout_is=rollout_is, rollout_is_threshold=threshold, **more)  # type: ignore[arg-type]
 
 
 CASES = {
@@ -68,16 +73,58 @@ CASES = {
         aggregation="seq_mean_token_mean",
     ),
     "grpo k3 decoupled": Case(
-        _case("grpo", kl_in="loss", kl_coef=0.3, kl_estimator="k3", proximal="recompute", tis_clip=1.2),
+        _case("grpo", kl_in="loss", kl_coef=0.3, kl_estimator="k3", rollout_correction=_decoupled("token", "1.2")),
         group_std="unbiased",
         eps=1e-6,
         aggregation="seq_mean_token_mean",
     ),
     "grpo decoupled, no weight": Case(
-        _case("grpo", proximal="recompute", tis_clip=0.0),
+        _case("grpo", rollout_correction=_decoupled()),
         group_std="unbiased",
         eps=1e-6,
         aggregation="seq_mean_token_mean",
+    ),
+    "rloo decoupled, weight of the response": Case(
+        _case("rloo", rollout_correction=_decoupled("sequence", "0.2_5.0")),
+        baseline="leave_one_out",
+        aggregation="seq_mean_token_sum",
+    ),
+    "dapo rejecting, entropy": Case(
+        _case(
+            "dapo",
+            entropy_coef=0.2,
+            rollout_correction=_decoupled("token", "1.2", rollout_rs="token_k1", rollout_rs_threshold="5"),
+        ),
+        group_std="unbiased",
+        eps=1e-6,
+        high=0.28,
+    ),
+    "dapo rejecting, kept": Case(
+        _case(
+            "dapo",
+            rollout_correction=_decoupled(
+                rollout_rs="token_k1", rollout_rs_threshold="5", rollout_rs_denominator="kept"
+            ),
+        ),
+        group_std="unbiased",
+        eps=1e-6,
+        high=0.28,
+    ),
+    "dapo bypassing, rejecting": Case(
+        _case("dapo", rollout_correction=RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold="5")),
+        group_std="unbiased",
+        eps=1e-6,
+        high=0.28,
+    ),
+    "dapo reinforce": Case(
+        _case(
+            "dapo",
+            rollout_correction=RolloutCorrectionConfig(
+                loss_type="reinforce", rollout_is="token", rollout_is_threshold="1.2"
+            ),
+        ),
+        group_std="unbiased",
+        eps=1e-6,
     ),
     "grpo masked": Case(
         _case("grpo", overlong=OverlongConfig(mask_truncated=True)),
@@ -155,19 +202,31 @@ def _tokens(case: Case, batch: RolloutBatch) -> list[Token]:
     return tokens
 
 
-def _token_loss(case: Case, advantage: float, logp_V: Tensor, target: int, old: list[Tensor]) -> Tensor:
+def _token_loss(case: Case, advantage: float, logp_V: Tensor, target: int, old: list[Tensor], weight: float) -> Tensor:
     config, logp, (rollout, proximal, ref) = case.config, logp_V[target], old
-    ratio = torch.exp(logp - (proximal if config.proximal == "recompute" else rollout))
+    section = config.rollout_correction
+    ratio = torch.exp(logp - (rollout if section.acting.bypass_mode else proximal))
     clipped = min(max(ratio, torch.tensor(1 - case.low)), torch.tensor(1 + case.high))
     objective = min(ratio * advantage, clipped * advantage)
     if config.dual_clip and advantage < 0:
         objective = max(objective, torch.tensor(config.dual_clip * advantage))
-    if config.proximal == "recompute" and config.tis_clip > 0:
-        objective = objective * min(math.exp(proximal - rollout), config.tis_clip)
-    loss = -objective + config.entropy_coef * (logp_V.exp() * logp_V).sum()
+    if section.loss_type == "reinforce":
+        objective = logp * advantage
+    loss = -objective * weight + config.entropy_coef * (logp_V.exp() * logp_V).sum()
     if config.kl_in != "loss":
         return loss
     return loss + config.kl_coef * _kl(config.kl_estimator, logp, ref) * (ratio if config.kl_unbiased else 1.0)
+
+
+def _weight(section: RolloutCorrectionConfig, log_ratios: list[float], own: float) -> float:
+    """Importance weight of a token of a response with these log-ratios."""
+    if section.rollout_is is None:
+        return 1.0
+    raw = math.exp(own if section.rollout_is == "token" else sum(log_ratios))
+    bounds = [float(part) for part in section.rollout_is_threshold.split("_")]  # type: ignore[union-attr]
+    if len(bounds) == 1:
+        return min(raw, bounds[0])
+    return raw if bounds[0] <= raw <= bounds[1] else 0.0
 
 
 def _reference(case: Case, batch: RolloutBatch, logits_RV: Tensor) -> Tensor:
@@ -175,16 +234,25 @@ def _reference(case: Case, batch: RolloutBatch, logits_RV: Tensor) -> Tensor:
     logprobs_RV = logits_RV.log_softmax(-1)
     old = [t.double() for t in (batch.rollout_logprobs_R, batch.proximal_logprobs_R, batch.ref_logprobs_R)]  # type: ignore[union-attr]
     trained = {b: sum(token.sequence == b for token in tokens) for b, _, _ in tokens}
+    section = case.config.rollout_correction
+    actor = (
+        logprobs_RV.gather(1, torch.tensor(targets)[:, None])[:, 0].detach() if section.acting.bypass_mode else old[1]
+    )
+    drift = (actor - old[0]).tolist()
+    kept = [not section.rollout_rs or -math.log(5) <= -drift[token.row] <= math.log(5) for token in tokens]
+    count = sum(kept) if section.rollout_rs_denominator == "kept" else len(tokens)
     total = logits_RV.new_zeros(())
-    for b, row, advantage in tokens:
+    for (b, row, advantage), stays in zip(tokens, kept, strict=True):
         divisor = {
-            "token_mean": len(tokens),
+            "token_mean": count,
             "seq_mean_token_mean": trained[b] * len(trained),
             "seq_mean_token_sum": len(trained),
             "seq_mean_token_sum_norm": RESPONSE_LENGTH * len(trained),
         }[case.aggregation]
-        loss = _token_loss(case, advantage, logprobs_RV[row], targets[row], [column[row] for column in old])
-        total = total + loss / divisor
+        weight = _weight(section, [drift[token.row] for token in tokens if token.sequence == b], drift[row])
+        columns = [column[row] for column in old]
+        total = total + stays * _token_loss(case, advantage, logprobs_RV[row], targets[row], columns, weight) / divisor
+    assert not section.rollout_rs or 0 < sum(kept) < len(kept)
     return total
 
 
@@ -234,12 +302,13 @@ def test_sft_is_the_mean_negative_log_likelihood() -> None:
 
 def test_every_clip_and_cap_binds_somewhere_in_these_batches() -> None:
     batch = make_batch(seed=3)
-    config = _case("grpo", dual_clip=1.5, proximal="recompute", tis_clip=1.2)
+    config = _case("grpo", dual_clip=1.5, rollout_correction=_decoupled("token", "1.2"))
     algorithm = build(config, RolloutConfig(n=3, response_length=RESPONSE_LENGTH))
     algorithm.advantages(batch, advantages_of(algorithm, batch), alone)
     algorithm.weigh(batch, alone)
     logprobs_R = -(0.5 + 3.5 * torch.rand(batch.response_mask_R.numel(), generator=torch.Generator().manual_seed(5)))
-    _, metrics = algorithm.loss(logprobs_R, torch.zeros_like(logprobs_R), batch)
+    _, found = algorithm.loss(logprobs_R, torch.zeros_like(logprobs_R), batch)
+    metrics = algorithm.told({name: value.item() for name, value in found.items()})
     for key in ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "rollout_corr/rollout_is_ratio_fraction_high"):
-        assert 0 < metrics[key].item() < 1, key
+        assert 0 < metrics[key] < 1, key
     assert metrics["actor/ratio_min"] < 1 < metrics["actor/ratio_max"]

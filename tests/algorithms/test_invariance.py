@@ -1,6 +1,7 @@
 """The loss, its gradient and the metrics do not depend on how the batch is cut, ordered or spread over ranks."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,14 +10,24 @@ from torch import Tensor
 from mrl.algorithms._policy_loss import LOSSES
 from mrl.algorithms.base import SumReduce, build
 from mrl.config import AlgorithmConfig, ClipCovConfig, KlCovConfig, OverlongConfig, RolloutConfig
+from mrl.schema.rollout_correction import RolloutCorrectionConfig
 from mrl.types import RolloutBatch
 from tests.algorithms.ragged import advantages_of, alone, make_batch, on_ranks
 
 ROUNDING = 1e-6  # nats, of fp32 log-probabilities of a few nats
 SUM_ORDER = 1e-6  # fp32 losses of about 60 tokens, added in another order
 
+TOKEN = RolloutCorrectionConfig(bypass_mode=False, rollout_is="token")
+SEQUENCE = RolloutCorrectionConfig(bypass_mode=False, rollout_is="sequence", rollout_is_batch_normalize=True)
+TESTS: dict[str, Any] = {"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "8,3"}
+
 CONFIGS = [
-    AlgorithmConfig(name="grpo", kl_in="loss", entropy_coef=0.1, proximal="recompute"),
+    AlgorithmConfig(name="grpo", kl_in="loss", entropy_coef=0.1, rollout_correction=TOKEN),
+    AlgorithmConfig(name="rloo", kl_in="loss", rollout_correction=replace(TOKEN, **TESTS)),
+    AlgorithmConfig(name="reinforce_pp", rollout_correction=replace(SEQUENCE, **TESTS, rollout_rs_denominator="kept")),
+    AlgorithmConfig(name="grpo", rollout_correction=RolloutCorrectionConfig(**TESTS, off_policy_mask_threshold=0.1)),
+    AlgorithmConfig(name="dapo", rollout_correction=RolloutCorrectionConfig(**TESTS, rollout_rs_denominator="kept")),
+    AlgorithmConfig(name="dapo", rollout_correction=replace(SEQUENCE, bypass_mode=True, loss_type="reinforce")),
     AlgorithmConfig(name="grpo", overlong=OverlongConfig(mask_truncated=True), dual_clip=2.0),
     AlgorithmConfig(name="dr_grpo"),
     AlgorithmConfig(name="dapo", overlong=OverlongConfig(buffer_length=3)),
@@ -32,13 +43,22 @@ CONFIGS = [
     AlgorithmConfig(name="grpo", policy_loss="clip_cov", clip_cov=ClipCovConfig(0.2, -1.0, 1.0)),
     AlgorithmConfig(name="grpo", policy_loss="kl_cov", kl_cov=KlCovConfig(0.2, 1.0)),
     AlgorithmConfig(name="grpo", top_entropy_quantile=0.3),
-    *(AlgorithmConfig(name="grpo", policy_loss=name, proximal="recompute") for name in LOSSES),  # type: ignore[arg-type]
+    *(AlgorithmConfig(name="grpo", policy_loss=name, rollout_correction=TOKEN) for name in LOSSES),  # type: ignore[arg-type]
 ]
 ROLLOUT = RolloutConfig(n=3, response_length=7)
 
 
 def _id(config: AlgorithmConfig) -> str:
-    return f"{config.name} {config.policy_loss or config.kl_in}"
+    acting = config.rollout_correction.acting
+    how = [acting.loss_type, acting.rollout_is, acting.rollout_rs and acting.rollout_rs_denominator]
+    return " ".join(
+        [
+            config.name,
+            config.policy_loss or config.kl_in,
+            *("decoupled" for _ in range(not acting.bypass_mode)),
+            *filter(None, how),
+        ]
+    )
 
 
 def _policy(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
@@ -57,6 +77,7 @@ def _run(config: AlgorithmConfig, parts: list[RolloutBatch], outcome_N: Tensor, 
     def work(part: RolloutBatch, reduce: SumReduce, rank: int) -> None:
         part.current_logprobs_R, part.current_entropy_R = _policy(part)
         algorithm.advantages(part, outcome_N[rows[rank]], reduce)
+        part.current_logprobs_R = _policy(part)[0] if algorithm.needs_current else None
         algorithm.weigh(part, reduce)
         for start in range(0, part.num_sequences, cut):
             chosen = list(range(part.num_sequences))[start : start + cut]
@@ -79,7 +100,7 @@ def _run(config: AlgorithmConfig, parts: list[RolloutBatch], outcome_N: Tensor, 
 
     on_ranks(parts, work)
     pick = {"max": max, "min": min}
-    reduced = {key: pick.get(key[-3:], sum)(values) for key, values in metrics.items()}
+    reduced = algorithm.told({key: pick.get(key[-3:], sum)(values) for key, values in metrics.items()})
     return sum(losses), reduced, grads
 
 
@@ -119,8 +140,9 @@ def test_untrained_tokens_reach_neither_loss_nor_gradient(config: AlgorithmConfi
                 setattr(spoiled, name, torch.where(spoiled.response_mask_R, value_R, float("nan")))
         current.current_logprobs_R, current.current_entropy_R = _policy(batch)
         algorithm.advantages(current, outcome_N, alone)
-        algorithm.weigh(current, alone)
         logprobs_R, entropy_R = _policy(batch)
+        current.current_logprobs_R = logprobs_R if algorithm.needs_current else None
+        algorithm.weigh(current, alone)
         if current is spoiled:
             logprobs_R = torch.where(current.response_mask_R, logprobs_R, float("nan"))
             entropy_R = torch.where(current.response_mask_R, entropy_R, float("nan"))
@@ -140,8 +162,9 @@ def test_a_batch_without_any_trained_token_gives_zero_and_no_nan(config: Algorit
     algorithm = build(config, ROLLOUT)
     batch.current_logprobs_R, batch.current_entropy_R = _policy(batch)
     algorithm.advantages(batch, advantages_of(algorithm, batch), alone)
-    algorithm.weigh(batch, alone)
     logprobs_R, entropy_R = (tensor.requires_grad_() for tensor in _policy(batch))
+    batch.current_logprobs_R = logprobs_R.detach() if algorithm.needs_current else None
+    algorithm.weigh(batch, alone)
     loss, metrics = algorithm.loss(logprobs_R, entropy_R, batch)
     (grad_R,) = torch.autograd.grad(loss, logprobs_R)
     assert loss.item() == 0

@@ -50,7 +50,12 @@ def test_the_example_of_a_model_and_data_of_ones_own_trains(tmp_path, monkeypatc
 
 
 VARIANTS = [
-    ["algorithm.proximal=recompute", "algorithm.dynamic_sampling=true", "rollout.val_kwargs={n: 2, do_sample: true}"],
+    [
+        "algorithm.rollout_correction={bypass_mode: false, rollout_is: token, rollout_is_threshold: 0.5_5.0, "
+        "rollout_is_batch_normalize: true, rollout_rs: 'token_k1,seq_mean_k3', rollout_rs_threshold: '0.5_2.0,0.1'}",
+        "algorithm.dynamic_sampling=true",
+        "rollout.val_kwargs={n: 2, do_sample: true}",
+    ],
     ["algorithm.name=reinforce_pp", "algorithm.kl_in=reward"],
     [
         "algorithm={name: sft, kl_in: none, kl_coef: 0.001, entropy_coef: 0.0}",

@@ -19,7 +19,7 @@ TP2_EP2 = [
     "rollout.expert_parallel_size=2",
 ]
 REPLAY = ["rollout.enable_rollout_routing_replay=true", "actor.router_replay=rollout"]
-RECOMPUTE = ["actor.router_replay=recompute", "algorithm.proximal=recompute"]
+RECOMPUTE = ["actor.router_replay=recompute", "algorithm.rollout_correction.preset=decoupled_token_is"]
 CHANGED = "actor/moe_replay_changed_frac"
 PP2 = ["parallel.pipeline_model_parallel_size=2"]
 

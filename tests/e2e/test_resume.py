@@ -57,7 +57,11 @@ CHANGES = [
     ["algorithm.kl_in=none", "algorithm.kl_coef=0.001"],
     KL_IN_LOSS,
     [*KL_IN_LOSS, "reference.update_interval=1"],
-    [*KL_IN_LOSS, "algorithm.proximal=recompute", "reference.path={folder}/run/checkpoints/step-00000001/hf"],
+    [
+        *KL_IN_LOSS,
+        "algorithm.rollout_correction.preset=decoupled_token_is",
+        "reference.path={folder}/run/checkpoints/step-00000001/hf",
+    ],
     ["algorithm.kl_in=none", "algorithm.kl_coef=0.001", "algorithm.dynamic_sampling=true"],
     [*KL_IN_LOSS, "train.minibatch_size=8"],
 ]

@@ -92,7 +92,29 @@ def test_a_command_line_of_an_example_resolves(name, tmp_path):
     config = resolved(translate(read(LINES[name])), tmp_path)
     assert config.rollout.name == "vllm"
     assert config.algorithm.dual_clip == 3.0 and config.algorithm.loss_aggregation == "token_mean"
-    assert config.algorithm.kl_in == "loss" and config.algorithm.proximal == "recompute"
+    assert config.algorithm.kl_in == "loss" and config.algorithm.rollout_correction.bypass_mode is False
+
+
+@pytest.mark.parametrize(
+    ("given", "section"),
+    [
+        ("", {"bypass_mode": False}),
+        (
+            "rollout_is=token rollout_is_threshold=0.5_5.0 rollout_rs_threshold=3",
+            {"bypass_mode": False, "rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
+        ),
+        ("bypass_mode=True rollout_is=token rollout_is_threshold=2.0", None),
+        (
+            "bypass_mode=True loss_type=reinforce rollout_rs=token_k1,seq_max_k3 rollout_rs_threshold=0.5_2.0,0.1",
+            {"loss_type": "reinforce", "rollout_rs": "token_k1,seq_max_k3", "rollout_rs_threshold": "0.5_2.0,0.1"},
+        ),
+    ],
+)
+def test_a_rollout_correction_keeps_its_meaning(given, section):
+    words = ["algorithm.adv_estimator=grpo", *(f"algorithm.rollout_correction.{item}" for item in given.split())]
+    found = translate(read(words))
+    assert yaml.safe_load(found.text)["algorithm"].get("rollout_correction") == section
+    assert len([one for one in found.missing if "rollout_correction" in one]) == (section is None)
 
 
 def test_values_are_translated():
@@ -210,7 +232,7 @@ def test_router_replay_keeps_its_meaning(given, rollout):
     found = translate(read(line.split()))
     config = yaml.safe_load(found.text)
     assert config.get("actor", {}).get("router_replay") == rollout
-    assert config["algorithm"]["proximal"] == "recompute"  # verl's own default, which R2 needs
+    assert config["algorithm"]["rollout_correction"]["bypass_mode"] is False  # verl's own default, which R2 needs
     assert not [one for one in found.missing if "router_replay" in one]
 
 

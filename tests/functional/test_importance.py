@@ -1,11 +1,11 @@
-"""Ratios: their clamp, their gradient, the truncated weight."""
+"""Ratios: their clamp, their gradient."""
 
 import math
 
 import pytest
 import torch
 
-from mrl.functional.importance import MAX_LOG_RATIO, log_ratio, truncated_weights
+from mrl.functional.importance import MAX_LOG_RATIO, log_ratio
 
 
 def test_log_ratio_is_clamped_and_the_clamped_token_gets_no_gradient() -> None:
@@ -32,18 +32,3 @@ def test_log_ratio_is_fp32_and_treats_the_denominator_as_a_constant() -> None:
 def test_log_ratio_refuses_to_broadcast() -> None:
     with pytest.raises(ValueError, match="one entry for each response token"):
         log_ratio(torch.zeros(3), torch.zeros(1))
-
-
-def test_truncated_weights_by_hand() -> None:
-    # w = min(exp(proximal - rollout), cap) = min([e^0, e^1, e^-1], 2)
-    proximal_R = torch.tensor([-1.0, -1.0, -3.0], requires_grad=True)
-    weights_R, raw_R = truncated_weights(proximal_R, torch.tensor([-1.0, -2.0, -2.0]), cap=2.0)
-    torch.testing.assert_close(weights_R, torch.tensor([1.0, 2.0, math.exp(-1)]))
-    torch.testing.assert_close(raw_R, torch.tensor([1.0, math.e, math.exp(-1)]))
-    assert not weights_R.requires_grad
-
-
-def test_cap_zero_means_no_weight() -> None:
-    weights_R, raw_R = truncated_weights(torch.tensor([-1.0]), torch.tensor([-2.0]), cap=0.0)
-    assert weights_R.tolist() == [1.0]
-    assert raw_R.item() == pytest.approx(math.e)

@@ -13,6 +13,7 @@ from mrl.formats.hf import load_from_hf
 from mrl.grid import Grid
 from mrl.megatron.router import Router
 from mrl.models.hf_config import arch_from_folder
+from mrl.schema.rollout_correction import RolloutCorrectionConfig
 from mrl.weights.megatron import stage_layers
 from tests.megatron.actors import CONSTANT, EXPERT_LAYOUTS, full_gradients, make_batch, make_policy, own_part
 from tests.megatron.mixtures import by_hand, load_model, make_model
@@ -122,7 +123,9 @@ def ratios_and_routes(folder, replay):
     )
     load(policy, folder)
     batch = make_batch(longest=12)
-    grpo = build(AlgorithmConfig(name="grpo", proximal="recompute", tis_clip=0.0), RolloutConfig(n=2))
+    grpo = build(
+        AlgorithmConfig(name="grpo", rollout_correction=RolloutCorrectionConfig(bypass_mode=False)), RolloutConfig(n=2)
+    )
     seen = watched(policy)
     batch.proximal_logprobs_R, _ = policy.proximal(batch)
     routes = [dict(seen)]

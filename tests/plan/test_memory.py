@@ -291,7 +291,11 @@ def test_the_experts_to_replay_are_what_an_actor_keeps(layout, tmp_path):
 
 
 def test_the_experts_to_replay_wait_in_host_memory(tmp_path):
-    mixture = ("model.preset=qwen3_moe_tiny", "model.overrides={}", "algorithm.proximal=recompute")
+    mixture = (
+        "model.preset=qwen3_moe_tiny",
+        "model.overrides={}",
+        "algorithm.rollout_correction.preset=decoupled_token_is",
+    )
     (without,), (kept,) = (phases(tmp_path, *mixture, *more) for more in ((), ("actor.router_replay=recompute",)))
     assert kept.host == without.host + kept.replayed and kept.replayed > 0 and kept.phases == without.phases
     on_host = phases(tmp_path, *mixture, "actor.router_replay=recompute", device=Device(te=False, is_host=True))[0]

@@ -13,7 +13,11 @@ TP, SP = "parallel.tensor_model_parallel_size", "parallel.sequence_parallel=true
 PP, EP = "parallel.pipeline_model_parallel_size", "parallel.expert_model_parallel_size"
 ETP, CP = "parallel.expert_tensor_parallel_size", "parallel.context_parallel_size"
 ROLLOUT_TP, ROLLOUT_EP = "rollout.tensor_model_parallel_size", "rollout.expert_parallel_size"
-R2, DECOUPLED, T = "actor.router_replay=recompute", "algorithm.proximal=recompute", "megatron.transformer"
+R2, DECOUPLED, T = (
+    "actor.router_replay=recompute",
+    "algorithm.rollout_correction.preset=decoupled_token_is",
+    "megatron.transformer",
+)
 MOE_TP, RECORD = "rollout.moe_tensor_parallel_size", "rollout.enable_rollout_routing_replay=true"
 
 RULES = [
@@ -37,7 +41,7 @@ RULES = [
     (["actor.router_replay=rollout"], 1, "needs rollout.enable_rollout_routing_replay=true"),
     ([RECORD], 1, "would have no effect because actor.router_replay is none"),
     ([RECORD, R2, DECOUPLED], 1, "would have no effect because actor.router_replay is recompute"),
-    ([R2], 1, "which algorithm.proximal=rollout leaves out. Set algorithm.proximal=recompute"),
+    ([R2], 1, "which algorithm.rollout_correction.bypass_mode=true leaves out. Set it to false"),
     ([R2, DECOUPLED, f"{T}={{moe_router_fusion: true}}"], 1, "actor.router_replay would do nothing"),
 ]  # fmt: skip
 

@@ -5,7 +5,7 @@ import pytest
 from mrl.preflight.preflight import check_config
 from tests.preflight.runs import VAL, make, refusal
 
-UNCORRECTED = ("algorithm.proximal=recompute", "algorithm.tis_clip=0")
+UNCORRECTED = ("algorithm.rollout_correction.bypass_mode=false",)
 RULES = [
     # overrides, ranks, what the message says
     (["rollout.name=sglang"], 1, "rollout.name=sglang is no engine of this version"),
@@ -34,5 +34,7 @@ def test_greedy_evaluations_are_verls_default():
 
 
 def test_weights_that_correct_quantised_rollouts_are_enough():
-    check_config(make("rollout.quantization=fp8", "algorithm.proximal=recompute"), world_size=1)
+    check_config(
+        make("rollout.quantization=fp8", "algorithm.rollout_correction.preset=decoupled_token_is"), world_size=1
+    )
     check_config(make(*UNCORRECTED), world_size=1)

@@ -266,14 +266,13 @@ def test_a_folder_that_is_not_a_rehearsals_is_not_touched(tmp_path):
 
 
 def test_the_shrunk_config_keeps_what_it_does_not_have_to_shrink(tmp_path):
-    overrides = ("actor.weight_decay=0.1", "algorithm.tis_clip=2.5")
+    overrides = ("actor.weight_decay=0.1", "algorithm.rollout_correction.rollout_is_threshold=2.5")
     report = run(tmp_path, LARGE, *overrides, dry_run=True)
     small = load(tmp_path / "out" / FIRST)
     assert small.actor.weight_decay == 0.1 and small.actor.recompute == "full" and small.actor.param_offload
     assert small.actor.router_replay == "recompute"
-    assert (
-        small.algorithm.name == "dapo" and small.algorithm.tis_clip == 2.5 and small.algorithm.proximal == "recompute"
-    )
+    acting = small.algorithm.rollout_correction.acting
+    assert small.algorithm.name == "dapo" and acting.rollout_is_threshold == "2.5" and not acting.bypass_mode
     assert small.model.dtype == "bfloat16"
     assert small.algorithm.overlong.buffer_length == 2 and small.rollout.response_length == 8
     assert small.parallel.num_layers_in_first_pipeline_stage == 1 and small.parallel.expert_tensor_parallel_size == 1

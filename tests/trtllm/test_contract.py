@@ -131,7 +131,7 @@ def test_a_sampler_without_min_p_is_refused_where_it_is_asked_for(monkeypatch, t
 def test_without_logits_a_setting_that_needs_them_is_refused_with_choices(standin, tmp_path, weights):
     standin.setenv(FAULTS, "no_logits scores=raw")
     assert len(sampled(tmp_path, weights, "plain")[0]) == 9  # temperature 1: every distribution is the same
-    with pytest.raises(UserError, match=r"temperature=0.7.*Set temperature=1.*algorithm.proximal=recompute"):
+    with pytest.raises(UserError, match=r"temperature=0.7.*Set temperature=1.*bypass_mode=false"):
         sampled(tmp_path, weights, "tempered")
     with tiny.engine(
         tmp_path, **tiny.trains_with(SETTINGS["tempered"]), trains_on_logprobs=False

@@ -266,7 +266,8 @@ CUTS = [
 def test_what_the_rule_lets_through_is_what_the_loaders_get_right(standin, preset, sizes, tp, ep, said):
     arch = small(preset, **sizes)
     config = make(
-        "rollout.name=trtllm", "rollout.quantization=fp8", "rollout.dtype=bfloat16", "algorithm.proximal=recompute",
+        "rollout.name=trtllm", "rollout.quantization=fp8", "rollout.dtype=bfloat16",
+        "algorithm.rollout_correction.preset=decoupled_token_is",
         f"rollout.tensor_model_parallel_size={tp}", f"rollout.expert_parallel_size={ep}",
     )  # fmt: skip
     told = list(blocks.refusals(config, arch))
@@ -290,7 +291,12 @@ def test_the_side_of_a_block_is_the_engines():
 
 
 def test_a_run_in_another_dtype_is_refused():
-    words = ("rollout.name=trtllm", "rollout.quantization=fp8", "rollout.dtype=float32", "algorithm.proximal=recompute")
+    words = (
+        "rollout.name=trtllm",
+        "rollout.quantization=fp8",
+        "rollout.dtype=float32",
+        "algorithm.rollout_correction.preset=decoupled_token_is",
+    )
     config = make(*words)
     with pytest.raises(UserError, match="multiplies FP8 weights with bfloat16 only. Set rollout.dtype=bfloat16"):
         check(config, MODELS["dense"], 1, 14)

@@ -141,7 +141,8 @@ def needs_logits(verdict: Verdict, sampling: SamplingConfig, *, trained: bool) -
         f"TensorRT-LLM's log-probabilities score {verdict.scores.value}, and it returns no logits to correct them. "
         f"With temperature={sampling.temperature} top_k={sampling.top_k} top_p={sampling.top_p} min_p={sampling.min_p} "
         "they would not be those of the policy that sampled. Set temperature=1, top_k=-1, top_p=1 and min_p=0, or "
-        "train on the actor's own log-probabilities: algorithm.proximal=recompute with algorithm.tis_clip=0."
+        "train on the actor's own log-probabilities: algorithm.rollout_correction.bypass_mode=false, no rollout_is or "
+        "rollout_rs."
     )
 
 

@@ -40,6 +40,6 @@ def requests_at_a_time(sampling: SamplingConfig, vocab_size: int, *, most: int, 
             f"the logits of one response take {row_bytes} bytes of this host's memory, of which each of its {ranks} "
             f"ranks may take {own_bytes} for them. Shorten rollout.response_length, or need no logits: set "
             "rollout.top_k=-1 top_p=1 and min_p=0, or train on the actor's own log-probabilities: "
-            "algorithm.proximal=recompute with algorithm.tis_clip=0."
+            "algorithm.rollout_correction.bypass_mode=false, no rollout_is or rollout_rs."
         )
     return min(most, own_bytes // row_bytes)

@@ -26,8 +26,8 @@ NO_EVICT = "GUARANTEED_NO_EVICT"
 """`scheduler_config.capacity_scheduler_policy` under which no request is paused. One that is paused reads its tokens
 again, and the positions of those that follow are counted on as if it had not."""
 INSTEAD = (
-    "Set it to false, and actor.router_replay=recompute with algorithm.proximal=recompute, which replays the actor's "
-    "own choice with any engine; or use rollout.name=native"
+    "Set it to false, and actor.router_replay=recompute with algorithm.rollout_correction.bypass_mode=false, which "
+    "replays the actor's own choice with any engine; or use rollout.name=native"
 )
 
 

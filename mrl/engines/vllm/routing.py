@@ -75,7 +75,8 @@ class Experts:
     def _refusal(self, why: str) -> UserError:
         return UserError(
             f"rollout.enable_rollout_routing_replay=true: vLLM {self._version} cannot tell its experts: {why}. Set it "
-            f"to false, and actor.router_replay=recompute with algorithm.proximal=recompute. {INSTALL}"
+            "to false, and actor.router_replay=recompute with algorithm.rollout_correction.bypass_mode=false. "
+            f"{INSTALL}"
         )
 
     def _keep(self, num_scheduled: dict[str, int]) -> None:

@@ -1,0 +1,34 @@
+"""verl's `algorithm.rollout_correction`, which has the names that mrl has.
+
+Owns what of it acts: verl takes thresholds without a use, and weights where the ratio of the loss is the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mrl.peers.verl_keys import CORRECTION
+
+
+def rollout_correction(given: Mapping[str, Any], notes: dict[str, str]) -> Iterator[tuple[str, Any]]:
+    """The fields of the section that act, with their values.
+
+    Args:
+        given: verl's dotted keys, as they are set.
+        notes: Gets what is left out, by verl's key.
+    """
+    section = {key.removeprefix(f"{CORRECTION}."): value for key, value in given.items() if key.startswith(CORRECTION)}
+    given = {name: value for name, value in section.items() if value not in (None, "null", "None")}
+    bypass, names = bool(given.get("bypass_mode", False)), ["rollout_is", "rollout_rs"]
+    if bypass:
+        names.append("loss_type")
+        if given.get("loss_type", "ppo_clip") == "ppo_clip" and "rollout_is" in given:
+            notes[f"{CORRECTION}.rollout_is"] = "only measured with bypass_mode and ppo_clip: left out"
+            names.remove("rollout_is")
+    for kind in ("rollout_is", "rollout_rs"):
+        names += [name for name in given if name.startswith(f"{kind}_") and kind in given and kind in names]
+    yield f"{CORRECTION}.bypass_mode", None if bypass else False
+    for name in names:
+        value = given.get(name)
+        yield f"{CORRECTION}.{name}", str(value) if name.endswith("threshold") and value is not None else value

@@ -56,6 +56,8 @@ POLICY: tuple[Drawing, ...] = (
     ("Gradient norm", (("before clipping", "actor/grad_norm"),)),
     ("Clipped tokens, fraction", (("upper", "actor/pg_clipfrac"), ("lower (dual)", "actor/pg_clipfrac_lower"))),
     ("Loss", (("policy gradient", "actor/pg_loss"), ("total", "actor/loss"))),
+    ("Loss of the critic", (("value loss", "critic/vf_loss"),)),
+    ("Variance of the returns that the critic explains, fraction", (("explained", "critic/vf_explained_var"),)),
 )
 MISMATCH: tuple[Drawing, ...] = (
     (

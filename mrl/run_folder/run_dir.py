@@ -27,7 +27,7 @@ from mrl.run_folder.commit import committed_steps
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "tensorrt-llm", "transformers", "tokenizers", "numpy")
 
-IDENTITY_KEYS = ("model.", "data.", "algorithm.name", "run.seed", "train.warm_start.")
+IDENTITY_KEYS = ("model.", "data.", "algorithm.name", "critic.path", "run.seed", "train.warm_start.")
 """A run whose values of these differ is another run: its weights or its order of prompts do not fit."""
 
 HELD_OUT = "data.val_files"

@@ -43,9 +43,8 @@ def engine_arguments(verl: VerlRun, engine: str) -> Iterator[tuple[str, Any]]:
                 _of_trtllm(verl, path, value, handed_on)
             else:
                 yield from _of_vllm(verl, path, value, handed_on)
-        graphs = verl[f"{ROLLOUT}cudagraph_capture_sizes"]
-        if graphs and engine == "vllm":
-            _put(handed_on, ["compilation_config", "cudagraph_capture_sizes"], graphs)
+        if engine == "vllm":
+            _graph_sizes(verl, handed_on)
         yield "rollout.engine_kwargs", {engine: handed_on} if handed_on else None
 
 
@@ -80,6 +79,18 @@ def _of_vllm(verl: VerlRun, path: str, value: Any, handed_on: dict[str, Any]) ->
         verl.notes[key] = f"vLLM {engine_fields.VERSION} has no such argument of its engine"
     else:
         _put(handed_on, path.split("."), _parsed(value))
+
+
+def _graph_sizes(verl: VerlRun, handed_on: dict[str, Any]) -> None:
+    """verl adds them to what it is told of compilation, which must be a mapping then."""
+    graphs, name = verl[f"{ROLLOUT}cudagraph_capture_sizes"], "compilation_config"
+    if not graphs:
+        return
+    if not isinstance(handed_on.setdefault(name, {}), dict):
+        key = f"{ENGINE_ARGUMENTS['vllm']}{name}"
+        verl.notes[key] = f"left out: verl adds {ROLLOUT}cudagraph_capture_sizes to it, and it is no mapping"
+        handed_on[name] = {}
+    handed_on[name]["cudagraph_capture_sizes"] = graphs
 
 
 def _parsed(value: Any) -> Any:

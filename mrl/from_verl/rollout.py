@@ -16,7 +16,7 @@ from mrl.engines.vllm import fields as vllm
 from mrl.from_verl.engine_arguments import engine_arguments
 from mrl.from_verl.verl_run import VerlRun
 from mrl.peers import verl_rollout
-from mrl.peers.verl_keys import MAPS, ROLLOUT
+from mrl.peers.verl_keys import DTYPES, MAPS, ROLLOUT
 
 Pair = tuple[str, Any]
 
@@ -46,7 +46,8 @@ def rollout(verl: VerlRun) -> Iterator[Pair]:
             yield f"rollout.{name}", verl[f"{ROLLOUT}{name}"]
     yield from _experts(verl, engine)
     yield from _sampling(verl)
-    yield "rollout.dtype", {"float32": "float32", "bfloat16": "bfloat16"}.get(str(verl.given.get(f"{ROLLOUT}dtype")))
+    given = f"{ROLLOUT}dtype" in verl.given
+    yield "rollout.dtype", verl.one_of(f"{ROLLOUT}dtype", DTYPES, "bfloat16") if given else None
     yield "rollout.quantization", {"fp8": "fp8"}.get(verl.one_of(f"{ROLLOUT}quantization", ("None", "fp8"), "None"))
     yield from engine_arguments(verl, engine)
 
@@ -97,6 +98,3 @@ def without_refused(config: Config, notes: dict[str, str]) -> Iterator[tuple[str
     for field, refusal in _fields.broken(vllm.FIELDS, config.rollout, on_a_cpu=False):
         notes[f"{ROLLOUT}{field}"] = f"refused with rollout.name=vllm: {refusal.why}. {refusal.instead}"
         yield f"rollout.{field}", None
-        if field == "enable_rollout_routing_replay" and config.actor.router_replay == "rollout":
-            recomputes = not config.algorithm.rollout_correction.acting.bypass_mode
-            yield "actor.router_replay", "recompute" if recomputes else None

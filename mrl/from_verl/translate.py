@@ -24,7 +24,7 @@ from mrl.from_verl.translation import Translation
 from mrl.from_verl.verl_run import VerlRun, shown
 from mrl.megatron_fields.table import TABLE, is_own
 from mrl.peers import verl_keys
-from mrl.peers.verl_keys import ACTOR, DDP, FSDP, MAPS, MEGATRON, OVERRIDE, PASSED, ROOT, is_harmless, verdict
+from mrl.peers.verl_keys import ACTOR, DDP, DTYPES, FSDP, MAPS, MEGATRON, OVERRIDE, PASSED, ROOT, is_harmless, verdict
 from mrl.schema.keys import nested
 from mrl.schema.values import Values
 
@@ -86,7 +86,7 @@ def _data(verl: VerlRun) -> Iterator[Pair]:
 def _model(verl: VerlRun) -> Iterator[Pair]:
     yield "model.path", verl[f"{ROOT}model.path"]
     yield "model.tokenizer", verl[f"{ROOT}model.tokenizer_path"]
-    yield "model.dtype", {"float32": "float32", "fp32": "float32"}.get(str(verl[f"{MEGATRON}dtype"]))
+    yield "model.dtype", verl.one_of(f"{MEGATRON}dtype", DTYPES, "bfloat16")
 
 
 def _actor(verl: VerlRun) -> Iterator[Pair]:

@@ -30,6 +30,9 @@ FSDP = f"{ACTOR}fsdp_config."
 ROLLOUT = f"{ROOT}rollout."
 CORRECTION = "algorithm.rollout_correction"
 
+DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
+"""Its words for a dtype that mrl has -> mrl's."""
+
 _SAME_PARALLEL = {
     "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None,
     "context_parallel_size": 1, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None,

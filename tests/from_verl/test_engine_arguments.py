@@ -7,7 +7,7 @@ from mrl.engines.vllm.engine_fields import DERIVED, KEYS
 from mrl.from_verl.engine_arguments import NEEDLESS
 from mrl.from_verl.line import read
 from mrl.from_verl.translate import translate
-from mrl.peers.verl_keys import ENGINE_ARGUMENTS, ROLLOUT
+from mrl.peers.verl_keys import ENGINE_ARGUMENTS, MEGATRON, ROLLOUT
 from tests.from_verl.test_translate import VLLM_LINES, resolved
 
 VLLM = ENGINE_ARGUMENTS["vllm"]
@@ -22,7 +22,7 @@ def rollout_of(given):
 EXPECTED = {
     "router_replay_qwen3_30b_a3b_megatron": (
         {"tensor_model_parallel_size": 4, "max_num_batched_tokens": 1024, "engine_kwargs": {}},
-        "rollout.enable_rollout_routing_replay=True: refused with rollout.name=vllm: vLLM 0.32 returns experts only",
+        "",
     ),
     "qwen3_30b_veomni": (
         {
@@ -60,7 +60,7 @@ def test_an_example_that_tells_vllm_more_resolves(name, tmp_path):
     values, told = EXPECTED[name]
     assert {key: getattr(config.rollout, key) for key in values} == values and config.rollout.name == "vllm"
     assert told in "\n".join(found.missing)
-    assert config.actor.router_replay == ("recompute" if "router_replay" in name else "none")
+    assert config.actor.router_replay == ("rollout" if "router_replay" in name else "none")
 
 
 def test_each_argument_goes_where_mrl_has_it():
@@ -94,7 +94,7 @@ def test_each_argument_goes_where_mrl_has_it():
 @pytest.mark.parametrize(
     ("given", "left", "why"),
     [
-        ({f"{ROLLOUT}quantization": "fp8"}, "quantization", "vLLM would pack what a refit writes into"),
+        ({f"{ROLLOUT}temperature": 0.001}, "temperature", "vLLM would sample at 0.01"),
         ({f"{ROLLOUT}pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size", "only built TensorRT-LLM"),
         ({f"{ROLLOUT}moe_tensor_parallel_size": 4}, "moe_tensor_parallel_size", "it follows from"),
     ],
@@ -107,6 +107,20 @@ def test_what_vllm_refuses_of_rollout_is_left_out_and_told(given, left, why):
     )
     other, missing, _ = rollout_of({**given, f"{ROLLOUT}name": "sglang"})
     assert left in other and "name" not in other and "rollout.name=vllm" not in missing
+
+
+@pytest.mark.parametrize("what", [3, "3", '{"mode": '])
+def test_sizes_of_graphs_beside_a_compilation_that_is_no_mapping_are_taken_alone(what):
+    rollout, missing, _ = rollout_of({f"{VLLM}compilation_config": what, f"{ROLLOUT}cudagraph_capture_sizes": [1, 2]})
+    assert rollout["engine_kwargs"] == {"vllm": {"compilation_config": {"cudagraph_capture_sizes": [1, 2]}}}
+    assert f"{VLLM}compilation_config={what}: left out: verl adds {ROLLOUT}cudagraph_capture_sizes to it" in missing
+
+
+@pytest.mark.parametrize("key", [f"{ROLLOUT}dtype", f"{MEGATRON}dtype"])
+def test_a_dtype_that_mrl_does_not_have_is_told(key):
+    _, missing, _ = rollout_of({key: "float16"})
+    assert f"{key}=float16: mrl has float32, fp32, bfloat16, bf16; bfloat16 is taken" in missing
+    assert "dtype" not in rollout_of({key: "bfloat16"})[1]
 
 
 def test_arguments_of_an_engine_that_is_not_the_runs_are_needless():

@@ -82,7 +82,7 @@ def _of_vllm(verl: VerlRun, path: str, value: Any, handed_on: dict[str, Any]) ->
 
 
 def _graph_sizes(verl: VerlRun, handed_on: dict[str, Any]) -> None:
-    """verl adds them to what it is told of compilation, which must be a mapping then."""
+    """Sizes that verl adds to what it is told of compilation, which must be a mapping then."""
     graphs, name = verl[f"{ROLLOUT}cudagraph_capture_sizes"], "compilation_config"
     if not graphs:
         return

@@ -243,6 +243,14 @@ def test_the_plan_moves_to_vllm_what_its_ranks_store(resolved):
     assert layouts == {rank: vllm_layout(found.arch, 2, rank % 2, "bfloat16") for rank in range(4)}
 
 
+def test_a_sequence_takes_whole_blocks_of_the_size_that_vllm_is_told(resolved):
+    sizes = {}
+    for block in (16, 128, 256):
+        found = resolved("rollout.name=vllm", f"rollout.engine_kwargs.vllm={{block_size: {block}}}")
+        sizes[block] = kv_cache(found.config.rollout, found.arch, 2).sequence_bytes
+    assert sizes[16] == sizes[128] and sizes[256] == 2 * sizes[128]  # 128 tokens, and a block of vLLM's own
+
+
 def test_a_cache_in_which_no_sequence_fits_is_refused(resolved):
     found = resolved("rollout.name=vllm", "rollout.engine_kwargs.vllm={kv_cache_dtype: fp8}")
     asked, plain = kv_cache(found.config.rollout, found.arch, 2), kv_cache(RolloutConfig(), found.arch, 2)

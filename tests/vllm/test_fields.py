@@ -186,6 +186,8 @@ START = {
     "kv_cache_dtype": ({"engine_kwargs": {"vllm": {"kv_cache_dtype": "fp8"}}}, "fp8"),
     "kv_cache_memory_bytes": ({}, 1000),
     "dtype": ({}, "float32"),
+    "distributed_timeout_seconds": ({}, 60),
+    "cpu_distributed_timeout_seconds": ({}, 60),
 }
 
 

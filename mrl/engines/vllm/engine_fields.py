@@ -41,6 +41,8 @@ KEYS = {
     "enable_sleep_mode": "rollout.free_cache_engine",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "enable_return_routed_experts": "rollout.enable_rollout_routing_replay",
+    "distributed_timeout_seconds": "run.collective_timeout_s",
+    "cpu_distributed_timeout_seconds": "run.collective_timeout_s",
 }
 """Arguments that a key of mrl says."""
 
@@ -148,7 +150,6 @@ IDLE = {
     DERIVED["enable_lora"]: "enable_mixed_moe_lora_format enable_moe_shared_loras fully_sharded_loras "
     "lora_dtype lora_target_modules max_cpu_loras max_lora_cls_labels max_lora_rank max_loras specialize_active_lora",
     DERIVED["gpu_memory_utilization"]: "num_gpu_blocks_override",
-    "set run.collective_timeout_s": "distributed_timeout_seconds cpu_distributed_timeout_seconds",
     DERIVED["enable_return_routed_experts"]: "aux_output_config",
     SEVERAL: "all2all_backend cp_kv_cache_interleave_size data_parallel_address data_parallel_backend "
         "data_parallel_external_lb data_parallel_hybrid_lb data_parallel_multi_port_external_lb "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import math
 import uuid
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ from mrl.errors import UserError, first_line
 
 PLAIN_KERNEL = "triton"
 """It reads experts and FP8 as a refit writes them; others of GPUs want them in an order of their own."""
+
+WAITS = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
+"""Longest wait inside its process groups, which by itself is torch's default (10 minutes in NCCL, 30 in gloo)."""
 
 SMALLEST = 0.01
 """Part of a device that vLLM wants to find free before it starts; the size of its cache is given otherwise."""
@@ -79,6 +83,7 @@ def arguments(spec: EngineSpec, cache_bytes: int, version: str) -> dict[str, Any
         "skip_tokenizer_init": True,
         "load_format": "dummy",  # a refit fills it
         "distributed_executor_backend": "external_launcher",
+        **dict.fromkeys(WAITS, math.ceil(spec.timeout_s)),
         "tensor_parallel_size": config.tensor_model_parallel_size,
         "enable_expert_parallel": config.expert_parallel_size > 1,
         "dtype": spec.dtype_name,

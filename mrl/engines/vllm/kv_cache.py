@@ -13,7 +13,7 @@ from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 
 ROUND = 128
-"""Tokens to which a sequence's part is rounded up; at least a block of vLLM's."""
+"""Tokens to which a sequence's part is rounded up, where no block is larger; vLLM's own are at most as large."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,12 @@ def item_bytes(rollout: RolloutConfig, engine_bytes: int) -> int:
     return 1 if str(given_by(rollout).get("kv_cache_dtype", "")).startswith("fp8") else engine_bytes
 
 
+def block_tokens(rollout: RolloutConfig) -> int:
+    """To which a sequence's part is rounded up: `block_size` of vLLM's own arguments may be larger than `ROUND`."""
+    given = given_by(rollout).get("block_size")
+    return max(ROUND, given) if isinstance(given, int) else ROUND
+
+
 def kv_cache(rollout: RolloutConfig, arch: ArchSpec, engine_bytes: int) -> KVCache:
     """The cache that a run wants.
 
@@ -57,6 +63,7 @@ def kv_cache(rollout: RolloutConfig, arch: ArchSpec, engine_bytes: int) -> KVCac
         engine_bytes: Of an element of the engine's dtype.
     """
     heads = max(1, arch.num_kv_heads // rollout.tensor_model_parallel_size)
-    tokens = (-(-rollout.longest // ROUND) + 1) * ROUND
+    block = block_tokens(rollout)
+    tokens = (-(-rollout.longest // block) + 1) * block  # vLLM keeps one for itself
     each = tokens * 2 * arch.num_layers * heads * arch.head_dim * item_bytes(rollout, engine_bytes)
     return KVCache(each, each * rollout.max_num_seqs)

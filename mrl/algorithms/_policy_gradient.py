@@ -84,9 +84,7 @@ class PolicyGradient(Algorithm):
         With KL in the reward, minus its coefficient times the KL of this token and those after it, estimated at the
         log-probabilities that sampled. Narrows the mask by `overlong.mask_truncated` first.
         """
-        mask_R = self._narrowed(batch)
-        if self.needs_proximal:
-            self.correction.measure(batch, reduce)
+        mask_R = self._narrowed(batch, reduce)
         advantages_R = outcome_advantages_B.double()[batch.sequence_R]
         if self.config.kl_in == "reward":
             advantages_R = advantages_R - reward_to_go(self._charge_R(batch, reduce), batch.response_lens_B)
@@ -97,11 +95,16 @@ class PolicyGradient(Algorithm):
             )
         batch.advantages_R = torch.where(mask_R, advantages_R, 0.0).float()
 
-    def _narrowed(self, batch: RolloutBatch) -> Tensor:
-        """The mask, narrowed by `overlong.mask_truncated`."""
+    def _narrowed(self, batch: RolloutBatch, reduce: SumReduce) -> Tensor:
+        """Collective over data-parallel: the mask, narrowed by `overlong.mask_truncated`.
+
+        Then a decoupled run's corrections are measured; where the sampling policy is the denominator, `weigh` does it.
+        """
         if self.config.overlong.mask_truncated:
             truncated_B = required(batch.truncated_B, "truncated_B")
             batch.response_mask_R = batch.response_mask_R & ~truncated_B[batch.sequence_R]
+        if self.needs_proximal:
+            self.correction.measure(batch, reduce)
         return batch.response_mask_R
 
     @property

@@ -45,7 +45,7 @@ class Ppo(PolicyGradient):
         The returns are estimates plus values, before the normalisation. Narrows the mask by `overlong.mask_truncated`
         first.
         """
-        config, mask_R = self.config, self._narrowed(batch)
+        config, mask_R = self.config, self._narrowed(batch, reduce)
         values_R = required(batch.values_R, "values_R")
         rewards_R = _at_last_trained(outcome_advantages_B, batch)
         if config.kl_in == "reward":
@@ -67,7 +67,8 @@ class Ppo(PolicyGradient):
         batch.returns_R = torch.where(mask_R, to_learn_R + values_R, 0.0).float()
         std: StdKind = required(config.advantage_std, "algorithm.advantage_std")
         eps = config.advantage_eps or 0.0
-        batch.advantages_R = whiten(advantages_R, mask_R, reduce, std=std, eps=eps, under_root=True).float()
+        whitened_R = whiten(advantages_R, self.counted_R(batch), reduce, std=std, eps=eps, under_root=True)
+        batch.advantages_R = torch.where(mask_R, whitened_R, 0.0).float()
 
 
 def _at_last_trained(rewards_B: Tensor, batch: RolloutBatch) -> Tensor:

@@ -39,6 +39,7 @@ CONFIGS = [
     AlgorithmConfig(name="grpo", advantage_std_over="batch"),
     AlgorithmConfig(name="ppo", kl_in="reward", kl_coef=0.2, lam=0.9, gamma=0.95),
     AlgorithmConfig(name="vapo", overlong=OverlongConfig(mask_truncated=True)),
+    AlgorithmConfig(name="ppo", rollout_correction=replace(SEQUENCE, **TESTS, rollout_rs_denominator="kept")),
     AlgorithmConfig(name="sft"),
     AlgorithmConfig(name="grpo", policy_loss="clip_cov", clip_cov=ClipCovConfig(0.2, -1.0, 1.0)),
     AlgorithmConfig(name="grpo", policy_loss="kl_cov", kl_cov=KlCovConfig(0.2, 1.0)),

@@ -81,7 +81,8 @@ class TrainConfig:
     minibatch_size: Optional[int] = None
     """Prompts per optimizer step; null: `batch_size`. Must divide it."""
     critic_warmup: int = 0
-    """First steps, in which the critic is trained and the actor is not (verl's name; VAPO's value pretraining)."""
+    """First steps, in which the critic is trained and the actor is not (VAPO's value pretraining; verl's key of this
+    name has one step fewer)."""
     eval_interval: int = 0
     """Steps between evaluations on the held-out prompts; 0: only before the first and after the last step."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)

@@ -23,7 +23,7 @@ def critic(verl: VerlRun, warmup: Callable[..., int]) -> Iterator[tuple[str, Any
     """
     for name in ("gamma", "lam"):
         yield f"algorithm.{name}", verl[f"algorithm.{name}"]
-    yield "train.critic_warmup", verl["trainer.critic_warmup"]
+    yield "train.critic_warmup", max(0, verl["trainer.critic_warmup"] - 1)  # verl trains the actor in the step so named
     path = verl.given.get("critic.model.path")
     yield "critic.path", None if path == verl[f"{ROOT}model.path"] else path
     epochs = verl["critic.ppo_epochs"]

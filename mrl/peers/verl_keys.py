@@ -127,7 +127,8 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     "algorithm.gamma": ("algorithm.gamma", 1.0, "with `gae`"),
     "algorithm.lam": ("algorithm.lam", 1.0, "with `gae`"),
     **{f"critic.{key}": row for key, row in verl_critic.MAPS.items()},
-    "trainer.critic_warmup": ("train.critic_warmup", 0, "steps, as there"),
+    "trainer.critic_warmup": (
+        "train.critic_warmup", 0, "less 1: there the actor is trained in the step of that number"),
     "algorithm.norm_adv_by_std_in_grpo": ("algorithm.advantage_std", True, "`False` is `none`"),
     "algorithm.use_kl_in_reward": ("algorithm.kl_in", False, "`True` is `reward`"),
     "algorithm.kl_penalty": ("algorithm.kl_estimator", "kl", "of the KL in the reward"),

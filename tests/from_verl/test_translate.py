@@ -276,7 +276,7 @@ def test_gae_and_its_critic_are_translated():
     found = translate(read(words.split()))
     config = load(yaml.safe_load(found.text))
     critic = config.critic
-    assert (config.algorithm.name, config.algorithm.lam, config.train.critic_warmup) == ("ppo", 0.95, 5)
+    assert (config.algorithm.name, config.algorithm.lam, config.train.critic_warmup) == ("ppo", 0.95, 4)
     assert (critic.path, critic.lr, critic.lr_warmup_steps) == ("other", 2e-5, 3 * 4 * 2)
     assert (critic.cliprange_value, critic.loss_aggregation, critic.adam_beta2) == (0.2, "seq_mean_token_mean", 0.999)
     assert critic.param_offload and not critic.optimizer_offload

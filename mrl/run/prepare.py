@@ -145,6 +145,7 @@ def check_run(config: Config, world_size: int, *, launcher: str | None = None, t
     found.config, asked = with_num_steps(found.config, source.num_rows), found.config
     if found.config.train.num_steps != asked.train.num_steps:
         preflight.check_config(found.config, world_size)  # again, with the steps that the epochs give
+        check_critic(found.config, found.arch, found.critic, found.grid)
     validation = load_validation(config.data, tokenizer, prompt_length=prompt_length)
     best = config.checkpoint.best_metric
     if config.checkpoint.keep_best and best.startswith("val/"):

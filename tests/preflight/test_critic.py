@@ -9,6 +9,7 @@ from mrl.models.base import critic_of
 from mrl.models.presets import arch_from_preset
 from mrl.preflight.critic import check_critic, critic_config
 from mrl.preflight.parallel import grid_of
+from mrl.run.prepare import check_run
 from tests.preflight.runs import ARCH, PP, TP, make
 
 CRITIC = critic_of(ARCH)
@@ -50,6 +51,21 @@ RULES = [
 @pytest.mark.parametrize(("overrides", "critic", "world_size", "said"), RULES, ids=[rule[3] for rule in RULES])
 def test_a_broken_rule_is_named(overrides, critic, world_size, said):
     assert said in refusal(make("algorithm.name=ppo", *overrides), critic, world_size)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.critic_warmup=100"], "leaves none of train.num_steps=100 to train the actor in"),
+        (["train.num_epochs=0.5", "train.critic_warmup=1"], "leaves none of train.num_steps=1 to train the actor in"),
+        (["critic.lr_schedule=linear", "critic.lr_warmup_steps=100"], "nothing of the run's 100 optimizer steps"),
+    ],
+)
+def test_rules_hold_for_the_steps_that_the_data_or_the_default_gives(overrides, said):
+    asked = ["train.num_steps=null", "data.task_kwargs={num_train: 64}", "model.tokenizer=char:0123456789<>+#"]
+    with pytest.raises(UserError) as error:
+        check_run(make("algorithm.name=ppo", *asked, *overrides), 1)
+    assert said in str(error.value)
 
 
 def test_a_critic_is_planned_as_an_actor_with_its_own_rates():

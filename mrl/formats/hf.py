@@ -24,7 +24,7 @@ from mrl.formats.safetensors_file import SafetensorsFile, write_safetensors
 from mrl.models.base import ArchSpec, critic_of
 from mrl.models.hf_config import TOKENIZER_FILES, arch_from_folder, family_of, read_config
 from mrl.weights.copies import ITEM_BYTES, num_bytes
-from mrl.weights.hf import EMBEDDINGS, HEAD, VALUE_HEAD, hf_layout
+from mrl.weights.hf import EMBEDDINGS, HEAD, VALUE_BIAS, VALUE_HEAD, hf_layout
 from mrl.weights.layout import Layout, Region
 from mrl.weights.regions import slices
 from mrl.weights.tensors import check_tensors
@@ -76,6 +76,12 @@ class HfSource(Source):
         expected = hf_layout(arch, "float32")
         missing = [name for name in expected if name not in self._file_of]
         unknown = [name for name in self._file_of if name not in expected and not self._is_optional(name)]
+        if arch.value_head and VALUE_BIAS in unknown:
+            raise UserError(
+                f"model folder '{self.folder}': its value head has a bias, '{VALUE_BIAS}' (a token classification "
+                "model's, as verl's critics), and mrl's has none. Where it is 0, remove the tensor; else give a model "
+                "without one."
+            )
         for what, names in (("lacks", missing), ("has unknown", unknown)):
             if names:
                 raise UserError(

@@ -7,8 +7,11 @@ from mrl.weights.layout import Layout, Piece, StoredTensor
 from mrl.weights.regions import whole
 from mrl.weights.shards import hf_tensors, table
 
-EMBEDDINGS, HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """The two that a tied model has as one."""
+
+VALUE_HEAD, VALUE_BIAS = "score.weight", "score.bias"
+"""Of a critic; mrl's has no bias."""
 
 
 def hf_layout(arch: ArchSpec, dtype: str) -> Layout:

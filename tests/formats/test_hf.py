@@ -60,6 +60,15 @@ def test_each_rank_gets_its_slices_of_what_transformers_saved(arch, shard_size, 
             assert torch.equal(tensors[name], expected), name
 
 
+def test_a_value_head_with_a_bias_is_refused_for_what_it_is(tmp_path):
+    """verl's critics are transformers' token classification models, whose head has one."""
+    config = transformers.AutoConfig.for_model(**family_of(ARCHS["biases, tied"]).arch_to_hf(ARCHS["biases, tied"]))
+    config.num_labels = 1
+    transformers.AutoModelForTokenClassification.from_config(config).save_pretrained(tmp_path)
+    with closing(HfSource(tmp_path)) as source, pytest.raises(UserError, match=r"value head has a bias, 'score\.bias'"):
+        source.check()
+
+
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("wanted", ["float32", "bfloat16"])
 def test_values_are_cast_to_the_tensors_dtype(stored, wanted, tmp_path):

@@ -421,6 +421,23 @@ class KlCtrlConfig:
 
 
 @dataclass(frozen=True)
+class EntropyCtrlConfig:
+    """The coefficient of the entropy bonus (TRL's `use_adaptive_entropy`)."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive: `entropy_coef` is where it begins; it moves after each optimizer step, and there is no bonus while the
+    entropy is above its target."""
+    target_entropy: float = 0.2
+    """Mean over the trained tokens, nats, above 0."""
+    delta: float = 0.005
+    """What an optimizer step adds or takes away, above 0."""
+    min_coef: float = 0.0
+    """Lower bound of the coefficient."""
+    max_coef: float = 1.0
+    """Upper bound, not below the lower one."""
+
+
+@dataclass(frozen=True)
 class ClipCovConfig:
     """Of `algorithm.policy_loss=clip_cov` (verl's names): which tokens are dropped."""
 
@@ -505,6 +522,9 @@ class AlgorithmConfig:
     """Multiply the KL in the loss by the ratio pi / pi_old, which corrects it for samples of an older policy."""
     entropy_coef: float = 0.0
     """Factor of the entropy bonus, subtracted from the loss."""
+    entropy_ctrl: EntropyCtrlConfig = field(default_factory=EntropyCtrlConfig)
+    positive_example_nll_weight: float = 0.0
+    """Factor of the mean negative log-likelihood of the correct samples' tokens, which is added to the loss."""
     top_entropy_quantile: float = 1.0
     """Part of the minibatch's trained tokens, those with the highest entropy, that the policy loss acts on, (0, 1]; it
     is divided by the count of all (TRL's name)."""

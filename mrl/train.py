@@ -190,7 +190,8 @@ def optimizer_step(job: Job, minibatch: RolloutBatch, algorithm: Algorithm, *, o
         minibatch.current_logprobs_R, minibatch.current_entropy_R = job.policy.score(minibatch)
     algorithm.weigh(minibatch, job.sum_over_dp)
     job.state.policy_version += 1
-    return job.policy.update(minibatch, algorithm, on_policy=on_policy)
+    metrics = job.policy.update(minibatch, algorithm, on_policy=on_policy)
+    return metrics | algorithm.entropy_control.follow(metrics["actor/entropy"])
 
 
 def warm_start(job: Job) -> None:

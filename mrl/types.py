@@ -113,6 +113,9 @@ class RolloutBatch:
             needs numbers of the whole minibatch at those weights (`Algorithm.needs_current`).
         current_entropy_R: Entropies, as `current_logprobs_R`.
         sample_index_B: Which of its prompt's samples it is, int64; with `group_id_B` the name of its random numbers.
+        correct_B: True where the answer is right, bool.
+        nll_weights_R: Weight of each token of the correct samples in their likelihood, set by `Algorithm.weigh`, fp32;
+            None unless `algorithm.positive_example_nll_weight`.
         chosen_R: Tokens that the policy loss treats apart, set by `Algorithm.weigh`, bool; None where it has none.
         entropic_R: Tokens that the policy loss acts on, set by `Algorithm.weigh`, bool; None: on all that are trained.
         importance_mean_B: Mean of the importance weights, which divides them, the same for all sequences, fp32; None
@@ -142,6 +145,8 @@ class RolloutBatch:
     current_logprobs_R: Tensor | None = None
     current_entropy_R: Tensor | None = None
     sample_index_B: Tensor | None = None
+    correct_B: Tensor | None = None
+    nll_weights_R: Tensor | None = None
     chosen_R: Tensor | None = None
     entropic_R: Tensor | None = None
     importance_mean_B: Tensor | None = None

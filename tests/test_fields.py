@@ -47,6 +47,8 @@ ADAPTIVE = (*CHARGED, "algorithm.kl_ctrl={type: adaptive, target_kl: 100, horizo
 PPO = ("algorithm.name=ppo",)
 KL = ("algorithm.kl_in=loss", "algorithm.kl_coef=0.1")
 FAR = ("actor.lr=0.1", "actor.ppo_epochs=2")  # the policy leaves the one that sampled
+ENTROPY = "algorithm.entropy_ctrl"
+ADAPTIVE = (*FAR, f"{ENTROPY}={{type: adaptive, target_entropy: 9, max_coef: 0.9}}", "algorithm.entropy_coef=0.1")
 DROPPED = ("algorithm.policy_loss=clip_cov", "algorithm.clip_cov={clip_cov_ratio: 0.3, clip_cov_lb: 0}")
 CORRECTION = "algorithm.rollout_correction"
 WEIGHED = (*FAR, f"{CORRECTION}.loss_type=reinforce", f"{CORRECTION}.rollout_is=token")
@@ -244,6 +246,10 @@ ROWS = {
     "algorithm.clip_cov.clip_cov_ub": row("algorithm.clip_cov.clip_cov_ub=0.001", given=DROPPED),
     **{f"algorithm.kl_cov.{key}": row(f"algorithm.kl_cov.{key}=0.9", given=(*FAR, "algorithm.policy_loss=kl_cov"))
        for key in ("kl_cov_ratio", "ppo_kl_coef")},
+    "algorithm.entropy_ctrl.type": row(f"{ENTROPY}.type=adaptive", given=("algorithm.entropy_coef=0.1",)),
+    **{f"{ENTROPY}.{key}": row(f"{ENTROPY}.{key}={value}", given=ADAPTIVE)
+       for key, value in (("target_entropy", 0.01), ("delta", 0.5), ("min_coef", 0.7), ("max_coef", 0.1))},
+    "algorithm.positive_example_nll_weight": row("algorithm.positive_example_nll_weight=0.5"),
     "algorithm.top_entropy_quantile": row("algorithm.top_entropy_quantile=0.3"),
     "algorithm.loss_norm_length": row(
         "algorithm.loss_norm_length=100", given=("algorithm.loss_aggregation=seq_mean_token_sum_norm",)

@@ -20,6 +20,7 @@ from mrl.config import AlgorithmConfig, RolloutConfig
 from mrl.functional.advantages import StdKind, group_relative, overlong_penalty, reward_to_go, whiten
 from mrl.functional.importance import MAX_LOG_RATIO, at_least_fp32, log_ratio
 from mrl.functional.kl import kl_penalty
+from mrl.functional.losses import Surrogate
 from mrl.functional.sampling import stream_key, uniforms
 from mrl.functional.selection import highest
 from mrl.functional.sequence_losses import Sequences
@@ -139,6 +140,10 @@ class PolicyGradient(Algorithm):
             tokens = Tokens(*(torch.where(mask_R, each_R, 0.0) for each_R in (current_R, old_R, advantages_R)))
             uniforms_R = token_uniforms(minibatch)
             minibatch.chosen_R = self._policy_loss.choose(tokens, mask_R, uniforms_R, reduce, self.config)
+        if self.config.positive_example_nll_weight > 0:
+            correct_R = mask_R & required(minibatch.correct_B, "correct_B")[minibatch.sequence_R]
+            num = reduce(correct_R.sum().double().reshape(1)).clamp(min=1.0)
+            minibatch.nll_weights_R = (correct_R.double() / num).float()
         if quantile < 1:
             entropy_R = required(minibatch.current_entropy_R, "current_entropy_R")
             minibatch.entropic_R = highest(torch.where(mask_R, entropy_R, 0.0), mask_R, quantile, reduce)
@@ -146,7 +151,8 @@ class PolicyGradient(Algorithm):
     def loss(self, logprobs_R: Tensor, entropy_R: Tensor, microbatch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss sum of a microbatch, and metrics.
 
-        actor/loss = actor/pg_loss + kl_coef actor/kl_loss - entropy_coef actor/entropy_loss, each under the loss's own
+        actor/loss = actor/pg_loss + kl_coef actor/kl_loss - entropy_coef actor/entropy_loss, plus the weighted
+        actor/positive_nll_loss, each under the loss's own
         aggregation; all other metrics are means over the trained tokens. Tokens that are not trained are replaced by
         constants first, so that whatever they hold reaches neither the loss nor a gradient.
         """
@@ -164,15 +170,7 @@ class PolicyGradient(Algorithm):
         policy_loss_R = surrogate.loss_R
         if microbatch.entropic_R is not None:
             policy_loss_R = torch.where(microbatch.entropic_R, policy_loss_R, 0.0)
-        metrics = {
-            "actor/pg_clipfrac": _mean(surrogate.clipped_R, microbatch),
-            "actor/pg_clipfrac_lower": _mean(surrogate.clipped_lower_R, microbatch),
-            "actor/ppo_kl": _mean(-surrogate.log_ratio_R, microbatch),
-            "actor/entropy": _mean(entropy_R, microbatch),
-            "actor/ratio_mean": _mean(surrogate.ratio_R, microbatch),
-            "actor/ratio_max": _largest(surrogate.ratio_R, mask_R),
-            "actor/ratio_min": _smallest(surrogate.ratio_R, mask_R),
-        }
+        metrics = _reported(surrogate, entropy_R, microbatch)
         corrected = self.correction.of(microbatch, logprobs_R)
         metrics |= corrected.tally
         if corrected.weights_R is not None:
@@ -196,8 +194,12 @@ class PolicyGradient(Algorithm):
             metrics["actor/reward_kl_penalty"] = _mean(kl_R, microbatch)
             charged_R = torch.full_like(kl_R, self.kl_control.charged)
             metrics["actor/reward_kl_penalty_coeff"] = _mean(charged_R, microbatch)
-        if config.entropy_coef != 0:
-            loss = loss - config.entropy_coef * (weights_R * entropy_R).sum()
+        if microbatch.nll_weights_R is not None:
+            nll_R = torch.where(microbatch.nll_weights_R > 0, -logprobs_R, 0.0)
+            loss = loss + config.positive_example_nll_weight * (microbatch.nll_weights_R * nll_R).sum()
+            metrics["actor/positive_nll_loss"] = _sum(nll_R, microbatch.nll_weights_R)
+        if config.entropy_coef != 0 or self.entropy_control.adapts:
+            loss = loss - self.entropy_control.applied * (weights_R * entropy_R).sum()
             metrics["actor/entropy_loss"] = _sum(entropy_R, weights_R)
         metrics["actor/loss"] = loss.detach().double()
         return loss, metrics
@@ -223,6 +225,20 @@ class PolicyGradient(Algorithm):
         differs_R = batch.response_mask_R & ~((rollout_R - ref_R).abs() <= ROUNDING)
         rollout_R, ref_R = (torch.where(differs_R, logprobs_R, 0.0) for logprobs_R in (rollout_R, ref_R))
         return kl_penalty(rollout_R, ref_R, self.config.kl_estimator)
+
+
+def _reported(surrogate: Surrogate, entropy_R: Tensor, microbatch: RolloutBatch) -> dict[str, Tensor]:
+    """Metrics of the policy loss."""
+    mask_R = microbatch.response_mask_R
+    return {
+        "actor/pg_clipfrac": _mean(surrogate.clipped_R, microbatch),
+        "actor/pg_clipfrac_lower": _mean(surrogate.clipped_lower_R, microbatch),
+        "actor/ppo_kl": _mean(-surrogate.log_ratio_R, microbatch),
+        "actor/entropy": _mean(entropy_R, microbatch),
+        "actor/ratio_mean": _mean(surrogate.ratio_R, microbatch),
+        "actor/ratio_max": _largest(surrogate.ratio_R, mask_R),
+        "actor/ratio_min": _smallest(surrogate.ratio_R, mask_R),
+    }
 
 
 def token_uniforms(batch: RolloutBatch) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, TypeVar
 from torch import Tensor
 
 from mrl.algorithms import _correction_config as correction
+from mrl.algorithms._entropy_control import EntropyControl
 from mrl.algorithms._kl_control import KlControl
 from mrl.algorithms._policy_loss import LOSSES, READ
 from mrl.config import AlgorithmConfig, RolloutConfig
@@ -58,7 +59,7 @@ class Outcomes:
 
 
 class Algorithm(ABC):
-    """Built from the resolved `AlgorithmConfig`; holds no state between steps but `kl_control`."""
+    """Built from the resolved `AlgorithmConfig`; holds no state between steps but its controls."""
 
     defaults: ClassVar[dict[str, Any]]
     """Values of the `AlgorithmConfig` fields that are null in the config."""
@@ -76,6 +77,7 @@ class Algorithm(ABC):
         self.config = config
         self.rollout = rollout
         self.kl_control = KlControl(config)
+        self.entropy_control = EntropyControl(config)
 
     def informative_groups(self, outcomes: Outcomes) -> Tensor:
         """Which samples dynamic sampling keeps, bool [N]: those whose group's rewards are not all equal.
@@ -277,6 +279,11 @@ def _idle(config: AlgorithmConfig, algorithm: type[Algorithm]) -> dict[str, str]
         ),
         (("lam",), bool(config.lam_length_alpha), "algorithm.lam_length_alpha is above 0"),
         (("kl_coef", "kl_estimator"), config.kl_in == "none", "algorithm.kl_in is 'none'"),
+        (
+            tuple(f"entropy_ctrl.{name}" for name in ("target_entropy", "delta", "min_coef", "max_coef")),
+            config.entropy_ctrl.type == "fixed",
+            "algorithm.entropy_ctrl.type is 'fixed'",
+        ),
         (("kl_unbiased",), config.kl_in != "loss", f"algorithm.kl_in is '{config.kl_in}'"),
         (
             ("kl_ctrl.type", "kl_ctrl.target_kl", "kl_ctrl.horizon"),
@@ -320,7 +327,7 @@ def _check_ranges(config: AlgorithmConfig) -> None:
 
 def ranges(config: AlgorithmConfig) -> list[tuple[str, float | None, Callable[[float], bool], str]]:
     """Each number with its rule and the words for it."""
-    overlong, clip_cov_lb = config.overlong, config.clip_cov.clip_cov_lb
+    overlong, entropy, clip_cov_lb = config.overlong, config.entropy_ctrl, config.clip_cov.clip_cov_lb
     threshold = config.rollout_correction.off_policy_mask_threshold
     return [
         ("advantage_eps", config.advantage_eps, lambda x: x > 0, "a number above 0"),
@@ -351,6 +358,11 @@ def ranges(config: AlgorithmConfig) -> list[tuple[str, float | None, Callable[[f
         ("clip_cov.clip_cov_ub", config.clip_cov.clip_cov_ub, lambda x: x > clip_cov_lb, "above clip_cov_lb"),
         ("kl_cov.kl_cov_ratio", config.kl_cov.kl_cov_ratio, lambda x: 0 < x <= 1, "a number in (0, 1]"),
         ("kl_cov.ppo_kl_coef", config.kl_cov.ppo_kl_coef, lambda x: x >= 0, "a number of at least 0"),
+        ("entropy_ctrl.target_entropy", entropy.target_entropy, lambda x: x > 0, "a number above 0"),
+        ("entropy_ctrl.delta", entropy.delta, lambda x: x > 0, "a number above 0"),
+        ("entropy_ctrl.min_coef", entropy.min_coef, lambda x: x >= 0, "a number of at least 0"),
+        ("entropy_ctrl.max_coef", entropy.max_coef, lambda x: x >= entropy.min_coef, "at least min_coef"),
+        ("positive_example_nll_weight", config.positive_example_nll_weight, lambda x: x >= 0, "at least 0"),
         ("top_entropy_quantile", config.top_entropy_quantile, lambda x: 0 < x <= 1, "a number in (0, 1]"),
         ("dppo.ratio_cap", config.dppo.ratio_cap, lambda x: x >= 1, "a number of at least 1"),
     ]

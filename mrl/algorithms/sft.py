@@ -32,6 +32,9 @@ class Sft(Algorithm):
             "kl_in",
             "entropy_coef",
             "rollout_correction",
+            "entropy_ctrl",
+            "positive_example_nll_weight",
+            "top_entropy_quantile",
             "dynamic_sampling",
             "overlong",
         }

@@ -175,3 +175,8 @@ def part_names(config: RewardConfig) -> list[str]:
         same = sum(label.partition("#")[0] == short for label in labels)
         labels.append(short if same == 0 else f"{short}#{same + 1}")
     return labels
+
+
+def part_weights(config: RewardConfig) -> dict[str, float]:
+    """Factor of each function in the total, by its key in `reward_parts`."""
+    return dict(zip(part_names(config), (function.weight for function in config.functions), strict=True))

@@ -105,6 +105,7 @@ def pack(
         rewards_B=table["reward"][index_B].float(),
         truncated_B=table["truncated"].bool()[index_B],
         sample_index_B=table["sample_index"].long()[index_B],
+        correct_B=table["correct"].bool()[index_B],
         routed_experts_P=None if routing is None else travel.routed_experts(routing),
     )
     return StepBatch(batch, _local_rows(rows, groups.coords.dp), index_B)

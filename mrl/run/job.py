@@ -16,7 +16,7 @@ from mrl.megatron.policy import Policy
 from mrl.observe.run_log import RunLog
 from mrl.observe.timers import Timers
 from mrl.preflight.megatron import forced
-from mrl.rewards.scorer import Scorer, part_names
+from mrl.rewards.scorer import Scorer, part_weights
 from mrl.rollout.replicas import LengthHistory
 from mrl.run.actor_weights import ActorWeights
 from mrl.run.commits import Commits
@@ -75,8 +75,7 @@ class Job:
         self.scorer: Scorer | None = None
         if groups.leads_replica:
             self.scorer = Scorer(config.reward, tokenizer.decode, tokenizer.eos_ids, tokenizer.special_ids)
-        weights = [function.weight for function in config.reward.functions]
-        self.reward_weights = dict(zip(part_names(config.reward), weights, strict=True))
+        self.reward_weights = part_weights(config.reward)
         self.timers = Timers(device, log.phase)
         self.state = TrainingState(
             plan.source,
@@ -91,6 +90,7 @@ class Job:
                 export=self.weights.export,
             ),
             plan.algorithm.kl_control,
+            plan.algorithm.entropy_control,
         )
         self.progress = Progress(self.timers, self.state.snapshot)
         self.sampler.engine.told_to_stop = self.progress.told_to_stop

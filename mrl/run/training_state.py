@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mrl.algorithms._entropy_control import EntropyControl
 from mrl.algorithms._kl_control import KlControl
 from mrl.data.prompts import PromptSource
 from mrl.errors import UserError
@@ -27,6 +28,7 @@ class TrainingState:
         history: Lengths of responses.
         reference: Of the KL.
         kl_control: Of the KL in the reward.
+        entropy_control: Of the entropy bonus.
         policy_version: Optimizer steps taken in this run.
     """
 
@@ -34,16 +36,19 @@ class TrainingState:
     history: LengthHistory
     reference: Reference
     kl_control: KlControl
+    entropy_control: EntropyControl
     policy_version: int = 0
 
     def snapshot(self) -> dict[str, Any]:
         """JSON-able: all of it."""
+        entropy = self.entropy_control
         return {
             "policy_version": self.policy_version,
             "source": self.source.state_dict(),
             "history": self.history.state_dict(),
             "reference": self.reference.record,
             "kl_coef": self.kl_control.coef if self.kl_control.adapts else None,
+            "entropy_ctrl": [entropy.coef, entropy.last] if entropy.adapts else None,
         }
 
     def restore(self, state: Mapping[str, Any]) -> str | None:
@@ -59,6 +64,8 @@ class TrainingState:
         self.history.load_state_dict(state["history"])
         if self.kl_control.adapts and state["kl_coef"] is not None:
             self.kl_control.coef = state["kl_coef"]
+        if self.entropy_control.adapts and state["entropy_ctrl"] is not None:
+            self.entropy_control.coef, self.entropy_control.last = state["entropy_ctrl"]
         record: str | None = state["reference"]
         return record
 
@@ -86,6 +93,7 @@ STATE_KINDS: dict[str, tuple[type, ...]] = {
     "history": (dict,),
     "reference": (str, type(None)),
     "kl_coef": (float, type(None)),
+    "entropy_ctrl": (list, type(None)),
     "unlogged": (dict, type(None)),
     "warm_start": (dict, type(None)),
 }
@@ -98,7 +106,7 @@ def resumed(state: Mapping[str, Any], path: Path) -> Standing:
     Raises:
         UserError: Its state was not written by a run.
     """
-    state = {"unlogged": None, "warm_start": None, "kl_coef": None, **state}
+    state = {"unlogged": None, "warm_start": None, "kl_coef": None, "entropy_ctrl": None, **state}
     wrong = [name for name, kinds in STATE_KINDS.items() if type(state.get(name)) not in kinds]
     warm = state["warm_start"]
     if not wrong and warm is not None and not (type(warm.get("step")) is int and isinstance(warm.get("source"), dict)):

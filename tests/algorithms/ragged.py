@@ -38,6 +38,7 @@ def make_batch(num_groups: int = 4, group_size: int = 3, seed: int = 0) -> Rollo
         proximal_logprobs_R=logprobs(),
         truncated_B=response_lens_B == 7,
         values_R=torch.randn(num_responses, generator=torch.Generator().manual_seed(seed + 1)),
+        correct_B=torch.arange(num) % 3 != 1,
         sample_index_B=torch.arange(group_size).repeat(num_groups),
     )
 

@@ -44,6 +44,7 @@ CONFIGS = [
     AlgorithmConfig(name="grpo", policy_loss="clip_cov", clip_cov=ClipCovConfig(0.2, -1.0, 1.0)),
     AlgorithmConfig(name="grpo", policy_loss="kl_cov", kl_cov=KlCovConfig(0.2, 1.0)),
     AlgorithmConfig(name="grpo", top_entropy_quantile=0.3),
+    AlgorithmConfig(name="grpo", positive_example_nll_weight=0.1),
     *(AlgorithmConfig(name="grpo", policy_loss=name, rollout_correction=TOKEN) for name in LOSSES),  # type: ignore[arg-type]
 ]
 ROLLOUT = RolloutConfig(n=3, response_length=7)

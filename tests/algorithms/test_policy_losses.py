@@ -10,9 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from mrl.algorithms._entropy_control import EntropyControl
 from mrl.algorithms._policy_loss import LOSSES, READ
 from mrl.algorithms.base import build, resolve
-from mrl.config import AlgorithmConfig, ClipCovConfig, DppoConfig, KlCovConfig, RolloutConfig, SapoConfig, VespoConfig
+from mrl.config import (
+    AlgorithmConfig,
+    ClipCovConfig,
+    DppoConfig,
+    EntropyCtrlConfig,
+    KlCovConfig,
+    RolloutConfig,
+    SapoConfig,
+    VespoConfig,
+)
 from mrl.errors import UserError
 from mrl.peers.objectives import VERL_LOSSES as OURS
 from mrl.types import RolloutBatch
@@ -287,6 +297,35 @@ def test_a_field_of_another_loss_is_refused(key: str) -> None:
         resolve(AlgorithmConfig(policy_loss=other, **value))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="would have no effect because algorithm.name is 'sft'"):
         resolve(AlgorithmConfig(name="sft", **value))
+
+
+def test_positive_examples_add_their_mean_negative_log_likelihood() -> None:
+    batch = make_batch(seed=4)
+    batch.advantages_R = torch.zeros_like(batch.rollout_logprobs_R)
+    algorithm = build(AlgorithmConfig(positive_example_nll_weight=0.3), ROLLOUT)
+    algorithm.weigh(batch, alone)
+    logprobs_R = batch.rollout_logprobs_R.double().requires_grad_()
+    loss, metrics = algorithm.loss(logprobs_R, torch.zeros_like(logprobs_R), batch)
+    right_R = batch.response_mask_R & batch.correct_B[batch.sequence_R]  # type: ignore[index]
+    want = -logprobs_R[right_R].mean()
+    assert loss.item() == pytest.approx(0.3 * want.item(), rel=FP64)
+    assert metrics["actor/positive_nll_loss"].item() == pytest.approx(want.item(), rel=FP64)
+    (got_R,), (want_R,) = (torch.autograd.grad(value, logprobs_R) for value in (loss, 0.3 * want))
+    torch.testing.assert_close(got_R, want_R, rtol=FP64, atol=0)
+
+
+def test_an_adaptive_entropy_coefficient_follows_its_target_as_in_trl() -> None:
+    # TRL: no bonus before an entropy at most the target came; then the coefficient after each step's move
+    control = EntropyControl(
+        AlgorithmConfig(entropy_coef=0.1, entropy_ctrl=EntropyCtrlConfig("adaptive", 1.0, 0.05, 0.02, 0.18))
+    )
+    assert control.applied == 0.0
+    told = [control.follow(entropy)["actor/entropy_coef"] for entropy in (0.9, 0.8, 0.7, 1.2, 1.3, 1.4, 1.5, 1.0)]
+    assert told == pytest.approx([0.0, 0.15, 0.18, 0.18, 0.0, 0.0, 0.0, 0.0])
+    assert (control.coef, control.last) == (pytest.approx(0.07), 1.0)
+    assert control.applied == control.coef
+    fixed = EntropyControl(AlgorithmConfig(entropy_coef=0.1))
+    assert (fixed.follow(9.0), fixed.applied) == ({}, 0.1)
 
 
 def test_gpg_makes_up_for_groups_that_teach_nothing() -> None:

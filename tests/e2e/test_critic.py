@@ -8,7 +8,8 @@ from tests.ranks import run_ranks
 
 PPO = [
     "algorithm={name: ppo, lam: 0.95, kl_in: reward, kl_coef: 0.01, "
-    "kl_ctrl: {type: adaptive, target_kl: 0.01, horizon: 400}}",
+    "kl_ctrl: {type: adaptive, target_kl: 0.01, horizon: 400}, "
+    "entropy_ctrl: {type: adaptive, target_entropy: 5.0, delta: 0.01}}",
     "critic={lr: 1.0e-2, param_offload: true, grad_offload: true, optimizer_offload: true}",
     "actor.param_offload=true",
     "checkpoint={interval: 2, export_hf: true}",

@@ -78,6 +78,15 @@ OBJECTIVES = {
         ],
     ),
     "gmpo over cp2": ("cp2", ["algorithm.policy_loss=gmpo"]),
+    "rollout correction over tp2 and pp2": (
+        "tp2_pp2_sp",
+        [
+            "algorithm.rollout_correction={loss_type: reinforce, rollout_is: sequence, rollout_rs: token_k1, "
+            "rollout_is_batch_normalize: true, rollout_rs_threshold: 1.05, rollout_rs_denominator: kept}",
+            "~algorithm.clip_low",
+            "~algorithm.clip_high",
+        ],
+    ),
     "gspo over tp2 and pp2": ("tp2_pp2_sp", ["algorithm.policy_loss=gspo", "algorithm.clip_high=0.1"]),
 }
 

@@ -148,7 +148,7 @@ def test_thousands_are_numbers(tmp_path):
         ("train:\n  num_steps: many\n", [], "'train.num_steps' in '"),
         ("{}", ["train.batch_size=1.5"], "override 'train.batch_size=1.5': 1.5 came, expected a whole number."),
         ("{}", ["run.resume=maybe"], "'maybe' came, expected one of auto, never, must."),
-        ("{}", ["algorithm.policy_loss=geo_mean"], "gpg, or null. 'geo_mean' is verl's name for gmpo."),
+        ("{}", ["algorithm.policy_loss=geo_mean"], "or null. 'geo_mean' is verl's name for gmpo."),
         ("{}", ["train.batch_size="], "'train.batch_size' in override 'train.batch_size=': null came"),
         ("{}", ["train.num_steps"], "is not section.key=value"),
         ("{}", ["train.num_steps=["], "override 'train.num_steps=['"),

@@ -43,12 +43,12 @@ DEEP = ("model.overrides.num_hidden_layers=4",)
 TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 SHARED = (*MIXTURE, f"{TP}=2", "parallel.sequence_parallel=true", "parallel.expert_model_parallel_size=2")
 CHARGED = ("algorithm.name=reinforce_pp", "algorithm.kl_in=reward", "train.num_steps=3", "actor.lr=0.1")
-ADAPTIVE = (*CHARGED, "algorithm.kl_ctrl={type: adaptive, target_kl: 100, horizon: 20}")
+ADAPTIVE_KL = (*CHARGED, "algorithm.kl_ctrl={type: adaptive, target_kl: 100, horizon: 20}")
 PPO = ("algorithm.name=ppo",)
 KL = ("algorithm.kl_in=loss", "algorithm.kl_coef=0.1")
 FAR = ("actor.lr=0.1", "actor.ppo_epochs=2")  # the policy leaves the one that sampled
 ENTROPY = "algorithm.entropy_ctrl"
-ADAPTIVE = (*FAR, f"{ENTROPY}={{type: adaptive, target_entropy: 9, max_coef: 0.9}}", "algorithm.entropy_coef=0.1")
+ADAPTIVE_ENTROPY = (*FAR, f"{ENTROPY}={{type: adaptive, target_entropy: 9, max_coef: 0.9}}", "algorithm.entropy_coef=0.1")
 DROPPED = ("algorithm.policy_loss=clip_cov", "algorithm.clip_cov={clip_cov_ratio: 0.3, clip_cov_lb: 0}")
 CORRECTION = "algorithm.rollout_correction"
 WEIGHED = (*FAR, f"{CORRECTION}.loss_type=reinforce", f"{CORRECTION}.rollout_is=token")
@@ -247,7 +247,7 @@ ROWS = {
     **{f"algorithm.kl_cov.{key}": row(f"algorithm.kl_cov.{key}=0.9", given=(*FAR, "algorithm.policy_loss=kl_cov"))
        for key in ("kl_cov_ratio", "ppo_kl_coef")},
     "algorithm.entropy_ctrl.type": row(f"{ENTROPY}.type=adaptive", given=("algorithm.entropy_coef=0.1",)),
-    **{f"{ENTROPY}.{key}": row(f"{ENTROPY}.{key}={value}", given=ADAPTIVE)
+    **{f"{ENTROPY}.{key}": row(f"{ENTROPY}.{key}={value}", given=ADAPTIVE_ENTROPY)
        for key, value in (("target_entropy", 0.01), ("delta", 0.5), ("min_coef", 0.7), ("max_coef", 0.1))},
     "algorithm.positive_example_nll_weight": row("algorithm.positive_example_nll_weight=0.5"),
     "algorithm.top_entropy_quantile": row("algorithm.top_entropy_quantile=0.3"),
@@ -260,8 +260,8 @@ ROWS = {
     "algorithm.kl_in": row(*KL),
     "algorithm.kl_coef": row("algorithm.kl_coef=0.9", given=KL),
     "algorithm.kl_ctrl.type": row("algorithm.kl_ctrl.type=adaptive", given=CHARGED),
-    "algorithm.kl_ctrl.target_kl": row("algorithm.kl_ctrl.target_kl=1e-9", given=ADAPTIVE),
-    "algorithm.kl_ctrl.horizon": row("algorithm.kl_ctrl.horizon=5", given=ADAPTIVE),
+    "algorithm.kl_ctrl.target_kl": row("algorithm.kl_ctrl.target_kl=1e-9", given=ADAPTIVE_KL),
+    "algorithm.kl_ctrl.horizon": row("algorithm.kl_ctrl.horizon=5", given=ADAPTIVE_KL),
     "algorithm.kl_estimator": row("algorithm.kl_estimator=k1", given=KL),
     "algorithm.kl_unbiased": row("algorithm.kl_unbiased=true", given=(*KL, *FAR)),
     "algorithm.entropy_coef": row("algorithm.entropy_coef=0.1"),

@@ -24,8 +24,8 @@ from tests.source import ROOT, modules, tree_of
 CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.yaml"))}
 OF_VLLM = [name for name in CONFIGS if name.endswith("_vllm")]
 ALONE = [name for name in CONFIGS if name not in OF_VLLM]
-SMALL, DENSE, STAGED = (name for part in ("0.5b", "8b_1x8", "70b") for name in ALONE if part in name)
-EXPERTS, LARGE = (name for part in ("30b", "235b") for name in ALONE if part in name)
+NAMED = ("grpo_qwen2.5-0.5b", "grpo_qwen3-8b", "grpo_llama3.1-70b", "dapo_qwen3-30b", "dapo_qwen3-235b")
+SMALL, DENSE, STAGED, EXPERTS, LARGE = (name for start in NAMED for name in ALONE if name.startswith(start))
 
 LIMIT_S = 240
 MAX_GB = 4

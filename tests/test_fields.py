@@ -48,7 +48,11 @@ PPO = ("algorithm.name=ppo",)
 KL = ("algorithm.kl_in=loss", "algorithm.kl_coef=0.1")
 FAR = ("actor.lr=0.1", "actor.ppo_epochs=2")  # the policy leaves the one that sampled
 ENTROPY = "algorithm.entropy_ctrl"
-ADAPTIVE_ENTROPY = (*FAR, f"{ENTROPY}={{type: adaptive, target_entropy: 9, max_coef: 0.9}}", "algorithm.entropy_coef=0.1")
+ADAPTIVE_ENTROPY = (
+    *FAR,
+    f"{ENTROPY}={{type: adaptive, target_entropy: 9, max_coef: 0.9}}",
+    "algorithm.entropy_coef=0.1",
+)
 DROPPED = ("algorithm.policy_loss=clip_cov", "algorithm.clip_cov={clip_cov_ratio: 0.3, clip_cov_lb: 0}")
 CORRECTION = "algorithm.rollout_correction"
 WEIGHED = (*FAR, f"{CORRECTION}.loss_type=reinforce", f"{CORRECTION}.rollout_is=token")

@@ -291,6 +291,11 @@ def _idle(config: AlgorithmConfig, algorithm: type[Algorithm]) -> dict[str, str]
             f"algorithm.kl_in is '{config.kl_in}', not 'reward'",
         ),
         (
+            ("kl_ctrl.type", "kl_ctrl.target_kl", "kl_ctrl.horizon"),
+            config.kl_coef == 0,
+            "algorithm.kl_coef is 0, and stays 0 by whatever it is multiplied",
+        ),
+        (
             ("kl_ctrl.target_kl", "kl_ctrl.horizon"),
             config.kl_ctrl.type == "fixed",
             "algorithm.kl_ctrl.type is 'fixed'",

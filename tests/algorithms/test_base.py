@@ -8,7 +8,7 @@ import torch
 
 from mrl.algorithms._policy_loss import LOSSES, READ
 from mrl.algorithms.base import Algorithm, Outcomes, build, required, resolve
-from mrl.config import AlgorithmConfig, OverlongConfig, RolloutConfig
+from mrl.config import AlgorithmConfig, KlCtrlConfig, OverlongConfig, RolloutConfig
 from mrl.errors import UserError
 from mrl.schema.registry import names
 from mrl.schema.rollout_correction import RolloutCorrectionConfig
@@ -215,6 +215,10 @@ def test_a_phase_that_did_not_run_is_named() -> None:
         ),
         ({"kl_coef": 0.1}, "kl_coef=0.1 would have no effect because algorithm.kl_in is 'none'"),
         ({"kl_estimator": "k1"}, "kl_estimator=k1 would have no effect"),
+        (
+            {"name": "reinforce_pp", "kl_in": "reward", "kl_coef": 0.0, "kl_ctrl": KlCtrlConfig(type="adaptive")},
+            "kl_ctrl.type=adaptive would have no effect because algorithm.kl_coef is 0",
+        ),
         ({"max_sampling_rounds": 3}, "max_sampling_rounds=3 would have no effect"),
         ({"loss_norm_length": 7}, "loss_norm_length=7 would have no effect"),
         ({"name": "dr_grpo", "advantage_eps": 1e-4}, "advantage_eps=0.0001 would have no effect"),

@@ -273,7 +273,8 @@ def _from_verl(arguments: argparse.Namespace) -> None:
         output = words[at + 1]
         del words[at : at + 2]
     found = translate(read(words))
-    for title, lines in (("needs no counterpart here", found.moot), ("HAS NO PLACE HERE", found.missing)):
+    told = {"needs no counterpart here": found.moot, "IS NOT THE SAME HERE": found.differs}
+    for title, lines in (told | {"HAS NO PLACE HERE": found.missing}).items():
         for one in lines:
             print(f"mrl: {title}: {one}", file=sys.stderr)
     if output is None:

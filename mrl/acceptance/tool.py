@@ -14,6 +14,7 @@ from mrl.acceptance.engines import EngineAcceptance
 from mrl.acceptance.gpu import GpuAcceptance
 from mrl.acceptance.page import Page, verdict, write_page
 from mrl.errors import UserError
+from mrl.survival.ending import INTERRUPTED
 
 Run = TypeVar("Run", bound=EngineAcceptance)
 
@@ -98,7 +99,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, list
 def run(
     name: str, page: Page, arguments: Sequence[str] | None, begin: Callable[[], EngineAcceptance | GpuAcceptance]
 ) -> int:
-    """Runs the checks and writes the page; returns the exit status.
+    """Runs the checks and writes the page, after Ctrl-C of what was asked so far; returns the exit status.
 
     Args:
         name: Of the tool, without .py.
@@ -107,13 +108,19 @@ def run(
         begin: Makes the run; may raise UserError, as the run may.
     """
     words = sys.argv[1:] if arguments is None else arguments
-    began = time.monotonic()
+    began, stopped = time.monotonic(), False
     try:
         acceptance = begin()
-        results = acceptance.run()
+        try:
+            results = acceptance.run()
+        except KeyboardInterrupt:
+            results, stopped = acceptance.results, True
     except UserError as error:
         sys.stderr.write(f"{name}: error: {error}\n")
         return 2
+    if stopped and not results:
+        sys.stderr.write(f"{name}: interrupted before the first answer; there is no page.\n")
+        return INTERRUPTED
     file = write_page(
         page,
         acceptance.folder,
@@ -123,6 +130,9 @@ def run(
         took_s=time.monotonic() - began,
     )
     tell(f"{verdict(results)}\n{file}")
+    if stopped:
+        sys.stderr.write(f"{name}: interrupted; the page has what was asked before.\n")
+        return INTERRUPTED
     return 1 if any(result.status == "fails" for result in results) else 0
 
 

@@ -24,7 +24,20 @@ from mrl.from_verl.translation import Translation
 from mrl.from_verl.verl_run import VerlRun, shown
 from mrl.megatron_fields.table import TABLE, is_own
 from mrl.peers import verl_keys
-from mrl.peers.verl_keys import ACTOR, DDP, DTYPES, FSDP, MAPS, MEGATRON, OVERRIDE, PASSED, ROOT, is_harmless, verdict
+from mrl.peers.verl_keys import (
+    ACTOR,
+    DDP,
+    DTYPES,
+    FSDP,
+    MAPS,
+    MEGATRON,
+    OVERRIDE,
+    PASSED,
+    ROLLOUT,
+    ROOT,
+    is_harmless,
+    verdict,
+)
 from mrl.schema.keys import nested
 from mrl.schema.values import Values
 
@@ -66,6 +79,7 @@ def translate(given: Settings) -> Translation:
     found.num_nodes = _whole(given, "trainer.nnodes", 1)
     found.gpus_per_node = _whole(given, "trainer.n_gpus_per_node", 8)
     found.via = "mpirun" if needs_mpi(config.rollout) else "torchrun"
+    found.differs = list(_differs(verl, found.num_nodes * found.gpus_per_node))
     _sort(verl, found)
     return found
 
@@ -282,6 +296,18 @@ def _trainer(verl: VerlRun) -> Iterator[Pair]:
     modes = {"auto": "auto", "disable": "never", "resume_path": "must"}
     yield "run.resume", verl.one_of("trainer.resume_mode", modes, "auto")
     yield "run.device", verl.one_of("trainer.device", {"cuda": "auto", "cpu": "cpu"}, "auto")
+
+
+def _differs(verl: VerlRun, num_gpus: int) -> Iterator[str]:
+    """What a run's memory depends on, and means another thing in mrl."""
+    memory = f"{ROLLOUT}gpu_memory_utilization"
+    if memory in verl.given:
+        yield f"{memory}={shown(verl.given[memory])}: {MAPS[memory][2]}. `mrl plan CONFIG` shows the room"
+    if not verl.megatron and num_gpus > 1:
+        yield (
+            f"FSDP shares the actor's weights among all {num_gpus} GPUs; here each has all of them until `parallel` "
+            "says how they are cut. `mrl plan CONFIG` names sizes that fit"
+        )
 
 
 def _sort(verl: VerlRun, found: Translation) -> None:

@@ -16,6 +16,7 @@ class Translation:
         via: Who starts them, as `mrl launch --via` has it.
         missing: Settings without a place, each with the reason.
         moot: Settings that need none, each with the reason.
+        differs: What went into it and is not the same here.
     """
 
     text: str = ""
@@ -24,3 +25,4 @@ class Translation:
     via: str = "torchrun"
     missing: list[str] = field(default_factory=list)
     moot: list[str] = field(default_factory=list)
+    differs: list[str] = field(default_factory=list)

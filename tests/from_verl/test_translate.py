@@ -53,6 +53,16 @@ def test_each_key_maps_or_is_told_why_not_and_is_answered_in_a_config():
         assert found.to in elsewhere(key) and found.text in elsewhere(key), key
 
 
+def test_what_memory_depends_on_and_is_not_the_same_is_told():
+    memory = "actor_rollout_ref.rollout.gpu_memory_utilization"
+    given = {"algorithm.adv_estimator": "grpo", memory: 0.6, "trainer.n_gpus_per_node": 4}
+    of_engine, of_actor = translate(given).differs
+    assert of_engine.startswith(f"{memory}=0.6: of what is free when the engine starts")
+    assert "all 4 GPUs; here each has all of them until `parallel` says" in of_actor
+    assert translate({"algorithm.adv_estimator": "grpo", "trainer.n_gpus_per_node": 1}).differs == []
+    assert translate(given | {"actor_rollout_ref.actor.strategy": "megatron"}).differs == [of_engine]
+
+
 def test_defaults_alone_list_nothing_but_the_reward():
     given = {key: value for key, value in VERL.items() if value != "???"} | {"algorithm.adv_estimator": "grpo"}
     assert [one.split("=")[0] for one in translate(given).missing] == ["custom_reward_function.path"]

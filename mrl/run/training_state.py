@@ -99,6 +99,9 @@ STATE_KINDS: dict[str, tuple[type, ...]] = {
 }
 """What a commit's state must have."""
 
+ENTROPY_KINDS: list[list[type]] = [[], [float, float], [float, type(None)]]
+"""Of the coefficient and the entropy that moved it, where there are any."""
+
 
 def resumed(state: Mapping[str, Any], path: Path) -> Standing:
     """What a commit in folder `path` holds.
@@ -111,6 +114,8 @@ def resumed(state: Mapping[str, Any], path: Path) -> Standing:
     warm = state["warm_start"]
     if not wrong and warm is not None and not (type(warm.get("step")) is int and isinstance(warm.get("source"), dict)):
         wrong = ["warm_start"]
+    if not wrong and [type(value) for value in state["entropy_ctrl"] or ()] not in ENTROPY_KINDS:
+        wrong = ["entropy_ctrl"]
     if wrong:
         raise _strange(path, f"lacks {', '.join(wrong)}, or has something else there")
     return Standing(dict(state), committed=True)

@@ -57,6 +57,7 @@ VARIANTS = [
         "rollout.val_kwargs={n: 2, do_sample: true}",
     ],
     ["algorithm.name=reinforce_pp", "algorithm.kl_in=reward"],
+    ["algorithm.name=ppo"],
     [
         "algorithm={name: sft, kl_in: none, kl_coef: 0.001, entropy_coef: 0.0}",
         "~algorithm.clip_low",
@@ -68,7 +69,7 @@ VARIANTS = [
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """Names of all metrics that runs of three kinds write."""
+    """Names of all metrics that runs of these kinds write."""
     names = set()
     for variant in VARIANTS:
         folder = tmp_path_factory.mktemp("variant")

@@ -27,6 +27,8 @@ ALONE = [name for name in CONFIGS if name not in OF_VLLM]
 NAMED = ("grpo_qwen2.5-0.5b", "grpo_qwen3-8b", "grpo_llama3.1-70b", "dapo_qwen3-30b", "dapo_qwen3-235b")
 SMALL, DENSE, STAGED, EXPERTS, LARGE = (name for start in NAMED for name in ALONE if name.startswith(start))
 
+OVER_MPI = (STAGED, EXPERTS, LARGE, *(name for name in ALONE if name.startswith("gspo")))
+
 LIMIT_S = 240
 MAX_GB = 4
 LAYOUTS = {
@@ -71,7 +73,7 @@ def test_every_config_passes_with_its_structure_kept(name, tmp_path):
         report["metrics"]["step"] == 2 and (tmp_path / "out" / "converted" / "tensorrt_llm" / "config.json").is_file()
     )
     assert "CUDA kernels" in str(report["not_covered"]) and not ranks_left()
-    assert ("launch/mpirun.sh" in str(report["not_covered"])) == (name in (STAGED, EXPERTS, LARGE))
+    assert ("launch/mpirun.sh" in str(report["not_covered"])) == (name in OVER_MPI)
 
 
 @pytest.mark.parametrize("name", OF_VLLM)

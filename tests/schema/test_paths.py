@@ -18,6 +18,15 @@ NO_PATHS = {
     "data.system_prompt": "a text",
     "checkpoint.best_metric": "a metric",
     "observe.wandb_project": "a project",
+    **dict.fromkeys(
+        (
+            "algorithm.rollout_correction.preset",
+            "algorithm.rollout_correction.rollout_is_threshold",
+            "algorithm.rollout_correction.rollout_rs",
+            "algorithm.rollout_correction.rollout_rs_threshold",
+        ),
+        "a name, or numbers",
+    ),
 }
 """Texts of the config that are no path."""
 

@@ -53,7 +53,7 @@ def place(module: str, name: str, version: str) -> Any:
 
 
 def plain_linears(version: str) -> None:
-    """Matrices stay torch tensors, and are multiplied by torch: slower than packed, `refittable_price` of bench_rollout."""
+    """Matrices stay torch tensors, and are multiplied by torch: slower than packed, see `tools/bench_rollout.py`."""
     place("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", version)
     from vllm.model_executor.layers import utils
 

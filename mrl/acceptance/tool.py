@@ -112,12 +112,13 @@ def run(
     try:
         acceptance = begin()
         try:
-            results = acceptance.run()
+            acceptance.run()
         except KeyboardInterrupt:
-            results, stopped = acceptance.results, True
+            stopped = True
     except UserError as error:
         sys.stderr.write(f"{name}: error: {error}\n")
         return 2
+    results = acceptance.results
     if stopped and not results:
         sys.stderr.write(f"{name}: interrupted before the first answer; there is no page.\n")
         return INTERRUPTED

@@ -52,7 +52,7 @@ class TrainingState:
         }
 
     def restore(self, state: Mapping[str, Any]) -> str | None:
-        """Takes back source, history and an adaptive KL's coefficient of a `snapshot`.
+        """Takes back source, history and adaptive coefficients of a `snapshot`.
 
         Returns:
             Its record of the reference, for `Reference.resume`.

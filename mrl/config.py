@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from mrl.errors import UserError, shown
 from mrl.schema.paths import FilePath, TokenizerPath
+from mrl.schema.policy_losses import ClipCovConfig, DppoConfig, DroConfig, KlCovConfig, SapoConfig, VespoConfig
 from mrl.schema.rollout_correction import RolloutCorrectionConfig
 from mrl.schema.values import Values
 from mrl.schema.yaml_file import read_yaml
@@ -377,38 +378,6 @@ class OverlongConfig:
 
 
 @dataclass(frozen=True)
-class SapoConfig:
-    """Of `algorithm.policy_loss=sapo` (verl's names)."""
-
-    tau_pos: float = 1.0
-    """How fast the gate closes where the advantage is above 0."""
-    tau_neg: float = 1.05
-    """How fast it closes elsewhere."""
-
-
-@dataclass(frozen=True)
-class VespoConfig:
-    """Of `algorithm.policy_loss=vespo` (TRL's `vespo_*`): the kernel w^k exp(lambda (1 - w))."""
-
-    k_pos: float = 2.0
-    """k where the advantage is at least 0."""
-    lambda_pos: float = 3.0
-    """lambda where the advantage is at least 0."""
-    k_neg: float = 3.0
-    """k where the advantage is below 0."""
-    lambda_neg: float = 2.0
-    """lambda where the advantage is below 0."""
-
-
-@dataclass(frozen=True)
-class DppoConfig:
-    """Of `algorithm.policy_loss=dppo_tv` and `dppo_kl`, which bound the divergence by `clip_low` and `clip_high`."""
-
-    ratio_cap: float = 20.0
-    """Bound of the ratio as a weight (verl's `clip_ratio_c`)."""
-
-
-@dataclass(frozen=True)
 class KlCtrlConfig:
     """The coefficient of a KL in the reward (verl's `kl_ctrl`)."""
 
@@ -435,28 +404,6 @@ class EntropyCtrlConfig:
     """Lower bound of the coefficient."""
     max_coef: float = 1.0
     """Upper bound, not below the lower one."""
-
-
-@dataclass(frozen=True)
-class ClipCovConfig:
-    """Of `algorithm.policy_loss=clip_cov` (verl's names): which tokens are dropped."""
-
-    clip_cov_ratio: float = 2e-4
-    """Part of the minibatch's trained tokens, at least one, drawn where the covariance is between the bounds."""
-    clip_cov_lb: float = 1.0
-    """Lower bound of the covariance with the advantage."""
-    clip_cov_ub: float = 5.0
-    """Upper bound, above the lower one."""
-
-
-@dataclass(frozen=True)
-class KlCovConfig:
-    """Of `algorithm.policy_loss=kl_cov` (verl's names): which tokens are held back, and how much."""
-
-    kl_cov_ratio: float = 2e-4
-    """Part of the minibatch's trained tokens, at least one, with the largest covariance with the advantage."""
-    ppo_kl_coef: float = 0.1
-    """Factor of |log ratio| at these."""
 
 
 @dataclass(frozen=True)
@@ -499,6 +446,7 @@ class AlgorithmConfig:
             "gpg",
             "clip_cov",
             "kl_cov",
+            "dro",
         ]
     ] = None
     """Which loss the advantages go into, see [objectives](objectives.md). One that is not the algorithm's own brings
@@ -539,6 +487,7 @@ class AlgorithmConfig:
     dppo: DppoConfig = field(default_factory=DppoConfig)
     clip_cov: ClipCovConfig = field(default_factory=ClipCovConfig)
     kl_cov: KlCovConfig = field(default_factory=KlCovConfig)
+    dro: DroConfig = field(default_factory=DroConfig)
 
 
 @dataclass(frozen=True)

@@ -244,6 +244,7 @@ ROWS = {
        for sign in ("pos", "neg")},
     **{f"algorithm.vespo.{name}": row(f"algorithm.vespo.{name}=9", given=(*FAR, "algorithm.policy_loss=vespo"))
        for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
+    "algorithm.dro.dro_beta": row("algorithm.dro.dro_beta=9", given=(*FAR, "algorithm.policy_loss=dro")),
     "algorithm.dppo.ratio_cap": row("algorithm.dppo.ratio_cap=1.01", given=(*FAR, "algorithm.policy_loss=dppo_tv")),
     "algorithm.clip_cov.clip_cov_ratio": row("algorithm.clip_cov.clip_cov_ratio=0.9", given=DROPPED),
     "algorithm.clip_cov.clip_cov_lb": row("algorithm.clip_cov.clip_cov_lb=0.2", given=DROPPED),

@@ -126,6 +126,7 @@ LOSSES: dict[str, PolicyLoss] = {
         choice=covariance.kl_cov_choice,
         choice_reads=("kl_cov.kl_cov_ratio",),
     ),
+    "dro": PolicyLoss(losses.dro, ("dro.dro_beta",)),
 }
 
 READ = frozenset(key for loss in LOSSES.values() for key in loss.keys)

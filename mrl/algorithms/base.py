@@ -363,6 +363,7 @@ def ranges(config: AlgorithmConfig) -> list[tuple[str, float | None, Callable[[f
         ("clip_cov.clip_cov_ub", config.clip_cov.clip_cov_ub, lambda x: x > clip_cov_lb, "above clip_cov_lb"),
         ("kl_cov.kl_cov_ratio", config.kl_cov.kl_cov_ratio, lambda x: 0 < x <= 1, "a number in (0, 1]"),
         ("kl_cov.ppo_kl_coef", config.kl_cov.ppo_kl_coef, lambda x: x >= 0, "a number of at least 0"),
+        ("dro.dro_beta", config.dro.dro_beta, lambda x: x > 0, "a number above 0"),
         ("entropy_ctrl.target_entropy", entropy.target_entropy, lambda x: x > 0, "a number above 0"),
         ("entropy_ctrl.delta", entropy.delta, lambda x: x > 0, "a number above 0"),
         ("entropy_ctrl.min_coef", entropy.min_coef, lambda x: x >= 0, "a number of at least 0"),

@@ -17,12 +17,13 @@ from mrl.peers.verl_keys import ACTOR, ROLLOUT
 DEFAULT_CLIP = 0.2
 BY_SEQUENCE = ("sapo", "gmpo")
 """Losses that verl averages over sequences, whatever `loss_agg_mode` says."""
-UNCLIPPED = ("sapo", "gpg", "kl_cov")
+UNCLIPPED = ("sapo", "gpg", "kl_cov", "dro")
 """Losses that read no clip range."""
 OF_LOSS = {
     "sapo": ("tau_pos", "tau_neg"),
     "clip_cov": tuple(f"policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub")),
     "kl_cov": ("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"),
+    "dro": ("policy_loss.dro_beta",),
 }
 """Below the actor: a loss's own settings, by the same names."""
 

@@ -1,4 +1,4 @@
-"""Policy losses whose ratio is a token's own: the clipped surrogate, CISPO, SAPO, DPPO, GPG.
+"""Policy losses whose ratio is a token's own: the clipped surrogate, CISPO, SAPO, DPPO, GPG, DRO.
 
 None of them reduces: `aggregation` makes the weights that turn per-token losses into one number. What they share is in
 `Surrogate`; those that look at a sequence as a whole are in `sequence_losses`.
@@ -190,6 +190,24 @@ def gpg(logprobs_R: Tensor, old_logprobs_R: Tensor, advantages_R: Tensor) -> Sur
     log_ratio_R = token_log_ratio(logprobs_R, old_logprobs_R, advantages_R)
     loss_R = -at_least_fp32(advantages_R) * at_least_fp32(logprobs_R)
     return _unclipped(loss_R, log_ratio_R, log_ratio_R.exp())
+
+
+def dro(logprobs_R: Tensor, old_logprobs_R: Tensor, advantages_R: Tensor, *, dro_beta: float) -> Surrogate:
+    """DRO: -A log pi + (beta / 2) (log r)^2; a squared distance in place of a clip.
+
+    The ratio is reported only. The squared log ratio has no gradient where |log r| > 20.
+
+    Args:
+        logprobs_R: Current policy.
+        old_logprobs_R: Denominator of the ratio.
+        advantages_R: Of each token.
+        dro_beta: beta, above 0; where A is all that is known of a token, its best log ratio is A / beta.
+
+    Source: arXiv 2405.19107, whose learned value of the prompt is the algorithm's baseline here; verl's `dro`.
+    """
+    log_ratio_R = token_log_ratio(logprobs_R, old_logprobs_R, advantages_R)
+    loss_R = -at_least_fp32(advantages_R) * at_least_fp32(logprobs_R) + 0.5 * dro_beta * log_ratio_R.square()
+    return _unclipped(loss_R, log_ratio_R, log_ratio_R.detach().exp())
 
 
 def token_log_ratio(logprobs_R: Tensor, old_logprobs_R: Tensor, advantages_R: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ VERL_LOSSES = {
     "gpg": "gpg",
     "clip_cov": "clip_cov",
     "kl_cov": "kl_cov",
+    "dro": "dro",
 }
 """`actor.policy_loss.loss_mode` of verl 0.9.1 -> `algorithm.policy_loss`."""
 

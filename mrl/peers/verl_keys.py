@@ -79,12 +79,12 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     f"{ACTOR}loss_agg_mode": ("algorithm.loss_aggregation", "token-mean", "with `_` for `-`"),
     f"{ACTOR}loss_scale_factor": ("algorithm.loss_norm_length", None, "of `seq-mean-token-sum-norm`"),
     f"{ACTOR}policy_loss.loss_mode": (
-        "algorithm.policy_loss", "vanilla", "`geo_mean` is `gmpo`; `dro` is not there"),
+        "algorithm.policy_loss", "vanilla", "`geo_mean` is `gmpo`"),
     **{f"{ACTOR}tau_{sign}": (f"algorithm.sapo.tau_{sign}", default, "") for sign, default in (
         ("pos", 1.0), ("neg", 1.05))},
     **{f"{ACTOR}policy_loss.{name}": (f"algorithm.{loss}.{name}", default, "") for loss, name, default in (
         ("clip_cov", "clip_cov_ratio", 0.0002), ("clip_cov", "clip_cov_lb", 1.0), ("clip_cov", "clip_cov_ub", 5.0),
-        ("kl_cov", "kl_cov_ratio", 0.0002), ("kl_cov", "ppo_kl_coef", 0.1))},
+        ("kl_cov", "kl_cov_ratio", 0.0002), ("kl_cov", "ppo_kl_coef", 0.1), ("dro", "dro_beta", None))},
     f"{ACTOR}entropy_coeff": ("algorithm.entropy_coef", 0, ""),
     f"{ACTOR}use_kl_loss": ("algorithm.kl_in", False, "`True` is `loss`"),
     f"{ACTOR}kl_loss_coef": ("algorithm.kl_coef", 0.001, ""),

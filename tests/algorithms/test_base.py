@@ -22,7 +22,7 @@ FP32 = 1e-5  # fp32 log-probabilities of up to 4 nats, whose differences are of 
 def test_the_algorithms_are_the_promised_ones() -> None:
     clipped = ["dapo", "dr_grpo", "grpo", "reinforce_pp", "reinforce_pp_baseline", "rloo"]
     others = ["cispo", "clip_cov", "dppo", "gmpo", "gdpo", "gpg", "gspo", "kl_cov", "luspo", "maxrl", "ppo", "sapo"]
-    others += ["vapo", "vespo"]
+    others += ["dro", "vapo", "vespo"]
     assert sorted([*clipped, *others, "sft"]) == ALGORITHMS
 
 

@@ -17,6 +17,7 @@ from mrl.config import (
     AlgorithmConfig,
     ClipCovConfig,
     DppoConfig,
+    DroConfig,
     EntropyCtrlConfig,
     KlCovConfig,
     RolloutConfig,
@@ -58,6 +59,8 @@ def _config(entry: Entry) -> AlgorithmConfig:
         fields["clip_cov"] = ClipCovConfig(**entry.policy_loss)
     if loss == "kl_cov":
         fields["kl_cov"] = KlCovConfig(**entry.policy_loss)
+    if loss == "dro":
+        fields["dro"] = DroConfig(**entry.policy_loss)
     by_sequence = entry.mode in ("geo_mean", "sapo")  # verl: whatever `loss_agg_mode` says
     mode = "seq-mean-token-mean" if by_sequence else entry.aggregation
     mode = "token-mean" if mode == "token-sum" else mode
@@ -139,6 +142,8 @@ def _gates(policy_loss: str, p: Tensor, q: Tensor, A: Tensor, chosen: Tensor) ->
         terms = r * A - 0.1 * chosen * torch.log(r).abs()
     elif policy_loss == "clip_cov":
         terms = ~chosen * torch.minimum(r * A, r.clamp(0.8, 1.2) * A)
+    elif policy_loss == "dro":
+        terms = A * logp - 0.25 * torch.log(r) ** 2
     elif policy_loss == "gpg":
         terms = A * logp
     else:
@@ -159,6 +164,7 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "gpg": {},
     "clip_cov": {"clip_cov": ClipCovConfig(0.2, -0.5, 0.5)},
     "kl_cov": {"kl_cov": KlCovConfig(0.2, 0.1)},
+    "dro": {"dro": DroConfig(0.5)},
 }
 
 
@@ -269,7 +275,7 @@ def test_another_loss_than_the_algorithm_s_own_brings_its_clip_and_aggregation()
     assert (config.clip_low, config.clip_high, config.dual_clip) == (0.2, 0.3, 0.0)
     config = resolve(AlgorithmConfig(name="dapo", policy_loss="vanilla"))
     assert (config.clip_low, config.clip_high) == (0.2, 0.28)
-    for name in ("gspo", "luspo", "cispo", "sapo", "gmpo", "vespo", "dppo", "gpg", "clip_cov", "kl_cov"):
+    for name in ("gspo", "luspo", "cispo", "sapo", "gmpo", "vespo", "dppo", "gpg", "clip_cov", "kl_cov", "dro"):
         config = resolve(AlgorithmConfig(name=name))
         assert config.policy_loss == {"dppo": "dppo_tv"}.get(name, name)
         assert resolve(AlgorithmConfig(policy_loss=config.policy_loss)).clip_high == config.clip_high
@@ -285,6 +291,7 @@ def test_a_field_of_another_loss_is_refused(key: str) -> None:
         "sapo": {"sapo": replace(SapoConfig(), **{key.rpartition(".")[2]: 3.0}) if "sapo" in key else None},
         "vespo": {"vespo": replace(VespoConfig(), **{key.rpartition(".")[2]: 5.0}) if "vespo" in key else None},
         "dppo": {"dppo": DppoConfig(3.0)},
+        "dro": {"dro": DroConfig(3.0)},
         "clip_cov": {
             "clip_cov": replace(ClipCovConfig(), **{key.rpartition(".")[2]: 0.5 if "ratio" in key else 1.5})
             if "clip_cov" in key

@@ -157,7 +157,8 @@ def test_each_policy_loss_is_translated_with_its_settings(mode):
     actor = "actor_rollout_ref.actor."
     line = (
         f"algorithm.adv_estimator=grpo {actor}policy_loss.loss_mode={mode} {actor}clip_ratio_low=10 "
-        f"{actor}clip_ratio_high=0.3 {actor}clip_ratio_c=7.0 {actor}tau_neg=2.0 data.train_files=rows.jsonl"
+        f"{actor}clip_ratio_high=0.3 {actor}clip_ratio_c=7.0 {actor}tau_neg=2.0 "
+        f"{actor}policy_loss.dro_beta=0.3 data.train_files=rows.jsonl"
     )
     if mode != "cispo":
         line = line.replace("=10", "=0.25")
@@ -172,13 +173,16 @@ def test_each_policy_loss_is_translated_with_its_settings(mode):
     assert config.dual_clip == {"vanilla": 7.0, "gspo": 0.0}.get(loss) or "dual_clip" not in reads
     assert config.dppo.ratio_cap == (7.0 if "dppo" in loss else 20.0)
     assert config.sapo.tau_neg == (2.0 if loss == "sapo" else 1.05)
+    assert config.dro.dro_beta == (0.3 if loss == "dro" else 1.0)
     assert config.loss_aggregation == ("seq_mean_token_mean" if loss in BY_SEQUENCE else "token_mean")
 
 
 def test_a_policy_loss_that_is_not_there_is_listed():
-    line = "algorithm.adv_estimator=gpg actor_rollout_ref.actor.policy_loss.loss_mode=dro"
+    line = "algorithm.adv_estimator=gpg actor_rollout_ref.actor.policy_loss.loss_mode=tomorrow"
     told = "\n".join(translate(read(line.split())).missing)
-    assert "loss_mode=dro: mrl has vanilla, gspo" in told and "adv_estimator=gpg: advantages are multiplied" in told
+    assert (
+        "loss_mode=tomorrow: mrl has vanilla, gspo" in told and "adv_estimator=gpg: advantages are multiplied" in told
+    )
 
 
 def test_megatrons_own_fields_keep_their_names():

@@ -70,6 +70,8 @@ ENTRIES = {
     "gpg": Entry("gpg"),
     "kl_cov ratio .2 coef 1": Entry("kl_cov", policy_loss={"kl_cov_ratio": 0.2, "ppo_kl_coef": 1.0}),
     "kl_cov ratio .5 coef .1": Entry("kl_cov", policy_loss={"kl_cov_ratio": 0.5, "ppo_kl_coef": 0.1}),
+    "dro .5": Entry("dro", policy_loss={"dro_beta": 0.5}),
+    "dro 3 seq-mean-token-mean": Entry("dro", "seq-mean-token-mean", policy_loss={"dro_beta": 3.0}),
     # all that may be chosen: verl draws them with a generator of its own
     "clip_cov all": Entry("clip_cov", policy_loss={"clip_cov_ratio": 1.0, "clip_cov_lb": 0.0, "clip_cov_ub": 5.0}),
     "clip_cov .02 .1": Entry("clip_cov", policy_loss={"clip_cov_ratio": 1.0, "clip_cov_lb": 0.02, "clip_cov_ub": 0.1}),

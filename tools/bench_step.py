@@ -1,9 +1,10 @@
-"""Speed of one whole GRPO iteration against TRL's GRPOTrainer: same model, samples and lengths, in one run.
+"""Speed of one whole iteration: GRPO's against TRL's GRPOTrainer, or PPO's against GRPO's, in one run.
 
     python tools/bench_step.py                     # both cases, fp32 and bf16
     python tools/bench_step.py --quick             # a few iterations of small models
     python tools/bench_step.py --case small --dtype float32 --iterations 20
     python tools/bench_step.py --device cuda --case middle --dtype bfloat16
+    python tools/bench_step.py --algorithm ppo     # with a critic of the actor's size, against mrl's own GRPO
 
 An iteration of mrl is refit, rollout, reward, pack, update and log, as `mrl train` runs it, in one process. One
 of TRL is what its `train()` does between two optimizer steps. Both start from one Hugging Face folder with random
@@ -11,12 +12,16 @@ weights, sample the same number of responses, all of full length (the end token 
 score them with the same function, and take one AdamW step (beta 0, clip 1, no recompute, the same learning rate). bf16
 means weights and activations in bf16 for both; mrl then keeps fp32 master weights, TRL does not. The two alternate,
 and the median of the ratios of neighbours is reported, one JSON line for each case and dtype.
+
+With `--algorithm ppo` the two are runs of mrl with the same model and batch: GRPO, and PPO whose critic begins as the
+actor and takes one optimizer step as the actor does. "ratio" is then PPO's time over GRPO's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
 import tempfile
@@ -24,6 +29,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +97,9 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, help="timed iterations of each; default 9, with --quick 3")
     parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quick", action="store_true", help="smaller models and batches")
+    parser.add_argument(
+        "--algorithm", choices=["grpo", "ppo"], default="grpo", help="grpo: against TRL; ppo: against mrl's GRPO"
+    )
     add_device(parser)
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -99,10 +108,10 @@ def main() -> None:
         for dtype in args.dtype:
             iterations = args.iterations or (3 if args.quick else 9)
             with tempfile.TemporaryDirectory() as folder:
-                found = run_case(
-                    case, dtype, Path(folder), args.device, iterations=iterations, num_threads=args.num_threads
-                )
-            print(json.dumps({"bench": "step", "case": name, "quick": args.quick, **found}), flush=True)
+                run = run_ppo_case if args.algorithm == "ppo" else run_case
+                found = run(case, dtype, Path(folder), args.device, iterations=iterations, num_threads=args.num_threads)
+            bench = "step_ppo" if args.algorithm == "ppo" else "step"
+            print(json.dumps({"bench": bench, "case": name, "quick": args.quick, **found}), flush=True)
 
 
 def run_case(case: Case, dtype: str, folder: Path, device: str, *, iterations: int, num_threads: int) -> dict[str, Any]:
@@ -126,7 +135,65 @@ def run_case(case: Case, dtype: str, folder: Path, device: str, *, iterations: i
 
         run_trl(case, dtype, folder, device, rows, WARM_UP + iterations, after_step)
     ratios = [theirs / ours for theirs, ours in zip(times["trl"], times["mrl"], strict=True)]
-    names = sorted({name for timings in phases for name in timings})
+    return {
+        **described(case, dtype),
+        **told(ratios),
+        "mrl_s": spread(times["mrl"]),
+        "trl_s": spread(times["trl"]),
+        "mrl_phases_s": medians(phases),
+        **where(iterations, device, num_threads, ("torch", "trl", "transformers", "megatron-core")),
+    }
+
+
+def run_ppo_case(
+    case: Case, dtype: str, folder: Path, device: str, *, iterations: int, num_threads: int
+) -> dict[str, Any]:
+    """PPO against GRPO: two runs in processes of their own that step in turn, the first of them by turns too."""
+    write_inputs(case, folder)
+    times: dict[str, list[float]] = {"grpo": [], "ppo": []}
+    phases: dict[str, list[dict[str, float]]] = {"grpo": [], "ppo": []}
+    processes = multiprocessing.get_context("spawn")
+    pipes = {}
+    for name in times:
+        place = folder / name
+        place.mkdir()
+        steps = WARM_UP + iterations
+        config = job_config(case, dtype, folder, device, num_threads, steps=steps, algorithm=name, place=place)
+        pipes[name], theirs = processes.Pipe()
+        processes.Process(target=step_when_told, args=(config, case, theirs), daemon=True).start()
+        theirs.close()
+    for step in range(1, WARM_UP + iterations + 1):
+        for name in sorted(pipes, reverse=step % 2 == 0):
+            pipes[name].send(step)
+            seconds, timings = pipes[name].recv()  # EOFError where the run failed, which has told why
+            if step > WARM_UP:
+                times[name].append(seconds)
+                phases[name].append(timings)
+    ratios = [ppo / grpo for ppo, grpo in zip(times["ppo"], times["grpo"], strict=True)]
+    return {
+        **described(case, dtype),
+        **told(ratios),
+        **{f"{name}_s": spread(seconds) for name, seconds in times.items()},
+        **{f"{name}_phases_s": medians(of_run) for name, of_run in phases.items()},
+        **where(iterations, device, num_threads, ("torch", "megatron-core")),
+    }
+
+
+def step_when_told(config: mrl_config.Config, case: Case, pipe: Connection) -> None:
+    """A process's run: takes the step whose number comes, and answers with its seconds and those of its phases."""
+    with open_job(prepare(config)) as job:
+        job.resume()
+        job.begin(0)
+        for _ in range(config.train.num_steps or 0):
+            step = pipe.recv()
+            began = time.perf_counter()
+            timings = mrl_step(job, case, step)
+            synchronize(job.device)
+            pipe.send((time.perf_counter() - began, timings))
+
+
+def described(case: Case, dtype: str) -> dict[str, Any]:
+    """Model and batch, in words."""
     return {
         "model": f"{case.num_layers} layers, hidden {case.hidden}, vocabulary {case.vocabulary}",
         "dtype": dtype,
@@ -134,18 +201,31 @@ def run_case(case: Case, dtype: str, folder: Path, device: str, *, iterations: i
         "prompt_len": case.prompt_len,
         "response_len": case.response_len,
         "microbatch_tokens": case.microbatch_tokens,
+    }
+
+
+def told(ratios: list[float]) -> dict[str, float]:
+    """Of neighbours' times."""
+    return {
         "ratio": round(statistics.median(ratios), 2),
         "ratio_min": round(min(ratios), 2),
         "ratio_max": round(max(ratios), 2),
-        "mrl_s": spread(times["mrl"]),
-        "trl_s": spread(times["trl"]),
-        "mrl_phases_s": {
-            name: round(statistics.median(timings.get(name, 0.0) for timings in phases), 4) for name in names
-        },
+    }
+
+
+def medians(phases: list[dict[str, float]]) -> dict[str, float]:
+    """Seconds of each phase, over the iterations."""
+    names = sorted({name for timings in phases for name in timings})
+    return {name: round(statistics.median(timings.get(name, 0.0) for timings in phases), 4) for name in names}
+
+
+def where(iterations: int, device: str, num_threads: int, packages: tuple[str, ...]) -> dict[str, Any]:
+    """What the times were taken on."""
+    return {
         "iterations": iterations,
         "device": device_name(device),
         "num_threads": num_threads,
-        "versions": {name: version(name) for name in ("torch", "trl", "transformers", "megatron-core")},
+        "versions": {name: version(name) for name in packages},
         "commit": commit(),
     }
 
@@ -190,10 +270,25 @@ def write_inputs(case: Case, folder: Path) -> list[dict[str, str]]:
 # ---- mrl
 
 
-def job_config(case: Case, dtype: str, folder: Path, device: str, num_threads: int, *, steps: int) -> mrl_config.Config:
-    """The run, as a YAML file gives it."""
-    settings = {
-        "run": {"output_dir": str(folder / "run"), "device": device, "num_threads": num_threads, "seed": SEED},
+def job_config(
+    case: Case,
+    dtype: str,
+    folder: Path,
+    device: str,
+    num_threads: int,
+    *,
+    steps: int,
+    algorithm: str = "grpo",
+    place: Path | None = None,
+) -> mrl_config.Config:
+    """The run, as a YAML file gives it: of the inputs in `folder`, in `place` or there."""
+    settings: dict[str, Any] = {
+        "run": {
+            "output_dir": str((place or folder) / "run"),
+            "device": device,
+            "num_threads": num_threads,
+            "seed": SEED,
+        },
         "train": {"num_steps": steps, "batch_size": case.prompts},
         "model": {"path": str(folder / "model"), "tokenizer": str(folder / "tokenizer"), "dtype": dtype},
         "actor": {
@@ -209,11 +304,14 @@ def job_config(case: Case, dtype: str, folder: Path, device: str, num_threads: i
             "ignore_eos": True,
             "max_num_seqs": case.prompts * case.samples,
         },
+        "algorithm": {"name": algorithm},
         "reward": {"functions": [{"name": "regex", "kwargs": {"pattern": PATTERN}}]},
         "data": {"train_files": [str(folder / "train.jsonl")]},
         "observe": {"console": "off", "report": False},
     }
-    path = folder / "run.yaml"
+    if algorithm == "ppo":
+        settings["critic"] = {"lr": LEARNING_RATE, "adam_beta2": 0.999, "clip_grad": 1.0}
+    path = (place or folder) / "run.yaml"
     path.write_text(json.dumps(settings))  # JSON is YAML
     return mrl_config.load(path)
 

@@ -5,8 +5,8 @@ import torch
 
 from mrl.engines.native.linear import Linear
 
-ATOL = 1e-5
-"""fp32 sums of 700 products of size 1/27 against fp64."""
+ATOL = 5e-5
+"""fp32 sums of 700 products of size 1/27 against fp64: 5e-6, more where a processor adds one by one."""
 
 
 @pytest.fixture(params=[1, 3])

@@ -108,6 +108,7 @@ class RolloutBatch:
         ref_logprobs_R: By the frozen reference, fp32; None where no KL is used.
         values_R: By the critic before its updates, of the state before each token, fp32; None without a critic.
         returns_R: What the critic learns, set by `Algorithm.advantages` from values, fp32.
+        critic_mask_R: Where it learns that, set by `Algorithm.advantages`, bool; None: at every trained token.
         proximal_logprobs_R: Recomputed by the actor at the rollout weights, fp32; None unless decoupled.
         current_logprobs_R: By the actor right before the update on this minibatch, fp32; None unless the algorithm
             needs numbers of the whole minibatch at those weights (`Algorithm.needs_current`).
@@ -141,6 +142,7 @@ class RolloutBatch:
     ref_logprobs_R: Tensor | None = None
     values_R: Tensor | None = None
     returns_R: Tensor | None = None
+    critic_mask_R: Tensor | None = None
     proximal_logprobs_R: Tensor | None = None
     current_logprobs_R: Tensor | None = None
     current_entropy_R: Tensor | None = None
@@ -158,6 +160,11 @@ class RolloutBatch:
     def num_sequences(self) -> int:
         """B."""
         return self.prompt_lens_B.numel()
+
+    @property
+    def valued_R(self) -> Tensor:
+        """The tokens that the critic learns from, bool."""
+        return self.response_mask_R if self.critic_mask_R is None else self.critic_mask_R
 
     @property
     def seq_lens_B(self) -> Tensor:

@@ -25,7 +25,7 @@ class ValueObjective:
     def weigh(self, minibatch: RolloutBatch, reduce: SumReduce) -> None:
         """Collective over data-parallel: sets the weights of the tokens by `critic.loss_aggregation`."""
         minibatch.weights_R, minibatch.metric_weights_R = token_weights(
-            minibatch.response_mask_R,
+            minibatch.valued_R,
             minibatch.sequence_R,
             minibatch.num_sequences,
             self._config.loss_aggregation,
@@ -40,7 +40,7 @@ class ValueObjective:
             values_R: Of the critic as it is, fp32, requires grad.
             microbatch: `values_R`, `returns_R` and the weights set.
         """
-        mask_R = microbatch.response_mask_R
+        mask_R = microbatch.valued_R
         weights_R = required(microbatch.weights_R, "weights_R")
         old_R = required(microbatch.values_R, "values_R")
         values_R = torch.where(mask_R, values_R, old_R)

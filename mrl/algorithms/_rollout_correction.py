@@ -80,6 +80,12 @@ class Correction:
             return batch.response_mask_R
         return batch.response_mask_R & self._kept_R(batch, actor_R, {})
 
+    def accepted_R(self, batch: RolloutBatch) -> Tensor | None:
+        """The trained tokens that are not rejected, bool [R]; None where the update decides that, or nothing is."""
+        if not (self.spec.decoupled and self.spec.rejections):
+            return None
+        return batch.response_mask_R & self._kept_R(batch, required(self.actor_R(batch), "proximal_logprobs_R"), {})
+
     def of(self, microbatch: RolloutBatch, logprobs_R: Tensor) -> Corrected:
         """What the loss of a microbatch is corrected by.
 

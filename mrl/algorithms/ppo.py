@@ -43,11 +43,12 @@ class Ppo(PolicyGradient):
         """Collective over data-parallel: sets advantages and returns, from the rewards and `batch.values_R`.
 
         The returns are estimates plus values, before the normalisation. Narrows the mask by `overlong.mask_truncated`
-        first.
+        first. Tokens that a decoupled run's correction rejects are skipped as a tool's are, and not learned from.
         """
         config, mask_R = self.config, self._narrowed(batch, reduce)
-        values_R = required(batch.values_R, "values_R")
-        rewards_R = _at_last_trained(outcome_advantages_B, batch)
+        batch.critic_mask_R = self.correction.accepted_R(batch)
+        valued_R, values_R = batch.valued_R, required(batch.values_R, "values_R")
+        rewards_R = _at_last(valued_R, outcome_advantages_B, batch.sequence_R)
         if config.kl_in == "reward":
             rewards_R = rewards_R - self._charge_R(batch, reduce)
         lens_B = torch.zeros(batch.num_sequences, dtype=torch.float64)
@@ -60,20 +61,20 @@ class Ppo(PolicyGradient):
         gamma = required(config.gamma, "algorithm.gamma")
 
         def estimates(lam_B: Tensor) -> Tensor:
-            return gae(rewards_R, values_R, mask_R, batch.response_lens_B, gamma=gamma, lam_B=lam_B)
+            return gae(rewards_R, values_R, valued_R, batch.response_lens_B, gamma=gamma, lam_B=lam_B)
 
         advantages_R = estimates(lam_B)
         to_learn_R = advantages_R if value_lam_B is lam_B else estimates(value_lam_B)
-        batch.returns_R = torch.where(mask_R, to_learn_R + values_R, 0.0).float()
+        batch.returns_R = torch.where(valued_R, to_learn_R + values_R, 0.0).float()
         std: StdKind = required(config.advantage_std, "algorithm.advantage_std")
         eps = config.advantage_eps or 0.0
-        whitened_R = whiten(advantages_R, self.counted_R(batch), reduce, std=std, eps=eps, under_root=True)
-        batch.advantages_R = torch.where(mask_R, whitened_R, 0.0).float()
+        counted_R = self.counted_R(batch) & valued_R
+        whitened_R = whiten(advantages_R, counted_R, reduce, std=std, eps=eps, under_root=True)
+        batch.advantages_R = torch.where(valued_R, whitened_R, 0.0).float()
 
 
-def _at_last_trained(rewards_B: Tensor, batch: RolloutBatch) -> Tensor:
-    """The reward of each sequence at its last trained token, fp64 [R]."""
-    mask_R, sequence_R = batch.response_mask_R, batch.sequence_R
+def _at_last(mask_R: Tensor, rewards_B: Tensor, sequence_R: Tensor) -> Tensor:
+    """The reward of each sequence at the last of its tokens in the mask, fp64 [R]."""
     rewards_R = torch.zeros(mask_R.numel(), dtype=torch.float64)
     trained = mask_R.nonzero().squeeze(1)
     owners = sequence_R[trained]

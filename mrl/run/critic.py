@@ -92,7 +92,7 @@ class RunCritic:
         self.model.offload()
 
     def _told(self, batch: RolloutBatch) -> Metrics:
-        """Collective over data-parallel: values, returns and advantages of the step's trained tokens."""
+        """Collective over data-parallel: values, returns and advantages of the step's tokens."""
         values_R, returns_R = required(batch.values_R, "values_R"), required(batch.returns_R, "returns_R")
         columns = {
             "critic/values": values_R,
@@ -100,7 +100,7 @@ class RunCritic:
             "critic/advantages": required(batch.advantages_R, "advantages_R"),
             "": returns_R - values_R,
         }
-        sums, largest = spread_sums(list(columns.values()), batch.response_mask_R)
+        sums, largest = spread_sums(list(columns.values()), batch.valued_R)
         dist.all_reduce(sums, group=self._groups.dp)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._groups.dp)
         found = dict(zip(columns, spread_metrics(sums, largest), strict=True))

@@ -3,13 +3,15 @@
 import pytest
 import torch
 
+from mrl.algorithms._critic import ValueObjective
 from mrl.algorithms.base import build
-from mrl.config import AlgorithmConfig, OverlongConfig, RolloutConfig
+from mrl.config import AlgorithmConfig, CriticConfig, OverlongConfig, RolloutConfig
 from mrl.functional.values import gae
+from mrl.schema.rollout_correction import RolloutCorrectionConfig
 from mrl.types import RolloutBatch
 from tests.algorithms.ragged import alone
 
-FP32 = 1e-6  # values, returns and advantages are kept in fp32; verl's were printed to six decimals
+FP32 = 3e-6  # values, returns and advantages are kept in fp32; verl's were printed to six decimals
 LENS = torch.tensor([5, 3, 4])
 ROW = torch.arange(3).repeat_interleave(LENS)
 COLUMN = torch.cat([torch.arange(int(length)) for length in LENS])
@@ -56,6 +58,32 @@ def test_the_reward_is_that_of_the_last_trained_token():
     made(batch, overlong=OverlongConfig(mask_truncated=True))
     assert batch.returns_R.tolist() == pytest.approx([1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1], abs=FP32)
     assert batch.advantages_R[[4, 5, 6, 7]].tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("denominator", ["all", "kept"])
+def test_tokens_that_a_correction_rejects_are_skipped_as_in_verl(denominator):
+    """verl's own numbers, with the rejected tokens out of its mask; a whole response is among them."""
+    batch, rejected = golden(), [1, 2, 5, 6, 7, 8]
+    batch.proximal_logprobs_R = batch.rollout_logprobs_R.clone()
+    batch.proximal_logprobs_R[rejected] += 0.5
+    behind = RolloutCorrectionConfig(
+        bypass_mode=False, rollout_rs="token_k2", rollout_rs_threshold="0.1", rollout_rs_denominator=denominator
+    )
+    made(batch, gamma=0.99, lam=0.95, rollout_correction=behind)
+    expected = [-1.00313, 0, 0, 1.259782, -0.005642, 0, 0, 0, 0, 1.066597, -0.211049, -1.106559]
+    returns = [0.928738, 0, 0, 0.968058, 1, 0, 0, 0, 0, 0.944316, 0.974756, 1]
+    torch.testing.assert_close(batch.advantages_R, torch.tensor(expected), rtol=0, atol=FP32)
+    torch.testing.assert_close(batch.returns_R, torch.tensor(returns), rtol=0, atol=FP32)
+    assert (~batch.valued_R).nonzero().flatten().tolist() == rejected
+
+    critic = ValueObjective(CriticConfig(), RolloutConfig(n=1))
+    critic.weigh(batch, alone)
+    values_R = batch.values_R.clone().requires_grad_()
+    loss, metrics = critic.loss(values_R, batch)
+    loss.backward()
+    assert not values_R.grad[rejected].any()
+    error_R = (batch.values_R - batch.returns_R)[batch.valued_R]
+    assert metrics["critic/vf_loss"].item() == pytest.approx(0.5 * error_R.square().mean().item(), rel=FP32 * 10)
 
 
 def test_a_kl_in_the_reward_is_charged_to_its_token_and_those_before():

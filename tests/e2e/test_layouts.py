@@ -27,6 +27,7 @@ LAYOUTS = {
     "dp2_rollout_tp2": (2, ["rollout.tensor_model_parallel_size=2"]),
     "dp2_offloaded": (2, [f"actor.{part}_offload=true" for part in ("param", "grad", "optimizer")]),
     "cp2": (2, ["parallel.context_parallel_size=2"]),
+    "dp4": (4, []),
     "tp2_pp2_sp": (
         4,
         [

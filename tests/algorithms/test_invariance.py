@@ -1,6 +1,6 @@
 """The loss, its gradient and the metrics do not depend on how the batch is cut, ordered or spread over ranks."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from mrl.types import RolloutBatch
 from tests.algorithms.ragged import advantages_of, alone, make_batch, on_ranks
 
 ROUNDING = 1e-6  # nats, of fp32 log-probabilities of a few nats
-SUM_ORDER = 1e-6  # fp32 losses of about 60 tokens, added in another order
+SUM_ORDER = 1e-6  # float64 losses of about 60 tokens; advantages and weights are rounded to fp32 (6e-8)
 
 TOKEN = RolloutCorrectionConfig(bypass_mode=False, rollout_is="token")
 SEQUENCE = RolloutCorrectionConfig(bypass_mode=False, rollout_is="sequence", rollout_is_batch_normalize=True)
@@ -106,13 +106,20 @@ def _run(config: AlgorithmConfig, parts: list[RolloutBatch], outcome_N: Tensor, 
     return sum(losses), reduced, grads
 
 
+def _in_float64(batch: RolloutBatch) -> RolloutBatch:
+    """As it is, in float64: what differs then is no rounding."""
+    floats = {item.name: getattr(batch, item.name) for item in fields(batch)}
+    wide = {name: value.double() for name, value in floats.items() if value is not None and value.is_floating_point()}
+    return replace(batch, **wide)
+
+
 def _spread(batch: RolloutBatch, rows: list[list[int]]) -> list[RolloutBatch]:
     return [batch.select(part) for part in rows]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=_id)
 def test_cut_order_and_ranks_change_nothing(config: AlgorithmConfig) -> None:
-    batch = make_batch(seed=7)
+    batch = _in_float64(make_batch(seed=7))
     outcome_N = advantages_of(build(config, ROLLOUT), batch)
     everything = [list(range(12))]
     loss, metrics, grads = _run(config, _spread(batch, everything), outcome_N, everything, cut=12)

@@ -50,6 +50,53 @@ class Prompt:
     row: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
+@dataclass(frozen=True)
+class Segment:
+    """A part of a response: tokens `start` to `end` (exclusive), all sampled or all observed."""
+
+    start: int
+    end: int
+    sampled: bool
+
+
+EPISODE_ENDS = (
+    "answered",
+    "finished",
+    "max_assistant_turns",
+    "max_user_turns",
+    "response_length",
+    "environment_failed",
+    "environment_timeout",
+)
+"""Why an episode ended: the policy answered without a call, the environment was done, a limit was reached (turns of
+either side, room for tokens), the environment raised or died, or it did not answer in time."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """How one conversation with an environment went.
+
+    Attributes:
+        end: One of `EPISODE_ENDS`.
+        num_turns: Turns that the policy took.
+        num_tool_calls: Calls that it made.
+        num_failed_calls: Of these, calls that could not be read, or that the tool answered with an error.
+        reward: Sum of the environment's rewards.
+        final_text: The policy's last turn, without its end token: what reward functions read as the response.
+        error: What went wrong in the environment; None: nothing did. Such a sample is counted and not trained.
+        facts: What the environment says besides, numbers or texts.
+    """
+
+    end: str
+    num_turns: int
+    num_tool_calls: int
+    num_failed_calls: int
+    reward: float
+    final_text: str
+    error: str | None = None
+    facts: dict[str, float | str] = field(default_factory=dict)
+
+
 @dataclass
 class Rollout:
     """One sampled response.
@@ -57,8 +104,10 @@ class Rollout:
     Attributes:
         prompt: What was asked.
         sample_index: 0 .. n-1 among the samples of this prompt.
-        response_ids: Sampled tokens, the end-of-sequence token included where one was sampled.
-        rollout_logprobs: Log-probability of each response token, captured at sampling time (pi_old), nats.
+        response_ids: All tokens after the prompt, as the model saw them: those it sampled, the end-of-sequence token
+            included where one was sampled, and in an episode those that its environment answered.
+        rollout_logprobs: Log-probability of each response token, captured at sampling time (pi_old), nats; 0 at
+            observed ones.
         finish_reason: "stop" (end token or stop string) or "length".
         policy_version: Optimizer steps in the weights that sampled.
         response_text: Decoded response, set before scoring.
@@ -69,6 +118,9 @@ class Rollout:
         routed_experts: Experts that the engine chose for each token of prompt and response in each layer, in any order,
             int8 (above 128 experts int16) [num_tokens, layers, top_k] on the CPU. The last token was sampled and
             never went through the model: its entries are -1. None unless `rollout.enable_rollout_routing_replay`.
+        sampled_mask: True for each response token that the policy sampled, False for those it observed; None: all are
+            sampled.
+        episode: How a conversation with an environment went; None: a single answer.
     """
 
     prompt: Prompt
@@ -83,11 +135,26 @@ class Rollout:
     reward_facts: dict[str, float | str] = field(default_factory=dict)
     reward_error: str | None = None
     routed_experts: Tensor | None = field(default=None, repr=False, compare=False)
+    sampled_mask: list[bool] | None = None
+    episode: Episode | None = None
 
     @property
     def num_tokens(self) -> int:
         """Prompt and response tokens."""
         return len(self.prompt.prompt_ids) + len(self.response_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """Response tokens that the policy sampled."""
+        return len(self.response_ids) if self.sampled_mask is None else sum(self.sampled_mask)
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The response in parts, sampled and observed in turn; one sampled part where nothing was observed."""
+        mask = [True] * len(self.response_ids) if self.sampled_mask is None else self.sampled_mask
+        starts = [i for i in range(len(mask)) if i == 0 or mask[i] != mask[i - 1]]
+        ends = [*starts[1:], len(mask)][: len(starts)]
+        return [Segment(start, end, mask[start]) for start, end in zip(starts, ends, strict=True)]
 
 
 @dataclass
@@ -98,7 +165,7 @@ class RolloutBatch:
         tokens_P: Prompt and response ids of every sequence, one sequence after the other, int64.
         prompt_lens_B: Prompt length of each sequence, int64.
         response_lens_B: Response length of each sequence (at least 1), int64.
-        response_mask_R: True where the token is trained, bool.
+        response_mask_R: True where the token is trained, bool: never where it was observed.
         rollout_logprobs_R: Captured at sampling time, fp32.
         group_id_B: Which prompt a sample belongs to, int64.
         rewards_B: Total outcome reward, fp32.
@@ -199,7 +266,8 @@ class SampleTable:
     """A few numbers for every sample of the job, ordered by (uid, sample index), the same on every rank.
 
     `table["reward"]` is a column, fp64 [N]. Columns are FACTS (`rank` is the one that holds the tokens; `correct`,
-    `failed` and `truncated` are 0 or 1; `token_crc` is the CRC-32 of the response ids) and "reward/<function>" for
+    `failed` and `truncated` are 0 or 1; `token_crc` is the CRC-32 of the response ids; `sampled_len` of `response_len`
+    tokens were sampled; `end` is a place in `EPISODE_ENDS`, -1 where there was no episode) and "reward/<function>" for
     each reward function, NaN where it gave none.
     """
 
@@ -214,6 +282,11 @@ class SampleTable:
         "failed",
         "truncated",
         "token_crc",
+        "sampled_len",
+        "num_turns",
+        "tool_calls",
+        "failed_calls",
+        "end",
     )
 
     def __init__(self, columns: tuple[str, ...], rows_NC: Tensor) -> None:

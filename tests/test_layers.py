@@ -17,7 +17,7 @@ LAYERS = {
     "trials": "rehearsal acceptance campaign doctor from_verl",
     "programs": "train plan convert",
     "run": "run",
-    "stages": "preflight rollout refit",
+    "stages": "preflight rollout episodes refit",
     "workers": "megatron engines",
     "records": "observe > run_folder formats survival",
     "parts": "weights rewards algorithms data distributed",

@@ -57,8 +57,29 @@ class Tokenizer(ABC):
         """The text of token ids, special tokens written out."""
 
     @abstractmethod
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """Token ids of a conversation, up to where the assistant begins to answer.
+
+        Args:
+            messages: At least one.
+            tools: Schemas of what the assistant may call.
+
+        Raises:
+            UserError: There is no chat template, or it refuses the messages.
+        """
+
+    @abstractmethod
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, begins_answer: bool, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """The text that the chat template makes of a conversation; `apply_chat_template` encodes it.
+
+        Args:
+            messages: At least one.
+            begins_answer: End where the assistant begins to answer.
+            tools: Schemas of what the assistant may call.
 
         Raises:
             UserError: There is no chat template, or it refuses the messages.
@@ -127,9 +148,20 @@ class CharTokenizer(Tokenizer):
         """See `Tokenizer.decode`; an id without a character becomes U+FFFD."""
         return "".join(self._characters[index] if 0 <= index < self.vocab_size else "\ufffd" for index in ids)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """Always refused."""
-        raise UserError(
+        raise self._no_template()
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, begins_answer: bool, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """Always refused."""
+        raise self._no_template()
+
+    def _no_template(self) -> UserError:
+        return UserError(
             f"the character tokenizer '{self.name}' has no chat template. Use prompts that are strings, with "
             "data.apply_chat_template=auto or never, or a Hugging Face tokenizer."
         )
@@ -227,20 +259,43 @@ class HFTokenizer(Tokenizer):
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """See `Tokenizer.apply_chat_template`."""
+        ids: list[int] = self._templated(messages, tools, tokenize=True, begins_answer=True)
+        return ids
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, begins_answer: bool, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """See `Tokenizer.render_chat`."""
+        text: str = self._templated(messages, tools, tokenize=False, begins_answer=begins_answer)
+        return text
+
+    def _templated(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        tokenize: bool,
+        begins_answer: bool,
+    ) -> Any:
         if not self.has_chat_template:
             raise UserError(
                 f"the tokenizer '{self.name}' has no chat template. Give one with data.chat_template=FILE, or use "
                 "prompts that are strings with data.apply_chat_template=auto or never."
             )
         try:
-            ids: list[int] = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=True, add_generation_prompt=True, return_dict=False
+            return self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=tokenize,
+                add_generation_prompt=begins_answer,
+                return_dict=False,
             )
         except Exception as error:  # a template is a program of the user's, and may raise anything
             raise UserError(f"the chat template of '{self.name}' failed: {first_line(error)}.") from error
-        return ids
 
     def _write_files(self, folder: Path) -> None:
         """See `Tokenizer`: the files as they are, and the chat template in use."""

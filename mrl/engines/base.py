@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.config import RolloutConfig
+from mrl.engines import _rounds
+from mrl.engines._talk import Talk
 from mrl.models.base import ArchSpec
 from mrl.types import Prompt, Rollout
 from mrl.weights.layout import Layout, Region
@@ -168,6 +170,36 @@ class RolloutEngine(ABC):
             RuntimeError: The engine sleeps, or a refit was begun and not finished.
             UserError: A prompt does not fit.
         """
+
+    def converse(self, prompts: Sequence[Prompt], sampling: SamplingConfig, talk: Talk) -> list[Rollout]:
+        """Collective over the replica: `sampling.n` conversations of each prompt, ordered as `generate` orders them.
+
+        A sequence that stops is handed to `talk` and samples on after its answer. Here by rounds of `generate`, each of
+        which waits for all answers to the last; an engine that can take answers in while others sample overrides it.
+
+        Args:
+            prompts: The same on every rank of the replica.
+            sampling: Of each turn; `max_tokens` holds for all response tokens of a conversation, observed ones too.
+            talk: Answers.
+
+        Returns:
+            With `sampled_mask`; where the engine was told to stop, fewer.
+
+        Raises:
+            RuntimeError: As `generate`, or an answer does not fit.
+        """
+        first = self.generate(prompts, sampling)
+        if len(first) < len(prompts) * sampling.n:
+            return []  # told to stop
+        return _rounds.converse(
+            first,
+            lambda later, room: self.generate(later, replace(sampling, n=1, max_tokens=room)),
+            talk,
+            num_samples=sampling.n,
+            seed=sampling.seed,
+            limit=sampling.max_tokens,
+            max_len=self.spec.max_len,
+        )
 
     @abstractmethod
     def sleep(self) -> None:

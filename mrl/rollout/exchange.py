@@ -94,12 +94,13 @@ def pack(
     rows = _rows_of_ranks(table, (prompt_lens + response_lens).tolist(), groups.grid.dp, minibatch_size)
     travel = _Travel(rollouts, table, groups, rows)
     tokens_P, logprobs_R = travel.tokens_and_logprobs()
+    sampled_R = _take_off_marks(tokens_P, prompt_lens[travel.mine].tolist(), response_lens[travel.mine].tolist())
     index_B = torch.tensor(travel.mine, dtype=torch.int64)
     batch = RolloutBatch(
         tokens_P=tokens_P,
         prompt_lens_B=prompt_lens[index_B],
         response_lens_B=response_lens[index_B],
-        response_mask_R=torch.ones(logprobs_R.numel(), dtype=torch.bool),
+        response_mask_R=sampled_R,
         rollout_logprobs_R=logprobs_R,
         group_id_B=table["uid"].long()[index_B],
         rewards_B=table["reward"][index_B].float(),
@@ -131,7 +132,7 @@ class _Travel:
         self._held = {row: rollout for row, rollout in found if row is not None}
 
     def tokens_and_logprobs(self) -> tuple[Tensor, Tensor]:
-        """Collective over the job: tokens_P and rollout_logprobs_R of the rows in `mine`."""
+        """Collective over the job: tokens_P, observed ones marked, and rollout_logprobs_R of the rows in `mine`."""
         tokens_at, logprobs_at = self._places(self._lens), self._places(self._responses)
         tokens_P = torch.empty(sum(self._lens[row] for row in self.mine), dtype=torch.int64)
         logprobs_R = torch.empty(sum(self._responses[row] for row in self.mine), dtype=torch.float32)
@@ -139,7 +140,7 @@ class _Travel:
         def write(row: int, part: Tensor) -> None:
             rollout = self._held[row]
             ids = array("i", rollout.prompt.prompt_ids)
-            ids.extend(rollout.response_ids)
+            ids.extend(_marked(rollout))
             numbers = ids, array("f", rollout.rollout_logprobs)
             torch.cat([torch.frombuffer(each, dtype=torch.uint8) for each in numbers], out=part)
 
@@ -214,6 +215,25 @@ class _Travel:
         for group, first, takes_part in steps:
             if takes_part and group.size() > 1 and tensor.numel():
                 dist.broadcast(tensor, src=groups.grid.rank(first), group=group)
+
+
+def _marked(rollout: Rollout) -> Sequence[int]:
+    """Response ids as they travel: an observed one as its bitwise complement, which is negative."""
+    if rollout.sampled_mask is None:
+        return rollout.response_ids
+    return [token if own else ~token for token, own in zip(rollout.response_ids, rollout.sampled_mask, strict=True)]
+
+
+def _take_off_marks(tokens_P: Tensor, prompt_lens: Sequence[int], response_lens: Sequence[int]) -> Tensor:
+    """Makes all ids of travelled rows what they are, in place; True for each response token that was sampled."""
+    sampled_R = torch.empty(sum(response_lens), dtype=torch.bool)
+    ends_P, ends_R = 0, 0
+    for prompt_len, response_len in zip(prompt_lens, response_lens, strict=True):
+        ends_P, ends_R = ends_P + prompt_len + response_len, ends_R + response_len
+        ids = tokens_P[ends_P - response_len : ends_P]
+        sampled_R[ends_R - response_len : ends_R] = ids >= 0
+        ids ^= ids >> 63  # all bits of a negative number are turned
+    return sampled_R
 
 
 def _rows_of_ranks(table: SampleTable, seq_lens: Sequence[int], dp: int, minibatch_size: int) -> Rows:

@@ -18,7 +18,7 @@ from mrl.algorithms.base import Outcomes
 from mrl.distributed.collectives import all_gather_ragged, everyone
 from mrl.distributed.groups import ProcessGroups
 from mrl.observe.metrics import is_correct
-from mrl.types import Rollout, SampleTable
+from mrl.types import EPISODE_ENDS, Rollout, SampleTable
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -43,6 +43,8 @@ def gather_table(rollouts: Sequence[Rollout], groups: ProcessGroups, reward_name
             float(rollout.reward_error is not None),
             float(rollout.finish_reason == "length"),
             float(zlib.crc32(array("q", rollout.response_ids))),
+            rollout.num_sampled,
+            *_of_episode(rollout),
             *(rollout.reward_parts.get(name, math.nan) for name in reward_names),
         ]
         for rollout in (rollouts if groups.leads_replica else ())
@@ -50,6 +52,14 @@ def gather_table(rollouts: Sequence[Rollout], groups: ProcessGroups, reward_name
     columns = (*SampleTable.FACTS, *(f"reward/{name}" for name in reward_names))
     local = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(columns))
     return SampleTable(columns, all_gather_ragged(local, everyone()))
+
+
+def _of_episode(rollout: Rollout) -> tuple[int, int, int, int]:
+    """Columns num_turns, tool_calls, failed_calls and end of the table."""
+    episode = rollout.episode
+    if episode is None:
+        return 1, 0, 0, -1
+    return episode.num_turns, episode.num_tool_calls, episode.num_failed_calls, EPISODE_ENDS.index(episode.end)
 
 
 def gather_facts(rollouts: Sequence[Rollout], groups: ProcessGroups) -> dict[tuple[int, int], dict[str, float | str]]:

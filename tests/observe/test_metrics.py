@@ -22,6 +22,8 @@ def table():
         [1, 5, 0, 5, 6, 0.5, 0, 1, 0, 0, math.nan],
         [1, 5, 1, 5, 8, 0.5, 0, 0, 0, 0, 0.5],
     ]
+    single = [1, 0, 0, -1]  # num_turns, tool_calls, failed_calls, end
+    rows = [[*row[:10], row[4], *single, *row[10:]] for row in rows]
     return SampleTable(COLUMNS, torch.tensor(rows, dtype=torch.float64))
 
 

@@ -26,6 +26,7 @@ def rollouts_of(prompt):
         yield Rollout(
             prompt, sample, ids, [-0.5 * i for i in ids], "length" if length == 6 else "stop", 0,
             reward=float(length), reward_parts={"r": float(length)}, routed_experts=routed([*prompt.prompt_ids, *ids]),
+            sampled_mask=None if prompt.uid % 2 else [token % 3 != 1 for token in ids],
         )  # fmt: skip
 
 

@@ -23,6 +23,9 @@ def packed(grid_args, count, minibatch_size, routing=None):
         assert torch.equal(record, routed(data.batch.tokens_P.tolist())[:, own].to(routing.dtype))
     tokens = torch.split(data.batch.tokens_P, data.batch.seq_lens_B.tolist())
     logprobs = torch.split(data.batch.rollout_logprobs_R, data.batch.response_lens_B.tolist())
+    masks = torch.split(data.batch.response_mask_R, data.batch.response_lens_B.tolist())
+    for uid, ids, mask in zip(data.batch.group_id_B.tolist(), tokens, masks, strict=True):
+        assert mask.tolist() == [uid % 2 == 1 or token % 3 != 1 for token in ids[len(ids) - len(mask) :].tolist()]
     rows = [
         (int(table["uid"][i]), int(table["sample_index"][i]), t.tolist(), p.tolist(), float(r))
         for i, t, p, r in zip(data.index_B.tolist(), tokens, logprobs, data.batch.rewards_B, strict=True)

@@ -427,7 +427,7 @@ class AlgorithmConfig:
     lam_length_alpha: Optional[float] = None
     """Advantages of a response of l tokens have lambda 1 - 1 / (alpha l) in place of `lam` (VAPO); 0: off."""
     singleton_group: Optional[Literal["error", "zero", "reward"]] = None
-    """Advantage of a group with one sample: refuse, 0, or its raw reward."""
+    """Advantage of a group with one sample: refuse, 0, or its raw reward; of several of which one has a score: 0."""
     loss_aggregation: Optional[
         Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
     ] = None
@@ -514,8 +514,8 @@ class RewardConfig:
     """Worker processes per replica for functions that need one."""
     memory_limit_mb: int = 8192
     """A worker, with all that its functions start, may take this much, MiB; 0: as much as there is."""
-    error_value: float = 0.0
-    """Reward of a sample whose function failed."""
+    error_value: Optional[float] = None
+    """Reward of a sample whose function failed; null: it has none, so it is neither trained nor in any mean."""
     max_failed_frac: float = 0.5
     """The job stops when more than this part of a step's samples failed, [0, 1]."""
 

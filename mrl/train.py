@@ -23,7 +23,7 @@ from mrl.observe import metrics as measure
 from mrl.observe.run_log import sample_rows
 from mrl.rollout.exchange import StepBatch, pack
 from mrl.rollout.replicas import generate
-from mrl.rollout.table import gather_facts, gather_table, outcomes
+from mrl.rollout.table import gather_facts, gather_failures, gather_table, outcomes
 from mrl.run.job import Job
 from mrl.run.learning_rate import learning_rate
 from mrl.run.opening import open_job
@@ -142,24 +142,28 @@ def sample(job: Job) -> tuple[list[Rollout], SampleTable, Metrics]:
     rollouts: list[Rollout] = []
     kept: list[SampleTable] = []
     names: dict[int, str] = {}
-    missing, drawn, rounds = config.train.batch_size, 0, 0
+    drawn: list[SampleTable] = []
+    missing, rounds = config.train.batch_size, 0
     while missing and rounds < (config.algorithm.max_sampling_rounds if dynamic else 1):
         prompts = job.state.source.next(missing)
         fresh, table = sample_and_score(job, prompts, sampling)
         job.state.history.update(prompts, table)
-        rounds, drawn = rounds + 1, drawn + len(prompts)
+        rounds += 1
         rollouts += fresh
         names |= {prompt.uid: prompt.data_source for prompt in prompts}
+        drawn.append(table)
+        told = table.scored
         kept.append(
-            table.keep(job.algorithm.informative_groups(outcomes(table, job.reward_weights))) if dynamic else table
+            told.keep(job.algorithm.informative_groups(outcomes(told, job.reward_weights))) if dynamic else told
         )
-        missing -= len(kept[-1]) // sampling.n
+        missing -= kept[-1].num_prompts
     joined = SampleTable.join(kept)
     facts = {
         "rollout/num_sampling_rounds": float(rounds),
-        "rollout/num_dropped_groups": float(drawn - len(joined) // sampling.n),
+        "rollout/num_dropped_groups": float(len(names) - joined.num_prompts),
     }
-    joined = joined if len(joined) else table  # with nothing to learn from, all advantages are 0
+    facts |= measure.scoring_metrics(SampleTable.join(drawn))
+    joined = joined if len(joined) else table.scored  # with nothing to learn from, all advantages are 0
     return rollouts, joined, facts | data_sources.training_metrics(joined, names)
 
 
@@ -172,7 +176,10 @@ def sample_and_score(
     with job.progress.phase("reward"), together():
         if job.scorer is not None:
             job.scorer.score(rollouts, job.progress.told_to_stop)
-    return rollouts, gather_table(rollouts, job.groups, list(job.reward_weights))
+    table = gather_table(rollouts, job.groups, list(job.reward_weights))
+    if told := gather_failures(rollouts, table, job.groups):
+        job.log.note(f"WARNING {told}")
+    return rollouts, table
 
 
 def update(job: Job, data: StepBatch) -> Metrics:

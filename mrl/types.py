@@ -111,7 +111,7 @@ class Rollout:
         finish_reason: "stop" (end token or stop string) or "length".
         policy_version: Optimizer steps in the weights that sampled.
         response_text: Decoded response, set before scoring.
-        reward: Total reward, set by scoring.
+        reward: Total reward, set by scoring; NaN where there is no score: the sample is then not trained on.
         reward_parts: Each reward function's own value, before its weight.
         reward_facts: What the functions said besides, see `rewards/base.py`.
         reward_error: Why scoring failed, None where it did not.
@@ -265,10 +265,10 @@ class RolloutBatch:
 class SampleTable:
     """A few numbers for every sample of the job, ordered by (uid, sample index), the same on every rank.
 
-    `table["reward"]` is a column, fp64 [N]. Columns are FACTS (`rank` is the one that holds the tokens; `correct`,
-    `failed` and `truncated` are 0 or 1; `token_crc` is the CRC-32 of the response ids; `sampled_len` of `response_len`
-    tokens were sampled; `end` is a place in `EPISODE_ENDS`, -1 where there was no episode) and "reward/<function>" for
-    each reward function, NaN where it gave none.
+    `table["reward"]` is a column, fp64 [N], NaN where a sample has no score. Columns are FACTS (`rank` is the one that
+    holds the tokens; `correct`, `failed` and `truncated` are 0 or 1; `token_crc` is the CRC-32 of the response ids;
+    `sampled_len` of `response_len` tokens were sampled; `end` is a place in `EPISODE_ENDS`, -1 where there was no
+    episode) and "reward/<function>" for each reward function, NaN where it gave none.
     """
 
     FACTS: ClassVar = (
@@ -300,6 +300,16 @@ class SampleTable:
 
     def __len__(self) -> int:
         return self.rows_NC.size(0)
+
+    @property
+    def num_prompts(self) -> int:
+        """Different prompts among the samples."""
+        return len(set(self["uid"].tolist()))
+
+    @property
+    def scored(self) -> SampleTable:
+        """The samples that have a reward."""
+        return self.keep(self["reward"].isfinite())
 
     def keep(self, mask_N: Tensor) -> SampleTable:
         """The rows where the mask is True."""

@@ -60,6 +60,7 @@ FOREIGN = {
         "verl/trainer/ppo/metric_utils.py",
         "verl/trainer/ppo/rollout_corr_helper.py",
         "verl/utils/debug/metrics.py",
+        "verl/utils/reward_score/gsm8k.py",
     ),
     "a user": ("/home/me/rewards.py", "path/to/file.py", "rewards.py"),
 }

@@ -76,7 +76,7 @@ class PolicyGradient(Algorithm):
             std="none" if self.whitens else required(self.config.advantage_std, "algorithm.advantage_std"),
             eps=self.config.advantage_eps or 0.0,
             over=self.config.advantage_std_over,
-            singleton=required(self.config.singleton_group, "algorithm.singleton_group"),
+            singleton=self.singleton,
         )
 
     def advantages(self, batch: RolloutBatch, outcome_advantages_B: Tensor, reduce: SumReduce) -> None:

@@ -97,6 +97,11 @@ class Algorithm(ABC):
         """Whether `proximal_logprobs_R` must be set before the update."""
         return not self.config.rollout_correction.acting.bypass_mode
 
+    @property
+    def singleton(self) -> advantage_maths.SingletonPolicy:
+        """What a group of one sample gets: 0 where it was sampled with others, which have no score."""
+        return "zero" if self.rollout.n > 1 else required(self.config.singleton_group, "algorithm.singleton_group")
+
     def counted_R(self, batch: RolloutBatch) -> Tensor:
         """The tokens that losses and metrics are a mean over, bool [R]."""
         return batch.response_mask_R

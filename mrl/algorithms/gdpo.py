@@ -40,7 +40,7 @@ class Gdpo(Grpo):
             outcomes.group_id_N,
             std=required(self.config.advantage_std, "algorithm.advantage_std"),
             eps=self.config.advantage_eps or 0.0,
-            singleton=required(self.config.singleton_group, "algorithm.singleton_group"),
+            singleton=self.singleton,
         )
 
     @staticmethod

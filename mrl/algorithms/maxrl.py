@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from mrl.algorithms.base import Outcomes, required
+from mrl.algorithms.base import Outcomes
 from mrl.algorithms.grpo import Grpo
-from mrl.functional.advantages import SingletonPolicy, mean_relative
+from mrl.functional.advantages import mean_relative
 
 
 class Maxrl(Grpo):
@@ -23,8 +23,7 @@ class Maxrl(Grpo):
 
     def outcome_advantages(self, outcomes: Outcomes) -> Tensor:
         """Relative to the mean, fp64 [N]."""
-        singleton: SingletonPolicy = required(self.config.singleton_group, "algorithm.singleton_group")
-        return mean_relative(outcomes.rewards_N, outcomes.group_id_N, singleton=singleton)
+        return mean_relative(outcomes.rewards_N, outcomes.group_id_N, singleton=self.singleton)
 
 
 ALGORITHM = Maxrl

@@ -33,15 +33,16 @@ def outcome_metrics(table: SampleTable, *, rewards_N: Tensor, advantages_N: Tens
     """Rewards, lengths and groups of one step, over the samples of all ranks.
 
     Args:
-        table: One row per sample, at least one; the same on every rank, so that every rank computes the same numbers.
+        table: One row per sample that has a score, at least one; the same on every rank, so that every rank computes
+            the same numbers.
         rewards_N: Reward after shaping (overlong penalty).
         advantages_N: Outcome advantage of each sample.
 
     Returns:
         `critic/{score,rewards,advantages}/{mean,max,min}` (score: as the reward functions gave it), `prompt_length/*`,
         `response_length/*` with `clip_ratio` (part of the responses that were cut), `reward/<function>/mean` over the
-        samples that the function scored, `reward/failed_frac`, `rollout/token_checksum` (the same for two runs that
-        sampled the same responses, at whatever layout), and `group_metrics` of the scores.
+        samples that the function scored, `rollout/token_checksum` (the same for two runs that sampled the same
+        responses, at whatever layout), and `group_metrics` of the scores.
     """
     columns = {
         "critic/score": table["reward"],
@@ -57,9 +58,20 @@ def outcome_metrics(table: SampleTable, *, rewards_N: Tensor, advantages_N: Tens
     for name in table.columns:
         if name.startswith("reward/"):
             metrics[f"{name}/mean"] = table[name].nanmean().item()
-    metrics["reward/failed_frac"] = table["failed"].mean().item()
     metrics["rollout/token_checksum"] = table["token_crc"].sum().item() % 2**32
     return metrics | group_metrics(table["reward"], table["uid"].long())
+
+
+def scoring_metrics(table: SampleTable) -> dict[str, float]:
+    """`reward/failed_frac`, and `reward/num_missing`: samples without a score, which count nowhere else.
+
+    Args:
+        table: One row per sample, with a score or without.
+    """
+    return {
+        "reward/failed_frac": table["failed"].mean().item(),
+        "reward/num_missing": float(len(table) - len(table.scored)),
+    }
 
 
 def group_metrics(rewards_N: Tensor, group_id_N: Tensor) -> dict[str, float]:
@@ -92,21 +104,23 @@ def evaluation_metrics(table: SampleTable) -> dict[str, float]:
     """Held-out results, over the samples of all ranks.
 
     Args:
-        table: One row per sample, at least one.
+        table: One row per sample, at least one with a score; the others count in `val/num_missing` only.
 
     Returns:
-        `val/accuracy`, `val/reward/{mean,max,min}`, `val/response_length/{mean,max,min,clip_ratio}`,
-        `val/num_prompts`; with n samples per prompt (n > 1, the same for all) also `val/{accuracy,reward}/best@n` (mean
-        over prompts of the best sample: for accuracy, pass@n) and `.../mean@n`.
+        `val/accuracy`, `val/reward/{mean,max,min}`, `val/response_length/{mean,max,min,clip_ratio}`, `val/num_prompts`,
+        `val/num_missing`; with n samples per prompt (n > 1, the same for all) also `val/{accuracy,reward}/best@n` (mean
+        over prompts of the best sample that has a score: for accuracy, pass@n) and `.../mean@n`.
     """
-    metrics = {"val/accuracy": table["correct"].mean().item()}
+    sizes = set(torch.unique(table["uid"], return_counts=True)[1].tolist())
+    metrics = {"val/num_missing": scoring_metrics(table)["reward/num_missing"]}
+    table = table.scored
+    metrics["val/accuracy"] = table["correct"].mean().item()
     metrics |= _spread("val/reward", table["reward"])
     metrics |= _spread("val/response_length", table["response_len"])
     metrics["val/response_length/clip_ratio"] = table["truncated"].mean().item()
     group_id_N = table["uid"].long()
     groups = {"val/accuracy": _groups(table["correct"], group_id_N), "val/reward": _groups(table["reward"], group_id_N)}
     metrics["val/num_prompts"] = float(len(groups["val/reward"]))
-    sizes = {len(group) for group in groups["val/reward"]}
     if len(sizes) == 1 and (n := sizes.pop()) > 1:
         for name, members in groups.items():
             metrics[f"{name}/mean@{n}"] = torch.stack([group.mean() for group in members]).mean().item()

@@ -5,6 +5,7 @@ Owns `RunLog` and the shape of sample rows. It computes no metric (`metrics.py`)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -121,7 +122,7 @@ def sample_rows(rollouts: Sequence[Rollout], *, phase: str, num_samples: int) ->
             "prompt": rollout.prompt.text,
             "response": rollout.response_text,
             "answer": rollout.prompt.answer,
-            "reward": rollout.reward,
+            "reward": rollout.reward if math.isfinite(rollout.reward) else None,
             "reward_parts": rollout.reward_parts,
             "reward_error": rollout.reward_error,
             "finish_reason": rollout.finish_reason,

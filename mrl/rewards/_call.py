@@ -51,6 +51,11 @@ class Outcome:
     given: bool = True
     facts: Facts = field(default_factory=dict)
 
+    @property
+    def score(self) -> float | None:
+        """The value; None where the function has no opinion."""
+        return self.value if self.given else None
+
 
 class RewardCall:
     """A reward function that the config names, ready to be called."""

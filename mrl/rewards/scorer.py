@@ -1,7 +1,8 @@
 """Scores rollouts: the weighted sum of the reward functions, with time limits and failures that name their sample.
 
 Owns which function runs where, what a failed sample is worth and when failures stop the job. A reward function that
-raises, returns no finite number, hangs or kills its process fails its sample only.
+raises, returns no finite number, hangs or kills its process fails its sample only. A sample without a score has the
+reward NaN: the loop leaves it out (`rollout/table.py`).
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class Scorer:
     def score(self, rollouts: Sequence[Rollout], told_to_stop: Callable[[], bool] = lambda: False) -> None:
         """Sets all `reward...` fields of each rollout, and `response_text` where it is empty.
 
-        A failed sample's reward, and the failed function's part, is `reward.error_value`.
+        A failed sample's reward, and the failed function's part, is `reward.error_value`; where that is null, the
+        reward is NaN and there is no such part. The reward is NaN too where no function has an opinion.
 
         Args:
             rollouts: In any number.
@@ -136,18 +138,18 @@ class Scorer:
 
     def _set(self, rollout: Rollout, outcomes: dict[int, Outcome]) -> None:
         failed = {index: outcome for index, outcome in sorted(outcomes.items()) if outcome.error}
-        parts = {
-            label: self._config.error_value if index in failed else outcomes[index].value
-            for index, label in enumerate(self._labels)
-            if index in failed or outcomes[index].given
+        instead = self._config.error_value
+        values = [instead if index in failed else outcomes[index].score for index in range(len(self._labels))]
+        given = [value for value in values if value is not None]
+        rollout.reward_parts = {
+            label: value for label, value in zip(self._labels, values, strict=True) if value is not None
         }
-        rollout.reward_parts = parts
         rollout.reward_facts = {}
         for _, outcome in sorted(outcomes.items(), reverse=True):
             rollout.reward_facts |= outcome.facts  # of two functions that say the same the first counts
         rollout.reward_error = self._describe(rollout, failed) if failed else None
-        if failed:
-            rollout.reward = self._config.error_value
+        if failed or not given:
+            rollout.reward = math.nan if instead is None or not failed else instead
         else:
             functions = enumerate(self._config.functions)
             rollout.reward = math.fsum(function.weight * outcomes[index].value for index, function in functions)

@@ -17,6 +17,7 @@ import torch
 from mrl.algorithms.base import Outcomes
 from mrl.distributed.collectives import all_gather_ragged, everyone
 from mrl.distributed.groups import ProcessGroups
+from mrl.errors import UserError
 from mrl.observe.metrics import is_correct
 from mrl.types import EPISODE_ENDS, Rollout, SampleTable
 
@@ -60,6 +61,31 @@ def _of_episode(rollout: Rollout) -> tuple[int, int, int, int]:
     if episode is None:
         return 1, 0, 0, -1
     return episode.num_turns, episode.num_tool_calls, episode.num_failed_calls, EPISODE_ENDS.index(episode.end)
+
+
+def gather_failures(rollouts: Sequence[Rollout], table: SampleTable, groups: ProcessGroups) -> str:
+    """Collective over the job: how many samples could not be scored, and why the first could not; "" for none.
+
+    Args:
+        rollouts: Scored, on the first rank of each replica; ignored on the others.
+        table: Of all of them.
+        groups: Who sits where.
+
+    Raises:
+        UserError: No sample has a score, so that there is nothing to train on or to report.
+    """
+    missing = len(table) - len(table.scored)
+    if not (missing or table["failed"].any()):
+        return ""
+    mine = [rollout.reward_error for rollout in (rollouts if groups.leads_replica else ()) if rollout.reward_error]
+    line = json.dumps(mine[0]).encode() + b"\n" if mine else b""
+    own = torch.frombuffer(bytearray(line), dtype=torch.uint8) if line else _NOTHING
+    lines = bytes(all_gather_ragged(own, everyone()).tolist()).splitlines()
+    first = json.loads(lines[0]) if lines else "no reward function has an opinion on them"
+    if missing == len(table):
+        raise UserError(f"none of the {missing} samples has a score: {first}")
+    failed = int(table["failed"].sum())
+    return f"{failed} of {len(table)} samples could not be scored, {missing} have no score and are left out: {first}"
 
 
 def gather_facts(rollouts: Sequence[Rollout], groups: ProcessGroups) -> dict[tuple[int, int], dict[str, float | str]]:

@@ -252,6 +252,23 @@ class Open(Algorithm):
     defaults = {"loss_aggregation": "token_mean"}  # noqa: RUF012
 
 
+@pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo", "maxrl", "gdpo", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("singleton", ["error", "zero", "reward"])
+def test_the_only_sample_of_a_group_that_has_a_score_teaches_nothing(name: str, singleton: str) -> None:
+    built = build(AlgorithmConfig(name=name, singleton_group=singleton), RolloutConfig(n=3, response_length=8))
+    rewards_N, lens_N = torch.tensor([0.0, 1.0, 0.5, 7.0]).double(), torch.ones(4).long()
+    parts = {"r": rewards_N}
+    group_id_N = torch.tensor([0, 0, 0, 1])
+    advantages_N = built.outcome_advantages(
+        Outcomes(rewards_N, group_id_N, lens_N, torch.zeros(4).bool(), parts, {"r": 1.0})
+    )
+    others_N = built.outcome_advantages(
+        Outcomes(rewards_N[:3], group_id_N[:3], lens_N[:3], torch.zeros(3).bool(), {"r": rewards_N[:3]}, {"r": 1.0})
+    )
+    assert advantages_N[3] == pytest.approx(0.0, abs=1e-12)
+    assert advantages_N[:3].sign().tolist() == others_N.sign().tolist() == [-1.0, 1.0, 0.0]
+
+
 def test_an_algorithm_from_a_dotted_path_must_give_its_defaults() -> None:
     with pytest.raises(TypeError, match="gives no default for advantage_std"):
         resolve(AlgorithmConfig(name=f"{__name__}:Open"))

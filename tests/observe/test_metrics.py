@@ -34,12 +34,35 @@ def test_outcome_metrics_by_hand():
     expected = {
         "critic/score/mean": 0.5, "critic/score/max": 1.0, "critic/score/min": 0.0, "critic/rewards/mean": 0.75,
         "critic/advantages/min": -1.0, "prompt_length/mean": 4.0, "response_length/mean": 5.0,
-        "response_length/clip_ratio": 0.25, "reward/exact_match/mean": 0.5, "reward/failed_frac": 0.25,
+        "response_length/clip_ratio": 0.25, "reward/exact_match/mean": 0.5,
         "rollout/token_checksum": 2.0,
         "group/zero_variance_frac": 0.5, "group/reward_std/mean": 0.25, "group/best/mean": 0.75,
     }  # fmt: skip
     for name, value in expected.items():
         assert found[name] == pytest.approx(value, abs=EXACT), name
+
+
+def test_scoring_metrics_count_what_failed_and_what_has_no_score():
+    assert metrics.scoring_metrics(table()) == {"reward/failed_frac": 0.25, "reward/num_missing": 0.0}
+    assert metrics.scoring_metrics(without_score(0)) == {"reward/failed_frac": 0.25, "reward/num_missing": 1.0}
+
+
+def test_a_sample_without_a_score_is_in_no_held_out_mean():
+    found = metrics.evaluation_metrics(without_score(0))  # of prompt 5, whose other sample has 0.5
+    expected = {
+        "val/accuracy": 1 / 3, "val/reward/mean": 0.5, "val/reward/min": 0.0, "val/num_prompts": 2.0,
+        "val/num_missing": 1.0, "val/accuracy/mean@2": 0.25, "val/reward/best@2": 0.75,
+        "val/response_length/mean": 14 / 3,
+    }  # fmt: skip
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, abs=EXACT), name
+
+
+def without_score(row):
+    """The table with no reward in that row of it."""
+    changed = table()
+    changed.rows_NC[row, COLUMNS.index("reward")] = math.nan
+    return changed
 
 
 def test_evaluation_metrics_by_hand():

@@ -1,3 +1,4 @@
+import math
 import os
 import signal
 import subprocess
@@ -112,7 +113,7 @@ def test_a_failing_cheap_function_names_its_sample_too():
     with scorer("exact_match", "numeric") as judge:
         judge.score(samples)
     assert samples[0].reward == 2.0
-    assert samples[1].reward == 0.0
+    assert math.isnan(samples[1].reward) and samples[1].reward_parts == {}
     assert "reward 'exact_match' or 'numeric' failed on train.jsonl:5" in samples[1].reward_error
 
 
@@ -171,7 +172,7 @@ def test_workers_start_without_torch_and_keep_their_output_to_themselves(capfd):
 
 def test_math_runs_in_a_worker_under_the_time_limit():
     samples = [rollout(text, answer="1/2") for text in (r"\boxed{2/4}", r"\boxed{0.5}", r"\boxed{9^{9^{9^9}}}")]
-    with scorer("math", max_failed_frac=1.0, time_limit_s=60.0) as judge:
+    with scorer("math", max_failed_frac=1.0, time_limit_s=60.0, error_value=0.0) as judge:
         judge.score(samples[:2])  # the first parse of a worker builds the grammar
         judge._pool._workers[0]._time_limit_s = TIME_LIMIT_S
         judge.score(samples[2:])
@@ -272,7 +273,9 @@ def test_stray_bytes_fail_their_sample_and_shift_nothing(texts):
 @pytest.mark.parametrize("way", ["here", "program", "many"])
 def test_memory_is_limited(way):
     samples = [rollout("little"), rollout(way, uid=1), rollout("little", uid=2)]
-    with scorer(f"{HERE}:allocates", memory_limit_mb=400, time_limit_s=60.0, max_failed_frac=1.0) as judge:
+    with scorer(
+        f"{HERE}:allocates", memory_limit_mb=400, time_limit_s=60.0, max_failed_frac=1.0, error_value=0.0
+    ) as judge:
         judge.score(samples)
     assert [item.reward for item in samples] == [1.0, 0.0, 1.0]
     assert ("CalledProcessError" if way == "program" else "reward.memory_limit_mb=400") in samples[1].reward_error

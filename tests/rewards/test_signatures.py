@@ -1,11 +1,14 @@
 """Reward functions of verl and of TRL run as they are; TRL's own give what TRL gets from them."""
 
+import math
 import re
+from hashlib import sha256
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from trl.rewards import think_format_reward
+import trl.rewards
 
 from mrl.config import DataConfig, RewardConfig, RewardFunctionConfig
 from mrl.data.prompts import load_training
@@ -14,6 +17,12 @@ from mrl.errors import UserError
 from mrl.rewards.scorer import Scorer
 from mrl.types import Rollout
 from tests.data.folders import byte_bpe_folder
+from tests.rewards.verl.gsm8k import compute_score
+
+GSM8K = Path(__file__).parent / "verl" / "gsm8k.py"
+"""verl/utils/reward_score/gsm8k.py (Copyright 2024 Bytedance Ltd., Apache License 2.0) as verl 0.9.1 has it."""
+
+GSM8K_OF_VERL_0_9_1 = "497c6e32b708d0bc8803b5a048ca5983de7756eb9c146abdc56e6f5d28767189"
 
 ROWS = [
     {
@@ -173,17 +182,32 @@ def test_functions_of_trl_run_as_they_are(folder, tokenizer):
 
 def test_no_opinion_of_a_trl_function_counts_nothing_and_its_logs_are_facts(folder, tokenizer):
     rollouts = scored(folder, tokenizer, f"{folder}/trls.py:sometimes", ["12", "34"])
-    assert [one.reward for one in rollouts] == [1.0, 0.0]
+    assert rollouts[0].reward == 1.0 and math.isnan(rollouts[1].reward)  # as in TRL: it has no score, and not 0
     assert [one.reward_parts for one in rollouts] == [{"sometimes": 1.0}, {}]
     assert not any(one.reward_error for one in rollouts)
     assert rollouts[0].reward_facts == {"score": 1.0, "num_ids": float(len(rollouts[0].response_ids)), "said": "12"}
 
 
-def test_trls_own_reward_gives_what_trl_gets_from_it(folder, tokenizer):
+@pytest.mark.parametrize("place", ["trl.rewards", Path(trl.rewards.__file__).with_name("format_rewards.py")])
+def test_trls_own_reward_gives_what_trl_gets_from_it(folder, tokenizer, place):
     texts = ["<think>\na\n</think>\nb", "b", "<think>a</think>"]
     chats = [[{"role": "assistant", "content": text}] for text in texts]
-    rollouts = scored(folder, tokenizer, "trl.rewards:think_format_reward", texts)
-    assert [one.reward for one in rollouts] == think_format_reward(chats)
+    rollouts = scored(folder, tokenizer, f"{place}:think_format_reward", texts)
+    assert [one.reward for one in rollouts] == trl.rewards.think_format_reward(chats)
+
+
+def test_verls_own_gsm8k_file_gives_what_verl_gets_from_it(folder, tokenizer):
+    assert sha256(GSM8K.read_bytes()).hexdigest() == GSM8K_OF_VERL_0_9_1
+    texts = ["so #### 1", "#### 1,000", "#### 3 or 4", "no answer"]
+    rollouts = scored(folder, tokenizer, f"{GSM8K}:compute_score", texts)
+    truths = [row["reward_model"]["ground_truth"] for row in ROWS]
+    assert [one.reward for one in rollouts] == [compute_score(*pair) for pair in zip(texts, truths, strict=True)]
+    assert [one.reward for one in rollouts] == [1.0, 0.0, 1.0, 0.0]
+    flexible = {"method": "flexible", "format_score": 0.1}
+    found = scored(folder, tokenizer, f"{GSM8K}:compute_score", texts, kwargs=flexible)
+    assert [one.reward for one in found] == [
+        compute_score(*pair, **flexible) for pair in zip(texts, truths, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ class Plain(Logger):
         for row in rows if phase == "val" else ():
             answer = "" if row["answer"] is None else f"  answer {visible(row['answer'])}"
             prompt, response = visible(row["prompt"]), visible(row["response"])
-            self._line(f"  {prompt} -> {response}{answer}  reward {short(row['reward'])}")
+            self._line(f"  {prompt} -> {response}{answer}  reward {_reward(row)}")
 
     def note(self, text: str) -> None:
         """As it is."""
@@ -258,16 +258,20 @@ def evaluation_words(metrics: Mapping[str, float], before: float | None) -> str:
 
 
 def sample_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Prompt, response, answer and reward; positive rewards green."""
+    """Prompt, response, answer and reward ("none" without a score); positive rewards green."""
     table = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False)
     for name in ("prompt", "response", "answer"):
         table.add_column(name, overflow="fold", ratio=None)
     table.add_column("reward", justify="right")
     for row in rows:
         answer = "" if row["answer"] is None else visible(row["answer"])
-        reward = Text(short(row["reward"]), style="green" if row["reward"] > 0 else "red")
+        reward = Text(_reward(row), style="green" if (row["reward"] or 0) > 0 else "red")
         table.add_row(Text(visible(row["prompt"])), Text(visible(row["response"])), Text(answer), reward)
     return table
+
+
+def _reward(row: Mapping[str, Any]) -> str:
+    return "none" if row["reward"] is None else short(row["reward"])
 
 
 def spark(values: Sequence[float], most: int) -> str:

@@ -537,7 +537,16 @@ class DataConfig:
     answer_key: str = "answer"
     """Column with the ground truth; rows without "answer" that have verl's "reward_model.ground_truth" give that."""
     response_key: Optional[str] = None
-    """Column with the response that supervised steps imitate; null: the answer."""
+    """Column with the response that supervised steps imitate, a text or chat messages; null: the answer."""
+    messages_key: str = "messages"
+    """Column with a whole conversation, in rows without `prompt_key`: the prompt is what comes before the assistant's
+    last turn, and supervised steps imitate the assistant."""
+    train_on_turns: Literal["all", "last"] = "all"
+    """Which of the assistant's turns supervised steps imitate; everything else is masked. last: also with chat
+    templates that render a turn otherwise once the conversation goes on."""
+    overlong_responses: Literal["error", "truncate_right"] = "error"
+    """What happens to responses of supervised steps longer than `rollout.response_length`, and to conversations longer
+    than that and `rollout.prompt_length`."""
     source_key: Optional[str] = None
     """Column that names a row's data set; null: "data_source" where a row has it, else the task, or the file's stem."""
     system_prompt: Optional[str] = None

@@ -1,6 +1,5 @@
 """Every field of the config changes something that can be observed, or says where it is and why not here."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,7 +7,7 @@ import pytest
 
 from mrl.config import Config, RewardFunctionConfig
 from mrl.schema.keys import dotted_keys
-from tests.data.folders import CHATML, byte_bpe_folder
+from tests.data.fields import COLUMNS, TALKS, WARM, write
 from tests.observed import Facts, bounds, course, files, laid, read
 from tests.source import ROOT
 
@@ -59,7 +58,6 @@ WEIGHED = (*FAR, f"{CORRECTION}.loss_type=reinforce", f"{CORRECTION}.rollout_is=
 REJECTED = (*FAR, f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=1.01")
 SAMPLED = ("rollout.val_kwargs.do_sample=true",)
 VAL = "rollout.val_kwargs"
-WARM = ("train.warm_start={num_steps: 2, batch_size: 2}",)
 NARROW = ("rollout.max_num_batched_tokens=13",)
 SINGLE = ("rollout.n=1", "algorithm.singleton_group=reward")
 EXACT = ("reward.functions=[{name: exact_match}]", "algorithm.dynamic_sampling=true", "algorithm.max_sampling_rounds=2")
@@ -69,20 +67,6 @@ RUN = (
     "train={num_steps: 3, eval_interval: 1}",
     "checkpoint={interval: 1, keep_last: 2, keep_best: 1, best_metric: val/reward/mean}",
     "observe.num_samples=1",
-)
-FILES = (
-    "data.task=null",
-    "data.task_kwargs={}",
-    "data.train_files=[{folder}/rows.jsonl]",
-    "data.val_files=[{folder}/rows.jsonl]",
-)
-CHAT = (
-    *FILES,
-    "data.prompt_key=chat",
-    "model.tokenizer={folder}/tokenizer",
-    "model.overrides.vocab_size=320",
-    "rollout.prompt_length=64",
-    "actor.max_tokens_per_microbatch=128",
 )
 
 ROWS = {
@@ -289,23 +273,8 @@ ROWS = {
     "reward.functions[].name": row("reward.functions[0].name=math"),
     "reward.functions[].weight": row("reward.functions[1].weight=0.2"),
     "reward.functions[].kwargs": row("reward.functions[1].kwargs.target=4"),
-    "data.task": row("data.task=subtraction", by=read, refused="there is no 'subtraction'"),
-    "data.task_kwargs": row("data.task_kwargs.max_value=3", by=read),
-    "data.train_files": row("data.train_files=[{folder}/more.jsonl]", given=FILES, by=read),
-    "data.val_files": row("data.val_files=[{folder}/more.jsonl]", given=FILES, by=read),
-    "data.prompt_key": row("data.prompt_key=question", given=FILES, by=read),
-    "data.answer_key": row("data.answer_key=other", given=FILES, by=read),
-    "data.response_key": row("data.response_key=other", given=FILES, by=read),
-    "data.source_key": row("data.source_key=other", given=FILES, by=read),
-    "data.system_prompt": row("data.system_prompt=Sum up.", given=CHAT, by=read),
-    "data.chat_template": row("data.chat_template={folder}/other.jinja", given=CHAT, by=read),
-    "data.apply_chat_template": row(
-        "data.apply_chat_template=always", given=(*CHAT, "data.prompt_key=prompt"), by=read
-    ),
-    "data.shuffle": row("data.shuffle=false", by=read),
-    "data.overlong_prompts": row(
-        "data.overlong_prompts=drop", given=("rollout.prompt_length=6", "data.overlong_prompts=truncate_left"), by=read
-    ),
+    **{key: row(*changed, given=given, by=read, refused=refused) for key, (changed, given, refused) in COLUMNS.items()},
+    "data.train_on_turns": row("data.train_on_turns=last", given=TALKS),
     "checkpoint.interval": row("checkpoint.interval=0", given=RUN, by=files),
     "checkpoint.keep_last": row("checkpoint.keep_last=1", given=RUN, by=files),
     "checkpoint.keep_best": row("checkpoint.keep_best=4", given=RUN, by=files),
@@ -351,19 +320,7 @@ def test_what_is_observed_elsewhere_is_there(key):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Rows, a tokenizer and a template that overrides name as {folder}."""
-    made = tmp_path_factory.mktemp("files")
-    for name, first in (("rows", 1), ("more", 5)):
-        rows = [
-            {
-                "prompt": f"<{i}+1>", "question": f"<1+{i}>", "chat": [{"role": "user", "content": f"{i}+1"}],
-                "answer": str(i + 1), "other": str(i),
-            }
-            for i in range(first, first + 4)
-        ]  # fmt: skip
-        (made / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in rows))
-    byte_bpe_folder(made / "tokenizer")
-    (made / "other.jinja").write_text(CHATML.replace("<|im_end|>", ""))
-    return made
+    return write(tmp_path_factory.mktemp("files"))
 
 
 @pytest.mark.parametrize("key", ROWS)

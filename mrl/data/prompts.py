@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mrl.config import DataConfig
+from mrl.data.conversations import Messages, checked, described, whole
 from mrl.data.rows import Row, Rows, TaskRows, open_files
 from mrl.data.shuffle import Shuffle
 from mrl.data.tasks import make_task
@@ -83,14 +84,16 @@ class PromptEncoder:
                 )
             ids = ids[-self._prompt_length :]
             text = self._tokenizer.decode(ids)
-        used = {self._prompt_key.partition(".")[0], self._answer_column(row).partition(".")[0]}
+        asked = self._data.messages_key if self._prompt_key not in row else self._prompt_key
+        used = {asked, self._prompt_key.partition(".")[0], self._answer_column(row).partition(".")[0]}
         extra = {name: value for name, value in row.items() if name not in used}
         return Prompt(uid, tuple(ids), text, answer, extra, source, named or data_source, question, row)
 
-    def _question(self, row: Row, source: str) -> str | list[dict[str, Any]]:
+    def _question(self, row: Row, source: str) -> str | Messages:
         """The prompt as a string to encode as it stands, or as messages for the chat template."""
         data = self._data
-        value = _column(row, self._prompt_key, source, "data.prompt_key")
+        conversation = whole(row, source, data)
+        value = _column(row, self._prompt_key, source, "data.prompt_key") if conversation is None else conversation[0]
         if isinstance(value, str):
             if data.apply_chat_template == "always":
                 return self._with_system([{"role": "user", "content": value}])
@@ -100,24 +103,31 @@ class PromptEncoder:
                     "data.apply_chat_template=always, or data.system_prompt=null."
                 )
             return value
-        messages = _messages(value, source, self._prompt_key)
+        key = self._prompt_key if conversation is None else data.messages_key
+        messages = checked(value, source, f"column '{key}'")
         if data.apply_chat_template == "never":
             raise UserError(
-                f"{source}: column '{self._prompt_key}' holds chat messages, which need the chat template, but "
+                f"{source}: column '{key}' holds chat messages, which need the chat template, but "
                 "data.apply_chat_template=never. Set it to auto, or use strings."
             )
         return self._with_system(messages)
 
-    def _with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _with_system(self, messages: Messages) -> Messages:
         if self._data.system_prompt is None or messages[0]["role"] == "system":
             return messages
         return [{"role": "system", "content": self._data.system_prompt}, *messages]
 
     def _answer(self, row: Row, source: str) -> str | None:
-        """The answer as a string. Numbers are accepted; a whole number in a float column (49.0) reads "49"."""
+        """The answer as a string. Numbers are accepted; a whole number in a float column (49.0) reads "49".
+
+        Of a whole conversation without such a column it is the assistant's last message.
+        """
         if not self._answer_key:
             return None
         key = self._answer_column(row)
+        if key == "answer" not in row and (conversation := whole(row, source, self._data)) is not None:
+            said: str = conversation[1][0]["content"]
+            return said
         value = _column(row, key, source, "data.answer_key")
         if value is None or isinstance(value, str):
             return value
@@ -128,7 +138,7 @@ class PromptEncoder:
         if key == VERL_ANSWER:
             return json.dumps(value, ensure_ascii=False, default=str)
         raise UserError(
-            f"{source}: column '{key}' holds {_shown(value)}, expected a string or a number (data.answer_key)."
+            f"{source}: column '{key}' holds {described(value)}, expected a string or a number (data.answer_key)."
         )
 
     def _answer_column(self, row: Row) -> str:
@@ -146,8 +156,8 @@ class PromptEncoder:
         if isinstance(value, str) and value.isprintable() and value.strip():
             return value
         raise UserError(
-            f"{source}: column '{key}' holds {_shown(value)}, expected the name of a data set, such as 'openai/gsm8k' "
-            "(data.source_key)."
+            f"{source}: column '{key}' holds {described(value)}, expected the name of a data set, such as "
+            "'openai/gsm8k' (data.source_key)."
         )
 
 
@@ -305,33 +315,6 @@ def load_validation(data: DataConfig, tokenizer: Tokenizer, *, prompt_length: in
     return prompts
 
 
-def supervised_example(
-    prompt: Prompt, tokenizer: Tokenizer, response_key: str | None = None
-) -> tuple[list[int], list[int]]:
-    """Prompt ids, and the ids of the response to imitate with the end token: one example of a supervised step.
-
-    Args:
-        prompt: Of the stream.
-        tokenizer: Encodes the response.
-        response_key: Column that holds the response (`data.response_key`); None: the answer.
-
-    Raises:
-        UserError: The prompt has no such response, or the tokenizer cannot encode it.
-    """
-    response = prompt.answer if response_key is None else prompt.extra.get(response_key)
-    if not isinstance(response, str):
-        key = "data.answer_key" if response_key is None else f"data.response_key={response_key}"
-        raise UserError(
-            f"{prompt.source}: supervised steps need a response to imitate, but {key} gives {_shown(response)}; "
-            "expected a string."
-        )
-    try:
-        ids = tokenizer.encode(response)
-    except UserError as error:
-        raise UserError(f"{prompt.source}: response {response!r}: {error}") from error
-    return list(prompt.prompt_ids), [*ids, tokenizer.eos_ids[0]]
-
-
 def _rows(data: DataConfig, encoder: PromptEncoder, side: str) -> Rows:
     if data.task is None:
         return open_files(data.train_files if side == "train" else data.val_files, f"data.{side}_files", encoder.check)
@@ -353,18 +336,3 @@ def _column(row: Row, key: str, source: str, config_key: str) -> Any:
             raise UserError(f"{source}: there is no column '{key}' ({config_key}). Columns: {', '.join(row)}.{hint}")
         value = value[part]
     return value
-
-
-def _messages(value: Any, source: str, key: str) -> list[dict[str, Any]]:
-    wrong = f"{source}: column '{key}' holds {_shown(value)}, expected a string or a list of chat messages"
-    if not isinstance(value, list) or not value:
-        raise UserError(f"{wrong}, such as [{{'role': 'user', 'content': '...'}}].")
-    for message in value:
-        if not isinstance(message, dict) or not all(isinstance(message.get(name), str) for name in ("role", "content")):
-            raise UserError(f"{wrong}; the message {_shown(message)} lacks a 'role' or 'content' that is a string.")
-    return value
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

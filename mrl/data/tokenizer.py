@@ -86,6 +86,14 @@ class Tokenizer(ABC):
         """
 
     @abstractmethod
+    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of a text as it stands, and the characters [first, end) of it that each stands for.
+
+        Raises:
+            UserError: The text holds what the tokenizer cannot encode, or it cannot tell the places.
+        """
+
+    @abstractmethod
     def _write_files(self, folder: Path) -> None:
         """Writes the files from which transformers' AutoTokenizer loads a tokenizer with the same ids."""
 
@@ -165,6 +173,10 @@ class CharTokenizer(Tokenizer):
             f"the character tokenizer '{self.name}' has no chat template. Use prompts that are strings, with "
             "data.apply_chat_template=auto or never, or a Hugging Face tokenizer."
         )
+
+    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """See `Tokenizer.encode_with_places`."""
+        return self.encode(text), [(place, place + 1) for place in range(len(text))]
 
     def _write_files(self, folder: Path) -> None:
         """See `Tokenizer`: a word-level model over single characters, which refuses unknown ones as this does."""
@@ -296,6 +308,19 @@ class HFTokenizer(Tokenizer):
             )
         except Exception as error:  # a template is a program of the user's, and may raise anything
             raise UserError(f"the chat template of '{self.name}' failed: {first_line(error)}.") from error
+
+    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """See `Tokenizer.encode_with_places`."""
+        if not self._tokenizer.is_fast:
+            raise UserError(
+                f"the tokenizer '{self.name}' has no tokenizer.json and cannot tell which characters a token stands "
+                "for, which conversations need. Save it as a fast tokenizer."
+            )
+        try:
+            found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise UserError(f"the tokenizer '{self.name}' cannot encode {text[:60]!r}: {first_line(error)}.") from error
+        return list(found["input_ids"]), [(int(first), int(end)) for first, end in found["offset_mapping"]]
 
     def _write_files(self, folder: Path) -> None:
         """See `Tokenizer`: the files as they are, and the chat template in use."""

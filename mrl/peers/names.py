@@ -1,4 +1,4 @@
-"""What other trainers call what mrl has: verl's keys, fields of TRL's GRPOConfig, arguments of Megatron.
+"""What other trainers call what mrl has: verl's keys, fields of TRL's configs, arguments of Megatron.
 
 Owns the sentences that an unknown key, or another trainer's value, is answered with.
 """
@@ -52,8 +52,10 @@ TRL = {
     "save_total_limit": "checkpoint.keep_last",
     "eval_steps": "train.eval_interval",
     "report_to": "observe.wandb_project",
+    "assistant_only_loss": "data.train_on_turns",
+    "chat_template_path": "data.chat_template",
 }
-"""Field of TRL's GRPOConfig, or argument of its GRPOTrainer -> mrl's key."""
+"""Field of TRL's GRPOConfig or SFTConfig, or argument of its GRPOTrainer -> mrl's key."""
 
 MEGATRON = {
     "global_batch_size": "train.batch_size",

@@ -23,7 +23,11 @@ def idle_rules(config: Config, grid: Grid, *, supervised: bool = False) -> Itera
         grid: The layout.
         supervised: The algorithm samples nothing.
     """
-    for key, ignored, reason in (*_training(config, grid, supervised), *_sampling(config, supervised), *_data(config)):
+    for key, ignored, reason in (
+        *_training(config, grid, supervised),
+        *_sampling(config, supervised),
+        *_data(config, supervised),
+    ):
         if ignored:
             yield f"{key} is set, but would have no effect because {reason}. Remove it, or change that."
 
@@ -62,12 +66,17 @@ def _sampling(config: Config, supervised: bool) -> Iterator[Case]:
     yield "rollout.val_kwargs.top_k, top_p or min_p", val.greedy and cut, greedy
 
 
-def _data(config: Config) -> Iterator[Case]:
+def _data(config: Config, supervised: bool) -> Iterator[Case]:
     data, default = config.data, DataConfig()
     yield "data.task_kwargs", bool(data.task_kwargs) and data.task is None, "data.task is null"
-    for name in ("prompt_key", "answer_key"):
+    for name in ("prompt_key", "answer_key", "messages_key"):
         is_set = getattr(data, name) != getattr(default, name)
         yield f"data.{name}", is_set and data.task is not None, "data.task makes its own columns"
+    nothing = not supervised and not config.train.warm_start.num_steps
+    for name in ("train_on_turns", "overlong_responses"):
+        value = getattr(data, name)
+        why = "no step is supervised (algorithm.name=sft, or train.warm_start.num_steps)"
+        yield f"data.{name}={value}", nothing and value != getattr(default, name), why
     never = data.apply_chat_template == "never"
     yield "data.chat_template", data.chat_template is not None and never, "data.apply_chat_template is never"
     idle = all(function.weight == 0 for function in config.reward.functions)

@@ -130,7 +130,7 @@ def shrunk_config(config: Config, found: Resolved, sizes: Sizes, folder: Path) -
             ),
         ),
         reward=config.reward if found.algorithm.supervised else _reward(config.reward),
-        data=_data(config.data, rollout.prompt_length < config.rollout.prompt_length),
+        data=_data(config, rollout, imitates=found.algorithm.supervised or config.train.warm_start.num_steps > 0),
         checkpoint=replace(config.checkpoint, interval=min(config.checkpoint.interval, 1)),
         observe=replace(observe, console="plain", wandb_project=None, num_samples=min(observe.num_samples, 2)),
     )
@@ -276,8 +276,14 @@ def _reward(reward: RewardConfig) -> RewardConfig:
     return replace(reward, functions=[*reward.functions, VARIETY], num_workers=1)
 
 
-def _data(data: DataConfig, truncated: bool) -> DataConfig:
-    return replace(data, overlong_prompts="truncate_left") if truncated else data
+def _data(config: Config, rollout: RolloutConfig, *, imitates: bool) -> DataConfig:
+    """Rows cut to the lengths of the small run, where its steps are given their responses these too."""
+    data = config.data
+    if rollout.prompt_length < config.rollout.prompt_length:
+        data = replace(data, overlong_prompts="truncate_left")
+    if imitates and rollout.response_length < config.rollout.response_length:
+        data = replace(data, overlong_responses="truncate_right")
+    return data
 
 
 def _model(model: ModelConfig, arch: ArchSpec, small: ArchSpec, folder: Path) -> ModelConfig:

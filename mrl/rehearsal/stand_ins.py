@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from mrl.config import Config
+from mrl.config import Config, DataConfig
 from mrl.errors import UserError
 from mrl.formats.hub import local_folder
 from mrl.models.presets import PRESETS
@@ -80,10 +80,7 @@ def with_stand_ins(config: Config) -> tuple[Config, list[str]]:
         keys = [key for key in ("data.train_files", "data.val_files") if key in missing]
         why = f"{keys[0]}: '{missing[keys[0]]}' is not here" if keys else "the data need the tokenizer that is not here"
         told.append(f"{why}: sums stand in for all prompts (data.task={TASK}); templates and columns are not rehearsed")
-        data = replace(
-            data, task=TASK, task_kwargs={}, train_files=[], val_files=[], response_key=None, system_prompt=None,
-            chat_template=None, apply_chat_template="auto",
-        )  # fmt: skip
+        data = DataConfig(task=TASK, shuffle=data.shuffle, overlong_prompts=data.overlong_prompts)
     rollout = config.rollout
     if "rollout.engine_dir" in missing:
         told.append(f"rollout.engine_dir={rollout.engine_dir} is not here: its engines are not compared with the run")

@@ -9,34 +9,26 @@ import torch
 from torch import Tensor
 
 from mrl.config import Config
+from mrl.data.examples import Encoder, Example
 from mrl.data.packing import balance
-from mrl.data.prompts import supervised_example
 from mrl.data.tokenizer import Tokenizer
 from mrl.distributed.groups import ProcessGroups
-from mrl.errors import UserError
 from mrl.types import Prompt, RolloutBatch
 
 
-def examples(prompts: list[Prompt], tokenizer: Tokenizer, config: Config) -> list[tuple[list[int], list[int]]]:
-    """Prompt ids and response ids of each prompt.
+def examples(prompts: list[Prompt], tokenizer: Tokenizer, config: Config) -> list[Example]:
+    """What a supervised step imitates of each prompt.
 
     Args:
         prompts: Of the stream.
         tokenizer: Encodes the responses.
-        config: `data.response_key` and `rollout.response_length` are read.
+        config: Columns of `data`, and lengths of `rollout`.
 
     Raises:
         UserError: A prompt has no response, or one that is too long.
     """
-    limit = config.rollout.response_length
-    pairs = [supervised_example(prompt, tokenizer, config.data.response_key) for prompt in prompts]
-    for prompt, (_, response) in zip(prompts, pairs, strict=True):
-        if len(response) > limit:
-            raise UserError(
-                f"{prompt.source}: the response to imitate has {len(response)} tokens with its end token, more than "
-                f"rollout.response_length={limit}. Raise it, or shorten the response."
-            )
-    return pairs
+    encoder = Encoder(tokenizer, config.data, config.rollout)
+    return [encoder.supervised(prompt) for prompt in prompts]
 
 
 def supervised_batch(
@@ -48,7 +40,7 @@ def supervised_batch(
         prompts: The same on every rank.
         tokenizer: Encodes the responses.
         groups: Who sits where.
-        config: `data.response_key` and `rollout.response_length` are read.
+        config: As for `examples`.
 
     Returns:
         The share, and the (prompt, response) lengths of all examples, int64 [N, 2].
@@ -56,20 +48,23 @@ def supervised_batch(
     Raises:
         UserError: A prompt has no response, or one that is too long.
     """
-    pairs = examples(prompts, tokenizer, config)
-    shares = balance([len(ids) + len(response) for ids, response in pairs], groups.grid.dp)
-    rows = sorted(shares[groups.coords.dp])
-    prompt_lens = torch.tensor([len(pairs[row][0]) for row in rows], dtype=torch.int64)
-    response_lens = torch.tensor([len(pairs[row][1]) for row in rows], dtype=torch.int64)
-    num_response = int(response_lens.sum())
+    found = examples(prompts, tokenizer, config)
+    lens = [(len(example.prompt_ids), len(example.response_ids)) for example in found]
+    rows = sorted(balance([sum(both) for both in lens], groups.grid.dp)[groups.coords.dp])
+    own = [found[row] for row in rows]
+    mask_R = torch.tensor([each for example in own for each in example.trained], dtype=torch.bool)
     batch = RolloutBatch(
-        tokens_P=torch.tensor([i for row in rows for i in (*pairs[row][0], *pairs[row][1])], dtype=torch.int64),
-        prompt_lens_B=prompt_lens,
-        response_lens_B=response_lens,
-        response_mask_R=torch.ones(num_response, dtype=torch.bool),
-        rollout_logprobs_R=torch.zeros(num_response),
-        group_id_B=torch.tensor([prompts[row].uid for row in rows], dtype=torch.int64),
+        tokens_P=_ids([i for example in own for i in (*example.prompt_ids, *example.response_ids)]),
+        prompt_lens_B=_ids([lens[row][0] for row in rows]),
+        response_lens_B=_ids([lens[row][1] for row in rows]),
+        response_mask_R=mask_R,
+        rollout_logprobs_R=torch.zeros(mask_R.numel()),
+        group_id_B=_ids([prompts[row].uid for row in rows]),
         rewards_B=torch.zeros(len(rows)),
         truncated_B=torch.zeros(len(rows), dtype=torch.bool),
     )
-    return batch, torch.tensor([[len(ids), len(response)] for ids, response in pairs], dtype=torch.int64)
+    return batch, torch.tensor(lens, dtype=torch.int64)
+
+
+def _ids(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)

@@ -5,7 +5,7 @@ import pyarrow.parquet
 import pytest
 
 from mrl.config import DataConfig, ModelConfig
-from mrl.data.prompts import VALIDATION_UID, load_training, load_validation, supervised_example
+from mrl.data.prompts import VALIDATION_UID, load_training, load_validation
 from mrl.data.tokenizer import load_tokenizer
 from mrl.errors import UserError
 from tests.data.folders import byte_bpe_folder
@@ -181,8 +181,6 @@ def test_answers_are_strings(tmp_path, digits, answer, text):
 def test_an_empty_answer_key_means_no_answers(tmp_path, digits):
     prompt = only(digits, tmp_path, {"prompt": "1"}, answer_key="")
     assert prompt.answer is None
-    with pytest.raises(UserError, match=r"need a response to imitate, but data.answer_key gives"):
-        supervised_example(prompt, digits)
 
 
 def test_prompts_cut_on_the_left_keep_their_end(tmp_path, digits):
@@ -193,20 +191,27 @@ def test_prompts_cut_on_the_left_keep_their_end(tmp_path, digits):
     assert prompt.prompt_ids == tuple(digits.encode("56>"))
 
 
-def test_a_supervised_example_takes_the_named_column_and_refuses_a_row_without_it(tmp_path, digits):
-    prompt = only(digits, tmp_path, {"prompt": "<1+2>", "answer": "3", "worked": "1+2>3"})
-    assert supervised_example(prompt, digits, "worked")[1] == digits.encode("1+2>3#")
-    prompt = only(digits, tmp_path, {"prompt": "<1+1>", "answer": "2"})
-    with pytest.raises(UserError, match="data.response_key=worked gives"):
-        supervised_example(prompt, digits, "worked")
+CONVERSATION = {
+    "messages": [
+        {"role": "user", "content": "two?", "name": None},
+        {"role": "assistant", "content": "four", "name": None},
+        {"role": "user", "content": "plus two?", "name": "ann"},
+        {"role": "assistant", "content": "is it six", "name": None},
+    ],
+    "level": 2,
+}
 
 
-def test_a_supervised_example_is_the_answer_and_the_end_token(tmp_path, digits):
-    prompt = only(digits, tmp_path, {"prompt": "<1+2>", "answer": 3})
-    assert supervised_example(prompt, digits) == (digits.encode("<1+2>"), digits.encode("3#"))
-    unknown = only(digits, tmp_path, {"prompt": "<1+2>", "answer": "three"})
-    with pytest.raises(UserError, match=r"one.jsonl:1: response 'three': .* does not know 't'"):
-        supervised_example(unknown, digits)
+def test_of_a_conversation_all_before_the_last_answer_is_the_prompt(tmp_path, chat_tokenizer):
+    prompt = only(chat_tokenizer, tmp_path, CONVERSATION)
+    assert prompt.text.endswith("four<|im_end|>\n<|im_start|>user\nplus two?<|im_end|>\n<|im_start|>assistant\n")
+    assert (prompt.answer, prompt.extra) == ("is it six", {"level": 2})
+    assert prompt.question[0] == {"role": "user", "content": "two?"}  # a key without a value is not there
+    assert only(chat_tokenizer, tmp_path, {**CONVERSATION, "answer": 6}).answer == "6"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([CONVERSATION]), tmp_path / "one.parquet")
+    assert source(chat_tokenizer, [str(tmp_path / "one.parquet")]).next(1)[0].prompt_ids == prompt.prompt_ids
+    asked = {**CONVERSATION, "prompt": "two?", "answer": 4}
+    assert only(chat_tokenizer, tmp_path, asked).text == "two?"
 
 
 @pytest.mark.parametrize(
@@ -214,6 +219,10 @@ def test_a_supervised_example_is_the_answer_and_the_end_token(tmp_path, digits):
     [
         ({"question": "1", "answer": 1}, {}, r"no column 'prompt' \(data.prompt_key\). Columns: question, answer"),
         ({"prompt": "1", "solution": 1}, {}, r"no column 'answer' \(data.answer_key\). Columns: prompt, solution.*''"),
+        ({"messages": [{"role": "user", "content": "1"}]}, {}, "no message of the role 'assistant' .* it has user"),
+        ({"messages": [{"role": "assistant", "content": "1"}]}, {}, "'messages' begins with the assistant"),
+        ({"messages": "1"}, {}, "'messages' holds str '1', expected a string or a list of chat messages"),
+        ({"messages": []}, {}, r"'messages' holds list \[\]"),
         ({"prompt": 7, "answer": 1}, {}, "holds int 7, expected a string or a list of chat messages"),
         ({"prompt": [], "answer": 1}, {}, r"holds list \[\], expected a string or a list of chat messages"),
         ({"prompt": [{"role": "user"}], "answer": 1}, {}, "lacks a 'role' or 'content'"),

@@ -18,6 +18,9 @@ RULES = [
     ([f"{VAL}.do_sample=true", f"{VAL}.temperature=0", f"{VAL}.top_k=2"], 1, f"because {VAL}.temperature is 0"),
     (["data.prompt_key=question"], 1, "data.prompt_key is set, but would have no effect because data.task"),
     (["data.answer_key=solution"], 1, "data.answer_key is set, but would have no effect because data.task"),
+    (["data.messages_key=talk"], 1, "data.messages_key is set, but would have no effect because data.task"),
+    (["data.train_on_turns=last"], 1, "data.train_on_turns=last is set, but would have no effect because no step is"),
+    (["data.overlong_responses=truncate_right"], 1, "would have no effect because no step is supervised"),
     (["checkpoint.best_metric=val/reward/mean"], 1, "because checkpoint.keep_best is 0"),
 ]  # fmt: skip
 

@@ -14,6 +14,7 @@ NO_PATHS = {
     "data.prompt_key": "a column",
     "data.answer_key": "a column",
     "data.response_key": "a column",
+    "data.messages_key": "a column",
     "data.source_key": "a column",
     "data.system_prompt": "a text",
     "checkpoint.best_metric": "a metric",

@@ -1,0 +1,125 @@
+"""What supervised steps imitate: the ids of a prompt, of the response to it, and which of these are trained.
+
+Owns how a row's response, a text or chat messages, becomes tokens with a mask, and what happens where it is too long.
+Rows are read by `prompts.py`; where the assistant speaks is found by `turns.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from mrl.config import DataConfig, RolloutConfig
+from mrl.data.conversations import Messages, checked, described, last_answer, whole
+from mrl.data.tokenizer import Tokenizer
+from mrl.data.turns import Conversation, rendered
+from mrl.errors import UserError
+from mrl.types import Prompt
+
+
+class Example(NamedTuple):
+    """A sequence to imitate.
+
+    Attributes:
+        prompt_ids: All before the first token that is trained, at least one.
+        response_ids: From that token to the last that is trained.
+        trained: Which of these are trained.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    trained: list[bool]
+
+
+class Encoder:
+    """Makes examples of prompts, as the config says."""
+
+    def __init__(self, tokenizer: Tokenizer, data: DataConfig, rollout: RolloutConfig) -> None:
+        """Args: tokenizer: Encodes the responses. data, rollout: Columns, turns and lengths."""
+        self._tokenizer = tokenizer
+        self._data = data
+        self._prompt_length, self._response_length = rollout.prompt_length, rollout.response_length
+
+    def supervised(self, prompt: Prompt) -> Example:
+        """What a supervised step imitates: the whole conversation of the row, else the response to its prompt.
+
+        Raises:
+            UserError: The row has no such response, or one that cannot be used: it names the row.
+        """
+        conversation = whole(prompt.row, prompt.source, self._data)
+        if conversation is not None:
+            return self._of_turns(prompt, conversation[1], first=0)
+        key = self._data.response_key
+        value = prompt.answer if key is None else prompt.row.get(key)
+        return self.answered(prompt, value, "data.answer_key" if key is None else f"data.response_key={key}")
+
+    def answered(self, prompt: Prompt, value: Any, key: str) -> Example:
+        """The prompt with a response to it.
+
+        Args:
+            prompt: Of the stream.
+            value: The response, a text or chat messages.
+            key: What names it in the config, for messages.
+
+        Raises:
+            UserError: It cannot be used: it names the row.
+        """
+        if isinstance(value, list):
+            messages = checked(value, prompt.source, key)
+            last = last_answer(messages, prompt.source, key)
+            if isinstance(prompt.question, str):
+                raise UserError(
+                    f"{prompt.source}: {key} gives chat messages, but the prompt is a plain string. Make both of one "
+                    "kind, or set data.apply_chat_template=always."
+                )
+            return self._of_turns(prompt, messages[: last + 1], first=len(prompt.question))
+        if not isinstance(value, str):
+            raise UserError(
+                f"{prompt.source}: supervised steps need a response to imitate, but {key} gives {described(value)}; "
+                "expected a string, or chat messages."
+            )
+        try:
+            ids = [*self._tokenizer.encode(value), self._tokenizer.eos_ids[0]]
+        except UserError as error:
+            raise UserError(f"{prompt.source}: response {value!r}: {error}") from error
+        limit = self._response_length
+        if len(ids) > limit and self._data.overlong_responses == "error":
+            raise UserError(
+                f"{prompt.source}: the response to imitate has {len(ids)} tokens with its end token, more than "
+                f"rollout.response_length={limit}. Raise it, shorten the response, or set "
+                "data.overlong_responses=truncate_right."
+            )
+        return Example(list(prompt.prompt_ids), ids[:limit], [True] * len(ids[:limit]))
+
+    def _of_turns(self, prompt: Prompt, answer: Messages, *, first: int) -> Example:
+        """The prompt's messages and those of an answer; the assistant's turns from message `first` on are trained."""
+        messages = [*(prompt.question if isinstance(prompt.question, list) else []), *answer]
+        first = len(messages) - 1 if self._data.train_on_turns == "last" else first
+        try:
+            found = rendered(messages, self._tokenizer, first=first)
+        except UserError as error:
+            raise UserError(f"{prompt.source}: {error}") from error
+        ids, trained = self._within_limits(found, prompt.source)
+        if True not in trained:
+            raise UserError(
+                f"{prompt.source}: nothing of what the assistant says is left to imitate in the {len(ids)} tokens that "
+                "rollout.prompt_length and rollout.response_length allow. Raise them, or remove the row."
+            )
+        begin, end = trained.index(True), len(ids) - trained[::-1].index(True)
+        return Example(ids[:begin], ids[begin:end], trained[begin:end])
+
+    def _within_limits(self, found: Conversation, source: str) -> tuple[list[int], list[bool]]:
+        """Ids and which are trained, no more than the config allows; not the first one, which nothing predicts."""
+        ids, data, limit = found.ids[: found.turns[-1][1]], self._data, self._prompt_length + self._response_length
+        trained = [False] * len(ids)
+        for begin, end in found.turns:
+            trained[begin:end] = [True] * (end - begin)
+        if data.overlong_prompts == "truncate_left":
+            cut = max(0, found.turns[-1][0] - self._prompt_length)
+            ids, trained = ids[cut:], trained[cut:]
+        if len(ids) > limit and data.overlong_responses == "error":
+            raise UserError(
+                f"{source}: the conversation has {len(ids)} tokens, more than rollout.prompt_length="
+                f"{self._prompt_length} + rollout.response_length={self._response_length}. Raise them, shorten it, or "
+                "set data.overlong_responses=truncate_right."
+            )
+        return ids[:limit], [False, *trained[1:limit]]

@@ -1,0 +1,80 @@
+"""Where the assistant speaks in a conversation, in tokens.
+
+Owns the search by rendering: the whole conversation gives the ids, and its beginnings say where each turn lies in them.
+It knows no row and no config; what is trained of the turns is `examples.py`'s.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mrl.data.tokenizer import Tokenizer
+from mrl.errors import UserError
+
+Message = Mapping[str, Any]
+
+ADVICE = (
+    "Give a template that renders what was said before in the same way whatever comes after "
+    "(data.chat_template=FILE), or set data.train_on_turns=last."
+)
+
+
+class Conversation(NamedTuple):
+    """A rendered conversation.
+
+    Attributes:
+        ids: Of all of it, as the chat template renders it once.
+        turns: Of each of the assistant's turns that were asked for, in order, its tokens [first, end): what a model
+            would sample at that place, up to and with the first end token.
+    """
+
+    ids: list[int]
+    turns: list[tuple[int, int]]
+
+
+def rendered(messages: Sequence[Message], tokenizer: Tokenizer, *, first: int = 0) -> Conversation:
+    """Renders a conversation, and finds the assistant's turns in it.
+
+    A turn begins where the conversation before it, rendered up to where the assistant begins to answer, ends; and it
+    ends where the conversation with it ends, so both must be beginnings of the whole. A token that stands for
+    characters on both sides of such a place belongs to the turn, as in transformers' `return_assistant_tokens_mask`.
+
+    Args:
+        messages: Up to and with one of the assistant's, and not beginning with one.
+        tokenizer: Has the chat template.
+        first: Index of the first message whose turn is wanted.
+
+    Raises:
+        UserError: There is no chat template, or it refuses the messages, or is not append-only.
+    """
+    whole = tokenizer.render_chat(messages, begins_answer=False)
+    ids, places = tokenizer.encode_with_places(whole)
+    begins, ends = [begin for begin, _ in places], [end for _, end in places]
+    turns = []
+    for index in range(first, len(messages)):
+        if messages[index]["role"] != "assistant":
+            continue
+        start = _length(messages[:index], tokenizer, whole, begins_answer=True)
+        stop = len(whole)
+        if index + 1 < len(messages):
+            stop = _length(messages[: index + 1], tokenizer, whole, begins_answer=False)
+        token, end = bisect_right(ends, start), bisect_left(begins, stop)
+        over = next((place for place in range(token, end) if ids[place] in tokenizer.eos_ids), end - 1)
+        turns.append((token, over + 1))
+    return Conversation(ids, turns)
+
+
+def _length(messages: Sequence[Message], tokenizer: Tokenizer, whole: str, *, begins_answer: bool) -> int:
+    """Characters of a beginning of the conversation."""
+    part = tokenizer.render_chat(messages, begins_answer=begins_answer)
+    if not whole.startswith(part):
+        at = next((index for index, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), len(whole))
+        near = slice(max(0, at - 20), at + 20)
+        raise UserError(
+            f"the chat template of '{tokenizer.name}' is not append-only: it renders the first {len(messages)} "
+            f"messages as ...{part[near]!r}, but as ...{whole[near]!r} with those after them, so that what the "
+            f"assistant said cannot be told apart. {ADVICE}"
+        )
+    return len(part)

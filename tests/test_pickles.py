@@ -13,7 +13,7 @@ PLACES = {
     "mrl/distributed/elastic.py": {"pickle": "what torch's handler made in this process a moment ago, and gets back"},
     "mrl/formats/torch_blob.py": {"pickle": "written; read by an unpickler that knows tensors alone"},
     "mrl/formats/torch_dist.py": {"pickle": "written; read by checkpoint_metadata"},
-    "mrl/rewards/_wire.py": {"pickle": "from the trainer to a process that it started; back comes JSON"},
+    "mrl/processes/wire.py": {"pickle": "from the parent to a process that it started; back comes JSON"},
     "mrl/megatron/checkpoint.py": {"pickle": "the name of its exception"},
 }
 """File -> what it uses, and why nobody else's code runs."""

@@ -1,1 +1,1 @@
-"""Reward functions, one file each; yours run in workers with limits of time (`_remote.py`), memory (`_keeper.py`)."""
+"""Reward functions, one file each; yours run in workers with limits of time and memory (`_pool.py`)."""

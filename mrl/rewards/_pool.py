@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any
 
 from mrl.errors import UserError
+from mrl.processes.channel import wait_for
 from mrl.rewards._call import Outcome
-from mrl.rewards._remote import Worker, wait_for
+from mrl.rewards._remote import Worker
 from mrl.rewards._signatures import Sample
 
 _LOOK_S = 0.5  # between two questions whether to stop
@@ -91,9 +92,9 @@ class WorkerPool:
     def close(self) -> None:
         """Ends the workers and all that their functions started."""
         for worker in self._workers:
-            worker.release()
+            worker.channel.release()
         for worker in self._workers:
-            worker.stop()
+            worker.channel.stop()
 
     def _feed(self, todo: deque[int], samples: Sequence[Sample]) -> None:
         """Gives each idle worker a chunk; one that died while idle is replaced, and no sample is blamed."""
@@ -109,9 +110,9 @@ class WorkerPool:
         """Until there is an answer, the first deadline has come, or it is time to look around."""
         busy = [worker for worker in self._workers if worker.pending]
         first_deadline = min(worker.deadline for worker in busy)
-        wait_for(busy, min(first_deadline - time.monotonic(), _LOOK_S))
+        wait_for([worker.channel for worker in busy], min(first_deadline - time.monotonic(), _LOOK_S))
 
     def _replace(self, slot: int) -> None:
-        self._workers[slot].stop()
+        self._workers[slot].channel.stop()
         self._workers[slot] = self._start()
         self._workers[slot].wait_ready()

@@ -34,7 +34,7 @@ def gone(process_id):
 
 
 def worker_ids(judge):
-    return [worker.process.pid for worker in judge._pool._workers]
+    return [worker.channel.process.pid for worker in judge._pool._workers]
 
 
 def test_cheap_functions_need_no_worker():
@@ -144,7 +144,7 @@ def test_a_worker_killed_between_batches_costs_no_sample():
     with scorer(f"{HERE}:does_what_it_reads", num_workers=2) as judge:
         before = worker_ids(judge)
         os.kill(before[0], signal.SIGKILL)
-        judge._pool._workers[0].process.wait()
+        judge._pool._workers[0].channel.process.wait()
         judge.score(samples)
         assert all(item.reward == 1.0 for item in samples)
         assert worker_ids(judge)[0] != before[0]
@@ -198,7 +198,7 @@ def test_workers_do_not_outlive_a_killed_parent(response):
         "from mrl.rewards._pool import WorkerPool\n"
         f"calls = [('{HERE}:does_what_it_reads', {{}})]\n"
         "pool = WorkerPool(calls, num_workers=1, time_limit_s=600, memory_limit_mb=0)\n"
-        "print(pool._workers[0].process.pid, flush=True)\n"
+        "print(pool._workers[0].channel.process.pid, flush=True)\n"
         f"pool.run([Sample('', {response!r}, None, {{}})], 0)\n"
         "threading.Event().wait()\n"
     )

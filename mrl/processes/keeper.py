@@ -1,4 +1,4 @@
-"""The process around a worker: what a reward function starts ends with it.
+"""The process around a worker: what foreign code starts in it ends with it.
 
 Owns the worker's surroundings: a session of its own, its limit of memory, and its end together with every process that
 it started, however these detached themselves: on Linux orphans come back to the keeper. It runs no foreign code, so it
@@ -15,13 +15,13 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass
 from types import FrameType
 
 import psutil
 
-from mrl.rewards import _wire
+from mrl.processes import wire
 
 MIB = 1 << 20
 
@@ -40,18 +40,32 @@ class Bounds:
     """What the keeper is told by its parent.
 
     Attributes:
+        memory_name: How the user calls the limit of memory, for messages.
         parent: Process id; the keeper ends when it does.
         commands: File descriptor on which the worker reads.
         answers: File descriptor on which worker and keeper write.
         memory_limit_mb: Of the worker and all that it starts together, MiB; 0: none.
         key: Marks what the worker writes.
+        max_processes: Of the worker and all that it starts together, at one time; 0: any number.
     """
 
+    memory_name: str
     parent: int
     commands: int
     answers: int
     memory_limit_mb: int
     key: int
+    max_processes: int
+
+    def arguments(self) -> list[str]:
+        """For the command line of the keeper."""
+        return [str(value) for value in astuple(self)]
+
+    @staticmethod
+    def read(arguments: Sequence[str]) -> Bounds:
+        """What `arguments` wrote."""
+        name, *numbers = arguments
+        return Bounds(name, *map(int, numbers))
 
 
 def keep(bounds: Bounds, work: Callable[[Bounds], None]) -> None:
@@ -74,15 +88,15 @@ def keep(bounds: Bounds, work: Callable[[Bounds], None]) -> None:
             work(bounds)
         os._exit(0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
-    why = _watch(worker, bounds)
+    why, limit = _watch(worker, bounds)
     _end_all()
     if why:
         with contextlib.suppress(OSError):
-            os.write(bounds.answers, _wire.last_words(bounds.key, why))
+            os.write(bounds.answers, wire.last_words(bounds.key, why, limit))
 
 
-def _watch(worker: int, bounds: Bounds) -> str:
-    """How the worker ended, or why it must; "" once the parent is gone or has closed its end."""
+def _watch(worker: int, bounds: Bounds) -> tuple[str, str]:
+    """How the worker ended, or why it must, and the limit's name; "" once the parent is gone or closed its end."""
     woken, wakes = os.pipe()
     for end in (woken, wakes):
         os.set_blocking(end, False)
@@ -93,15 +107,23 @@ def _watch(worker: int, bounds: Bounds) -> str:
     pause_s = _LOOK_S
     while (status := _reap(worker)) is None:
         if os.getppid() != bounds.parent or bounds.commands in dict(poll.poll(pause_s * 1000)):
-            return ""
+            return "", ""
         with contextlib.suppress(BlockingIOError):
             os.read(woken, 4096)
         start = time.monotonic()
-        if bounds.memory_limit_mb and _memory_mb(bounds.memory_limit_mb) > bounds.memory_limit_mb:
+        for limit, most in _exceeded(bounds):
             os.kill(worker, signal.SIGKILL)  # before what it waits for: it must not go on without that
-            return f"with what it started it took more than reward.memory_limit_mb={bounds.memory_limit_mb}"
+            return f"with what it started it took more than {most}", limit
         pause_s = max(_LOOK_S, (time.monotonic() - start) / _LOOK_FRAC)
-    return f"signal {-status}" if status < 0 else f"exit status {status}"
+    return (f"signal {-status}" if status < 0 else f"exit status {status}"), ""
+
+
+def _exceeded(bounds: Bounds) -> Iterator[tuple[str, str]]:
+    """The limits that the worker and what it started exceed together."""
+    if bounds.max_processes and len(psutil.Process().children(recursive=True)) > bounds.max_processes:
+        yield "processes", f"{bounds.max_processes} processes"
+    if bounds.memory_limit_mb and _memory_mb(bounds.memory_limit_mb) > bounds.memory_limit_mb:
+        yield "memory", f"{bounds.memory_name}={bounds.memory_limit_mb}"
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:

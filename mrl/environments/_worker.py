@@ -1,0 +1,96 @@
+"""The worker process: holds the environments of several episodes and lets them answer, one after the other.
+
+Started by `processes/channel.py` as a fresh interpreter, which keeps (`processes/keeper.py`) the process that works.
+It imports no torch and nothing of the parent's main module.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from mrl.environments._making import maker
+from mrl.environments._schemas import schema_of
+from mrl.environments._wire import TooLargeError, observed
+from mrl.environments.base import Environment, Schema
+from mrl.errors import UserError
+from mrl.processes import wire
+from mrl.processes.keeper import Bounds, keep
+
+_MAX_ERROR_CHARS = 2000
+
+
+def run() -> None:
+    """Takes the bounds from the command line and works until the parent closes the pipe."""
+    keep(Bounds.read(sys.argv[1:]), _work)
+
+
+def _work(bounds: Bounds) -> None:
+    """In: (name, kwargs), then (word, ticket, ...). Out: `wire.ready` with the tools, then one line for each word."""
+    own = os.getpid()
+    stream = open(bounds.commands, "rb", closefd=False)  # noqa: SIM115 -- to the end of the process
+    try:
+        name, kwargs = wire.read_command(stream)
+        make, schemas = _loaded(name, kwargs)
+        _write(bounds, wire.ready(bounds.key, "", tools=schemas))
+        episodes: dict[int, Environment] = {}
+        serial = 0
+        while True:
+            answer = _answer(episodes, make, *wire.read_command(stream))
+            if os.getpid() != own:
+                return  # a process that an environment forked, and that came back with it
+            _write(bounds, wire.line(bounds.key, {"serial": serial, **answer}))
+            serial += 1
+    except UserError as error:
+        _write(bounds, wire.ready(bounds.key, str(error)))
+    except (EOFError, ConnectionError):
+        pass
+
+
+def _loaded(name: str, kwargs: dict[str, Any]) -> tuple[Callable[[], Environment], list[Schema]]:
+    """Makes environments, and what the prompt is told of their tools; whatever goes wrong is told as a UserError."""
+    try:
+        make = maker(name, kwargs)
+        schemas = [schema_of(tool) for tool in make().tools]
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"environment '{name}' cannot be made: {type(error).__name__}: {error}.") from error
+    return make, schemas
+
+
+def _answer(
+    episodes: dict[int, Environment], make: Callable[[], Environment], word: str, ticket: int, *args: Any
+) -> dict[str, Any]:
+    """What an episode's environment does; whatever it does wrong is a failure, and the end of the episode."""
+    try:
+        if word == "close":
+            if ticket in episodes:
+                episodes.pop(ticket).close()
+            return {"closed": True}
+        if word == "open":
+            episodes[ticket] = make()
+        environment = episodes[ticket]
+        returned = environment.reset(*args) if word == "open" else environment.step(*args)
+    except MemoryError:
+        return _failure("memory", "MemoryError")
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything
+        episodes.pop(ticket, None)
+        return _failure("error", f"{type(error).__name__}: {error}")
+    try:
+        return {"observation": observed(returned)}
+    except (ValueError, TypeError, AttributeError) as error:
+        episodes.pop(ticket, None)
+        return _failure("too_large" if isinstance(error, TooLargeError) else "malformed", f"it returned {error}")
+
+
+def _failure(kind: str, message: str) -> dict[str, Any]:
+    return {"failure": kind, "message": message[:_MAX_ERROR_CHARS]}
+
+
+def _write(bounds: Bounds, line: bytes) -> None:
+    view = memoryview(line)
+    while view:
+        view = view[os.write(bounds.answers, view) :]

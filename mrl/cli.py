@@ -1,4 +1,4 @@
-"""The command line: `mrl train|evaluate|plan|rehearse|launch|report|from-verl`, the same as `python -m mrl ...`.
+"""The command line: `mrl train|evaluate|serve|plan|rehearse|launch|report|from-verl`, the same as `python -m mrl ...`.
 
 Owns arguments, exit statuses and the one message of a run that ended early: 0 done, 2 a mistake that the user can mend
 (no traceback), 70 a rank failed, hung or was lost (`survival/watchdog.py`, which tells it), 75 a training run that
@@ -204,6 +204,17 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         _show(json.dumps(metrics, indent=1))
 
 
+def _serve(arguments: argparse.Namespace) -> None:
+    from mrl.serve.serve import Listen, check, serve, source
+
+    config, checkpoint = source(arguments.source, arguments.overrides, arguments.checkpoint)
+    listen = Listen(
+        arguments.host, arguments.port, arguments.model_name, variables("MRL_API_KEY").get("MRL_API_KEY", "")
+    )
+    check(listen)
+    serve(config, checkpoint, listen, lambda text: _show(f"mrl: {text}"))
+
+
 def _plan(arguments: argparse.Namespace) -> None:
     from mrl.observe.hardware import load_hardware
     from mrl.plan.plan import describe
@@ -327,6 +338,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_subparsers(metavar="COMMAND", required=True).add_parser
     _train_words(add("train", help="train; continue where the run folder's last checkpoint is"))
     _evaluate_words(add("evaluate", help="score a checkpoint, or the initial model, on held-out prompts"))
+    _serve_words(
+        add("serve", help="answer OpenAI's HTTP requests from a checkpoint, a Hugging Face folder or a config")
+    )
     _plan_words(add("plan", help="print memory, times and the refit's bytes on a cluster of any size, start nothing"))
     _rehearse_words(add("rehearse", help="run it small but whole on this machine's CPU, with a report"))
     _launch_words(add("launch", help="start `mrl train` on several ranks or hosts, by a script of launch/"))
@@ -351,6 +365,23 @@ def _evaluate_words(parser: argparse.ArgumentParser) -> None:
         "--checkpoint", type=_path, metavar="STEP|PATH", help="which one; default: the run folder's newest"
     )
     parser.set_defaults(command=_evaluate)
+
+
+def _serve_words(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", type=_path, metavar="CHECKPOINT|CONFIG",
+        help="a run folder or a checkpoint in it, a Hugging Face folder, or a YAML file",
+    )  # fmt: skip
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="section.key=value, after the file's")
+    parser.add_argument(
+        "--checkpoint", type=_path, metavar="STEP|PATH", help="which one; default: the run folder's newest"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1; any other wants MRL_API_KEY set")
+    parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any that is free")
+    parser.add_argument(
+        "--model-name", metavar="NAME", default="", help="as clients say it; default: the folder's name"
+    )
+    parser.set_defaults(command=_serve)
 
 
 def _plan_words(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from tests.source import PACKAGE, ROOT, imports, modules, name_of, tree_of
 LAYERS = {
     "commands": "__main__ > cli",
     "trials": "rehearsal acceptance campaign doctor from_verl",
-    "programs": "train plan convert",
+    "programs": "train serve plan convert",
     "run": "run",
     "stages": "preflight rollout episodes refit",
     "workers": "megatron engines",

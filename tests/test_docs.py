@@ -64,7 +64,8 @@ def test_commands_are_accepted(command):
     words = shlex.split(command.replace("[key=value ...]", "train.num_steps=3").replace("[", "").replace("]", ""))
     arguments = cli._parse(["configs/quickstart.yaml" if word in ("CONFIG", "my_run.yaml") else word for word in words])
     if "overrides" in arguments:
-        load(ROOT / arguments.config, arguments.overrides)
+        given = getattr(arguments, "config", None) or "configs/quickstart.yaml"  # `serve` takes folders too
+        load(ROOT / given, arguments.overrides)
 
 
 def test_every_command_of_the_command_line_is_told():

@@ -132,7 +132,9 @@ class _Rehearsal:
                 self._preload = (*TRAINING, TOKENIZERS)
             self._done("check", f"{real.ranks}, as mrl train and mrl plan check them")
         small, tokens = self._shrink(real.config, real.found, real.prompt_length)
-        changed, world_size = other_layout(small.config, small.arch, small.grid, tokens)
+        changed, world_size = other_layout(
+            small.config, small.arch, small.grid, tokens, supervised=real.found.algorithm.supervised
+        )
         (self._folder / FIRST).write_text(to_yaml(small.config), encoding="utf-8")
         (self._folder / RESUME).write_text(to_yaml(with_steps(changed, 2)), encoding="utf-8")
         if not options.dry_run:

@@ -163,7 +163,9 @@ def with_steps(config: Config, num_steps: int) -> Config:
     )
 
 
-def other_layout(config: Config, arch: ArchSpec, used: Grid, tokenizer_size: int) -> tuple[Config, int]:
+def other_layout(
+    config: Config, arch: ArchSpec, used: Grid, tokenizer_size: int, *, supervised: bool
+) -> tuple[Config, int]:
     """The small run at a layout of at most two ranks that differs from its own, and its ranks.
 
     Args:
@@ -171,6 +173,7 @@ def other_layout(config: Config, arch: ArchSpec, used: Grid, tokenizer_size: int
         arch: Its model.
         used: Its layout.
         tokenizer_size: Ids that the tokenizer can give.
+        supervised: Its algorithm samples nothing.
     """
     for parallel, world_size in _others(config, arch, used):
         for rollout_tp in (2, 1) if used.rollout_tp == 1 else (1,):
@@ -186,7 +189,7 @@ def other_layout(config: Config, arch: ArchSpec, used: Grid, tokenizer_size: int
             )
             changed, _ = fitting(changed, arch, grid_of(changed, world_size))
             try:
-                preflight.check(changed, arch, world_size, tokenizer_size)
+                preflight.check(changed, arch, world_size, tokenizer_size, supervised=supervised)
             except UserError:
                 continue
             return changed, world_size

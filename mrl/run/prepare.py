@@ -144,7 +144,8 @@ def check_run(config: Config, world_size: int, *, launcher: str | None = None, t
     source = load_training(config.data, tokenizer, prompt_length=prompt_length, seed=config.run.seed)
     found.config, asked = with_num_steps(found.config, source.num_rows), found.config
     if found.config.train.num_steps != asked.train.num_steps:
-        preflight.check_config(found.config, world_size)  # again, with the steps that the epochs give
+        # again, with the steps that the epochs give
+        preflight.check_config(found.config, world_size, supervised=found.algorithm.supervised)
         check_critic(found.config, found.arch, found.critic, found.grid)
     validation = load_validation(config.data, tokenizer, prompt_length=prompt_length)
     best = config.checkpoint.best_metric

@@ -208,9 +208,8 @@ def _serve(arguments: argparse.Namespace) -> None:
     from mrl.serve.serve import Listen, check, serve, source
 
     config, checkpoint = source(arguments.source, arguments.overrides, arguments.checkpoint)
-    listen = Listen(
-        arguments.host, arguments.port, arguments.model_name, variables("MRL_API_KEY").get("MRL_API_KEY", "")
-    )
+    key = variables("MRL_API_KEY").get("MRL_API_KEY", "")
+    listen = Listen(arguments.host, arguments.port, arguments.model_name, key, arguments.tool_format)
     check(listen)
     serve(config, checkpoint, listen, lambda text: _show(f"mrl: {text}"))
 
@@ -380,6 +379,9 @@ def _serve_words(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any that is free")
     parser.add_argument(
         "--model-name", metavar="NAME", default="", help="as clients say it; default: the folder's name"
+    )
+    parser.add_argument(
+        "--tool-format", default="hermes", help="how the model calls tools: hermes, qwen3_coder or llama3_json"
     )
     parser.set_defaults(command=_serve)
 

@@ -24,6 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from mrl.data.tokenizer import Tokenizer
+from mrl.environments.formats.base import Format
 from mrl.errors import UserError
 from mrl.serve import told
 from mrl.serve.answer import Answer, Delta
@@ -43,12 +44,14 @@ class Served:
         longest: Tokens of prompt and answer together.
         tokenizer: The model's.
         began: When, seconds since 1970.
+        form: How the model writes that it calls a tool.
     """
 
     name: str
     longest: int
     tokenizer: Tokenizer
     began: int
+    form: Format
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens, without the special ones."""
@@ -109,8 +112,12 @@ def make_app(served: Served, desk: Desk, key: str, *, local: bool) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat(asked: ChatRequest, request: Request) -> Response:
-        prompts = [served.tokenizer.apply_chat_template(asked.messages)]
-        telling = told.Chat(_identity("chatcmpl", served), wants_logprobs=asked.logprobs, asked=asked)
+        tools = asked.schemas
+        prompts = [served.tokenizer.apply_chat_template(asked.templated, tools)]
+        identity = _identity("chatcmpl", served)
+        telling: told.Told = told.Chat(identity, wants_logprobs=asked.logprobs, asked=asked)
+        if tools:
+            telling = told.ToolChat(identity, asked.logprobs, asked, lambda text: served.form(text, tools))
         return await _respond(_open(served, desk, asked, prompts, asked.most_tokens, telling), request)
 
     return app

@@ -10,11 +10,13 @@ vLLM's.
 
 from __future__ import annotations
 
+import json
 import secrets
 from typing import Annotated, Any, Literal, Optional, Union
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from mrl.errors import UserError
 from mrl.serve.answer import Sampling
 
 LARGEST_SEED = 2**63 - 1
@@ -100,10 +102,33 @@ class CompletionRequest(Request):
         return [ids] if ids else [one for one in self.prompt if not isinstance(one, int)]
 
 
+class Function(BaseModel):
+    """A tool's function."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(min_length=1)
+    description: Optional[str] = None
+    parameters: Optional[dict[str, Any]] = None
+    strict: Optional[Literal[False]] = None
+
+
+class Tool(BaseModel):
+    """What the assistant may call."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["function"]
+    function: Function
+
+
 class ChatRequest(Request):
     """POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: Optional[list[Tool]] = None
+    tool_choice: Literal["auto", "none"] = "auto"
+    parallel_tool_calls: Literal[True] = True
     max_tokens: Optional[int] = Field(None, ge=1)
     max_completion_tokens: Optional[int] = Field(None, ge=1)
     logprobs: bool = False
@@ -114,3 +139,36 @@ class ChatRequest(Request):
     def most_tokens(self) -> int | None:
         """What the request says of the answer's length; None: as much as there is room for."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """The tools as chat templates are given them; none where `tool_choice` says so."""
+        return [] if self.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in self.tools or []]
+
+    @property
+    def templated(self) -> list[dict[str, Any]]:
+        """The messages as chat templates want them: the arguments of earlier calls as objects, not as their JSON.
+
+        Raises:
+            UserError: They are no JSON object.
+        """
+        return [_with_objects(message) for message in self.messages]
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    try:
+        return {**message, "tool_calls": [_with_object(call) for call in calls]}
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"messages: tool_calls are {str(calls)[:100]}; expected a list of objects with function.name and "
+            "function.arguments, the JSON of an object."
+        ) from error
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    found = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return {**call, "function": {**call["function"], "arguments": dict(found)}}

@@ -18,6 +18,7 @@ from typing import Any
 
 from mrl.config import Config, load
 from mrl.distributed.collectives import together
+from mrl.environments.formats import base as formats
 from mrl.errors import UserError
 from mrl.models.hf_config import read_json
 from mrl.run.job import Job
@@ -48,12 +49,14 @@ class Listen:
         port: 0: any that is free.
         model_name: As requests say it; "": from what is served.
         key: Bearer token of clients; "": none is asked for.
+        tool_format: How the model writes that it calls a tool: a file of `mrl/environments/formats`.
     """
 
     host: str
     port: int
     model_name: str
     key: str
+    tool_format: str = "hermes"
 
     @property
     def is_local(self) -> bool:
@@ -114,6 +117,7 @@ def check(listen: Listen) -> None:
             f"--host {listen.host} lets other machines ask, and no key is set. Set the environment variable "
             "MRL_API_KEY to what clients must send, or serve on 127.0.0.1."
         )
+    formats.find(listen.tool_format)
     try:
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401
@@ -162,7 +166,7 @@ def _listening(job: Job, listen: Listen, loaded: str, say: Callable[[str], None]
 
     rollout = job.config.rollout
     name = listen.model_name or Path(job.config.model.path or str(job.config.model.preset)).name
-    served = Served(name, rollout.longest, job.tokenizer, int(time.time()))
+    served = Served(name, rollout.longest, job.tokenizer, int(time.time()), formats.find(listen.tool_format))
     part = rollout.response_length if rollout.name in WHOLE_ANSWERS else min(PART, rollout.response_length)
     most = rollout.max_num_seqs * job.groups.grid.num_replicas
     desk = Desk(served.longest, part, most, job.tokenizer.eos_ids)

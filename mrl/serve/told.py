@@ -6,12 +6,16 @@ applied.
 
 from __future__ import annotations
 
+import json
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar
 
+from mrl.environments.base import ToolCall
+from mrl.environments.formats.base import Parsed
 from mrl.serve.answer import Delta
 from mrl.serve.requests import Request
 
@@ -161,3 +165,46 @@ class Chat(Told):
         """The role of each choice."""
         role = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None}
         return [self._object(self.chunk_kind, [{"index": index, **role}]) for index in range(num_answers)]
+
+
+class ToolChat(Chat):
+    """Of a chat that offers tools: a message is told when it is whole, since only then it is known what it calls."""
+
+    def __init__(self, identity: Identity, wants_logprobs: bool, asked: Request, form: Callable[[str], Parsed]) -> None:
+        """Args: identity, wants_logprobs, asked: As `Told`. form: Reads the calls of a message."""
+        super().__init__(identity, wants_logprobs=wants_logprobs, asked=asked)
+        self._form = form
+        self._heard: dict[int, str] = {}
+
+    def content(self, text: str) -> Json:
+        """See `Told.content`."""
+        content, calls = self._read(text)
+        message = {"role": "assistant", "content": content, "refusal": None}
+        return {"message": message | ({"tool_calls": calls} if calls else {})}
+
+    def chunk(self, index: int, piece: Delta) -> Json:
+        """See `Told.chunk`."""
+        text = self._heard[index] = self._heard.get(index, "") + piece.text
+        delta: Json = {}
+        if piece.finish_reason is not None:
+            content, calls = self._read(text)
+            delta = {"content": content} if content else {}
+            if calls:
+                delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
+        return self._object(self.chunk_kind, [self._choice(index, {"delta": delta}, piece)])
+
+    def _choice(self, index: int, content: Json, piece: Delta) -> Json:
+        choice = super()._choice(index, content, piece)
+        if (content.get("message") or content["delta"]).get("tool_calls") and piece.finish_reason == "stop":
+            choice["finish_reason"] = "tool_calls"
+        return choice
+
+    def _read(self, text: str) -> tuple[str | None, list[Json]]:
+        """What a message says and what it calls; one with a call that cannot be read is text."""
+        parsed = self._form(text)
+        calls = [call for call in parsed.calls if isinstance(call, ToolCall)]
+        if not calls or len(calls) < len(parsed.calls):
+            return text, []
+        told = [{"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)} for call in calls]
+        named = [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": one} for one in told]
+        return parsed.content or None, named

@@ -59,6 +59,7 @@ setup(
         "mpi": ["mpi4py>=4,<5"],
         "wandb": ["wandb>=0.19,<1"],
         "serve": ["fastapi>=0.115,<1", "uvicorn>=0.30,<1"],
+        "judge": ["httpx>=0.27,<1"],
         "test": [
             "pytest>=8,<10",
             "pytest-xdist>=3.6,<4",

@@ -509,7 +509,7 @@ class RewardConfig:
     functions: list[RewardFunctionConfig] = field(default_factory=lambda: [RewardFunctionConfig()])
     """The terms; a list in YAML replaces this one."""
     time_limit_s: float = 10.0
-    """A sample that takes longer counts as failed, s."""
+    """A sample that takes longer counts as failed, s; judges have a `limit_s` of their own."""
     num_workers: int = 1
     """Worker processes per replica for functions that need one."""
     memory_limit_mb: int = 8192

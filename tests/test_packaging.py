@@ -23,6 +23,7 @@ EXTRAS = {
     "mpi": "mpi4py",
     "wandb": "wandb",
     "serve": "fastapi",
+    "judge": "httpx",
 }
 """Extra -> the package that mrl imports only where the extra is installed."""
 

@@ -4,6 +4,7 @@ A reward is a file in this folder that defines
 
 - `REWARD`, the function, and perhaps
 - `IN_PROCESS = True`, where it is quick and cannot hang whatever the model writes, so that it needs no worker process;
+- `ASKS = True`, where `REWARD` is a class that asks an endpoint, as `judge.py`'s: many samples at a time, in a thread;
 
 or any importable function of the same signature, named "package.module:function", which always runs in a worker.
 Nothing here runs model output. Scoring with time limits is in `scorer.py`. This folder's functions and `_worker.py`

@@ -8,19 +8,26 @@ reward NaN: the loop leaves it out (`rollout/table.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 
 from mrl.config import RewardConfig
 from mrl.errors import UserError
+from mrl.rewards._asking import Asking, judge_of
 from mrl.rewards._call import Outcome, RewardCall
 from mrl.rewards._pool import WorkerPool
 from mrl.rewards._signatures import Sample
+from mrl.rewards.judge import Judge
 from mrl.schema import registry
 from mrl.schema.own_code import is_own
 from mrl.types import Rollout
 
 _EXCERPT_CHARS = 200
+
+
+def _no_variables(*names: str) -> Mapping[str, str]:
+    return {}
 
 
 class Scorer:
@@ -32,6 +39,7 @@ class Scorer:
         decode: Callable[[Sequence[int]], str],
         eos_ids: Sequence[int] = (),
         special_ids: Collection[int] = (),
+        variables: Callable[..., Mapping[str, str]] = _no_variables,
     ) -> None:
         """Imports the functions and starts the workers, where any function needs one.
 
@@ -39,7 +47,8 @@ class Scorer:
             config: Functions, weights, limits.
             decode: Token ids to text, end tokens written out (`Tokenizer.decode`).
             eos_ids: An end token at the end of a response is cut off before the functions see it.
-            special_ids: Functions with verl's or TRL's signature see texts without these tokens.
+            special_ids: Functions with verl's or TRL's signature, and judges, see texts without these tokens.
+            variables: Gives those of the named environment variables that are set: keys of judges.
 
         Raises:
             UserError: No function is named, or one cannot be imported or called with its kwargs.
@@ -53,8 +62,11 @@ class Scorer:
         self._labels = part_names(config)
         self._local: dict[int, RewardCall] = {}
         self._remote: list[int] = []
+        self._judges: dict[int, Judge] = {}
         for index, function in enumerate(config.functions):
-            if _runs_in_process(function.name):
+            if _says_of_itself(function.name, "ASKS"):
+                self._judges[index] = judge_of(function.name, function.kwargs, variables)
+            elif _says_of_itself(function.name, "IN_PROCESS"):
                 self._local[index] = RewardCall(function.name, function.kwargs)
             else:
                 self._remote.append(index)
@@ -82,13 +94,14 @@ class Scorer:
         """
         samples = [self._sample(rollout) for rollout in rollouts]
         allowed = math.floor(self._config.max_failed_frac * len(samples))
-        remote = self._pool.run(samples, allowed, told_to_stop) if self._pool is not None else {}
+        found = self._elsewhere(samples, allowed, told_to_stop)
         num_failed, first_failure = 0, ""
         for row, (rollout, sample) in enumerate(zip(rollouts, samples, strict=True)):
-            if self._pool is not None and row not in remote:
-                continue  # the pool gave up: too many failed, or told to stop
+            if any(row not in by_row for by_row in found.values()):
+                continue  # given up: too many failed, or told to stop
             outcomes = {index: call(sample) for index, call in self._local.items()}
-            outcomes.update(zip(self._remote, remote.get(row, ()), strict=True))
+            for indices, by_row in found.items():
+                outcomes.update(zip(indices, by_row[row], strict=True))
             self._set(rollout, outcomes)
             if rollout.reward_error is not None:
                 num_failed += 1
@@ -98,6 +111,23 @@ class Scorer:
                 f"{num_failed} of {len(samples)} samples could not be scored, more than reward.max_failed_frac="
                 f"{self._config.max_failed_frac:g}. The first: {first_failure}"
             )
+
+    def _elsewhere(
+        self, samples: Sequence[Sample], allowed: int, told_to_stop: Callable[[], bool]
+    ) -> dict[tuple[int, ...], dict[int, list[Outcome]]]:
+        """What workers and judges say, both at the same time: their functions -> row -> an outcome for each."""
+        found: dict[tuple[int, ...], dict[int, list[Outcome]]] = {}
+        with ExitStack() as stack:
+            asking = None
+            if self._judges:
+                judges = list(self._judges.values())
+                asking = stack.enter_context(Asking(judges, dict(enumerate(samples)), allowed))
+            if self._pool is not None:
+                found[tuple(self._remote)] = self._pool.run(samples, allowed, told_to_stop)
+            if asking is not None:
+                given_up = any(len(by_row) < len(samples) for by_row in found.values())
+                found[tuple(self._judges)] = asking.done if given_up else asking.wait(told_to_stop)
+        return found
 
     def close(self) -> None:
         """Ends the worker processes."""
@@ -164,9 +194,9 @@ class Scorer:
         )
 
 
-def _runs_in_process(name: str) -> bool:
-    """Whether a built-in says so of itself; a dotted path is foreign code and never does."""
-    return not is_own(name) and bool(registry.find("rewards", name, "IN_PROCESS", default=False))
+def _says_of_itself(name: str, attribute: str) -> bool:
+    """Whether a built-in has the attribute; a dotted path is foreign code and never does."""
+    return not is_own(name) and bool(registry.find("rewards", name, attribute, default=False))
 
 
 def part_names(config: RewardConfig) -> list[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from mrl.data.steps import is_over
 from mrl.distributed.collectives import sum_over
 from mrl.distributed.groups import ProcessGroups
+from mrl.distributed.launch import variables
 from mrl.megatron.policy import Policy
 from mrl.observe.run_log import RunLog
 from mrl.observe.timers import Timers
@@ -74,7 +75,7 @@ class Job:
         self.sampler = Sampler(plan, groups, device, self.policy, self.weights, log.note)
         self.scorer: Scorer | None = None
         if groups.leads_replica:
-            self.scorer = Scorer(config.reward, tokenizer.decode, tokenizer.eos_ids, tokenizer.special_ids)
+            self.scorer = Scorer(config.reward, tokenizer.decode, tokenizer.eos_ids, tokenizer.special_ids, variables)
         self.reward_weights = part_weights(config.reward)
         self.timers = Timers(device, log.phase)
         self.state = TrainingState(

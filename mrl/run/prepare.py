@@ -154,7 +154,8 @@ def check_run(config: Config, world_size: int, *, launcher: str | None = None, t
     peeked = source.peek(PEEKED_PROMPTS)
     if found.algorithm.supervised or config.train.warm_start.num_steps:
         examples(peeked, tokenizer, config)
-    Scorer(replace(config.reward, num_workers=1), tokenizer.decode, tokenizer.eos_ids).close()
+    checked = replace(config.reward, num_workers=1)
+    Scorer(checked, tokenizer.decode, tokenizer.eos_ids, variables=launch.variables).close()
     return Checked(**vars(found), source=source, validation=validation, peeked=peeked)
 
 

@@ -1,0 +1,219 @@
+"""An agent that is a program: it talks to the policy through an OpenAI client, and its conversation is the episode.
+
+For agents in any language that were not written for mrl. One process runs for each episode. It finds the endpoint in
+OPENAI_BASE_URL and OPENAI_API_KEY, and on its standard input one line of JSON, {"seed": ..., "row": {...}}. Each chat
+completion that it asks for is a turn: what is new in its messages is observed, and what the policy says is the answer.
+When it ends, with status 0, the episode is over; a last line {"reward": 1.0} of its standard output is the reward.
+
+    import json, sys
+    from openai import OpenAI
+
+    row, client = json.loads(sys.stdin.readline())["row"], OpenAI()
+    messages = [{"role": "user", "content": row["prompt"]}]
+    answer = client.chat.completions.create(model="policy", messages=messages).choices[0].message.content
+    print(json.dumps({"reward": float(answer.strip() == row["answer"])}))
+
+What the policy sampled is trained as it was sampled. So the conversation only grows: a request has the messages of the
+one before, the answer to it, and at least one new message.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import psutil
+
+from mrl.environments._endpoint import Asked, Endpoint
+from mrl.environments.base import Action, Environment, Message, Observation, Schema
+from mrl.errors import UserError
+
+SHOWN = 600
+"""Characters of what a program wrote before it failed."""
+
+LONGEST_LINE = 1 << 16
+"""Bytes at the end of a program's output that are looked at."""
+
+ROLES = {"system", "developer", "user", "assistant", "tool"}
+
+GIVEN = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH")
+"""Variables that a program has beside the endpoint's."""
+
+
+class Program(Environment):
+    """One episode of an agent program."""
+
+    def __init__(
+        self,
+        command: str | Sequence[str],
+        tools: Sequence[Schema] = (),
+        ignore: Sequence[str] = (),
+        prompt_key: str = "prompt",
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            command: The program with its arguments.
+            tools: Schemas of the tools that it offers; its requests must offer the same.
+            ignore: Fields of its requests that the run's config stands in for: temperature, max_tokens ...
+            prompt_key: Column of the row whose prompt its first request begins with.
+        """
+        self._command = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
+        if not self._command:
+            raise UserError("environment 'program': its command is empty, expected a program with its arguments.")
+        self._tools, self._ignored, self._prompt_key = [dict(tool) for tool in tools], frozenset(ignore), prompt_key
+        self._said: list[Message] = []
+        self._asked: Asked | None = None
+
+    @property
+    def tools(self) -> Sequence[Schema]:
+        """Those of the config."""
+        return self._tools
+
+    def reset(self, seed: int, row: Mapping[str, Any]) -> Observation:
+        """Starts the program and waits for its first request."""
+        self._folder = tempfile.TemporaryDirectory(prefix="mrl-agent-")
+        self._endpoint = Endpoint(self._ignored)
+        variables = {name: os.environ[name] for name in GIVEN if name in os.environ}
+        variables |= {"OPENAI_BASE_URL": self._endpoint.url, "OPENAI_API_KEY": self._endpoint.key, "NO_PROXY": "*"}
+        said, errors = Path(self._folder.name, "stdout"), Path(self._folder.name, "stderr")
+        with open(said, "wb") as out, open(errors, "wb") as wrong:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=out, stderr=wrong, env=variables
+            )
+        Thread(target=self._feed, args=(json.dumps({"seed": seed, "row": dict(row)}),), daemon=True).start()
+        Thread(target=self._watch, daemon=True).start()
+        prompt = row.get(self._prompt_key) or []
+        self._said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(one) for one in prompt]
+        return self._next(may_be_empty=bool(self._said))
+
+    def step(self, action: Action) -> Observation:
+        """Answers the program's request and waits for the next one, or for its end."""
+        message: Message = {"role": "assistant", "content": action.content or action.text}
+        if action.tool_calls and not action.errors:
+            message["content"] = action.content
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{uuid.uuid4().hex[:24]}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+                }
+                for call in action.tool_calls
+            ]
+        self._said.append(message)
+        if self._asked is None:
+            raise RuntimeError("the program has not asked for anything")
+        self._asked.answer.put((message, "tool_calls" if "tool_calls" in message else "stop"))
+        return self._next(may_be_empty=False)
+
+    def close(self) -> None:
+        """Ends the program and all that it started."""
+        try:
+            process = psutil.Process(self._process.pid)
+            for one in (*process.children(recursive=True), process):
+                one.kill()
+        except psutil.Error:
+            pass  # it is gone
+        self._process.wait()
+        self._endpoint.close()
+        self._folder.cleanup()
+
+    def _feed(self, line: str) -> None:
+        try:
+            with self._process.stdin as pipe:  # type: ignore[union-attr]
+                pipe.write(line.encode() + b"\n")
+        except OSError:
+            pass  # it does not read
+
+    def _watch(self) -> None:
+        self._process.wait()
+        self._endpoint.asked.put(None)
+
+    def _next(self, *, may_be_empty: bool) -> Observation:
+        """What the next request brings, or the end."""
+        self._asked = asked = self._endpoint.asked.get()
+        if asked is None:
+            return self._ended()
+        try:
+            new = self._new_messages(asked, may_be_empty)
+        except ValueError as error:
+            self.close()
+            raise ValueError(f"the program's request does not go on from what was said: {error}.") from error
+        self._said += new
+        return Observation(tuple(map(_observed, new)))
+
+    def _new_messages(self, asked: Asked, may_be_empty: bool) -> list[Message]:
+        """Those that follow what was said.
+
+        Raises:
+            ValueError: The request says something else than was said, or nothing new; or it offers other tools.
+        """
+        messages, said = asked.messages, self._said
+        for place, one in enumerate(said):
+            if place >= len(messages) or _meaning(messages[place]) != _meaning(one):
+                found = json.dumps(_meaning(messages[place]))[:200] if place < len(messages) else "nothing"
+                raise ValueError(f"message {place} is {found}, expected {json.dumps(_meaning(one))[:200]}")
+        if len(messages) == len(said) and not may_be_empty:
+            raise ValueError("it has no message after the policy's last one")
+        if any(one.get("role") == "assistant" for one in messages[len(said) :]):
+            raise ValueError("it has an assistant's message that the policy did not say")
+        if strange := {str(one.get("role")) for one in messages} - ROLES:
+            raise ValueError(f"it has messages of {', '.join(sorted(strange))}; expected {', '.join(sorted(ROLES))}")
+        offered = asked.body.get("tools") or []
+        if offered != self._tools:
+            names = [tool.get("function", {}).get("name") for tool in offered if isinstance(tool, dict)]
+            raise ValueError(f"it offers the tools {names}, which are not rollout.agent.environment_kwargs.tools")
+        return messages[len(said) :]
+
+    def _ended(self) -> Observation:
+        said, errors = (Path(self._folder.name, name).read_bytes()[-LONGEST_LINE:] for name in ("stdout", "stderr"))
+        if self._process.returncode:
+            told = (errors or said).decode(errors="replace").strip()[-SHOWN:]
+            raise RuntimeError(f"the program ended with status {self._process.returncode}: {told}")
+        lines = said.decode(errors="replace").strip().splitlines()
+        return Observation(terminated=True, reward=_reward(lines[-1]) if lines else None)
+
+
+def _meaning(message: Message) -> tuple[Any, ...]:
+    """What makes two messages the same: who speaks, the text, and what is called; clients add fields of their own."""
+    calls = message.get("tool_calls") or []
+    return message.get("role"), str(message.get("content") or "").strip(), [_call(call) for call in calls]
+
+
+def _call(call: Any) -> Any:
+    try:
+        function = call["function"]
+        return [function["name"], json.loads(function["arguments"])]
+    except (KeyError, TypeError, ValueError):
+        return call
+
+
+def _observed(message: Message) -> Message:
+    """As a chat template is given it."""
+    kept = {name: message[name] for name in ("role", "content", "name") if message.get(name) is not None}
+    return kept | ({"role": "system"} if kept["role"] == "developer" else {})
+
+
+def _reward(line: str) -> float | None:
+    """Of a program's last line; None: it says none."""
+    try:
+        value = json.loads(line)["reward"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"the program's last line has the reward {str(value)[:50]}, expected a finite number")
+    return float(value)
+
+
+ENVIRONMENT = Program

@@ -12,6 +12,7 @@ from mrl.environments._wire import believed
 from mrl.environments.base import Observation, Schema
 from mrl.errors import UserError
 from mrl.processes.channel import STARTUP_LIMIT_S, Channel
+from mrl.processes.confine import Confinement
 
 Cause = Literal["timeout", "crash", "memory", "processes", "malformed", "too_large", "error", "replay"]
 """Why an episode failed: its time, memory or processes, its worker's end, what it returned, what it raised, or that it
@@ -39,11 +40,13 @@ class Limits:
         time_s: For one answer, s.
         memory_mb: For a worker and all that it starts, MiB; 0: none.
         max_processes: That a worker and what it starts may be at one time; 0: any number.
+        confinement: What it may reach.
     """
 
     time_s: float
     memory_mb: int
     max_processes: int
+    confinement: Confinement
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Worker:
         channel: Its pipes and processes.
         pending: What it was asked and has not answered, in order.
         tools: Schemas of its environment's tools, known once it has started.
+        missing: What of its confinement this machine does not have, known once it has started.
         lost: It has ended, or cannot be believed; it is of no use then.
     """
 
@@ -76,12 +80,13 @@ class Worker:
         )
         self.pending: deque[Asked] = deque([Asked("start")])
         self.tools: list[Schema] = []
+        self.missing: list[str] = []
         self.lost = False
         self._name = name
         self._limits = limits
         self._answered = 0
         self._head_since = self.channel.started
-        self.channel.send((name, dict(kwargs)))
+        self.channel.send((name, dict(kwargs), limits.confinement))
 
     @property
     def deadline(self) -> float:
@@ -160,8 +165,8 @@ class Worker:
 
     def _started(self, said: dict[str, Any] | None) -> None:
         match said:
-            case {"refusal": "", "tools": list(tools)}:
-                self.tools = tools
+            case {"refusal": "", "tools": list(tools), "missing": list(missing)}:
+                self.tools, self.missing = tools, missing
                 return
             case {"refusal": str(refusal)} if refusal:
                 problem = refusal

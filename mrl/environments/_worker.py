@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mrl.environments._making import maker
@@ -17,24 +20,31 @@ from mrl.environments._wire import TooLargeError, observed
 from mrl.environments.base import Environment, Schema
 from mrl.errors import UserError
 from mrl.processes import wire
+from mrl.processes.confine import confine
 from mrl.processes.keeper import Bounds, keep
 
 _MAX_ERROR_CHARS = 2000
 
 
 def run() -> None:
-    """Takes the bounds from the command line and works until the parent closes the pipe."""
-    keep(Bounds.read(sys.argv[1:]), _work)
+    """Takes the bounds from the command line and works until the parent closes the pipe.
+
+    The worker has a folder of its own for temporary files, which goes when the keeper does.
+    """
+    with tempfile.TemporaryDirectory(prefix="mrl-environment-") as folder:
+        keep(Bounds.read(sys.argv[1:]), partial(_work, folder))
 
 
-def _work(bounds: Bounds) -> None:
-    """In: (name, kwargs), then (word, ticket, ...). Out: `wire.ready` with the tools, then one line for each word."""
+def _work(folder: str, bounds: Bounds) -> None:
+    """In: (name, kwargs, confinement), then (word, ticket, ...). Out: `wire.ready`, then one line for each word."""
     own = os.getpid()
     stream = open(bounds.commands, "rb", closefd=False)  # noqa: SIM115 -- to the end of the process
     try:
-        name, kwargs = wire.read_command(stream)
+        name, kwargs, asked = wire.read_command(stream)
+        tempfile.tempdir = folder
+        missing = confine(replace(asked, writable=(folder, *asked.writable)))
         make, schemas = _loaded(name, kwargs)
-        _write(bounds, wire.ready(bounds.key, "", tools=schemas))
+        _write(bounds, wire.ready(bounds.key, "", tools=schemas, missing=missing))
         episodes: dict[int, Environment] = {}
         serial = 0
         while True:

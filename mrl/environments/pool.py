@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -27,9 +28,14 @@ from mrl.environments._wire import digest
 from mrl.environments.base import Action, Observation, Schema
 from mrl.errors import UserError
 from mrl.processes.channel import wait_for
+from mrl.processes.confine import Confinement
 
 MAX_PROCESSES = 64
 """Of one worker and all that its environments start, at one time."""
+
+
+MAX_FILE_MB = 1024
+"""Largest file that an environment may write, MiB."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,8 @@ class EnvironmentPool:
         time_limit_s: float,
         memory_limit_mb: int,
         max_processes: int = MAX_PROCESSES,
+        network: bool = False,
+        writable: Sequence[str] = (),
     ) -> None:
         """Starts the workers and waits until each has imported the environment.
 
@@ -99,12 +107,17 @@ class EnvironmentPool:
             time_limit_s: For one answer, s.
             memory_limit_mb: For one worker with its episodes and all that they start, MiB; 0: none.
             max_processes: That one worker and what its episodes start may be at one time; 0: any number.
+            network: Environments may make sockets.
+            writable: Folders below which they may change files, besides the worker's own folder for temporary ones.
 
         Raises:
             UserError: The environment cannot be imported or made.
         """
         self._name = name
-        self._start = partial(Worker, name, dict(kwargs), Limits(time_limit_s, memory_limit_mb, max_processes))
+        places = tuple(str(Path(folder).absolute()) for folder in writable)
+        confinement = Confinement(network=network, writable=places, file_mb=MAX_FILE_MB)
+        limits = Limits(time_limit_s, memory_limit_mb, max_processes, confinement)
+        self._start = partial(Worker, name, dict(kwargs), limits)
         self._workers = [self._start() for _ in range(num_workers)]
         self._episodes: dict[str, _Episode] = {}
         self._tickets = count()
@@ -122,6 +135,11 @@ class EnvironmentPool:
     def tools(self) -> list[Schema]:
         """Schemas of the environment's tools, for the chat template."""
         return self._workers[0].tools
+
+    @property
+    def unconfined(self) -> list[str]:
+        """What environments are not kept from on this machine, though they should be; [] where all limits hold."""
+        return self._workers[0].missing
 
     def open(
         self,

@@ -2,8 +2,10 @@
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 from mrl.environments.base import Environment, Observation
@@ -87,6 +89,24 @@ class Does(Environment):
         for _ in range(int(count)):
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         time.sleep(600)
+
+    def do_write(self, file):
+        with open(file, "w", encoding="utf-8") as out:
+            out.write("x")
+        return self.told("written")
+
+    def do_temporary(self, _):
+        with tempfile.NamedTemporaryFile("w", delete=False) as out:
+            out.write("x")
+        return Observation.user(out.name)
+
+    def do_socket(self, _):
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM).close()
+        return self.told("socket")
+
+    def do_signal(self, process):
+        os.kill(int(process), 0)
+        return self.told("signalled")
 
     def do_strays(self, _):
         for number in range(3, 20):

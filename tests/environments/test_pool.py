@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -167,12 +168,54 @@ def test_an_end_that_hangs_costs_nobody_else_anything():
 
 
 def test_what_an_environment_started_ends_with_its_worker(tmp_path):
-    with pool(time_limit_s=TIME_LIMIT_S) as one:
+    with pool(time_limit_s=TIME_LIMIT_S, writable=[tmp_path]) as one:
         one.open("a", 0, {})
         replies(one, 1)
         assert said(step(one, "a", f"start {tmp_path / 'ids'}")) == ["started 1 0"]
         assert step(one, "a", "hang").failure.cause == "timeout"
         assert all(map(gone, noted(tmp_path / "ids", 2)))
+
+
+def confined(one, what):
+    if any(what in missing for missing in one.unconfined):
+        pytest.skip(f"this kernel has no such lock: {one.unconfined}")
+
+
+def test_files_change_where_they_may_and_temporary_ones_go(tmp_path):
+    (tmp_path / "open").mkdir()
+    with pool(writable=[tmp_path / "open"]) as one:
+        confined(one, "files")
+        for key in "abc":
+            one.open(key, 0, {})
+        replies(one, 3)
+        assert said(step(one, "a", f"write {tmp_path / 'open' / 'x'}")) == ["written 1 0"]
+        failure = step(one, "b", f"write {tmp_path / 'x'}").failure
+        assert failure.cause == "error" and "PermissionError" in failure.message
+        [name] = said(step(one, "c", "temporary"))
+        assert Path(name).read_text() == "x"
+    assert not Path(name).parent.exists() and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("network", [False, True])
+def test_sockets_are_made_only_where_asked_for(network):
+    with pool(network=network) as one:
+        confined(one, "network")
+        one.open("a", 0, {})
+        replies(one, 1)
+        reply = step(one, "a", "socket")
+        assert (reply.failure is None) == network
+        assert network or "PermissionError" in reply.failure.message
+
+
+def test_an_environment_signals_nobody_outside():
+    with pool() as one:
+        confined(one, "files")
+        one.open("a", 0, {})
+        replies(one, 1)
+        reply = step(one, "a", f"signal {os.getpid()}")
+    if reply.failure is None:
+        pytest.skip("this kernel's Landlock does not know signals (Linux 6.12 does)")
+    assert "PermissionError" in reply.failure.message
 
 
 def test_processes_are_counted():

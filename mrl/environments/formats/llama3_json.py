@@ -14,6 +14,8 @@ from mrl.environments.formats.base import CallError, Parsed, _refuse, call_of, s
 
 TAG = "<|python_tag|>"
 
+_MAX_MISREAD = 16  # braces that begin no JSON: each costs the length of the text, and what follows is text
+
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
@@ -23,18 +25,20 @@ def llama3_json(text: str, tools: Sequence[Schema]) -> Parsed:
     body, offset = (rest, len(before) + len(tag)) if tag else (text, 0)
     meant = bool(tag) or body.lstrip().startswith("{")  # the message is a call, whatever becomes of it
     calls: list[ToolCall | CallError] = []
-    first, place = len(text), body.find("{")
-    while place >= 0:
+    first, place, misread = len(text), body.find("{"), 0
+    while place >= 0 and misread < _MAX_MISREAD:
         try:
             value, end = _DECODER.raw_decode(body, place)
             call: ToolCall | CallError = call_of(value, "parameters", "arguments")
         except RecursionError:
-            call, end, value = CallError(f"a tool call is nested too deeply: {shown(body)}"), len(body), None
+            call, end, value = CallError(f"a tool call is nested too deeply: {shown(body[:200])}"), len(body), None
         except CallError as error:
             call = error
         except ValueError as error:
             told = getattr(error, "pos", len(body))
-            call, end, value = CallError(f"a tool call is no JSON ({error}): {shown(body[place:])}"), told, None
+            part = shown(body[place : place + 200])
+            call, end, value = CallError(f"a tool call is no JSON ({error}): {part}"), told, None
+            misread += 1
         if isinstance(call, ToolCall) or meant or _names(value):
             calls.append(call)
             first = min(first, place + offset)

@@ -1,0 +1,44 @@
+"""Tools from Python files of a user's own: plain functions with type hints and docstrings, and no class around them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mrl.environments._schemas import tool_name
+from mrl.environments.base import Observation, Tool
+from mrl.environments.toolbox import ToolEnvironment
+from mrl.errors import UserError
+from mrl.schema import own_code
+
+
+class Functions(ToolEnvironment):
+    """The question is the row's; the reward is given by the config's reward functions."""
+
+    def __init__(self, tools: Sequence[str]) -> None:
+        """Imports the functions.
+
+        Args:
+            tools: Paths to functions, "path/to/file.py:name" or "package.module:name".
+        """
+        if isinstance(tools, str) or not tools:
+            raise UserError(f"functions: tools={tools!r}, expected a list of paths {own_code.FORMS}.")
+        self._tools: list[Tool] = [own_code.load(name) for name in tools]
+        for path, tool in zip(tools, self._tools, strict=True):
+            if not callable(tool):
+                raise UserError(f"functions: '{path}' is a {type(tool).__name__}, expected a function.")
+        names = [tool_name(tool) for tool in self._tools]
+        if len(set(names)) < len(names):
+            raise UserError(f"functions: two tools have the same name: {', '.join(names)}.")
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """Those of the config."""
+        return self._tools
+
+    def reset(self, seed: int, row: Mapping[str, Any]) -> Observation:
+        """Nothing to add to the prompt."""
+        return Observation()
+
+
+ENVIRONMENT = Functions

@@ -1,0 +1,174 @@
+"""Tool calls as vLLM's parsers read them; what is none becomes a sentence for the model, and never an exception."""
+
+import json
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mrl.environments.base import ToolCall
+from mrl.environments.formats import base
+from mrl.errors import UserError
+from tests.environments.formats.vllm_oracle import read_by_vllm
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "description": "F.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "text": {"type": "string"},
+                    "count": {"type": "integer"},
+                    "share": {"type": "number"},
+                    "flag": {"type": "boolean"},
+                    "items": {"type": "array", "items": {"type": "integer"}},
+                    "either": {"type": ["integer", "string"]},
+                    "perhaps": {"type": "integer", "nullable": True},
+                },
+            },
+        },
+    }
+]
+FORMATS = ("hermes", "llama3_json", "qwen3_coder")
+LINEAR_S = 20.0  # for texts of 200,000 characters; the square of that takes hours
+
+names = st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
+plain = st.text(st.characters(codec="utf-8", exclude_characters="<>{}|", exclude_categories=["C"]), max_size=12)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | plain | st.floats(-1e6, 1e6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(plain, inner, max_size=3),
+    max_leaves=6,
+)
+calls = st.lists(st.builds(ToolCall, names, st.dictionaries(names, values, max_size=3)), max_size=3)
+
+
+def written(form, call):
+    """A call as a model writes it."""
+    if form == "hermes":
+        return f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': call.arguments})}\n</tool_call>"
+    if form == "llama3_json":
+        return json.dumps({"name": call.name, "parameters": call.arguments})
+    inside = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in call.arguments.items())
+    return f"<tool_call>\n<function={call.name}>\n{inside}</function>\n</tool_call>"
+
+
+def read(form, text, max_calls=100):
+    return base.action(text, base.find(form), TOOLS, max_calls)
+
+
+@given(plain, calls)
+@settings(max_examples=25, deadline=None)
+@pytest.mark.parametrize("form", ["hermes", "llama3_json"])
+def test_written_calls_are_read_as_vllm_reads_them(form, before, made):
+    text = before + (";" if form == "llama3_json" else "\n").join(written(form, call) for call in made)
+    found = read(form, text)
+    assert (found.tool_calls, found.errors, found.text) == (tuple(made), (), text)
+    assert (found.content, found.tool_calls) == (before, read_by_vllm(form, text, TOOLS)[1])
+
+
+TYPED = {
+    "text": " two\nlines ",
+    "count": "-7",
+    "share": "0.25",
+    "flag": "True",
+    "items": "[1, 2]",
+    "either": "x",
+    "perhaps": "null",
+    "unknown": "3",
+}
+
+
+def test_qwen_values_get_the_types_of_the_schema():
+    text = "I call.\n" + written("qwen3_coder", ToolCall("f", TYPED))
+    found = read("qwen3_coder", text)
+    assert found.tool_calls[0].arguments == {
+        "text": " two\nlines ",
+        "count": -7,
+        "share": 0.25,
+        "flag": True,
+        "items": [1, 2],
+        "either": "x",
+        "perhaps": None,
+        "unknown": "3",
+    }
+    content, told = read_by_vllm("qwen3_coder", text, TOOLS)
+    assert (found.content.strip(), found.tool_calls[0].name) == ((content or "").strip(), told[0].name)
+    same = found.tool_calls[0].arguments.keys() - {"perhaps"}  # vLLM does not know the schemas' "nullable"
+    assert {key: told[0].arguments[key] for key in same} == {key: found.tool_calls[0].arguments[key] for key in same}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_two_calls_of_one_message(form):
+    made = (ToolCall("f", {"text": "a"}), ToolCall("g", {}))
+    text = (";" if form == "llama3_json" else "").join(written(form, call) for call in made)
+    assert read(form, text).tool_calls == made == read_by_vllm(form, text, TOOLS)[1]
+    one = read(form, text, max_calls=1)
+    assert one.tool_calls == made[:1] and "at most 1 in one message" in one.errors[0]
+    assert read(form, "no call, 3 < 4").content == "no call, 3 < 4"
+
+
+BROKEN = {
+    "hermes": [
+        ("<tool_call>{'name': 1}</tool_call>", "no JSON"),
+        ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', "expected an object"),
+        ('<tool_call>{"name": "f"}</tool_call>', "'arguments' are missing"),
+        ('<tool_call>{"arguments": {}}</tool_call>', "no 'name'"),
+        ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "no JSON"),
+        ("<tool_call>[" + "[" * 100_000, "nested too deeply"),
+        ("<tool_call>", "no JSON"),
+        ('<tool_call>{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}", "no JSON"),
+    ],
+    "llama3_json": [
+        ('{"name": "f", "parameters": {"a": 1}', "no JSON"),
+        ('<|python_tag|>{"name": "f"', "no JSON"),
+        ('{"name": "f", "parameters": 3}', "expected an object"),
+        ('{"parameters": {}}', "no 'name'"),
+        ('{"name": "f", "parameters": {"x": ' + "[" * 100_000, "nested too deeply"),
+    ],
+    "qwen3_coder": [
+        ("<tool_call>f(1)</tool_call>", "no '<function=NAME>'"),
+        ("<tool_call><function=f><parameter=count>many</parameter></function></tool_call>", "'many' is no integer"),
+        ("<tool_call><function=f><parameter=items>[1e999]</parameter></function></tool_call>", "is no array"),
+        ("<tool_call><function=f><parameter", "no '<function"),
+        ("<tool_call><function=f><parameter=x", "a parameter without '>'"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("form", "text", "why"), [(form, *case) for form in FORMATS for case in BROKEN[form]])
+def test_what_is_no_call_becomes_a_sentence(form, text, why):
+    found = read(form, text)
+    if text == "<tool_call><function=f><parameter":  # cut before its first argument
+        assert found.tool_calls == (ToolCall("f"),)
+        return
+    assert found.tool_calls == () and len(found.errors) == 1
+    assert why in found.errors[0] and len(found.errors[0]) < 300
+
+
+@given(st.lists(st.sampled_from(['{"name": "f", "parameters": {}}', "{", "}", "<tool_call>", "</tool_call>", '"', "x",
+                                 "<function=f>", "<parameter=count>", "</parameter>", "[", "<|python_tag|>", "1"]),
+                max_size=12))  # fmt: skip
+@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("form", FORMATS)
+def test_no_text_raises(form, parts):
+    text = "".join(parts)
+    found = read(form, text)
+    assert found.text == text and text.startswith(found.content[:0])
+
+
+@pytest.mark.parametrize("part", ["{", '{"a":', "<tool_call>", "<tool_call>{", "<parameter=", '{"', "<function=f>"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_long_texts_are_read_in_linear_time(form, part):
+    start = time.monotonic()
+    read(form, part * (200_000 // len(part)))
+    read(form, "x" + part * (200_000 // len(part)))
+    assert time.monotonic() - start < LINEAR_S
+
+
+def test_an_unknown_format_is_refused_with_the_nearest():
+    with pytest.raises(UserError, match="Did you mean 'hermes'"):
+        base.find("herms")

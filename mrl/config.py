@@ -18,6 +18,7 @@ from typing import Any, Literal, Optional
 from omegaconf import OmegaConf
 
 from mrl.errors import UserError, shown
+from mrl.schema.distillation import DistillationConfig
 from mrl.schema.paths import FilePath, TokenizerPath
 from mrl.schema.policy_losses import ClipCovConfig, DppoConfig, DroConfig, KlCovConfig, SapoConfig, VespoConfig
 from mrl.schema.rollout_correction import RolloutCorrectionConfig
@@ -607,6 +608,7 @@ class Config:
     critic: CriticConfig = field(default_factory=CriticConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

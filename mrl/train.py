@@ -106,6 +106,9 @@ def reinforcement_step(job: Job, step: int) -> Metrics:
     if algorithm.needs_reference:
         with phase("ref"), job.policy.reference():
             data.batch.ref_logprobs_R, _ = job.policy.score(data.batch)
+    if job.teachers is not None:
+        with phase("teacher"):
+            job.teachers.score(data.batch)
     if job.critic is not None:
         with phase("values"):
             job.critic.values(data.batch)
@@ -151,6 +154,8 @@ def sample(job: Job) -> tuple[list[Rollout], SampleTable, Metrics]:
         rounds += 1
         rollouts += fresh
         names |= {prompt.uid: prompt.data_source for prompt in prompts}
+        if job.teachers is not None:
+            job.teachers.route(prompts)
         drawn.append(table)
         told = table.scored
         kept.append(

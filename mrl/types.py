@@ -173,6 +173,10 @@ class RolloutBatch:
         weights_R: Weight of each token in the loss sum, set by `Algorithm.weigh`, fp32; the sum of weight x loss over
             all microbatches and data-parallel ranks is the loss.
         ref_logprobs_R: By the frozen reference, fp32; None where no KL is used.
+        teacher_B: Which teacher each sequence has, by its place in the config, int64; None without distillation.
+        teacher_logprobs_R: By that teacher, fp32; None where whole distributions are compared.
+        teacher_states_R: That teacher's final hidden state where it predicts the token, [R, H]; on ranks of the last
+            pipeline stage, elsewhere [R, 0]. None unless whole distributions are compared.
         values_R: By the critic before its updates, of the state before each token, fp32; None without a critic.
         returns_R: What the critic learns, set by `Algorithm.advantages` from values, fp32.
         critic_mask_R: Where it learns that, set by `Algorithm.advantages`, bool; None: at every trained token.
@@ -207,6 +211,9 @@ class RolloutBatch:
     advantages_R: Tensor | None = None
     weights_R: Tensor | None = None
     ref_logprobs_R: Tensor | None = None
+    teacher_B: Tensor | None = None
+    teacher_logprobs_R: Tensor | None = None
+    teacher_states_R: Tensor | None = None
     values_R: Tensor | None = None
     returns_R: Tensor | None = None
     critic_mask_R: Tensor | None = None

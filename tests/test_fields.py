@@ -6,8 +6,10 @@ from dataclasses import dataclass
 import pytest
 
 from mrl.config import Config, RewardFunctionConfig
+from mrl.schema.distillation import TeacherConfig
 from mrl.schema.keys import dotted_keys
 from tests.data.fields import COLUMNS, TALKS, WARM, write
+from tests.distilled import ROWS as DISTILLATION
 from tests.observed import Facts, bounds, course, files, laid, read
 from tests.source import ROOT
 
@@ -112,8 +114,7 @@ ROWS = {
     "actor.lr_schedule": row("actor.lr_schedule=linear"),
     "actor.lr_warmup_steps": row("actor.lr_warmup_steps=2"),
     "actor.weight_decay": row("actor.weight_decay=0.5"),
-    "actor.adam_beta1": row("actor.adam_beta1=0.5", given=("actor.ppo_epochs=2",)),
-    "actor.adam_beta2": row("actor.adam_beta2=0.5", given=("actor.ppo_epochs=2",)),
+    **{f"actor.adam_beta{i}": row(f"actor.adam_beta{i}=0.5", given=("actor.ppo_epochs=2",)) for i in (1, 2)},
     "actor.adam_eps": row("actor.adam_eps=0.1"),
     "actor.clip_grad": row("actor.clip_grad=0.0001", given=("actor.adam_eps=0.1",)),
     "actor.max_tokens_per_microbatch": row("actor.max_tokens_per_microbatch=20"),
@@ -122,9 +123,7 @@ ROWS = {
     ),
     "actor.use_distributed_optimizer": row("actor.use_distributed_optimizer=false"),
     "actor.overlap_grad_reduce": row("actor.overlap_grad_reduce=true"),
-    "actor.param_offload": row("actor.param_offload=true"),
-    "actor.grad_offload": row("actor.grad_offload=true"),
-    "actor.optimizer_offload": row("actor.optimizer_offload=true"),
+    **{f"actor.{part}_offload": row(f"actor.{part}_offload=true") for part in ("param", "grad", "optimizer")},
     "actor.recompute": row("actor.recompute=full"),
     "actor.logprob_chunk_tokens": row("actor.logprob_chunk_tokens=2"),
     "actor.moe_token_dispatcher_type": row("actor.moe_token_dispatcher_type=allgather", given=MIXTURE),
@@ -147,13 +146,10 @@ ROWS = {
     "critic.lr_schedule": row("critic.lr_schedule=linear", given=PPO),
     "critic.lr_warmup_steps": row("critic.lr_warmup_steps=2", given=PPO),
     "critic.weight_decay": row("critic.weight_decay=0.5", given=(*PPO, "critic.lr=0.1")),
-    "critic.adam_beta1": row("critic.adam_beta1=0.5", given=(*PPO, "critic.ppo_epochs=2")),
-    "critic.adam_beta2": row("critic.adam_beta2=0.5", given=(*PPO, "critic.ppo_epochs=2")),
+    **{f"critic.adam_beta{i}": row(f"critic.adam_beta{i}=0.5", given=(*PPO, "critic.ppo_epochs=2")) for i in (1, 2)},
     "critic.adam_eps": row("critic.adam_eps=0.1", given=PPO),
     "critic.clip_grad": row("critic.clip_grad=0.0001", given=(*PPO, "critic.adam_eps=0.1")),
-    "critic.param_offload": row("critic.param_offload=true", given=PPO),
-    "critic.grad_offload": row("critic.grad_offload=true", given=PPO),
-    "critic.optimizer_offload": row("critic.optimizer_offload=true", given=PPO),
+    **{f"critic.{part}_offload": row(f"critic.{part}_offload=true", given=PPO) for part in ("param", "grad", "optimizer")},
     "megatron.transformer": row("megatron.transformer.bias_dropout_fusion=true", by=laid),
     "megatron.ddp": row("megatron.ddp.grad_reduce_in_fp32=false", given=("model.dtype=bfloat16",)),
     "megatron.optimizer": row("megatron.optimizer.decoupled_weight_decay=false", given=("actor.weight_decay=0.5",)),
@@ -167,6 +163,7 @@ ROWS = {
         given=(*MIXTURE, *REPLAY),
         refused="needs rollout.enable_rollout_routing_replay=true",
     ),
+    **{key: row(*changed, **more) for key, (changed, more) in DISTILLATION.items()},
     "reference.update_interval": row("reference.update_interval=1", given=(*KL, "train.num_steps=2")),
     "rollout.name": row("rollout.name=nowhere", refused="rollout.name=nowhere is no engine"),
     "rollout.engine_dir": row("rollout.engine_dir=engines", refused="only rollout.name=trtllm_engine has"),
@@ -304,7 +301,8 @@ ELSEWHERE = {
     "observe.wandb_project": ("observe/loggers/test_wandb.py", "needs the extra package"),
 }
 
-KEYS = [*dotted_keys(Config), *(f"reward.functions[].{key}" for key in dotted_keys(RewardFunctionConfig))]
+ENTRIES = {"reward.functions": RewardFunctionConfig, "distillation.teacher_models": TeacherConfig}
+KEYS = [*dotted_keys(Config), *(f"{key}[].{name}" for key, kind in ENTRIES.items() for name in dotted_keys(kind))]
 
 
 def test_every_field_is_observed_here_or_says_where():

@@ -56,6 +56,11 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens written out."""
 
+    @property
+    @abstractmethod
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every token by its text."""
+
     @abstractmethod
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
@@ -155,6 +160,11 @@ class CharTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer.decode`; an id without a character becomes U+FFFD."""
         return "".join(self._characters[index] if 0 <= index < self.vocab_size else "\ufffd" for index in ids)
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """See `Tokenizer.vocabulary`."""
+        return dict(self._ids)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
@@ -270,6 +280,11 @@ class HFTokenizer(Tokenizer):
         """See `Tokenizer.decode`."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """See `Tokenizer.vocabulary`."""
+        return dict(self._tokenizer.get_vocab())
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()

@@ -19,6 +19,7 @@ from mrl.formats.hf import INDEX, SINGLE
 from mrl.models.hf_config import TOKENIZER_FILES, read_json
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+TEACHERS = "distillation.teacher_models"
 _WEIGHTS = ("*.safetensors", INDEX)
 _FILES = ("config.json", *TOKENIZER_FILES)
 
@@ -29,8 +30,8 @@ def local_models(config: Config, *, download: bool = False) -> Config:
     Ranks of a host that call it at once wait for one of them to download; hosts that share the cache do so too.
 
     Args:
-        config: `model.path`, `model.tokenizer`, `reference.path` and `critic.path` may be names of the hub; a folder
-            that is there always wins.
+        config: `model.path`, `model.tokenizer`, `reference.path`, `critic.path` and teachers' `model_path` may be names
+            of the hub; a folder that is there always wins.
         download: What the cache lacks is downloaded; otherwise it is refused.
 
     Raises:
@@ -42,7 +43,14 @@ def local_models(config: Config, *, download: bool = False) -> Config:
     model = replace(model, path=path, tokenizer=tokenizer)
     reference = replace(reference, path=local_folder("reference.path", reference.path, download=download))
     critic = replace(critic, path=local_folder("critic.path", critic.path, download=download))
-    return replace(config, model=model, reference=reference, critic=critic)
+    teachers = [
+        replace(
+            teacher, model_path=local_folder(f"{TEACHERS}[{index}].model_path", teacher.model_path, download=download)
+        )
+        for index, teacher in enumerate(config.distillation.teacher_models)
+    ]
+    distillation = replace(config.distillation, teacher_models=teachers)
+    return replace(config, model=model, reference=reference, critic=critic, distillation=distillation)
 
 
 def local_folder(key: str, text: str | None, *, download: bool = False, weights: bool = True) -> str | None:
@@ -77,7 +85,8 @@ def check_same_models(config: Config) -> None:
 
     from mrl.distributed.collectives import all_gather_ragged, everyone
 
-    paths = (config.model.path, config.model.tokenizer, config.reference.path, config.critic.path)
+    paths = [config.model.path, config.model.tokenizer, config.reference.path, config.critic.path]
+    paths += [teacher.model_path for teacher in config.distillation.teacher_models]
     folders = [Path(path).name for path in paths if path]
     digest = int.from_bytes(hashlib.sha256("\n".join(folders).encode()).digest()[:7], "big")
     found = all_gather_ragged(torch.tensor([digest]), everyone()).tolist()
@@ -85,8 +94,8 @@ def check_same_models(config: Config) -> None:
     if other:
         error = UserError(
             f"rank {other[0]} has another state of the model from the Hugging Face hub than rank 0 (model.path, "
-            "model.tokenizer, reference.path or critic.path). Download it anew on every host, or name a folder that "
-            "all hosts share."
+            "model.tokenizer, reference.path, critic.path or a teacher's). Download it anew on every host, or name a "
+            "folder that all hosts share."
         )
         error.everywhere = True
         raise error

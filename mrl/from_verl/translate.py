@@ -16,6 +16,7 @@ from mrl.config import Config
 from mrl.engines.trtllm.fields import needs_mpi
 from mrl.errors import UserError
 from mrl.from_verl.critic import SCHEDULES, critic
+from mrl.from_verl.distillation import distillation
 from mrl.from_verl.line import Settings
 from mrl.from_verl.objective import objective
 from mrl.from_verl.rollout import lengths, rollout, without_refused
@@ -231,6 +232,7 @@ def _algorithm(verl: VerlRun) -> Iterator[Pair]:
         yield "algorithm.dynamic_sampling", True
         yield "algorithm.max_sampling_rounds", verl["algorithm.filter_groups.max_num_gen_batches"] or None
     yield from rollout_correction(verl.given, verl.notes)
+    yield from distillation(verl)
 
 
 def _kl(verl: VerlRun) -> Iterator[Pair]:

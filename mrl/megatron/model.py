@@ -34,6 +34,7 @@ from torch import Tensor
 from mrl.config import ActorConfig, MegatronConfig, ParallelConfig
 from mrl.functional.logprobs import Distribution, VocabShard, linear_logprobs
 from mrl.megatron.attention import CoreAttention, PackedSequences
+from mrl.megatron.comparison import Compared
 from mrl.megatron.context import ContextTargets
 from mrl.megatron.moe import load_balance, moe_config, with_router
 from mrl.megatron.norm import RMSNorm
@@ -51,14 +52,16 @@ class Targets:
     Attributes:
         rows_R: Packed position whose distribution is scored: one before the token itself.
         tokens_R: The token scored there.
-        distribution: Temperature and truncation.
+        distribution: Temperature and truncation; None: the final hidden states are wanted in place of scores.
         context: Where the other ranks' scores are, if rows and tokens are this rank's alone; None: they are all.
+        compared: What the distributions are compared with; None: they are not.
     """
 
     rows_R: Tensor
     tokens_R: Tensor
-    distribution: Distribution
+    distribution: Distribution | None
     context: ContextTargets | None = None
+    compared: Compared | None = None
 
 
 class ValueHead(torch.nn.Linear):
@@ -84,7 +87,8 @@ class ValueHead(torch.nn.Linear):
 class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no types
     """A GPTModel that scores tokens: with `Targets` as labels the last stage returns (logprobs_R, entropy_R).
 
-    A critic returns (values_R,): of the states in which the tokens were sampled.
+    Behind these come `Compared.scores`, where distributions are compared. Without a distribution it returns the hidden
+    states, (states_R,) x H. A critic returns (values_R,): of the states in which the tokens were sampled.
     """
 
     def __init__(
@@ -174,14 +178,20 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
             hidden = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden_states)
-        return linear_logprobs(
+        if labels.distribution is None:
+            return tuple(hidden.squeeze(1).index_select(0, labels.rows_R).T.unbind())
+        shard = self._shard(weight)
+        scores: tuple[Tensor, ...] = linear_logprobs(
             hidden.squeeze(1),
             weight,
             labels.rows_R,
             labels.tokens_R,
-            shard=self._shard(weight),
+            shard=shard,
             distribution=labels.distribution,
         )
+        if labels.compared is not None:
+            scores += labels.compared.scores(hidden.squeeze(1), weight, labels.rows_R, shard)
+        return scores
 
 
 def build_chunks(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.algorithms._distillation import Distillation
 from mrl.algorithms.base import Algorithm, required
 from mrl.config import Config
 from mrl.distributed.groups import ProcessGroups
@@ -22,6 +23,7 @@ from mrl.functional.mismatch import mismatch_metrics, mismatch_sums, off_policy_
 from mrl.functional.sampling import keep_threshold
 from mrl.functional.sequence_losses import Sequences
 from mrl.megatron.choices import Choices
+from mrl.megatron.comparison import Comparison
 from mrl.megatron.offload import pinned_like
 from mrl.megatron.schedule import Microbatch
 from mrl.megatron.trainable import Reports, Trainable, in_batch_order
@@ -32,7 +34,11 @@ from mrl.weights.tensors import choice_dtype
 
 
 class Policy(Trainable):
-    """The actor, and the reference where one is set."""
+    """The actor, and further sets of weights for its modules: the reference's, teachers'.
+
+    Attributes:
+        comparison: With teachers, where updates compare whole distributions; set by who has them.
+    """
 
     section: ClassVar[str] = "actor"
     loss_metric: ClassVar[str] = "actor/loss"
@@ -40,43 +46,56 @@ class Policy(Trainable):
     def __init__(self, config: Config, arch: ArchSpec, groups: ProcessGroups, device: torch.device) -> None:
         """Collective over the job: see `Trainable`; samples are scored under what `rollout` draws them from."""
         super().__init__(config, arch, groups, device)
-        self._sampled = _sampled_distribution(config)
+        self._sampled = sampled_distribution(config)
         self._whole = Distribution(1.0, None, config.actor.logprob_chunk_tokens)
         self._reference: dict[str, Tensor] = {}
         self._aside: dict[str, Tensor] = {}
+        distilled = config.distillation
+        self._distillation = Distillation(distilled.distillation_loss) if distilled.enabled else None
+        self.comparison: Comparison | None = None
 
     # weights
 
     def reference_tensors(self) -> dict[str, Tensor]:
         """The reference's tensors in host memory, named as in `layout`; made at the first call, NaN until filled."""
         if not self._reference:
-            make = pinned_like if self.device.type == "cuda" else torch.empty_like
-            self._reference = {name: make(tensor).fill_(torch.nan) for name, tensor in self.named_tensors().items()}
+            self._reference = self.weight_set()
         return self._reference
+
+    def weight_set(self) -> dict[str, Tensor]:
+        """Another set of weights for these modules, in host memory, named as in `layout`; NaN until filled."""
+        make = pinned_like if self.device.type == "cuda" else torch.empty_like
+        return {name: make(tensor).fill_(torch.nan) for name, tensor in self.named_tensors().items()}
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Inside, the modules hold the reference's weights; the actor's come back unchanged, also after an error.
-
-        The reference routes by its own choice, whatever is replayed to the actor.
-        """
+        """`holding` the reference's weights."""
         if not self._reference:
             raise RuntimeError("there is no reference: fill reference_tensors first")
+        with self.holding(self._reference):
+            yield
+
+    @contextmanager
+    def holding(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, the modules hold a `weight_set`; the actor's weights come back unchanged, also after an error.
+
+        Its model routes by its own choice, whatever is replayed to the actor.
+        """
         replay, self._schedule.replay = self._schedule.replay, False
         try:
-            with self._reference_weights():
+            with self._held(weights):
                 yield
         finally:
             self._schedule.replay = replay
 
     @contextmanager
-    def _reference_weights(self) -> Iterator[None]:
+    def _held(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
         live = self.named_tensors()
         if self.device.type == "cuda":
             if not self._aside:
                 self._aside = {name: pinned_like(tensor) for name, tensor in live.items()}
             _copy(live, self._aside)
-            _copy(self._reference, live)
+            _copy(weights, live)
             try:
                 yield
             finally:
@@ -85,7 +104,7 @@ class Policy(Trainable):
         parameters = [dict(chunk.named_parameters()) for chunk in self.chunks]
         for index, found in enumerate(parameters):
             for name, parameter in found.items():
-                parameter.data = self._reference[f"chunk{index}.{name}"]
+                parameter.data = weights[f"chunk{index}.{name}"]
         try:
             yield
         finally:
@@ -143,8 +162,16 @@ class Policy(Trainable):
         def mismatch(microbatches: list[Microbatch], reports: Reports) -> dict[str, float]:
             return self._mismatch(minibatch, in_batch_order(minibatch, microbatches, reports, 2)[0])
 
-        distribution = self._whole if algorithm.supervised else self._sampled
-        metrics = self._step(minibatch, distribution, algorithm.loss, mismatch if on_policy else None)
+        distribution, loss = self._sampled, algorithm.loss
+        if algorithm.supervised:
+            distribution = self._whole
+        elif self._distillation is not None:
+            loss = self._distillation.beside(algorithm.loss)
+            self._schedule.comparison = self.comparison.on(self.device) if self.comparison else None
+        try:
+            metrics = self._step(minibatch, distribution, loss, mismatch if on_policy else None)
+        finally:
+            self._schedule.comparison = None
         return algorithm.told(metrics)
 
     def _mismatch(self, batch: RolloutBatch, logprobs_R: Tensor) -> dict[str, float]:
@@ -159,7 +186,7 @@ class Policy(Trainable):
         return mismatch_metrics(sums, most[0]) | off_policy_metrics(more, most[1:], float(sums[0]))
 
 
-def _sampled_distribution(config: Config) -> Distribution:
+def sampled_distribution(config: Config) -> Distribution:
     """The sampling contract: the trainer scores what the engine sampled from."""
     rollout = config.rollout
 

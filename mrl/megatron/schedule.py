@@ -22,12 +22,14 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from mrl.algorithms.base import required
 from mrl.data.packing import pack_microbatches
 from mrl.data.prefixes import Prefixes, each_token, shared_prefixes
 from mrl.distributed.groups import ProcessGroups
 from mrl.functional.logprobs import Distribution
 from mrl.megatron.attention import PackedSequences, pack, pack_for_te
 from mrl.megatron.choices import Choices
+from mrl.megatron.comparison import Compared, Comparison
 from mrl.megatron.context import context_shard, context_targets, own_rows, own_rows_by_sequence
 from mrl.megatron.model import Targets
 from mrl.megatron.pipeline import messages
@@ -83,7 +85,12 @@ class _Laid:
 
 
 class Schedule:
-    """Cuts batches into microbatches and runs them through the chunks of this rank."""
+    """Cuts batches into microbatches and runs them through the chunks of this rank.
+
+    Attributes:
+        replay: Route the tokens of batches that have `routed_experts_P` as it says.
+        comparison: With `teacher_B` and `teacher_states_R` of a batch; None: its distributions are not compared.
+    """
 
     def __init__(
         self,
@@ -115,13 +122,14 @@ class Schedule:
         self._max_tokens, self._te = max_tokens, te
         self._num_experts, self._layers = num_experts, layers
         self._even, self.replay = even, replay
+        self.comparison: Comparison | None = None
 
-    def microbatches(self, batch: RolloutBatch, distribution: Distribution) -> list[Microbatch]:
+    def microbatches(self, batch: RolloutBatch, distribution: Distribution | None) -> list[Microbatch]:
         """Collective over data-parallel: the batch, packed; every rank gets the same number of microbatches.
 
         Args:
             batch: This data-parallel index's sequences, maybe none.
-            distribution: What is scored.
+            distribution: What is scored; None: the final hidden states are wanted.
         """
         grid = self._groups.grid
         config: Any = self._chunks[0].config
@@ -224,7 +232,7 @@ class Schedule:
         return families
 
     def _microbatch(
-        self, batch: RolloutBatch, rows: list[int], distribution: Distribution, at_least: int = 0
+        self, batch: RolloutBatch, rows: list[int], distribution: Distribution | None, at_least: int = 0
     ) -> Microbatch:
         part = batch.select(rows)
         is_input_P = torch.ones_like(part.tokens_P, dtype=torch.bool)
@@ -254,7 +262,7 @@ class Schedule:
             chosen = None if chosen is None else chosen[is_input_P]
             routing = routing_of(laid.row_I, laid.count, chosen, self._layers, num_experts=self._num_experts)
         packed = pack_for_te(laid.lens, self._device) if self._te else pack(laid.lens, laid.prefixes, self._device)
-        scores, row_I = None, laid.row_I
+        scores, row_I, compared = None, laid.row_I, self._compared(part)
         if grid.cp > 1:
             rows_of_ranks = torch.stack([self._own_rows(laid, rank) for rank in range(grid.cp)])
             owner, place = torch.empty(2, laid.count, dtype=torch.int64)
@@ -270,16 +278,23 @@ class Schedule:
             local = torch.empty(laid.count, dtype=torch.int64)
             local[own] = torch.arange(own.numel())
             rows_R, targets_R = local[rows_R[mine]], targets_R[mine]
+            compared = None if compared is None else compared.at(mine)
         packed.routing = routing
         return Microbatch(
             rows,
-            _moved(replace(part, routed_experts_P=None), self._device),
+            _moved(replace(part, routed_experts_P=None, teacher_states_R=None), self._device),
             tokens[None].to(self._device),
             positions[None].to(self._device),
             packed,
-            Targets(rows_R.to(self._device), targets_R.to(self._device), distribution, scores),
+            Targets(rows_R.to(self._device), targets_R.to(self._device), distribution, scores, compared),
             row_I,
         )
+
+    def _compared(self, part: RolloutBatch) -> Compared | None:
+        if self.comparison is None:
+            return None
+        teacher_B, states_R = required(part.teacher_B, "teacher_B"), required(part.teacher_states_R, "teacher_states_R")
+        return Compared(self.comparison, teacher_B[part.sequence_R], states_R)
 
     def _own_rows(self, laid: _Laid, rank: int) -> Tensor:
         size = self._groups.grid.cp

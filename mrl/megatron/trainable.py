@@ -200,6 +200,23 @@ class Trainable:
         self._from_last_stage(scored)
         return scored
 
+    def states(self, batch: RolloutBatch) -> Tensor:
+        """Collective over the job: the final hidden state where each response token is predicted, no gradient.
+
+        Args:
+            batch: This data-parallel index's sequences, the same on its tp and pp ranks; maybe none.
+
+        Returns:
+            [R, H] in the model's type on the CPU, in the batch's order; [R, 0] but on the last pipeline stage.
+        """
+        self.bring("weights")
+        microbatches = self._schedule.microbatches(batch, None)
+        with torch.no_grad():
+            reports = self._schedule.run(microbatches, _no_loss, backward=False)
+        if not self._is_last_stage:
+            return torch.zeros(batch.response_mask_R.numel(), 0, dtype=self._dtype)
+        return in_batch_order(batch, microbatches, reports, self._arch.hidden_size).T.contiguous()
+
     def _step(
         self, minibatch: RolloutBatch, distribution: Distribution, loss: Loss, beside: Beside | None = None
     ) -> dict[str, float]:
@@ -289,14 +306,14 @@ class Trainable:
 
 
 def in_batch_order(batch: RolloutBatch, microbatches: list[Microbatch], reports: Reports, count: int) -> Tensor:
-    """Scores [count, R] of a batch from those of its microbatches, on the CPU."""
-    scored = torch.zeros(count, batch.response_mask_R.numel())
+    """The first scores [count, R] of a batch from those of its microbatches, on the CPU."""
+    scored = torch.zeros(count, batch.response_mask_R.numel(), dtype=reports[0]["scores"].dtype)
     starts = (batch.response_lens_B.cumsum(0) - batch.response_lens_B).tolist()
     lens = batch.response_lens_B.tolist()
     for micro, report in zip(microbatches, reports, strict=True):
         if micro.rows:
             index = torch.cat([torch.arange(starts[row], starts[row] + lens[row]) for row in micro.rows])
-            scored[:, index] = report["scores"].cpu()
+            scored[:, index] = report["scores"][:count].cpu()
     return scored
 
 

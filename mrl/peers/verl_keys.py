@@ -1,7 +1,8 @@
 """What becomes of each key of verl's trainer config (verl 0.9.1, `verl/trainer/config/`), as data.
 
 A key maps to one of mrl's, needs no counterpart, or has none. Owns that verdict, its reason and verl's default of the
-keys that map, those of the rollout section with `verl_rollout.py`, of the critic with `verl_critic.py`.
+keys that map, those of the rollout section with `verl_rollout.py`, of the critic with `verl_critic.py`,
+of distillation with `verl_distillation.py`.
 `from_verl/translate.py` translates values, `mrl/docs/verl.md` is written from here.
 
 Patterns: `*` stands for any text, dots too. The first that fits counts, in the order MAPS, MOOT, MISSING.
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from mrl.peers import verl_critic, verl_rollout
+from mrl.peers import verl_critic, verl_distillation, verl_rollout
 
 ROOT = "actor_rollout_ref."
 ACTOR = f"{ROOT}actor."
@@ -127,6 +128,7 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     "algorithm.gamma": ("algorithm.gamma", 1.0, "with `gae`"),
     "algorithm.lam": ("algorithm.lam", 1.0, "with `gae`"),
     **{f"critic.{key}": row for key, row in verl_critic.MAPS.items()},
+    **verl_distillation.MAPS,
     "trainer.critic_warmup": (
         "train.critic_warmup", 0, "less 1: there the actor is trained in the step of that number"),
     "algorithm.norm_adv_by_std_in_grpo": ("algorithm.advantage_std", True, "`False` is `none`"),
@@ -257,7 +259,7 @@ MOOT: dict[str, str] = {
     "algorithm.filter_groups.metric": "groups are compared by their rewards",
     "algorithm.pf_ppo.*": "of PF-PPO, which is not there",
     "algorithm.rollout_correction.loss_type": "the clipped surrogate",
-    "distillation.*_*": "of distillation, which is not there",
+    **verl_distillation.MOOT,
     "transfer_queue.*.*": "of verl's transfer queue",
     "trainer.balance_batch": "sequences are always balanced by tokens",
     "trainer.nnodes": "hosts of `mrl launch` or NNODES",
@@ -310,7 +312,6 @@ MISSING: dict[str, str] = {
     "*sandbox_fusion.url": "no sandbox service; a function of yours may call one",
     "reward.reward_kwargs*": "set them as `kwargs` of the function in `reward.functions`",
     "algorithm.use_pf_ppo": "no PF-PPO",
-    "distillation.*": "no distillation",
     "transfer_queue.*": "samples go between ranks directly",
     "trainer.val_before_train": "held-out prompts are always scored before the first step",
     "trainer.val_only": "`mrl evaluate` scores without training",
@@ -338,7 +339,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 WITH_ITS_SWITCH: tuple[str, ...] = (
     f"{ACTOR}policy_loss.*_*", f"{ACTOR}*qat.*", f"{ACTOR}optim.muon_*", f"{ACTOR}optim.lr_*",
     f"{ACTOR}optim.num_cycles", f"{ACTOR}optim.decay_type", f"{ROOT}model.lora.*", f"{ROOT}model.mtp.*",
-    "distillation.*", "transfer_queue.*",
+    "transfer_queue.*",
 )  # fmt: skip
 """Of MISSING: keys that say how, not whether; without their switch they do nothing."""
 
@@ -367,6 +368,7 @@ class Verdict:
 
 def verdict(key: str) -> Verdict:
     """What becomes of a dotted key of verl's trainer config."""
+    key = verl_distillation.of_any_teacher(key)
     if key in MAPS:
         to, _, text = MAPS[key]
         return Verdict("maps", to, text)

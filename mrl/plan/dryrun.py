@@ -128,6 +128,7 @@ def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
             f"{own.optimizer / MIB:,.1f} = {own.total / MIB:,.1f} MiB on its fullest rank",
         )
     more = ", the reference's weights in host memory" if found.algorithm.needs_reference else ""
+    more += f", the weights of {len(found.teachers)} teacher(s) in host memory" if found.teachers else ""
     yield "", f"besides: activations, logits, buffers of collectives, the engine's KV cache{more}"
 
 

@@ -34,7 +34,8 @@ class Durations:
         decode: Of the rollout: sampling.
         decode_steps: Passes of the engine over its running sequences.
         bound_by: What a decode pass waits for: "weights", "KV cache", "FLOPs" or "all-reduces".
-        score: Log-probabilities by the reference and, where asked for, by the actor; values by a critic.
+        score: Log-probabilities by the reference and, where asked for, by the actor; values by a critic; all teachers,
+            as if each had all prompts.
         update: All optimizer steps, a critic's too.
         bubble_frac: Part of `update` in which a stage waits for another.
     """
@@ -72,6 +73,7 @@ def predict_durations(found: Resolved, hardware: Hardware, kv_rows: int) -> Dura
     forward = forward_flops(arch, lens) / rate
     bubble = _bubble(found)
     score, update = scorings * forward, passes * (3 + recompute_of(config).forwards(arch)) * forward
+    score += sum(forward_flops(teacher, lens) / rate for teacher in found.teachers)
     if found.critic is not None:
         of_critic, critic = critic_config(config), found.critic
         forward = forward_flops(critic, lens) / rate

@@ -21,6 +21,7 @@ from mrl.plan.critic_memory import CriticMemory
 from mrl.plan.engine_memory import Device, EngineMemory, engine_memory
 from mrl.plan.engine_weights import arriving_bytes, weight_bytes
 from mrl.plan.optimizer_memory import OptimizerMemory
+from mrl.plan.teacher_memory import TeacherMemory, teacher_memory
 from mrl.preflight.critic import critic_config
 from mrl.preflight.megatron import changes
 from mrl.run.prepare import Resolved
@@ -55,6 +56,11 @@ class Memory:
         return self.states.device
 
     @property
+    def parts(self) -> dict[str, int]:
+        """What a model to be trained has on the device."""
+        return {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
+
+    @property
     def total(self) -> int:
         """Their sum."""
         return self.weights + self.gradients + self.optimizer + self.engine
@@ -67,12 +73,12 @@ class StageMemory:
     Attributes:
         stage: Pipeline stage; its ranks hold equal shards.
         rank: The first of them.
-        phases: "refit", "rollout", "score" where something is scored without training, "critic" where there is one,
-            "update" -> term -> bytes.
+        phases: "refit", "rollout", "score" where something is scored without training, "teacher" where one with layers
+            of its own does, "critic" where there is one, "update" -> term -> bytes.
         kv_rows: Sequences that the KV cache has room for.
         host: Bytes in host memory beside the device: what was offloaded or is stepped there, an engine's weights while
-            it sleeps, the reference, the actor while it is away for it, the experts to replay, and copies for a
-            checkpoint.
+            it sleeps, the reference, teachers and their hidden states, the actor while it is away for them, the experts
+            to replay, and copies for a checkpoint.
         replayed: Bytes of the experts to replay, which wait in host memory wherever the model is.
     """
 
@@ -128,15 +134,13 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
     config, arch, grid, algorithm = found.config, found.arch, found.grid, found.algorithm
     shape = ActorShape(config, arch, grid, te=device.te and asked_for(config), supervised=algorithm.supervised)
     held = stage_memory(config, arch, grid)
-    scored = algorithm.needs_reference or algorithm.needs_proximal or algorithm.needs_current
+    scored = any((algorithm.needs_reference, algorithm.needs_proximal, algorithm.needs_current, found.teachers))
     arriving = arriving_bytes(config, arch, grid) if moved_bytes is None else moved_bytes
     samples = not algorithm.supervised or bool(config.train.eval_interval)
-    stages = []
-    critics = _critics(found, device)
-    for stage, (own, critic) in enumerate(zip(held, critics, strict=True)):
+    stages, critics, teachers = [], _critics(found, device), _teachers(found)
+    for stage, (own, critic, teacher) in enumerate(zip(held, critics, teachers, strict=True)):
         replayed = replayed_bytes(config, arch, grid, stage)
-        away = offloaded(config, own)
-        parts = {"weights": own.weights, "gradients": own.gradients, "optimizer": own.optimizer}
+        away, parts = offloaded(config, own), own.parts
         staying = sum(parts[part] for part in ("weights", "gradients") if part not in away)
         staying += sum(critic.staying.values())
         engine = engine_memory(found, device, weights=own.engine, actor=staying)
@@ -147,6 +151,7 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
             **engine.held,
             "refit staging": staging_bytes(config, grid, arriving) if samples else 0,
             "reference": own.weights if device.is_host and algorithm.needs_reference else 0,
+            **(teacher.in_host if device.is_host else {}),
             **critic.staying,
             "offload buffers": sum(away.values()) + critic.copies if device.is_host else 0,
             "copies for a checkpoint": commit_bytes(config, grid, own) + critic.saved if device.is_host else 0,
@@ -163,15 +168,16 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
             "refit": _begun(refit, {**actor, **here}),
             "rollout": _begun(rollout, {**weights, **here, **engine.awake}),
             **({"score": {**weights, **always, **kept, "activations": used.scoring}} if scored else {}),
+            **({"teacher": {**here, **teacher.its_turn, "activations": used.scoring}} if teacher.turn else {}),
             **({"critic": {**always, **kept, **critic.away, **critic.phase}} if critic.phase else {}),
-            "update": {**actor, **always, **kept, **_update(used, own.states.step)},
+            "update": {**actor, **always, **kept, **teacher.compared, **_update(used, own.states.step)},
         }
         if device.is_host:
             phases["update"]["experts to replay"] = replayed
         phases = {phase: {term: size for term, size in terms.items() if size} for phase, terms in phases.items()}
         host = 0
         if not device.is_host:
-            host = sum(away.values()) + (2 * own.weights if algorithm.needs_reference else 0) + engine.host
+            host = sum(away.values()) + _sets_in_host(found, own) + sum(teacher.in_host.values()) + engine.host
             host += commit_bytes(config, grid, own) + own.states.host + replayed
             host += critic.copies + critic.saved + critic.host
         first_rank = stage * (grid.world_size // grid.pp)
@@ -188,8 +194,7 @@ def _critics(found: Resolved, device: Device) -> list[CriticMemory]:
     shape = ActorShape(config, found.critic, grid, te=device.te and asked_for(config))
     stages = []
     for stage, own in enumerate(stage_memory(config, found.critic, grid)):
-        parts = {"weights": own.weights, "gradients": own.gradients, "optimizer": own.optimizer}
-        away = offloaded(config, own)
+        away, parts = offloaded(config, own), own.parts
         stages.append(
             CriticMemory(
                 staying={f"critic's {part}": size for part, size in parts.items() if part not in away},
@@ -201,6 +206,19 @@ def _critics(found: Resolved, device: Device) -> list[CriticMemory]:
             )
         )
     return stages
+
+
+def _sets_in_host(found: Resolved, own: Memory) -> int:
+    """The reference's weights in host memory, and the actor's while the modules hold others than its own."""
+    swapped = found.algorithm.needs_reference or found.arch in found.teachers
+    return own.weights * (swapped + found.algorithm.needs_reference)
+
+
+def _teachers(found: Resolved) -> list[TeacherMemory]:
+    """Of a rank of each pipeline stage."""
+    item, grid = ITEM_BYTES[found.config.model.dtype], found.grid
+    sizes = [[sum(part) * item for part in _actor_elements(teacher, grid)] for teacher in found.teachers]
+    return [teacher_memory(found, stage, [size[stage] for size in sizes]) for stage in range(grid.pp)]
 
 
 def not_counted(config: Config) -> list[str]:

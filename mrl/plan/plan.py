@@ -91,6 +91,9 @@ def _layout(found: Resolved, hardware: Hardware) -> Iterator[str]:
     yield f"model     {num_parameters(arch) / GB:.2f} x 10^9 parameters, {found.config.model.dtype}"
     if found.critic is not None:
         yield f"critic    {num_parameters(found.critic) / GB:.2f} x 10^9 parameters, in the actor's layout"
+    for teacher in found.teachers:
+        own = "the student's layers" if teacher == arch else "layers of its own"
+        yield f"teacher   {num_parameters(teacher) / GB:.2f} x 10^9 parameters, {own}, in the actor's layout"
     yield f"actor     tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}" + (
         f", experts ep {grid.ep} x etp {grid.expert_tp}" if arch.moe else ""
     )

@@ -43,7 +43,15 @@ from mrl.rehearsal.engine import NATIVE, engine_for
 from mrl.rehearsal.layout import sizes, smallest_like
 from mrl.rehearsal.model import shrunk_model
 from mrl.rehearsal.report import ALL, FILE, Report, Stage
-from mrl.rehearsal.settings import NUM_VAL, VARIETY, Sizes, other_layout, shrunk_config, with_steps
+from mrl.rehearsal.settings import (
+    NUM_VAL,
+    VARIETY,
+    Sizes,
+    other_layout,
+    shrunk_config,
+    small_teacher,
+    with_steps,
+)
 from mrl.rehearsal.stages import STAGES, spent_in, stage_of
 from mrl.run.prepare import Resolved, resolve
 from mrl.run_folder.run_dir import RunDir, flat
@@ -208,6 +216,8 @@ class _Rehearsal:
             like = config.model.path or like
         folders = [("model", config.model.path, arch), ("reference", config.reference.path, arch)]
         folders += [("critic", like if config.critic.path else None, critic_of(arch))]
+        for index, (teacher, its) in enumerate(zip(config.distillation.teacher_models, found.teachers, strict=False)):
+            folders.append((f"teacher{index}", teacher.model_path, small_teacher(its, found.arch, arch)))
         for seed, (name, source, small) in enumerate(folders):
             if source is not None:
                 write_model(self._folder / name, small, dtype=config.model.dtype, seed=seed, like=Path(source))

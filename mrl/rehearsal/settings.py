@@ -7,7 +7,7 @@ its value, so that a new feature is rehearsed as soon as it exists.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +37,7 @@ from mrl.preflight.megatron import fitting
 from mrl.preflight.parallel import grid_of
 from mrl.rehearsal.engine import Engine
 from mrl.run.prepare import Resolved
+from mrl.schema.distillation import TOP_K, DistillationConfig
 
 SAMPLES = 4
 """Of a prompt, where the config has at least as many."""
@@ -83,13 +84,12 @@ def shrunk_config(config: Config, found: Resolved, sizes: Sizes, folder: Path) -
         found: The same, resolved.
         sizes: Of the small run.
         folder: Where the run's folder goes; where the config has `model.path`, also the small model's (`model/`) and
-            the reference's (`reference/`) and the critic's (`critic/`).
+            the reference's (`reference/`), the critic's (`critic/`) and the teachers' (`teacher0/`, ...).
     """
     rollout = _rollout(config.rollout, sizes)
     actor, observe = config.actor, config.observe
     train = _train(config, sizes.grid, rollout)
-    longest = rollout.longest
-    rounds = config.algorithm.max_sampling_rounds
+    longest, rounds = rollout.longest, config.algorithm.max_sampling_rounds
     several = config.actor.max_tokens_per_microbatch >= 2 * config.rollout.longest
     shrunk = replace(
         config,
@@ -119,6 +119,7 @@ def shrunk_config(config: Config, found: Resolved, sizes: Sizes, folder: Path) -
             update_interval=min(config.reference.update_interval, 1),
         ),
         critic=_critic(config.critic, folder),
+        distillation=_distillation(config.distillation, found.teachers, found.arch, sizes.arch, folder),
         rollout=rollout,
         algorithm=replace(
             config.algorithm,
@@ -143,6 +144,29 @@ def _critic(critic: CriticConfig, folder: Path) -> CriticConfig:
         path=None if critic.path is None else str(folder / "critic"),
         ppo_epochs=None if critic.ppo_epochs is None else min(critic.ppo_epochs, 2),
     )
+
+
+def _distillation(
+    distilled: DistillationConfig, found: Sequence[ArchSpec], arch: ArchSpec, small: ArchSpec, folder: Path
+) -> DistillationConfig:
+    loss = distilled.distillation_loss
+    teachers = [
+        replace(teacher, overrides={**teacher.overrides, **_sizes_of(teacher.preset, small_teacher(own, arch, small))})
+        if teacher.preset is not None
+        else replace(teacher, model_path=str(folder / f"teacher{index}"))
+        for index, (teacher, own) in enumerate(zip(distilled.teacher_models, found, strict=False))
+    ]
+    topk = min(loss.topk, small.vocab_size) if loss.loss_mode == TOP_K else loss.topk
+    return replace(distilled, teacher_models=teachers, distillation_loss=replace(loss, topk=topk))
+
+
+def small_teacher(teacher: ArchSpec, student: ArchSpec, small: ArchSpec) -> ArchSpec:
+    """Of the small student's sizes: the same layers where it has the student's, else its own family's, and wider."""
+    if teacher == student:
+        return small
+    sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "moe")
+    own = {name: getattr(small, name) for name in sizes}
+    return replace(teacher, **own, intermediate_size=2 * small.intermediate_size)
 
 
 def _dispatcher(name: Literal["alltoall", "allgather", "flex"]) -> Literal["alltoall", "allgather"]:
@@ -293,8 +317,11 @@ def _model(model: ModelConfig, arch: ArchSpec, small: ArchSpec, folder: Path) ->
     """The same preset with other sizes, or the folder of the small model."""
     if model.path is not None:
         return replace(model, path=str(folder / "model"), tokenizer=model.tokenizer or model.path)
-    preset = model.preset or ""
+    return replace(model, overrides={**model.overrides, **_sizes_of(model.preset or "", small)})
+
+
+def _sizes_of(preset: str, small: ArchSpec) -> dict[str, Any]:
+    """The keys of a preset's config.json that make it the small model."""
     known = {*DECODER_KEYS, *PRESETS[preset]} - {"model_type", "tie_word_embeddings", *_ROPE}
     as_json: dict[str, Any] = family_of(small).arch_to_hf(small)
-    changed = {key: value for key, value in as_json.items() if key in known}
-    return replace(model, overrides={**model.overrides, **changed})
+    return {key: value for key, value in as_json.items() if key in known}

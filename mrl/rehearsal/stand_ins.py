@@ -43,6 +43,10 @@ def _missing(config: Config) -> Iterator[tuple[str, str]]:
     for key, folder in folders.items():
         if folder is not None and not folder.startswith(CHAR_PREFIX) and not _is_here(key, folder):
             yield key, folder
+    for index, teacher in enumerate(config.distillation.teacher_models):
+        key = _teacher_key(index)
+        if teacher.model_path is not None and not _is_here(key, teacher.model_path):
+            yield key, teacher.model_path
     for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
         yield from ((key, file) for file in files if not os.path.isfile(file))
 
@@ -87,16 +91,34 @@ def with_stand_ins(config: Config) -> tuple[Config, list[str]]:
         rollout = replace(rollout, name=NATIVE, engine_dir=None, pipeline_model_parallel_size=1)
     reference = replace(config.reference, path=None) if "reference.path" in missing else config.reference
     critic = replace(config.critic, path=None) if "critic.path" in missing else config.critic
-    return replace(config, model=model, data=data, reference=reference, critic=critic, rollout=rollout), told
+    teachers = []
+    for index, teacher in enumerate(config.distillation.teacher_models):
+        if (key := _teacher_key(index)) in missing or (no_tokenizer and teacher.model_path is not None):
+            preset = _preset_of(teacher.model_path or "", key)
+            told.append(f"{key}={teacher.model_path}: the preset {preset} stands in, with random weights")
+            teacher = replace(teacher, model_path=None, preset=preset)
+        teachers.append(teacher)
+    distillation = replace(config.distillation, teacher_models=teachers)
+    return (
+        replace(
+            config, model=model, data=data, reference=reference, critic=critic, rollout=rollout,
+            distillation=distillation,
+        ),
+        told,
+    )  # fmt: skip
 
 
-def _preset_of(folder: str) -> str:
+def _teacher_key(index: int) -> str:
+    return f"distillation.teacher_models[{index}].model_path"
+
+
+def _preset_of(folder: str, key: str = "model.path") -> str:
     """The preset with the longest name that is in the folder's."""
     name = _letters(Path(folder).name)
     found = [preset for preset in PRESETS if _letters(preset) in name]
     if not found:
         raise UserError(
-            f"model.path={folder} is not here, and no preset has its name, so that nothing can stand in. Copy its "
+            f"{key}={folder} is not here, and no preset has its name, so that nothing can stand in. Copy its "
             "config.json and tokenizer here, or name what is nearest: ~model model.preset=NAME model.tokenizer=..., "
             f"with NAME of {', '.join(PRESETS)}."
         )

@@ -18,11 +18,33 @@ from mrl.distributed.collectives import together
 from mrl.formats.hf import load_from_hf
 from mrl.megatron.policy import Policy
 from mrl.megatron.replicas import first_here, share
+from mrl.megatron.trainable import Trainable
+from mrl.models.base import ArchSpec
 from mrl.models.presets import initializer_range
 from mrl.refit.export import export_to_hf, write_model_folder
 from mrl.refit.refit import gather_layouts
 from mrl.run.prepare import Plan
 from mrl.weights.init import random_init
+
+
+def read_weights(model: Trainable, arch: ArchSpec, folder: str, tensors: Mapping[str, Tensor]) -> None:
+    """Collective over the job: of the ranks that hold the same parameter one reads it.
+
+    Args:
+        model: Whose layout the tensors have.
+        arch: Its structure.
+        folder: Of Hugging Face.
+        tensors: Its own, or another set of weights.
+    """
+    layout, mine = model.layout(), first_here(model.chunks)
+    with together():
+        load_from_hf(
+            folder,
+            arch,
+            {name: stored for name, stored in layout.items() if name in mine},
+            {name: tensor for name, tensor in tensors.items() if name in mine},
+        )
+    share(model.chunks, tensors, model.device)
 
 
 class ActorWeights:
@@ -56,16 +78,7 @@ class ActorWeights:
                 tensor.copy_(live[name])
 
     def _read(self, folder: str, tensors: Mapping[str, Tensor]) -> None:
-        """Collective over the job: of the ranks that hold the same parameter one reads it."""
-        layout, mine = self._policy.layout(), first_here(self._policy.chunks)
-        with together():
-            load_from_hf(
-                folder,
-                self._plan.arch,
-                {name: stored for name, stored in layout.items() if name in mine},
-                {name: tensor for name, tensor in tensors.items() if name in mine},
-            )
-        share(self._policy.chunks, tensors, self._policy.device)
+        read_weights(self._policy, self._plan.arch, folder, tensors)
 
     def export(self, folder: Path) -> None:
         """Collective over the job: the actor as a Hugging Face folder; a rank of each host writes."""

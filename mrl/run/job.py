@@ -28,6 +28,7 @@ from mrl.run.progress import Progress
 from mrl.run.rates import Rates
 from mrl.run.reference import Reference
 from mrl.run.sampler import Sampler
+from mrl.run.teachers import RunTeachers
 from mrl.run.training_state import TrainingState
 from mrl.run_folder.checkpoint import Checkpoints, Found
 
@@ -39,6 +40,7 @@ class Job:
         policy: The actor.
         weights: The actor's, from and to Hugging Face folders.
         critic: Of an algorithm that has one.
+        teachers: Of a run with distillation.
         sampler: The engine and its refits.
         reward_weights: Factor of each reward function, by its name in `Rollout.reward_parts`.
         scorer: Scores this replica's rollouts; None on ranks that do not lead one.
@@ -62,22 +64,22 @@ class Job:
         """Collective over the job; of `open_job`."""
         config, tokenizer = plan.config, plan.tokenizer
         self.config, self.arch, self.tokenizer, self.algorithm = config, plan.arch, tokenizer, plan.algorithm
-        self.validation, self.run = plan.validation, plan.run
-        self.groups, self.device, self.log = groups, device, log
+        self.validation, self.run, self.groups, self.device, self.log = plan.validation, plan.run, groups, device, log
         for warning in forced(config, plan.arch, plan.grid):
             log.note(f"WARNING {warning}")
         self.policy = Policy(config, plan.arch, groups, device)
         self.policy.offload()  # before the engine reads how much memory is free
         self.weights = ActorWeights(plan, self.policy, groups.rank)
-        self.critic = None  # an evaluation needs none
+        self.critic = self.teachers = None  # an evaluation needs none
         if plan.critic is not None and trains:
             self.critic = RunCritic(plan, plan.critic, groups, device, self.policy)
+        if plan.teachers and trains:
+            self.teachers = RunTeachers(plan, groups, device, self.policy)
         self.sampler = Sampler(plan, groups, device, self.policy, self.weights, log.note)
         self.scorer: Scorer | None = None
         if groups.leads_replica:
             self.scorer = Scorer(config.reward, tokenizer.decode, tokenizer.eos_ids, tokenizer.special_ids, variables)
-        self.reward_weights = part_weights(config.reward)
-        self.timers = Timers(device, log.phase)
+        self.reward_weights, self.timers = part_weights(config.reward), Timers(device, log.phase)
         self.state = TrainingState(
             plan.source,
             LengthHistory(config.rollout.response_length),
@@ -121,6 +123,8 @@ class Job:
         self.policy.start_optimizer(learning_rate(self.config))
         if self.critic is not None:
             self.critic.start_optimizer()
+        if self.teachers is not None:
+            self.teachers.load()
         return self.commits.resume()
 
     def begin(self, step: int) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mrl.algorithms import base as algorithms
 from mrl.algorithms.base import Algorithm
-from mrl.config import Config
+from mrl.config import Config, DataConfig, ModelConfig
 from mrl.data.prompts import PromptSource, load_training, load_validation
 from mrl.data.steps import with_num_steps
 from mrl.data.tokenizer import Tokenizer, load_tokenizer
@@ -33,6 +33,7 @@ from mrl.models.presets import arch_from_preset
 from mrl.observe.metrics import check_is_given, evaluation_names
 from mrl.preflight import preflight
 from mrl.preflight.critic import check_critic
+from mrl.preflight.distillation import check_distillation, check_named, teacher_of
 from mrl.preflight.megatron import SWITCHES, check_switches
 from mrl.preflight.parallel import grid_of
 from mrl.rewards.scorer import Scorer
@@ -57,6 +58,7 @@ class Resolved:
         config: The algorithm's nulls are filled.
         grid: Who sits where.
         critic: Its structure; None: the algorithm has none.
+        teachers: Their structures, in the order of `distillation.teacher_models`; none without distillation.
     """
 
     config: Config
@@ -65,6 +67,7 @@ class Resolved:
     algorithm: Algorithm
     grid: Grid
     critic: ArchSpec | None
+    teachers: tuple[ArchSpec, ...]
 
 
 @dataclass
@@ -140,6 +143,11 @@ def check_run(config: Config, world_size: int, *, launcher: str | None = None, t
             _check_weights(key, path, found.arch, tell)
     if config.critic.path is not None:
         _check_weights("critic.path", config.critic.path, None, tell)
+    for index, (teacher, arch) in enumerate(zip(config.distillation.teacher_models, found.teachers, strict=False)):
+        if teacher.model_path is not None:
+            key = f"distillation.teacher_models[{index}].model_path"
+            _check_weights(key, teacher.model_path, arch, tell)
+            _check_tokens(key, teacher.model_path, found.tokenizer)
     tokenizer, prompt_length = found.tokenizer, config.rollout.prompt_length
     source = load_training(config.data, tokenizer, prompt_length=prompt_length, seed=config.run.seed)
     found.config, asked = with_num_steps(found.config, source.num_rows), found.config
@@ -152,6 +160,8 @@ def check_run(config: Config, world_size: int, *, launcher: str | None = None, t
     if config.checkpoint.keep_best and best.startswith("val/"):
         check_is_given(best, evaluation_names(config.rollout.val_kwargs.n))
     peeked = source.peek(PEEKED_PROMPTS)
+    for prompt in peeked if found.teachers else ():
+        teacher_of(config.distillation, prompt)
     if found.algorithm.supervised or config.train.warm_start.num_steps:
         examples(peeked, tokenizer, config)
     checked = replace(config.reward, num_workers=1)
@@ -174,7 +184,21 @@ def resolve(config: Config, world_size: int) -> Resolved:
     if algorithm.needs_values:
         critic = critic_of(arch if config.critic.path is None else arch_from_folder(config.critic.path))
     check_critic(config, arch, critic, grid)
-    return Resolved(config, arch, tokenizer, algorithm, grid, critic)
+    teachers = _teachers(config, arch)
+    check_distillation(config, arch, teachers, grid, supervised=algorithm.supervised, critic=algorithm.needs_values)
+    return Resolved(config, arch, tokenizer, algorithm, grid, critic, teachers)
+
+
+def _teachers(config: Config, arch: ArchSpec) -> tuple[ArchSpec, ...]:
+    check_named(config)
+    if not config.distillation.enabled:
+        return ()
+    return tuple(
+        arch_from_preset(teacher.preset, {"vocab_size": arch.vocab_size, **teacher.overrides}, arch.vocab_size)
+        if teacher.preset is not None
+        else arch_from_folder(str(teacher.model_path))
+        for teacher in config.distillation.teacher_models
+    )
 
 
 def load_model_facts(config: Config) -> tuple[ArchSpec, Tokenizer]:
@@ -248,6 +272,23 @@ def _check_output_dir(folder: str, tell: Tell | None) -> None:
         tell(f"run.output_dir={folder} is on no disk of this machine: not checked")
     else:
         RunDir(Path(folder)).check_writable()
+
+
+def _check_tokens(key: str, folder: str, tokenizer: Tokenizer) -> None:
+    """That a teacher reads the student's tokens."""
+    try:
+        theirs = load_tokenizer(ModelConfig(path=folder), DataConfig()).vocabulary
+    except UserError as error:
+        raise UserError(f"{key}={folder}: {error}") from error
+    own = tokenizer.vocabulary
+    if theirs != own:
+        token = min((set(own.items()) ^ set(theirs.items())), key=lambda item: (item[1], item[0]))[0]
+        told = [f"{ids[token]}" if token in ids else "none" for ids in (own, theirs)]
+        raise UserError(
+            f"{key}={folder} has another tokenizer than the student: the id of {token!r} is {told[0]} for the student "
+            f"and {told[1]} for the teacher, {len(own)} and {len(theirs)} tokens in all. A teacher scores the "
+            "student's token ids: give one with the same tokenizer."
+        )
 
 
 def _check_weights(key: str, folder: str, arch: ArchSpec | None, tell: Tell | None) -> None:

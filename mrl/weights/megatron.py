@@ -12,13 +12,14 @@ get_transformer_layer_offset`, `transformer/transformer_block.py: get_num_layers
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec, Kind, ParamSpec, Place, moe_of
-from mrl.weights.layout import Layout, StoredTensor
+from mrl.weights.hf import hf_layout
+from mrl.weights.layout import Layout, Piece, StoredTensor
 from mrl.weights.shards import (
     ExpertShard,
     Segment,
@@ -218,3 +219,26 @@ def megatron_layouts(arch: ArchSpec, grid: Grid, *, dtype: str, te: bool) -> dic
             shared[place] = megatron_layout(arch, grid, rank, dtype=dtype, te=te)
         found[rank] = shared[place]
     return found
+
+
+def output_name(names: Iterable[str]) -> str:
+    """Of a layout with the last norm the weight that makes logits, tied to the embedding or not."""
+    embedding, own = VOCABULARY
+    found = {name.partition(".")[2]: name for name in names}
+    return found.get(own) or found[embedding]
+
+
+def output_rows(own: StoredTensor, other: ArchSpec) -> StoredTensor:
+    """The rows of another model's output weight for the tokens that a rank holds of one's own.
+
+    Args:
+        own: The output weight of this rank; its first rows are tokens, the others padding.
+        other: A model with the same tokens, of which it may have fewer or more.
+    """
+    (rows,) = [piece.src[0] for piece in own.pieces] or [(0, 0)]
+    end = max(rows[0], min(rows[1], other.vocab_size))
+    shape = (end - rows[0], other.hidden_size)
+    whole = hf_layout(other, own.dtype)
+    (head,) = [name for name in ("lm_head.weight", "model.embed_tokens.weight") if name in whole][:1]
+    piece = Piece(head, ((rows[0], end), (0, shape[1])), ((0, shape[0]), (0, shape[1])))
+    return StoredTensor(shape, own.dtype, (piece,) if shape[0] else ())

@@ -49,6 +49,10 @@ def test_the_example_of_a_model_and_data_of_ones_own_trains(tmp_path, monkeypatc
     assert (run / "checkpoints" / "step-00000001" / "hf" / "model.safetensors").is_file()
 
 
+TEACHER = (
+    "distillation.enabled=true",
+    "distillation.teacher_models=[{preset: qwen2_tiny, overrides: {num_hidden_layers: 4}}]",
+)
 VARIANTS = [
     [
         "algorithm.rollout_correction={bypass_mode: false, rollout_is: token, rollout_is_threshold: 0.5_5.0, "
@@ -58,6 +62,11 @@ VARIANTS = [
     ],
     ["algorithm.name=reinforce_pp", "algorithm.kl_in=reward"],
     ["algorithm.name=ppo"],
+    [
+        *TEACHER,
+        "distillation.distillation_loss={loss_mode: forward_kl_topk, topk: 4}",
+    ],
+    [*TEACHER, "distillation.distillation_loss={loss_mode: k1, use_policy_gradient: true}"],
     [
         "algorithm={name: sft, kl_in: none, kl_coef: 0.001, entropy_coef: 0.0}",
         "~algorithm.clip_low",

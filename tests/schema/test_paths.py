@@ -19,6 +19,7 @@ NO_PATHS = {
     "data.system_prompt": "a text",
     "checkpoint.best_metric": "a metric",
     "observe.wandb_project": "a project",
+    "distillation.teacher_key": "a column",
     **dict.fromkeys(
         (
             "algorithm.rollout_correction.preset",
@@ -31,6 +32,7 @@ NO_PATHS = {
 }
 """Texts of the config that are no path."""
 
+TEACHERS = "distillation.teacher_models=[{key: one}]"
 PATHS = sorted(path_keys(Config))
 CODE = {"reward.functions.name", "rollout.name", "algorithm.name", "data.task"}
 """Names in mrl, or files of code."""
@@ -56,7 +58,9 @@ def file(tmp_path, monkeypatch):
 
 
 def override(key: str, text: str) -> str:
-    return f"{key.replace('functions.', 'functions[0].')}={text}"
+    for entries in ("functions", "teacher_models"):
+        key = key.replace(f"{entries}.", f"{entries}[0].")
+    return f"{key}={text}"
 
 
 def test_every_text_of_the_config_is_a_path_or_said_to_be_none():
@@ -75,7 +79,7 @@ def test_every_text_of_the_config_is_a_path_or_said_to_be_none():
     ],
 )
 def test_home_and_variables_are_written_out(file, text, meant):
-    config = load(file, [override(key, text) for key in PATHS if key not in CODE])
+    config = load(file, [TEACHERS, *(override(key, text) for key in PATHS if key not in CODE)])
     for key in set(PATHS) - CODE:
         assert value_of(config, key) == meant.format(home=file.parents[1] / "home"), key
 
@@ -94,7 +98,7 @@ WRONG = (
 def test_what_is_no_path_is_refused(file, number):
     key, (text, said) = PATHS[number % len(PATHS)], WRONG[number % len(WRONG)]
     with pytest.raises(UserError, match=said) as error:
-        load(file, [override(key, text)])
+        load(file, [TEACHERS, override(key, text)])
     assert override(key, "").rstrip("=") in str(error.value)
 
 

@@ -1,0 +1,222 @@
+"""Teachers as a config has them: which prompt is whose, what is built for one, and what is refused.
+
+Owns the rules of `distillation`. It imports no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os.path
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING
+
+from mrl.config import Config
+from mrl.errors import UserError
+from mrl.grid import Grid
+from mrl.models.base import ArchSpec
+from mrl.preflight.parallel import division_rules
+from mrl.schema.distillation import TOP_K, DistillationConfig, DistillationLossConfig
+from mrl.weights.megatron import expert_shard
+from mrl.weights.shards import check_experts_divide
+
+if TYPE_CHECKING:
+    from mrl.types import Prompt
+
+DATA_SOURCE = "data_source"
+"""The default of `teacher_key`: the name of a row's data set, also where the row does not say it."""
+
+
+def teacher_config(config: Config) -> Config:
+    """The config with a teacher that has layers of its own in the actor's place: it only runs forward."""
+    actor = replace(
+        config.actor, param_offload=True, grad_offload=True, optimizer_offload=True, router_replay="none",
+        recompute="none",
+    )  # fmt: skip
+    return replace(config, actor=actor)
+
+
+def teacher_of(config: DistillationConfig, prompt: Prompt) -> int:
+    """Which of the teachers scores this prompt's samples.
+
+    Raises:
+        UserError: None is named so.
+    """
+    if len(config.teacher_models) == 1:
+        return 0
+    key = prompt.data_source if config.teacher_key == DATA_SOURCE else prompt.row.get(config.teacher_key)
+    known = [teacher.key for teacher in config.teacher_models]
+    if key not in known:
+        raise UserError(
+            f"{prompt.source}: column '{config.teacher_key}' (distillation.teacher_key) holds {key!r}, which is no "
+            f"teacher's key; distillation.teacher_models has {', '.join(map(str, known))}."
+        )
+    return known.index(str(key))
+
+
+def check_distillation(
+    config: Config, arch: ArchSpec, teachers: Sequence[ArchSpec], grid: Grid, *, supervised: bool, critic: bool
+) -> None:
+    """Every rule of `distillation`.
+
+    Args:
+        config: What was asked for, the algorithm's nulls filled.
+        arch: The student.
+        teachers: Their structures, in the config's order; none where it is not enabled.
+        grid: The layout of all.
+        supervised: The algorithm samples nothing.
+        critic: It has one.
+
+    Raises:
+        UserError: The first broken rule.
+    """
+    distilled = config.distillation
+    rules = (
+        [_enabled_rules(config, supervised=supervised, critic=critic), _loss_rules(distilled.distillation_loss)]
+        if distilled.enabled
+        else [_idle(distilled)]
+    )
+    for message in itertools.chain(*rules):
+        raise UserError(message)
+    loss, smallest = distilled.distillation_loss, min(each.vocab_size for each in (arch, *teachers))
+    if loss.loss_mode == TOP_K and loss.topk > smallest:
+        raise UserError(
+            f"distillation.distillation_loss.topk={loss.topk} is more than the {smallest} tokens of the vocabulary."
+        )
+    for index, teacher in enumerate(teachers):
+        named = distilled.teacher_models[index]
+        for message in _model_rules(config, arch, teacher, grid, preset=named.preset is not None):
+            name = f"preset={named.preset}" if named.model_path is None else f"model_path={named.model_path}"
+            raise UserError(f"distillation.teacher_models[{index}].{name}{message}")
+
+
+def check_named(config: Config) -> None:
+    """The rules that need no model: there are teachers, each with a key of its own where there are several.
+
+    Raises:
+        UserError: The first broken rule.
+    """
+    if not config.distillation.enabled:
+        return
+    teachers = config.distillation.teacher_models
+    if not teachers:
+        raise UserError(
+            "distillation.enabled is true, but distillation.teacher_models is empty. Give one, such as "
+            "distillation.teacher_models=[{model_path: FOLDER}]."
+        )
+    for index, teacher in enumerate(teachers):
+        where = f"distillation.teacher_models[{index}]"
+        if (teacher.model_path is None) == (teacher.preset is None):
+            came = "neither" if teacher.preset is None else "both"
+            raise UserError(f"{where}: {came} of model_path and preset set: give one, a Hugging Face folder best.")
+        if teacher.overrides and teacher.preset is None:
+            raise UserError(
+                f"{where}.overrides is set, but would have no effect because there is no preset. Remove it."
+            )
+        if teacher.model_path is not None and not os.path.isdir(teacher.model_path):
+            raise UserError(
+                f"{where}.model_path={teacher.model_path} is not a folder. Give a local Hugging Face folder."
+            )
+        if len(teachers) > 1 and teacher.key is None:
+            raise UserError(f"{where}.key is null: with several teachers each needs one, to be told which prompts.")
+    keys = [teacher.key for teacher in teachers]
+    if len(teachers) > 1 and len(set(keys)) < len(keys):
+        raise UserError(f"distillation.teacher_models: two teachers have the same key ({', '.join(map(str, keys))}).")
+
+
+def _idle(distilled: DistillationConfig) -> Iterator[str]:
+    default = DistillationConfig()
+    for item in fields(DistillationConfig):
+        if getattr(distilled, item.name) != getattr(default, item.name):
+            yield (
+                f"distillation.{item.name} is set, but would have no effect because distillation.enabled is false. "
+                "Remove it, or change that."
+            )
+
+
+def _enabled_rules(config: Config, *, supervised: bool, critic: bool) -> Iterator[str]:
+    distilled, algorithm = config.distillation, config.algorithm
+    if supervised:
+        yield (
+            f"distillation.enabled is true, but algorithm.name={algorithm.name} samples nothing: teachers score what "
+            "the student samples. Use another algorithm, such as grpo."
+        )
+    if len(distilled.teacher_models) == 1:
+        for name, ignored in (
+            ("teacher_key", distilled.teacher_key != DATA_SOURCE),
+            ("teacher_models[0].key", distilled.teacher_models[0].key is not None),
+        ):
+            if ignored:
+                yield (
+                    f"distillation.{name} is set, but would have no effect because there is one teacher, which has all "
+                    "prompts. Remove it, or add another teacher."
+                )
+    if not distilled.distillation_loss.use_task_rewards:
+        correction = algorithm.rollout_correction.acting
+        corrects = correction.rollout_is or correction.rollout_rs or correction.off_policy_mask_threshold is not None
+        for name, is_set in (
+            ("kl_in", algorithm.kl_in != "none"),
+            ("entropy_coef", algorithm.entropy_coef != 0),
+            ("entropy_ctrl.type", algorithm.entropy_ctrl.type != "fixed"),
+            ("positive_example_nll_weight", algorithm.positive_example_nll_weight != 0),
+            ("top_entropy_quantile", algorithm.top_entropy_quantile != 1),
+            ("rollout_correction", bool(corrects)),
+            (f"name={algorithm.name}", critic),
+        ):
+            if is_set:
+                yield (
+                    f"algorithm.{name} belongs to a loss that is not minimised: "
+                    "distillation.distillation_loss.use_task_rewards is false. Remove it, or change that."
+                )
+
+
+def _loss_rules(loss: DistillationLossConfig) -> Iterator[str]:
+    mode, default, where = loss.loss_mode, DistillationLossConfig(), "distillation.distillation_loss"
+    if loss.use_policy_gradient and not loss.is_sampled:
+        yield (
+            f"{where}.use_policy_gradient is refused with loss_mode={mode}: its value is the same whichever token was "
+            "sampled, so that its policy gradient is 0 on average. Use k1, or set it to false."
+        )
+    if mode == "k1" and not loss.use_policy_gradient:
+        yield (
+            f"{where}.loss_mode=k1 has a gradient that does not depend on the teacher. Set "
+            f"{where}.use_policy_gradient=true, or use k2, k3 or an exact mode."
+        )
+    no_pg = "use_policy_gradient is false"
+    for name, ignored, why in (
+        ("topk", mode != TOP_K, f"loss_mode is {mode}"),
+        ("log_prob_min_clamp", mode != TOP_K, f"loss_mode is {mode}"),
+        ("beta", mode != "jsd", f"loss_mode is {mode}"),
+        ("distillation_loss_coef", not loss.use_task_rewards, "use_task_rewards is false"),
+        ("clip_ratio_low", not loss.use_policy_gradient, no_pg),
+        ("clip_ratio_high", not loss.use_policy_gradient, no_pg),
+    ):
+        value = getattr(loss, name)
+        if ignored and value != getattr(default, name):
+            yield f"{where}.{name}={value} would have no effect because {why}. Remove it, or change that."
+
+
+def _model_rules(config: Config, arch: ArchSpec, teacher: ArchSpec, grid: Grid, *, preset: bool) -> Iterator[str]:
+    if teacher == arch:
+        return
+    if preset and teacher.vocab_size != arch.vocab_size:
+        yield (
+            f" has {teacher.vocab_size} tokens, the student {arch.vocab_size}: give a preset no vocabulary of its own."
+        )
+    if (teacher.moe is None) != (arch.moe is None):
+        yield (
+            ": of student and teacher one is a mixture of experts and the other is not, which share no layout. Give a "
+            "teacher of the student's kind."
+        )
+    if teacher.max_position_embeddings < config.rollout.longest:
+        yield (
+            f" has positions for {teacher.max_position_embeddings} tokens, fewer than the {config.rollout.longest} of "
+            "prompt and response."
+        )
+    for message in division_rules(teacher, replace(grid, rollout_tp=1)):
+        yield f": {message}"
+    if teacher.moe is not None:
+        try:
+            check_experts_divide(teacher.moe, expert_shard(grid, 0))
+        except UserError as error:
+            yield f": {error}"

@@ -1,0 +1,177 @@
+"""A student's divergence from its teachers in every layout is that of transformers' models in float64.
+
+Two teachers, each with its own sequences: one is a set of weights in the student's modules, the other a model of
+another family. Values and gradients over a split vocabulary in float64 are in `functional/test_divergences.py`.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+from mrl.algorithms._distillation import DUAL_CLIP, Distillation
+from mrl.grid import Grid
+from mrl.megatron import parallel
+from mrl.megatron.comparison import Comparison
+from mrl.megatron.teacher import Guest, Lodger
+from mrl.models.hf_config import family_of
+from mrl.preflight.distillation import teacher_config
+from mrl.run.teachers import joined
+from mrl.schema.distillation import DistillationLossConfig
+from mrl.weights.init import random_init
+from mrl.weights.megatron import output_name
+from tests.functional.test_divergences import by_definition
+from tests.megatron.actors import ARCHS, CONSTANT, _whole, algorithm, config_for, make_batch, make_policy, own_part
+from tests.ranks import run_ranks
+
+RELATIVE = 1e-4  # fp32 through four layers, against float64
+ABSOLUTE = 1e-6
+# key/value heads that four ranks can share
+STUDENT, OTHER = (replace(ARCHS[name], num_heads=4, num_kv_heads=4, num_layers=2) for name in ("qwen2_untied", "qwen3"))
+TEMPERATURE, TOPK, LOW, CLAMP = 0.8, 7, -6.0, 3.0
+LAYOUTS = {
+    "dp2": Grid(2),
+    "tp2": Grid(2, tp=2),
+    "tp4": Grid(4, tp=4),
+    "pp2": Grid(2, pp=2),
+    "cp2": Grid(2, cp=2),
+    "tp2_pp2": Grid(4, tp=2, pp=2),
+}
+MODES = {
+    "reverse_kl": {},
+    "forward_kl": {},
+    "jsd": {"beta": 0.3},
+    "forward_kl_topk": {"topk": TOPK, "log_prob_min_clamp": LOW},
+    "k2": {"loss_max_clamp": CLAMP},
+    "k3": {},
+    "abs": {},
+    "k1": {"use_policy_gradient": True},
+}
+OPTIONS = {
+    "actor": {"clip_grad": 0.0, "use_distributed_optimizer": False},
+    "rollout": {"temperature": TEMPERATURE},
+}
+
+
+def taught(grid, *, same=False):
+    """A student and its teachers, on these ranks; `same`: one teacher, with the student's weights."""
+    groups = parallel.initialize(grid, seed=0)
+    policy = make_policy(STUDENT, grid, groups=groups, **OPTIONS)
+    lodger = Lodger(policy, STUDENT)
+    if same:
+        for name, tensor in policy.named_tensors().items():
+            lodger.tensors()[name].copy_(tensor)
+        return policy, [lodger]
+    guest = Guest(teacher_config(config_for(grid, **OPTIONS)), OTHER, groups, torch.device("cpu"), policy)
+    for seed, teacher in enumerate((lodger, guest), start=21):
+        random_init(teacher.arch, teacher.model.layout(), teacher.tensors(), seed)
+        for name, tensor in teacher.tensors().items():
+            if tensor.dim() == 2 and "norm" not in name:
+                tensor.mul_(5)
+    return policy, [lodger, guest]
+
+
+def batch_of(num_teachers):
+    batch = make_batch()
+    batch.teacher_B = torch.arange(batch.num_sequences) // 2 % num_teachers
+    return batch
+
+
+def numbers(grid, same=False):
+    """Mode -> metrics of an update of the loss alone; the last mode's gradients; weights of student and teachers."""
+    policy, teachers = taught(grid, same=same)
+    weights = [
+        _whole(policy, policy.named_tensors()),
+        *(_whole(teacher.model, teacher.tensors()) for teacher in teachers),
+    ]
+    batch = own_part(batch_of(len(teachers)), policy)
+    parts = {
+        index: batch.select((batch.teacher_B == index).nonzero().flatten().tolist()) for index in range(len(teachers))
+    }
+    batch.teacher_logprobs_R = joined(batch, {index: teachers[index].logprobs(part) for index, part in parts.items()})
+    batch.teacher_states_R = joined(batch, {index: teachers[index].states(part) for index, part in parts.items()})
+    last = grid.pp == 1 or policy._is_last_stage
+    outputs = [dict(teacher.tensors())[output_name(teacher.tensors())].clone() for teacher in teachers] if last else []
+    policy.start_optimizer(replace(CONSTANT, peak=0.0))
+    found = {}
+    for mode, more in MODES.items():
+        loss = DistillationLossConfig(loss_mode=mode, use_task_rewards=False, **more)
+        policy._distillation = Distillation(loss)
+        policy.comparison = None if loss.is_sampled else Comparison(loss, TEMPERATURE, 16, outputs)
+        found[mode] = policy.update(batch, algorithm())
+    return found, weights
+
+
+def dense(arch, weights):
+    config = transformers.AutoConfig.for_model(**family_of(arch).arch_to_hf(arch))
+    model = transformers.AutoModelForCausalLM.from_config(config).double()
+    model.load_state_dict(weights, strict=not arch.tie_word_embeddings)
+    model.tie_weights()
+    return model
+
+
+@pytest.fixture(scope="module")
+def by_transformers():
+    """Mode -> loss and norm of the gradient."""
+    weights = run_ranks(2, numbers, LAYOUTS["tp2"])[0][1]
+    student = dense(STUDENT, weights[0])
+    teachers = [dense(STUDENT, weights[1]), dense(OTHER, weights[2])]
+    batch = batch_of(2)
+    lens = batch.response_lens_B.tolist()
+    rows = zip(batch.tokens_P.split(batch.seq_lens_B.tolist()), batch.prompt_lens_B.tolist(), strict=True)
+    per_R = zip(batch.weights_R.double().split(lens), batch.rollout_logprobs_R.double().split(lens), strict=True)
+    losses = dict.fromkeys(MODES, 0.0)
+    for (tokens, prompt), (weight, old), teacher in zip(rows, per_R, batch.teacher_B.tolist(), strict=True):
+        x, y = (model(tokens[None]).logits[0, prompt - 1 : -1] / TEMPERATURE for model in (student, teachers[teacher]))
+        y = y.detach()
+        log_p, log_q = x.log_softmax(1), y.log_softmax(1)
+        target = tokens[prompt:, None]
+        d = (log_p.gather(1, target) - log_q.gather(1, target)).squeeze(1)
+        best = log_q.topk(TOPK)
+        q, p = best.values.clamp(min=LOW), log_p.gather(1, best.indices).clamp(min=LOW)
+        ratio = (log_p.gather(1, target).squeeze(1) - old).exp()
+        plain, clipped = d.detach() * ratio, d.detach() * ratio.clamp(0.8, 1.2)
+        surrogate = torch.maximum(plain, clipped)
+        surrogate = torch.where(d > 0, torch.minimum(surrogate, DUAL_CLIP * d.detach()), surrogate)
+        of_mode = {
+            "reverse_kl": by_definition(x, y, "reverse_kl", 0.5),
+            "forward_kl": by_definition(x, y, "forward_kl", 0.5),
+            "jsd": by_definition(x, y, "jsd", 0.3),
+            "forward_kl_topk": (q.exp() * (q - p)).sum(1).clamp(min=0),
+            "k2": (d * d / 2).clamp(max=CLAMP),
+            "k3": ((-d).exp() - 1 + d).clamp(max=10),
+            "abs": d.abs(),
+            "k1": surrogate,
+        }
+        for mode, loss in of_mode.items():
+            losses[mode] = losses[mode] + (weight * loss).sum()
+    found = {}
+    for mode, loss in losses.items():
+        gradients = torch.autograd.grad(loss, list(student.parameters()), retain_graph=True)
+        found[mode] = loss.item(), math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_and_gradient_of_every_mode_are_those_of_transformers(layout, by_transformers):
+    grid = LAYOUTS[layout]
+    ranks = run_ranks(grid.world_size, numbers, grid)
+    for found, _ in ranks:
+        for mode, (loss, norm) in by_transformers.items():
+            metrics = found[mode]
+            assert metrics["distillation/loss"] == pytest.approx(loss, rel=RELATIVE, abs=ABSOLUTE), mode
+            assert metrics["actor/loss"] == pytest.approx(loss, rel=RELATIVE, abs=ABSOLUTE), mode
+            assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=RELATIVE), mode
+            assert metrics["distillation/loss_min"] <= metrics["distillation/loss_max"]
+    assert all(norm > 0 for _, norm in by_transformers.values())
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2"])
+def test_a_teacher_with_the_students_weights_teaches_nothing(layout):
+    """Exactly: not a bit of the weights moves."""
+    grid = LAYOUTS[layout]
+    for found, _ in run_ranks(grid.world_size, numbers, grid, same=True):
+        for mode in ("reverse_kl", "forward_kl", "jsd", "k2", "k3", "abs", "k1"):
+            assert found[mode]["distillation/loss"] == found[mode]["actor/grad_norm"] == 0, mode

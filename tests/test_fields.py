@@ -149,7 +149,8 @@ ROWS = {
     **{f"critic.adam_beta{i}": row(f"critic.adam_beta{i}=0.5", given=(*PPO, "critic.ppo_epochs=2")) for i in (1, 2)},
     "critic.adam_eps": row("critic.adam_eps=0.1", given=PPO),
     "critic.clip_grad": row("critic.clip_grad=0.0001", given=(*PPO, "critic.adam_eps=0.1")),
-    **{f"critic.{part}_offload": row(f"critic.{part}_offload=true", given=PPO) for part in ("param", "grad", "optimizer")},
+    **{f"critic.{part}_offload": row(f"critic.{part}_offload=true", given=PPO)
+       for part in ("param", "grad", "optimizer")},
     "megatron.transformer": row("megatron.transformer.bias_dropout_fusion=true", by=laid),
     "megatron.ddp": row("megatron.ddp.grad_reduce_in_fp32=false", given=("model.dtype=bfloat16",)),
     "megatron.optimizer": row("megatron.optimizer.decoupled_weight_decay=false", given=("actor.weight_decay=0.5",)),

@@ -515,6 +515,8 @@ class RewardConfig:
     """Worker processes per replica for functions that need one."""
     memory_limit_mb: int = 8192
     """A worker, with all that its functions start, may take this much, MiB; 0: as much as there is."""
+    cache_mb: int = 64
+    """Scores of workers and judges kept in the run folder, MiB per replica: no sample is scored twice; 0: none."""
     error_value: Optional[float] = None
     """Reward of a sample whose function failed; null: it has none, so it is neither trained nor in any mean."""
     max_failed_frac: float = 0.5

@@ -115,6 +115,7 @@ class Rollout:
         reward_parts: Each reward function's own value, before its weight.
         reward_facts: What the functions said besides, see `rewards/base.py`.
         reward_error: Why scoring failed, None where it did not.
+        reward_cached: No worker or judge was asked: they had scored the same before.
         routed_experts: Experts that the engine chose for each token of prompt and response in each layer, in any order,
             int8 (above 128 experts int16) [num_tokens, layers, top_k] on the CPU. The last token was sampled and
             never went through the model: its entries are -1. None unless `rollout.enable_rollout_routing_replay`.
@@ -134,6 +135,7 @@ class Rollout:
     reward_parts: dict[str, float] = field(default_factory=dict)
     reward_facts: dict[str, float | str] = field(default_factory=dict)
     reward_error: str | None = None
+    reward_cached: bool = False
     routed_experts: Tensor | None = field(default=None, repr=False, compare=False)
     sampled_mask: list[bool] | None = None
     episode: Episode | None = None
@@ -273,9 +275,9 @@ class SampleTable:
     """A few numbers for every sample of the job, ordered by (uid, sample index), the same on every rank.
 
     `table["reward"]` is a column, fp64 [N], NaN where a sample has no score. Columns are FACTS (`rank` is the one that
-    holds the tokens; `correct`, `failed` and `truncated` are 0 or 1; `token_crc` is the CRC-32 of the response ids;
-    `sampled_len` of `response_len` tokens were sampled; `end` is a place in `EPISODE_ENDS`, -1 where there was no
-    episode) and "reward/<function>" for each reward function, NaN where it gave none.
+    holds the tokens; `correct`, `failed`, `truncated` and `cached` are 0 or 1; `token_crc` is the CRC-32 of the
+    response ids; `sampled_len` of `response_len` tokens were sampled; `end` is a place in `EPISODE_ENDS`, -1 where
+    there was no episode) and "reward/<function>" for each reward function, NaN where it gave none.
     """
 
     FACTS: ClassVar = (
@@ -294,6 +296,7 @@ class SampleTable:
         "tool_calls",
         "failed_calls",
         "end",
+        "cached",
     )
 
     def __init__(self, columns: tuple[str, ...], rows_NC: Tensor) -> None:

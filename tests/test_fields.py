@@ -298,6 +298,7 @@ ELSEWHERE = {
     "reward.num_workers": ("rewards/test_scorer.py", "needs functions in processes of their own"),
     "reward.error_value": ("rewards/test_scorer.py", "needs a function that fails"),
     "reward.max_failed_frac": ("rewards/test_scorer.py", "needs a function that fails"),
+    "reward.cache_mb": ("rewards/test_cache.py", "saves work and changes no number"),
     "reward.memory_limit_mb": ("rewards/test_scorer.py", "needs a function that takes too much"),
     "observe.wandb_project": ("observe/loggers/test_wandb.py", "needs the extra package"),
 }

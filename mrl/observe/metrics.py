@@ -63,14 +63,18 @@ def outcome_metrics(table: SampleTable, *, rewards_N: Tensor, advantages_N: Tens
 
 
 def scoring_metrics(table: SampleTable) -> dict[str, float]:
-    """`reward/failed_frac`, and `reward/num_missing`: samples without a score, which count nowhere else.
+    """How many samples failed, have no score, or were scored before.
 
     Args:
         table: One row per sample, with a score or without.
+
+    Returns:
+        `reward/failed_frac`; `reward/num_missing`, samples that count nowhere else; `perf/reward/num_cached`.
     """
     return {
         "reward/failed_frac": table["failed"].mean().item(),
         "reward/num_missing": float(len(table) - len(table.scored)),
+        "perf/reward/num_cached": table["cached"].sum().item(),
     }
 
 

@@ -93,6 +93,7 @@ RANGES = {
     "reward.time_limit_s": "[0.001, 31536000]",
     "reward.num_workers": "[1, 1024]",
     "reward.memory_limit_mb": "0 or [256, 1e9]",
+    "reward.cache_mb": "[0, 1e6]",
     "reward.error_value": "[-1e9, 1e9]",
     "reward.max_failed_frac": "[0, 1]",
     "checkpoint.interval": "[0, 1e9]",

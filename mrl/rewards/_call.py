@@ -9,6 +9,8 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 from mrl.errors import UserError
@@ -79,6 +81,11 @@ class RewardCall:
                 f"config's kwargs are {self._kwargs}, and {GIVEN}."
             ) from error
 
+    @property
+    def source(self) -> str:
+        """See `source_of`."""
+        return source_of(self._function)
+
     def __call__(self, sample: Sample) -> Outcome:
         """The value of a sample; whatever the function does wrong becomes `Outcome.error`.
 
@@ -100,6 +107,17 @@ class RewardCall:
             return Outcome(math.nan, f"it returned {error}")
         except Exception as error:  # noqa: BLE001 - and so may what it returned, such as a tensor of two elements
             return Outcome(math.nan, f"it returned {_shown(value)}: {type(error).__name__}: {error}")
+
+
+def source_of(thing: object) -> str:
+    """Digest of the file that defines a function, a class or an object's class; "" where there is none to read."""
+    thing = inspect.unwrap(thing) if callable(thing) else thing
+    try:
+        known = inspect.isroutine(thing) or inspect.isclass(thing)
+        path = inspect.getsourcefile(thing if known else type(thing))  # type: ignore[arg-type]
+        return blake2b(Path(path or "").read_bytes(), digest_size=16).hexdigest()
+    except (OSError, TypeError, ValueError):
+        return ""
 
 
 def _parameters(function: Callable[..., Any]) -> str:

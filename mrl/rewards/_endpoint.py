@@ -33,6 +33,15 @@ _FIRST_PAUSE_S = 0.5  # doubled with every try
 _LONGEST_PAUSE_S = 30.0
 
 
+LIMITS = frozenset({"key_env", "concurrency", "timeout_s", "limit_s", "max_tries"})
+"""Arguments that say how an endpoint is asked, and not for what."""
+
+
+def asked_of(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that a score depends on."""
+    return {name: value for name, value in kwargs.items() if name not in LIMITS}
+
+
 class NoAnswerError(Exception):
     """The endpoint gave no score; the message says why."""
 

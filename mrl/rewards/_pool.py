@@ -53,8 +53,17 @@ class WorkerPool:
             self.close()
             raise
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Digest of the source of each function."""
+        return self._workers[0].sources
+
     def run(
-        self, samples: Sequence[Sample], give_up_after: int, told_to_stop: Callable[[], bool] = lambda: False
+        self,
+        samples: Sequence[Sample],
+        give_up_after: int,
+        told_to_stop: Callable[[], bool] = lambda: False,
+        tell: Callable[[int, list[Outcome]], None] = lambda index, outcomes: None,
     ) -> dict[int, list[Outcome]]:
         """Scores a batch.
 
@@ -62,6 +71,7 @@ class WorkerPool:
             samples: In any number.
             give_up_after: Stop when more than this many samples have failed.
             told_to_stop: Stop when this is true; the pool is only good for `close` then.
+            tell: Called with each sample as soon as it is scored.
 
         Returns:
             Index of each sample -> one outcome for each function; complete unless it gave up.
@@ -80,6 +90,7 @@ class WorkerPool:
             for slot, worker in enumerate(self._workers):
                 for index, outcomes in worker.take():
                     done[index] = outcomes
+                    tell(index, outcomes)
                     num_failed += any(outcome.error for outcome in outcomes)
                 if worker.lost:
                     todo.extendleft(reversed(worker.pending))

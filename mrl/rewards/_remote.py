@@ -23,6 +23,7 @@ class Worker:
         pending: The samples that it was sent and has not answered.
         deadline: Of the first of them, monotonic s.
         lost: It has ended, or cannot be believed.
+        sources: Digest of the source of each function, once it is ready.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Worker:
         )
         self.pending: deque[int] = deque()
         self.lost = False
+        self.sources: tuple[str, ...] = ()
         self.deadline = 0.0
         self._num_calls = len(calls)
         self._answered = 0
@@ -55,6 +57,7 @@ class Worker:
         if answer.refusal:
             self.channel.stop()
             raise UserError(answer.refusal)
+        self.sources = answer.sources
 
     def send(self, indices: Sequence[int], samples: Sequence[Sample]) -> bool:
         """Gives an idle worker its next samples; False where it is dead, or has said what it was not asked."""

@@ -22,12 +22,19 @@ class Answer:
         serial: Which of the samples that this worker was sent, counted from 0.
         outcomes: Of that sample, one for each function.
         ended: How the worker ended; "" where the line says something else.
+        sources: Of a ready worker: the digest of the source of each function.
     """
 
     refusal: str | None = None
     serial: int = -1
     outcomes: tuple[Outcome, ...] = ()
     ended: str = ""
+    sources: tuple[str, ...] = ()
+
+
+def ready(key: int, sources: Sequence[str]) -> bytes:
+    """The worker's first line, once it has imported the functions."""
+    return wire.line(key, {"refusal": "", "sources": list(sources)})
 
 
 def answer(key: int, serial: int, outcomes: Sequence[Outcome]) -> bytes:
@@ -40,7 +47,9 @@ def read(said: Mapping[str, Any], num_calls: int) -> Answer:
     """What a line says."""
     try:
         match said:
-            case {"refusal": str(refusal)}:
+            case {"refusal": str(refusal), "sources": [*sources]} if len(sources) == num_calls:
+                return Answer(refusal=refusal, sources=tuple(map(str, sources)))
+            case {"refusal": str(refusal)} if refusal:
                 return Answer(refusal=refusal)
             case {"ended": str(ended)}:
                 return Answer(ended=ended)

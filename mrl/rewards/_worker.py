@@ -26,12 +26,12 @@ def run() -> None:
 
 
 def _work(bounds: Bounds) -> None:
-    """In: a list of (name, kwargs), then lists of samples. Out: see `wire.ready` and `_wire.answer`."""
+    """In: a list of (name, kwargs), then lists of samples. Out: see `_wire.ready` and `_wire.answer`."""
     own = os.getpid()
     stream = open(bounds.commands, "rb", closefd=False)  # noqa: SIM115 -- to the end of the process
     try:
         calls = [_load(name, kwargs) for name, kwargs in wire.read_command(stream)]
-        _write(bounds, wire.ready(bounds.key, ""))
+        _write(bounds, _wire.ready(bounds.key, [call.source for call in calls]))
         for serial, sample in enumerate(_samples(stream)):
             outcomes = [_call(call, sample, bounds) for call in calls]
             if os.getpid() != own:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from mrl.rewards._call import Facts
+from mrl.rewards._call import Facts, source_of
 from mrl.rewards._endpoint import Endpoint, Messages
 from mrl.rewards._signatures import Sample
 
@@ -73,6 +73,11 @@ class Judge:
         self.endpoint = Endpoint(**endpoint)
         self.low, self.high = map(float, scale)
         self._prompt, self._system, self._score_after = prompt, system, score_after
+
+    @property
+    def source(self) -> str:
+        """Digest of what asks and reads."""
+        return f"{source_of(type(self))} {source_of(Judge)}"
 
     def messages(self, sample: Sample) -> Messages:
         """What is asked of a sample; ValueError where the template names a column that its row lacks."""

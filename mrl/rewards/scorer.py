@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 
 from mrl.config import RewardConfig
 from mrl.errors import UserError
 from mrl.rewards._asking import Asking, judge_of
+from mrl.rewards._cache import ScoreCache, Spared, identity_of
 from mrl.rewards._call import Outcome, RewardCall
+from mrl.rewards._endpoint import asked_of
 from mrl.rewards._pool import WorkerPool
 from mrl.rewards._signatures import Sample
 from mrl.rewards.judge import Judge
@@ -40,6 +43,7 @@ class Scorer:
         eos_ids: Sequence[int] = (),
         special_ids: Collection[int] = (),
         variables: Callable[..., Mapping[str, str]] = _no_variables,
+        scores: Path | None = None,
     ) -> None:
         """Imports the functions and starts the workers, where any function needs one.
 
@@ -49,6 +53,7 @@ class Scorer:
             eos_ids: An end token at the end of a response is cut off before the functions see it.
             special_ids: Functions with verl's or TRL's signature, and judges, see texts without these tokens.
             variables: Gives those of the named environment variables that are set: keys of judges.
+            scores: Files that keep what workers and judges say, without their endings; None: everything is computed.
 
         Raises:
             UserError: No function is named, or one cannot be imported or called with its kwargs.
@@ -63,6 +68,9 @@ class Scorer:
         self._local: dict[int, RewardCall] = {}
         self._remote: list[int] = []
         self._judges: dict[int, Judge] = {}
+        self._cache = None
+        if scores is not None and config.cache_mb:
+            self._cache = ScoreCache(scores.parent, scores.name, config.cache_mb)
         for index, function in enumerate(config.functions):
             if _says_of_itself(function.name, "ASKS"):
                 self._judges[index] = judge_of(function.name, function.kwargs, variables)
@@ -78,6 +86,16 @@ class Scorer:
                 time_limit_s=config.time_limit_s,
                 memory_limit_mb=config.memory_limit_mb,
             )
+        self._identities = (self._identity_of_judges(), self._identity_of_workers())
+
+    def _identity_of_judges(self) -> str:
+        functions = [(self._config.functions[index], judge) for index, judge in self._judges.items()]
+        return identity_of([(one.name, asked_of(one.kwargs), judge.source) for one, judge in functions])
+
+    def _identity_of_workers(self) -> str:
+        functions = [self._config.functions[index] for index in self._remote]
+        sources = () if self._pool is None else self._pool.sources
+        return identity_of([(one.name, one.kwargs, source) for one, source in zip(functions, sources, strict=True)])
 
     def score(self, rollouts: Sequence[Rollout], told_to_stop: Callable[[], bool] = lambda: False) -> None:
         """Sets all `reward...` fields of each rollout, and `response_text` where it is empty.
@@ -94,7 +112,7 @@ class Scorer:
         """
         samples = [self._sample(rollout) for rollout in rollouts]
         allowed = math.floor(self._config.max_failed_frac * len(samples))
-        found = self._elsewhere(samples, allowed, told_to_stop)
+        found, computed = self._elsewhere(samples, allowed, told_to_stop)
         num_failed, first_failure = 0, ""
         for row, (rollout, sample) in enumerate(zip(rollouts, samples, strict=True)):
             if any(row not in by_row for by_row in found.values()):
@@ -102,6 +120,7 @@ class Scorer:
             outcomes = {index: call(sample) for index, call in self._local.items()}
             for indices, by_row in found.items():
                 outcomes.update(zip(indices, by_row[row], strict=True))
+            rollout.reward_cached = bool(found) and row not in computed
             self._set(rollout, outcomes)
             if rollout.reward_error is not None:
                 num_failed += 1
@@ -114,25 +133,36 @@ class Scorer:
 
     def _elsewhere(
         self, samples: Sequence[Sample], allowed: int, told_to_stop: Callable[[], bool]
-    ) -> dict[tuple[int, ...], dict[int, list[Outcome]]]:
-        """What workers and judges say, both at the same time: their functions -> row -> an outcome for each."""
+    ) -> tuple[dict[tuple[int, ...], dict[int, list[Outcome]]], set[int]]:
+        """What workers and judges say, both at the same time, and what they said before.
+
+        Returns:
+            Their functions -> row -> an outcome for each; and the rows for which any of them was called.
+        """
         found: dict[tuple[int, ...], dict[int, list[Outcome]]] = {}
+        judged, worked = (Spared.of(self._cache, identity, samples) for identity in self._identities)
         with ExitStack() as stack:
             asking = None
             if self._judges:
-                judges = list(self._judges.values())
-                asking = stack.enter_context(Asking(judges, dict(enumerate(samples)), allowed))
+                asked = {row: samples[row] for row in judged.asked}
+                asking = stack.enter_context(Asking(list(self._judges.values()), asked, allowed, judged.keep))
             if self._pool is not None:
-                found[tuple(self._remote)] = self._pool.run(samples, allowed, told_to_stop)
+                rows = list(worked.asked)
+                todo = [samples[row] for row in rows]
+                said = self._pool.run(todo, allowed, told_to_stop, lambda place, by: worked.keep(rows[place], by))
+                found[tuple(self._remote)] = worked.joined({rows[place]: by for place, by in said.items()})
             if asking is not None:
                 given_up = any(len(by_row) < len(samples) for by_row in found.values())
-                found[tuple(self._judges)] = asking.done if given_up else asking.wait(told_to_stop)
-        return found
+                answered = asking.done if given_up else asking.wait(told_to_stop)
+                found[tuple(self._judges)] = judged.joined(answered)
+        return found, {*(judged.asked if self._judges else ()), *(worked.asked if self._remote else ())}
 
     def close(self) -> None:
         """Ends the worker processes."""
         if self._pool is not None:
             self._pool.close()
+        if self._cache is not None:
+            self._cache.close()
 
     def __enter__(self) -> Scorer:
         """Itself; `close` follows at the end of the block."""

@@ -46,6 +46,7 @@ def gather_table(rollouts: Sequence[Rollout], groups: ProcessGroups, reward_name
             float(zlib.crc32(array("q", rollout.response_ids))),
             rollout.num_sampled,
             *_of_episode(rollout),
+            float(rollout.reward_cached),
             *(rollout.reward_parts.get(name, math.nan) for name in reward_names),
         ]
         for rollout in (rollouts if groups.leads_replica else ())

@@ -76,9 +76,7 @@ class Job:
         if plan.teachers and trains:
             self.teachers = RunTeachers(plan, groups, device, self.policy)
         self.sampler = Sampler(plan, groups, device, self.policy, self.weights, log.note)
-        self.scorer: Scorer | None = None
-        if groups.leads_replica:
-            self.scorer = Scorer(config.reward, tokenizer.decode, tokenizer.eos_ids, tokenizer.special_ids, variables)
+        self.scorer = _scorer(plan, groups, keeps=trains) if groups.leads_replica else None
         self.reward_weights, self.timers = part_weights(config.reward), Timers(device, log.phase)
         self.state = TrainingState(
             plan.source,
@@ -150,3 +148,11 @@ class Job:
     def sum_over_dp(self, tensor: Tensor) -> Tensor:
         """Collective over data-parallel: elementwise sum, fp64."""
         return sum_over(tensor.double(), self.groups.dp)
+
+
+def _scorer(plan: Plan, groups: ProcessGroups, *, keeps: bool) -> Scorer:
+    """Of this replica; `keeps` its scores in the run folder."""
+    scores = plan.run.scores / f"replica{groups.grid.replica(groups.rank)}" if keeps else None
+    tokenizer = plan.tokenizer
+    texts = tokenizer.decode, tokenizer.eos_ids, tokenizer.special_ids
+    return Scorer(plan.config.reward, *texts, variables, scores)

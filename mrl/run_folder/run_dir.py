@@ -84,6 +84,11 @@ class RunDir:
         return self.root / "checkpoints"
 
     @property
+    def scores(self) -> Path:
+        """What reward workers and judges said before."""
+        return self.root / "scores"
+
+    @property
     def tensorboard(self) -> Path:
         """Event files."""
         return self.root / "tensorboard"

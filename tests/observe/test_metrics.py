@@ -22,7 +22,7 @@ def table():
         [1, 5, 0, 5, 6, 0.5, 0, 1, 0, 0, math.nan],
         [1, 5, 1, 5, 8, 0.5, 0, 0, 0, 0, 0.5],
     ]
-    single = [1, 0, 0, -1]  # num_turns, tool_calls, failed_calls, end
+    single = [1, 0, 0, -1, 1]  # num_turns, tool_calls, failed_calls, end, cached
     rows = [[*row[:10], row[4], *single, *row[10:]] for row in rows]
     return SampleTable(COLUMNS, torch.tensor(rows, dtype=torch.float64))
 
@@ -43,8 +43,12 @@ def test_outcome_metrics_by_hand():
 
 
 def test_scoring_metrics_count_what_failed_and_what_has_no_score():
-    assert metrics.scoring_metrics(table()) == {"reward/failed_frac": 0.25, "reward/num_missing": 0.0}
-    assert metrics.scoring_metrics(without_score(0)) == {"reward/failed_frac": 0.25, "reward/num_missing": 1.0}
+    assert metrics.scoring_metrics(table()) == {
+        "reward/failed_frac": 0.25,
+        "reward/num_missing": 0.0,
+        "perf/reward/num_cached": 4.0,
+    }
+    assert metrics.scoring_metrics(without_score(0))["reward/num_missing"] == 1.0
 
 
 def test_a_sample_without_a_score_is_in_no_held_out_mean():

@@ -14,6 +14,7 @@ PLACES = {
     "mrl/formats/torch_blob.py": {"pickle": "written; read by an unpickler that knows tensors alone"},
     "mrl/formats/torch_dist.py": {"pickle": "written; read by checkpoint_metadata"},
     "mrl/processes/wire.py": {"pickle": "from the parent to a process that it started; back comes JSON"},
+    "mrl/processes/sandbox.py": {"call": "code that a model wrote, in a process of its own that is confined before"},
     "mrl/megatron/checkpoint.py": {"pickle": "the name of its exception"},
 }
 """File -> what it uses, and why nobody else's code runs."""

@@ -13,6 +13,7 @@ from tests.environments.episodes import HERE, descendants, pool, replies, said, 
 from tests.rewards.test_scorer import gone, noted
 
 TIME_LIMIT_S = 1.5  # for microseconds of work: room for a busy machine
+LONG_LIMIT_S = 5.0  # where others must not reach it
 
 
 @pytest.fixture(autouse=True)
@@ -70,8 +71,8 @@ WAYS = {
     "raise": ("error", "KeyError: 'missing'"),
     "exit": ("error", "SystemExit: 3"),
     "die": ("crash", "exit status 4"),
-    "hang": ("timeout", "longer than its limit of 1.5 s"),
-    "spin": ("timeout", "longer than its limit of 1.5 s"),
+    "hang": ("timeout", "longer than its limit of"),
+    "spin": ("timeout", "longer than its limit of"),
     "large": ("too_large", "characters; an observation may have 1048576 bytes"),
     "nothing": ("malformed", "it returned a NoneType, expected an Observation"),
     "nan": ("malformed", "the reward nan, expected a finite number"),
@@ -82,7 +83,7 @@ WAYS = {
 
 
 def test_each_fault_ends_its_episode_with_a_cause_and_no_other():
-    with pool(num_workers=2, time_limit_s=TIME_LIMIT_S) as many:
+    with pool(num_workers=2, time_limit_s=LONG_LIMIT_S) as many:  # two of them wait for it, at one time
         for number, way in enumerate(WAYS):
             many.open(way, number, {}, label=f"train.jsonl:{number} (uid {number}, sample 0)")
         many.open("well", 99, {})

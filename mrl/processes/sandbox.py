@@ -1,0 +1,187 @@
+"""Runs a program that nobody has read, such as code that a model wrote, and gives what it printed.
+
+The program is one process, confined by `confine.py`: it may change files in one folder, read what Python and the system
+are made of and nothing else of the machine's files, and has no network, no further processes, no environment variables,
+and bounds of time, memory and output. That needs Linux with Landlock and seccomp; `Ran.missing` says what was not
+there.
+
+Where a user may make namespaces and bubblewrap is installed, the program also has its own view of the machine: no other
+process, no other file. Inside a worker that is itself confined bubblewrap cannot start, and is not tried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mrl.processes.confine import Confinement, confine
+
+SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random")
+"""What programs are made of."""
+
+_HOME = str(Path(__file__).resolve().parents[2])
+_READ_BYTES = 1 << 16
+_PROBE_LIMIT_S = 10.0
+_EXIT_LIMIT_S = 5.0  # for a killed program to be gone
+_BOOT = (
+    "import json, sys; said = json.load(sys.stdin); sys.path.insert(0, said['home'])\n"
+    "from mrl.processes.sandbox import enter; enter(said)"
+)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a program may take.
+
+    Attributes:
+        time_s: From its start to its end, s.
+        memory_mb: MiB.
+        output_bytes: That it may print; then it is ended.
+        file_mb: Largest file that it may write, MiB.
+    """
+
+    time_s: float = 10.0
+    memory_mb: int = 512
+    output_bytes: int = 1 << 16
+    file_mb: int = 16
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What became of a program.
+
+    Attributes:
+        output: What it printed, on both streams, in its order; cut where it is too long.
+        status: Its exit status, negative for the signal that ended it.
+        problem: Why it was ended, "" where it ended by itself.
+        missing: What it was not kept from on this machine, though it should be; [] where all of it holds.
+    """
+
+    output: str
+    status: int
+    problem: str
+    missing: tuple[str, ...]
+
+
+def run_python(code: str, folder: str, bounds: Bounds, bubblewrap: bool | None = None) -> Ran:
+    """Runs Python code.
+
+    Args:
+        code: The whole program.
+        folder: An existing folder, in which it starts and may write; what it leaves there stays.
+        bounds: Of this run.
+        bubblewrap: Whether it runs inside bubblewrap too; None: where that works.
+    """
+    inside = bubblewrap_works() if bubblewrap is None else bubblewrap
+    reads, writes = os.pipe()
+    said = {"home": _HOME, "folder": folder, "told": writes, "code": code, "bounds": asdict(bounds)}
+    with tempfile.TemporaryFile("w+") as file:
+        json.dump(said, file)
+        file.seek(0)
+        started = subprocess.Popen(
+            [*(_bubblewrap(folder) if inside else ()), sys.executable, "-I", "-c", _BOOT],
+            stdin=file,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder},
+            pass_fds=(writes,),
+            start_new_session=True,
+        )
+    os.close(writes)
+    with started, open(reads, "rb") as told:
+        try:
+            output, problem = _read(started, bounds)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)  # it is not waited for yet: the number is nobody else's
+        status = started.wait(_EXIT_LIMIT_S)
+        line = told.readline(_READ_BYTES)
+    missing = tuple(map(str, json.loads(line))) if line.endswith(b"\n") else ("it did not start",)
+    text = output[: bounds.output_bytes].decode(errors="replace")
+    return Ran(text, status, problem, missing)
+
+
+def enter(said: dict[str, Any]) -> None:
+    """In the program's process: confines it, says what that lacked, and runs the code."""
+    bounds = Bounds(**said["bounds"])
+    sys.path.remove(said["home"])
+    os.chdir(said["folder"])
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    missing = confine(
+        Confinement(
+            writable=(said["folder"],),
+            readable=(*SYSTEM, sys.prefix, sys.base_prefix),
+            processes=False,
+            memory_mb=bounds.memory_mb,
+            file_mb=bounds.file_mb,
+            cpu_s=math.ceil(bounds.time_s) + 1,
+        )
+    )
+    os.write(said["told"], json.dumps(missing).encode() + b"\n")
+    os.close(said["told"])
+    try:
+        exec(compile(said["code"], "<code>", "exec"), {"__name__": "__main__"})
+    except Exception as error:  # noqa: BLE001 - told as Python tells it, without the frame above
+        told = error.__traceback__
+        traceback.print_exception(error.with_traceback(told.tb_next if told else None))
+        sys.exit(1)
+
+
+@cache
+def bubblewrap_works() -> bool:
+    """Whether bubblewrap is installed and may make its namespaces here: it is asked to, once in a process."""
+    if shutil.which("bwrap") is None:
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            done = subprocess.run(
+                [*_bubblewrap(folder), sys.executable, "-I", "-c", ""], capture_output=True, timeout=_PROBE_LIMIT_S
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+    return done.returncode == 0
+
+
+def _bubblewrap(folder: str) -> list[str]:
+    shown = dict.fromkeys((*SYSTEM, sys.prefix, sys.base_prefix, f"{_HOME}/mrl"))
+    places = [word for place in shown if not place.startswith("/dev/") for word in ("--ro-bind-try", place, place)]
+    ends = ["--unshare-all", "--die-with-parent", "--proc", "/proc", "--dev", "/dev", "--bind", folder, folder]
+    return ["bwrap", *places, *ends, "--chdir", folder, "--"]
+
+
+def _read(started: subprocess.Popen[bytes], bounds: Bounds) -> tuple[bytes, str]:
+    """What it printed until it closed its output, or why it must end."""
+    output, end = bytearray(), time.monotonic() + bounds.time_s
+    with selectors.DefaultSelector() as selector:
+        if started.stdout is None:
+            raise RuntimeError("the program has no output")
+        selector.register(started.stdout, selectors.EVENT_READ)
+        while True:
+            left = end - time.monotonic()
+            if left <= 0 or not selector.select(left):
+                return bytes(output), f"it took longer than {bounds.time_s:g} s"
+            found = os.read(started.stdout.fileno(), _READ_BYTES)
+            output += found
+            if not found:
+                break
+            if len(output) > bounds.output_bytes:
+                return bytes(output), f"it printed more than {bounds.output_bytes} bytes"
+        try:
+            started.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return bytes(output), f"it took longer than {bounds.time_s:g} s"
+    return bytes(output), ""

@@ -1,0 +1,89 @@
+"""Code that a model may write ends at its limit, reaches nothing outside, and leaves nothing behind."""
+
+import psutil
+import pytest
+
+from mrl.processes.sandbox import Bounds, bubblewrap_works, run_python
+
+LIMIT_S = 20.0  # for what ends by itself, on a busy machine
+PATIENT = Bounds(time_s=LIMIT_S, memory_mb=256)
+
+
+@pytest.fixture(params=["alone", "bubblewrap"])
+def inside(request):
+    """Both ways, where this machine has both."""
+    if request.param == "bubblewrap" and not bubblewrap_works():
+        pytest.skip("bubblewrap is not installed, or may not make namespaces here")
+    return request.param == "bubblewrap"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    before = set(psutil.pids())
+    yield
+    left = [process for process in psutil.process_iter(["cmdline"]) if process.pid not in before]
+    assert not [process for process in left if "mrl.processes.sandbox" in " ".join(process.info["cmdline"] or ())]
+
+
+def ran(code, tmp_path, inside, bounds=PATIENT):
+    folder = tmp_path / "folder"
+    folder.mkdir(exist_ok=True)
+    found = run_python(code, str(folder), bounds, bubblewrap=inside)
+    if found.missing:
+        pytest.skip(f"this kernel has no such lock: {found.missing}")
+    return found
+
+
+def test_it_prints_what_it_computes(tmp_path, inside):
+    found = ran("import decimal, sys\nprint(6 * 7)\nprint('no', file=sys.stderr)", tmp_path, inside)
+    assert (sorted(found.output.split()), found.status, found.problem) == (["42", "no"], 0, "")
+
+
+def test_its_folder_stays_for_the_next_program(tmp_path, inside):
+    ran("open('x', 'w').write('kept')", tmp_path, inside)
+    assert ran("print(open('x').read())", tmp_path, inside).output == "kept\n"
+
+
+FAULTS = {
+    "raises": ("1 / 0", "ZeroDivisionError"),
+    "writes outside": ("open({outside!r}, 'w')", "Error"),
+    "reads outside": ("print(open({secret!r}).read())", "Error"),
+    "socket": ("import socket; socket.socket()", "PermissionError"),
+    "forks": ("import os; os.fork()", "PermissionError"),
+    "program": ("import subprocess; subprocess.run(['/bin/true'])", "PermissionError"),
+    "memory": ("x = bytearray(1 << 30)", "MemoryError"),
+    "large file": ("open('x', 'wb').write(bytes(64 << 20))", "File too large"),
+    "signals": ("import os; os.kill(os.getppid() or 1, 9)", "PermissionError"),
+    "environment": ("import os; print(sorted(os.environ)); os.environ['PYTHONPATH']", "KeyError"),
+    "exec": ("import os; os.execv('/bin/sh', ['sh', '-c', 'echo > {outside}'])", ""),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_it_may_not_fails_in_it(tmp_path, inside, fault):
+    secret, outside = tmp_path / "secret", tmp_path / "outside"
+    secret.write_text("hidden")
+    code, why = FAULTS[fault]
+    found = ran(code.format(secret=str(secret), outside=str(outside)), tmp_path, inside)
+    assert found.status != 0 and found.problem == ""
+    assert why in found.output and "hidden" not in found.output
+    assert not outside.exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("while True: pass", "longer than"),
+        ("import time; time.sleep(600)", "longer than"),
+        ("import os, time\nos.close(1); os.close(2); time.sleep(600)", "longer than"),
+        ("while True: print('x' * 1000)", "printed more than"),
+    ],
+)
+def test_it_ends_at_its_limit(tmp_path, inside, code, problem):
+    found = ran(code, tmp_path, inside, Bounds(time_s=1.5, output_bytes=5000))
+    assert problem in found.problem and len(found.output) <= 5000 and found.status == -9
+
+
+def test_a_fork_bomb_does_not_go_off(tmp_path, inside):
+    code = "import os\nfor _ in range(9):\n  try:\n    os.fork()\n  except PermissionError:\n    print('no')"
+    assert ran(code, tmp_path, inside).output == "no\n" * 9

@@ -193,12 +193,18 @@ def _teachers(config: Config, arch: ArchSpec) -> tuple[ArchSpec, ...]:
     check_named(config)
     if not config.distillation.enabled:
         return ()
-    return tuple(
-        arch_from_preset(teacher.preset, {"vocab_size": arch.vocab_size, **teacher.overrides}, arch.vocab_size)
-        if teacher.preset is not None
-        else arch_from_folder(str(teacher.model_path))
-        for teacher in config.distillation.teacher_models
-    )
+    found = []
+    for index, teacher in enumerate(config.distillation.teacher_models):
+        sizes = {"vocab_size": arch.vocab_size, **teacher.overrides}
+        try:
+            found.append(
+                arch_from_folder(str(teacher.model_path))
+                if teacher.preset is None
+                else arch_from_preset(teacher.preset, sizes, arch.vocab_size)
+            )
+        except UserError as error:
+            raise UserError(f"distillation.teacher_models[{index}]: {error}") from error
+    return tuple(found)
 
 
 def load_model_facts(config: Config) -> tuple[ArchSpec, Tokenizer]:

@@ -49,6 +49,7 @@ class RunTeachers:
             else Guest(teacher_config(plan.config), arch, groups, device, policy)
             for arch in plan.teachers
         ]
+        policy.offload()  # before the engine reads how much memory is free
         self._is_last_stage = groups.coords.pp == groups.grid.pp - 1
         self._teacher_of: dict[int, int] = {}
 

@@ -345,3 +345,42 @@ def test_names_of_trl_are_its_and_lead_to_keys():
     own = {field.name for field in fields(GRPOConfig)} | {"reward_funcs", "max_prompt_length"}
     assert set(TRL) - own == set()
     assert {*TRL.values(), *MEGATRON.values()} <= set(dotted_keys(Config))
+
+
+def test_a_distillation_is_translated_with_its_teachers():
+    section = "distillation."
+    given = {
+        "algorithm.adv_estimator": "grpo",
+        f"{section}enabled": True,
+        f"{section}teacher_models.teacher_model1.key": "openai/gsm8k",
+        f"{section}teacher_models.teacher_model1.model_path": "Qwen/Qwen3-4B",
+        f"{section}teacher_models.teacher_model1.num_replicas": 2,
+        f"{section}teacher_models.teacher_model1.inference.tensor_model_parallel_size": 2,
+        f"{section}teacher_models.other.key": "geometry",
+        f"{section}teacher_models.other.model_path": "/models/other",
+        f"{section}distillation_loss.loss_mode": "low_var_kl",
+        f"{section}distillation_loss.use_task_rewards": False,
+        f"{section}distillation_loss.loss_max_clamp": 10.0,
+        f"{section}n_gpus_per_node": 4,
+    }
+    found = translate(given)
+    distilled = yaml.safe_load(found.text)["distillation"]
+    assert distilled == {
+        "enabled": True,
+        "teacher_models": [
+            {"key": "openai/gsm8k", "model_path": "Qwen/Qwen3-4B"}, {"key": "geometry", "model_path": "/models/other"}
+        ],
+        "distillation_loss": {"use_task_rewards": False, "loss_max_clamp": 10.0},
+    }  # fmt: skip
+    assert [one for one in found.missing if section in one] == []
+    assert sum("take turns with it" in one for one in found.moot) == 2
+    one = {key: value for key, value in given.items() if "other" not in key} | {
+        f"{section}distillation_loss.loss_mode": "forward_kl_topk",
+        f"{section}distillation_loss.use_policy_gradient": True,
+    }
+    found = translate(one)
+    distilled = yaml.safe_load(found.text)["distillation"]
+    assert distilled["teacher_models"] == [{"model_path": "Qwen/Qwen3-4B"}]
+    assert distilled["distillation_loss"]["loss_mode"] == "forward_kl_topk"
+    assert [one for one in found.missing if "0 on average" in one]
+    assert "distillation" not in translate(one | {f"{section}enabled": False}).text

@@ -12,9 +12,10 @@ import torch
 import transformers
 
 from mrl.algorithms._distillation import DUAL_CLIP, Distillation
+from mrl.functional.logprobs import VocabShard
 from mrl.grid import Grid
 from mrl.megatron import parallel
-from mrl.megatron.comparison import Comparison
+from mrl.megatron.comparison import Compared, Comparison
 from mrl.megatron.teacher import Guest, Lodger
 from mrl.models.hf_config import family_of
 from mrl.preflight.distillation import teacher_config
@@ -22,7 +23,7 @@ from mrl.run.teachers import joined
 from mrl.schema.distillation import DistillationLossConfig
 from mrl.weights.init import random_init
 from mrl.weights.megatron import output_name
-from tests.functional.test_divergences import by_definition
+from tests.functional.test_divergences import Peak, by_definition
 from tests.megatron.actors import ARCHS, CONSTANT, _whole, algorithm, config_for, make_batch, make_policy, own_part
 from tests.ranks import run_ranks
 
@@ -166,6 +167,20 @@ def test_loss_and_gradient_of_every_mode_are_those_of_transformers(layout, by_tr
             assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=RELATIVE), mode
             assert metrics["distillation/loss_min"] <= metrics["distillation/loss_max"]
     assert all(norm > 0 for _, norm in by_transformers.values())
+
+
+@pytest.mark.parametrize("mode", ["reverse_kl", "forward_kl", "jsd", "forward_kl_topk"])
+def test_two_teachers_never_make_logits_of_all_tokens(mode):
+    rows, tokens, chunk = 64, 512, 8
+    hidden, weight = torch.randn(rows, 4, requires_grad=True), torch.randn(tokens, 4, requires_grad=True)
+    loss = DistillationLossConfig(loss_mode=mode, topk=5)
+    how = Comparison(loss, TEMPERATURE, chunk, [torch.randn(tokens, 6), torch.randn(tokens - 9, 3)])
+    compared = Compared(how, torch.arange(rows) % 2, torch.randn(rows, 6))
+    with Peak() as peak:
+        scores = compared.scores(hidden, weight, torch.arange(rows), VocabShard(0, tokens))
+        scores[0].sum().backward()
+    assert chunk * (tokens - 9) <= peak.largest <= chunk * tokens < rows * tokens / 4
+    assert len(scores) == how.num_scores and hidden.grad.abs().min() > 0
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2"])

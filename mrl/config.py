@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from mrl.errors import UserError, shown
 from mrl.schema.distillation import DistillationConfig
+from mrl.schema.multi_turn import AgentConfig, MultiTurnConfig
 from mrl.schema.paths import FilePath, TokenizerPath
 from mrl.schema.policy_losses import ClipCovConfig, DppoConfig, DroConfig, KlCovConfig, SapoConfig, VespoConfig
 from mrl.schema.rollout_correction import RolloutCorrectionConfig
@@ -358,12 +359,19 @@ class RolloutConfig:
     """Arguments of the engine by its own names, `{trtllm: {attn_backend: FLASHINFER, kv_cache_config: {dtype: fp8}}}`
     or `{vllm: {kv_cache_dtype: fp8}}`. Those that other keys decide are refused."""
     val_kwargs: ValConfig = field(default_factory=ValConfig)
+    multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence, prompt and response."""
         return self.max_model_len or self.prompt_length + self.response_length
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens that an engine reads at most before it samples: of an episode's later turns all before it."""
+        return self.longest if self.multi_turn.enable else self.prompt_length
 
 
 @dataclass(frozen=True)

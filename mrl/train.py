@@ -167,7 +167,8 @@ def sample(job: Job) -> tuple[list[Rollout], SampleTable, Metrics]:
         "rollout/num_sampling_rounds": float(rounds),
         "rollout/num_dropped_groups": float(len(names) - joined.num_prompts),
     }
-    facts |= measure.scoring_metrics(SampleTable.join(drawn))
+    every = SampleTable.join(drawn)
+    facts |= measure.scoring_metrics(every) | measure.episode_metrics(every)
     joined = joined if len(joined) else table.scored  # with nothing to learn from, all advantages are 0
     return rollouts, joined, facts | data_sources.training_metrics(joined, names)
 
@@ -177,7 +178,8 @@ def sample_and_score(
 ) -> tuple[list[Rollout], SampleTable]:
     """Rollouts of this replica with rewards, and the table of all samples."""
     with job.progress.phase("gen"), together(), job.sampler.awake() as engine:
-        rollouts = generate(engine, prompts, sampling, job.groups, job.state.history)
+        converse = None if job.episodes is None else job.episodes.run
+        rollouts = generate(engine, prompts, sampling, job.groups, job.state.history, converse)
     with job.progress.phase("reward"), together():
         if job.scorer is not None:
             job.scorer.score(rollouts, job.progress.told_to_stop)

@@ -60,7 +60,6 @@ class Segment:
 
 
 EPISODE_ENDS = (
-    "answered",
     "finished",
     "max_assistant_turns",
     "max_user_turns",
@@ -68,8 +67,8 @@ EPISODE_ENDS = (
     "environment_failed",
     "environment_timeout",
 )
-"""Why an episode ended: the policy answered without a call, the environment was done, a limit was reached (turns of
-either side, room for tokens), the environment raised or died, or it did not answer in time."""
+"""Why an episode ended: the environment was done, a limit was reached (turns of either side, room for tokens), the
+environment failed, or it did not answer in time."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +79,12 @@ class Episode:
         end: One of `EPISODE_ENDS`.
         num_turns: Turns that the policy took.
         num_tool_calls: Calls that it made.
-        num_failed_calls: Of these, calls that could not be read, or that the tool answered with an error.
+        num_failed_calls: Messages to it about calls that could not be read or were too many.
         reward: Sum of the environment's rewards.
         final_text: The policy's last turn, without its end token: what reward functions read as the response.
         error: What went wrong in the environment; None: nothing did. Such a sample is counted and not trained.
         facts: What the environment says besides, numbers or texts.
+        turns: Who said what, in order: ("policy" or "environment", text); the environment's with the template's words.
     """
 
     end: str
@@ -95,6 +95,7 @@ class Episode:
     final_text: str
     error: str | None = None
     facts: dict[str, float | str] = field(default_factory=dict)
+    turns: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass

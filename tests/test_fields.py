@@ -284,6 +284,8 @@ ROWS = {
     "observe.report": row("observe.report=true", given=RUN, by=files),
 }  # fmt: skip
 
+EPISODES = ("episodes/test_episodes.py", "needs an environment in processes of its own")
+
 ELSEWHERE = {
     # where it is observed, and why not by a short run in this process
     "run.output_dir": ("run_folder/test_run_dir.py", "every run of this test has a folder of its own"),
@@ -293,6 +295,19 @@ ELSEWHERE = {
     "reference.path": ("e2e/test_resume.py", "needs a second model"),
     "checkpoint.async_save": ("e2e/test_async_checkpoint.py", "the files are the same, whoever writes them"),
     "rollout.enforce_eager": ("trtllm/test_fields.py", "CUDA graphs are on a GPU only: gpu/ when one is lent"),
+    "rollout.multi_turn.enable": EPISODES,
+    "rollout.multi_turn.max_assistant_turns": EPISODES,
+    "rollout.multi_turn.max_user_turns": EPISODES,
+    "rollout.multi_turn.max_parallel_calls": EPISODES,
+    "rollout.multi_turn.max_tool_response_length": EPISODES,
+    "rollout.multi_turn.tool_response_truncate_side": EPISODES,
+    "rollout.multi_turn.format": EPISODES,
+    "rollout.multi_turn.tokenization_sanity_check_mode": EPISODES,
+    "rollout.agent.environment": EPISODES,
+    "rollout.agent.environment_kwargs": EPISODES,
+    "rollout.agent.num_workers": EPISODES,
+    "rollout.agent.time_limit_s": EPISODES,
+    "rollout.agent.memory_limit_mb": EPISODES,
     "rollout.checkpoint_engine.update_weights_bucket_megabytes": ("refit/test_refit.py", "a small model fits one"),
     "reward.time_limit_s": ("rewards/test_scorer.py", "needs a function that hangs, in a process of its own"),
     "reward.num_workers": ("rewards/test_scorer.py", "needs functions in processes of their own"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mrl.config import DataConfig
@@ -27,6 +27,9 @@ DATA_SOURCE = "data_source"
 VERL_ANSWER = "reward_model.ground_truth"
 """Where verl's data have the answer; one that is no text or number is read as JSON."""
 
+Tools = Sequence[Mapping[str, Any]]
+"""Schemas of what the model may call."""
+
 VALIDATION_UID = 1 << 48
 """uid of the first held-out prompt; the training stream stays below."""
 
@@ -34,8 +37,9 @@ VALIDATION_UID = 1 << 48
 class PromptEncoder:
     """Turns a row into a `Prompt`, as `DataConfig` says."""
 
-    def __init__(self, data: DataConfig, tokenizer: Tokenizer, prompt_length: int) -> None:
-        """Args: prompt_length: Longest prompt, tokens (`rollout.prompt_length`)."""
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer, prompt_length: int, tools: Tools = ()) -> None:
+        """Args: prompt_length: Longest prompt, tokens (`rollout.prompt_length`). tools: Offered by the template."""
+        self._tools = tools
         self._data = data
         self._tokenizer = tokenizer
         self._prompt_length = prompt_length
@@ -68,7 +72,7 @@ class PromptEncoder:
             if isinstance(question, str):
                 ids, text = self._tokenizer.encode(question, prompt=True), question
             else:
-                ids = self._tokenizer.apply_chat_template(question)
+                ids = self._tokenizer.apply_chat_template(question, self._tools)
                 text = self._tokenizer.decode(ids)
         except UserError as error:
             raise UserError(f"{source}: {error}") from error
@@ -266,7 +270,9 @@ class PromptSource:
         return self._order[1](index)
 
 
-def load_training(data: DataConfig, tokenizer: Tokenizer, *, prompt_length: int, seed: int) -> PromptSource:
+def load_training(
+    data: DataConfig, tokenizer: Tokenizer, *, prompt_length: int, seed: int, tools: Tools = ()
+) -> PromptSource:
     """The training stream that the config names.
 
     Args:
@@ -274,11 +280,12 @@ def load_training(data: DataConfig, tokenizer: Tokenizer, *, prompt_length: int,
         tokenizer: Encodes the prompts.
         prompt_length: Longest prompt, tokens (`rollout.prompt_length`).
         seed: Orders the epochs (`run.seed`).
+        tools: Schemas of what the chat template offers to the model.
 
     Raises:
         UserError: Nothing is named, or both a task and files are; or the data cannot be used.
     """
-    encoder = PromptEncoder(data, tokenizer, prompt_length)
+    encoder = PromptEncoder(data, tokenizer, prompt_length, tools)
     if data.task is None and not data.train_files:
         raise UserError("data.train_files is empty and data.task is null: there are no prompts. Set one of them.")
     if data.task is not None and (data.train_files or data.val_files):
@@ -292,7 +299,7 @@ def load_training(data: DataConfig, tokenizer: Tokenizer, *, prompt_length: int,
     return PromptSource(rows, encoder, seed=seed, shuffle=data.shuffle)
 
 
-def load_validation(data: DataConfig, tokenizer: Tokenizer, *, prompt_length: int) -> list[Prompt]:
+def load_validation(data: DataConfig, tokenizer: Tokenizer, *, prompt_length: int, tools: Tools = ()) -> list[Prompt]:
     """All held-out prompts in order, uids from `VALIDATION_UID`; empty where the config names none.
 
     Raises:
@@ -300,7 +307,7 @@ def load_validation(data: DataConfig, tokenizer: Tokenizer, *, prompt_length: in
     """
     if data.task is None and not data.val_files:
         return []
-    encoder = PromptEncoder(data, tokenizer, prompt_length)
+    encoder = PromptEncoder(data, tokenizer, prompt_length, tools)
     rows = _rows(data, encoder, "val")
     encoded = [
         encoder.encode(rows.row(index), rows.source(index), VALIDATION_UID + index, rows.data_source(index))

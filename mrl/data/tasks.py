@@ -168,7 +168,85 @@ def _sum_row(terms: tuple[int, ...]) -> dict[str, Any]:
     return {"prompt": f"<{'+'.join(map(str, terms))}>", "answer": total, "response": total, "num_terms": len(terms)}
 
 
-TASKS: Mapping[str, type[Task]] = {"addition": Addition}
+class Guessing(Task):
+    """Games for the environment `guess`: "<1-15>" asks for a number, which the game's seed chooses.
+
+    "response" is a game with some number, guess by guess with what the environment answers: some halve what is left, as
+    they should, the others guess anything. Turns end with the tokenizer's end token, so this is for a character
+    tokenizer whose end token is `end`.
+    """
+
+    def __init__(
+        self,
+        *,
+        low: int = 1,
+        high: int = 15,
+        num_guesses: int = 4,
+        end: str = "#",
+        num_train: int = 100_000,
+        num_val: int = 64,
+        right_frac: float = 0.2,
+        seed: int = 0,
+    ) -> None:
+        """Makes the generator.
+
+        Args:
+            low: Smallest number.
+            high: Largest number, above it.
+            num_guesses: Of a game, at least 1.
+            end: Ends a turn, one character.
+            num_train: Rows of an epoch.
+            num_val: Held-out rows; all rows ask the same, their games differ.
+            right_frac: Part of the training rows whose "response" plays well, [0, 1].
+            seed: Chooses the games of the responses.
+
+        Raises:
+            UserError: A value is out of range.
+        """
+        for name, value, least, most in (
+            ("low", low, 0, 10**9),
+            ("high", high, low + 1, 10**9),
+            ("num_guesses", num_guesses, 1, 1000),
+            ("num_train", num_train, 1, 2**40),
+            ("num_val", num_val, 0, 10**5),
+        ):
+            _check_whole(name, value, least, most)
+        _check_part("right_frac", right_frac, 0, 1)
+        if len(end) != 1:
+            raise UserError(f"data.task_kwargs.end is {end!r}, expected one character.")
+        self.num_train, self.num_val = num_train, num_val
+        self._range, self._num_guesses, self._end = (low, high), num_guesses, end
+        self._right_frac, self._seed = right_frac, seed
+
+    def train_row(self, index: int) -> dict[str, Any]:
+        """See `Task.train_row`."""
+        return {**self.val_row(index), "response": self._game(index)}
+
+    def val_row(self, index: int) -> dict[str, Any]:
+        """See `Task.val_row`."""
+        low, high = self._range
+        return {"prompt": f"<{low}-{high}>", "answer": None}
+
+    def _game(self, index: int) -> str:
+        """All turns but the last one's end."""
+        (low, high), rest = self._range, _number(self._seed, "game", index)
+        size = high - low + 1
+        rest, place = divmod(rest, size)
+        plays_well = _number(self._seed, "plays", index) < self._right_frac * 2**512
+        said: list[str] = []
+        for _ in range(self._num_guesses):
+            rest, other = divmod(rest, size)
+            guess = (low + high) // 2 if plays_well else self._range[0] + other
+            number = self._range[0] + place
+            said.append(str(guess))
+            if guess == number:
+                break
+            low, high = (guess + 1, high) if guess < number else (low, guess - 1)
+            said += [self._end, "higher" if guess < number else "lower"]
+        return "".join(said if said[-1].isdigit() else said[:-2])
+
+
+TASKS: Mapping[str, type[Task]] = {"addition": Addition, "guessing": Guessing}
 
 
 def make_task(name: str, kwargs: Mapping[str, Any]) -> Task:

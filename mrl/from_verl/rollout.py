@@ -20,6 +20,9 @@ from mrl.peers.verl_keys import DTYPES, MAPS, ROLLOUT
 
 Pair = tuple[str, Any]
 
+EPISODES = ("multi_turn.", "agent.")
+"""Sections that say something only where a run has conversations."""
+
 ENGINES = {"vllm": "vllm", "sglang": "native", "hf": "native", "???": "native", "trtllm": "trtllm"}
 OWN_WAY = (
     "name", "dtype", "quantization", "prompt_length", "response_length", "expert_parallel_size",
@@ -40,9 +43,10 @@ def rollout(verl: VerlRun) -> Iterator[Pair]:
     """Keys of `rollout` and their values."""
     engine = verl.one_of(f"{ROLLOUT}name", ENGINES, "native")
     yield "rollout.name", engine
+    episodes = verl[f"{ROLLOUT}multi_turn.enable"] is True
     yield from zip(("rollout.prompt_length", "rollout.response_length"), lengths(verl), strict=True)
     for name in verl_rollout.MAPS:
-        if "val_kwargs" not in name and name not in OWN_WAY:
+        if "val_kwargs" not in name and name not in OWN_WAY and (episodes or not name.startswith(EPISODES)):
             yield f"rollout.{name}", verl[f"{ROLLOUT}{name}"]
     yield from _experts(verl, engine)
     yield from _sampling(verl)

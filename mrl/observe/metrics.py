@@ -18,7 +18,7 @@ from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.observe.hardware import peak_bf16_flops
 from mrl.schema.nearest import did_you_mean
-from mrl.types import Rollout, SampleTable
+from mrl.types import EPISODE_ENDS, Rollout, SampleTable
 
 WALL_CLOCK_PREFIXES = ("timing_s/", "timing_per_token_ms/", "perf/")
 CORRECT_ABOVE = 0.5
@@ -113,10 +113,12 @@ def evaluation_metrics(table: SampleTable) -> dict[str, float]:
     Returns:
         `val/accuracy`, `val/reward/{mean,max,min}`, `val/response_length/{mean,max,min,clip_ratio}`, `val/num_prompts`,
         `val/num_missing`; with n samples per prompt (n > 1, the same for all) also `val/{accuracy,reward}/best@n` (mean
-        over prompts of the best sample that has a score: for accuracy, pass@n) and `.../mean@n`.
+        over prompts of the best sample that has a score: for accuracy, pass@n) and `.../mean@n`; of episodes also
+        `episode_metrics` below `val/`.
     """
     sizes = set(torch.unique(table["uid"], return_counts=True)[1].tolist())
     metrics = {"val/num_missing": scoring_metrics(table)["reward/num_missing"]}
+    metrics |= {f"val/{name}": value for name, value in episode_metrics(table).items()}
     table = table.scored
     metrics["val/accuracy"] = table["correct"].mean().item()
     metrics |= _spread("val/reward", table["reward"])
@@ -132,10 +134,31 @@ def evaluation_metrics(table: SampleTable) -> dict[str, float]:
     return metrics
 
 
-def evaluation_names(num_samples: int) -> list[str]:
-    """Names that `evaluation_metrics` gives where each held-out prompt has so many samples."""
+def episode_metrics(table: SampleTable) -> dict[str, float]:
+    """What episodes were like, over the samples of all ranks; {} where samples are single answers.
+
+    Returns:
+        `num_turns/{mean,max,min}` (the policy's), `tool_calls/{mean,max,min}`, `tool_calls/unread_frac` (of all that
+        were meant as calls, those that could not be read or were too many), `episode/sampled_frac` (of the response
+        tokens) and `episode/<why it ended>_frac` for each of `EPISODE_ENDS`.
+    """
+    end_N = table["end"]
+    if not len(table) or (end_N < 0).any():
+        return {}
+    metrics = {**_spread("num_turns", table["num_turns"]), **_spread("tool_calls", table["tool_calls"])}
+    meant = (table["tool_calls"] + table["failed_calls"]).sum().item()
+    metrics["tool_calls/unread_frac"] = table["failed_calls"].sum().item() / max(meant, 1.0)
+    metrics["episode/sampled_frac"] = (table["sampled_len"].sum() / table["response_len"].sum().clamp(min=1)).item()
+    for place, name in enumerate(EPISODE_ENDS):
+        metrics[f"episode/{name}_frac"] = (end_N == place).double().mean().item()
+    return metrics
+
+
+def evaluation_names(num_samples: int, *, episodes: bool = False) -> list[str]:
+    """Names that `evaluation_metrics` gives where each held-out prompt has so many samples, maybe episodes."""
     rows_NC = torch.zeros(num_samples, len(SampleTable.FACTS))
     rows_NC[:, SampleTable.FACTS.index("sample_index")] = torch.arange(num_samples)
+    rows_NC[:, SampleTable.FACTS.index("end")] = 0 if episodes else -1
     return sorted(evaluation_metrics(SampleTable(SampleTable.FACTS, rows_NC)))
 
 

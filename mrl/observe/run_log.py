@@ -127,6 +127,16 @@ def sample_rows(rollouts: Sequence[Rollout], *, phase: str, num_samples: int) ->
             "reward_error": rollout.reward_error,
             "finish_reason": rollout.finish_reason,
             "response_length": len(rollout.response_ids),
+            **_of_episode(rollout),
         }
         for rollout in rollouts[:num_samples]
     ]
+
+
+def _of_episode(rollout: Rollout) -> dict[str, Any]:
+    """Why an episode ended, what went wrong in it, what its environment says, and who said what."""
+    episode = rollout.episode
+    if episode is None:
+        return {}
+    turns = [{"by": by, "text": text} for by, text in episode.turns]
+    return {"episode_end": episode.end, "episode_facts": episode.facts, "turns": turns}

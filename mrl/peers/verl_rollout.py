@@ -30,6 +30,28 @@ MAPS: Mapping[str, tuple[str, Any, str]] = {
         0.5,
         "of what is free when the engine starts, less its weights; there of all of the GPU, weights included",
     ),
+    "multi_turn.enable": (
+        "rollout.multi_turn.enable",
+        False,
+        "verl's tools are not read: `rollout.agent.environment` must be set",
+    ),
+    "multi_turn.max_assistant_turns": (
+        "rollout.multi_turn.max_assistant_turns",
+        None,
+        "the environment still hears the last turn, and rewards it",
+    ),
+    **{
+        f"multi_turn.{name}": (f"rollout.multi_turn.{name}", default, "")
+        for name, default in {
+            "max_user_turns": None,
+            "max_parallel_calls": 1,
+            "max_tool_response_length": 256,
+            "tool_response_truncate_side": "middle",
+            "tokenization_sanity_check_mode": "strict",
+        }.items()
+    },
+    "multi_turn.format": ("rollout.multi_turn.format", "hermes", "`hermes`, `llama3_json`, `qwen3_coder`"),
+    "agent.num_workers": ("rollout.agent.num_workers", 8, "of each replica: processes in which environments answer"),
     "quantization": (
         "rollout.quantization",
         None,
@@ -60,8 +82,8 @@ MAPS: Mapping[str, tuple[str, Any, str]] = {
 _ONE_MODE = "sampling and updates take turns in the job's ranks, which hold the engine"
 _REPLICAS = "replicas are the ranks that tensor and pipeline parallelism, `rollout.*_model_parallel_size`, leave"
 _MICROBATCH = "log-probabilities are computed in the actor's microbatches, `actor.max_tokens_per_microbatch`"
-_TOOLS = "of conversations with tools, which are not there"
-_AGENT = "no agent loop: a response is one answer of the engine"
+_TOOLS = "of conversations with tools, which need an environment here: `rollout.agent.environment`"
+_AGENT = "no agent loop of verl's: what a policy talks with is an environment, `rollout.agent.environment`"
 _SAMPLES = "`samples.jsonl` in the run folder keeps some samples, `observe.num_samples`"
 _SERVER = "no HTTP server: the engine is in the job's ranks, `run.collective_timeout_s` bounds each wait"
 _METRICS = "no Prometheus: metrics are in the run folder, TensorBoard and Weights & Biases"
@@ -87,7 +109,6 @@ NEEDLESS: Mapping[str, str] = {
     "disable_log_stats": "`perf/rollout/*` is always written",
     "multi_stage_wake_up": "weights and KV cache wake in the order that a refit needs",
     "engine_kwargs.sglang": "arguments of an engine that is not there",
-    "agent.num_workers": _AGENT,
     "agent.default_agent_loop": _AGENT,
     "agent.agent_loop_config_path": _AGENT,
     "agent.custom_async_server.path": _AGENT,
@@ -98,16 +119,9 @@ NEEDLESS: Mapping[str, str] = {
     "trace.backend": _SAMPLES,
     "trace.token2text": _SAMPLES,
     "trace.max_samples_per_step_per_worker": _SAMPLES,
-    "multi_turn.max_assistant_turns": _TOOLS,
     "multi_turn.tool_config_path": _TOOLS,
     "multi_turn.function_tool_path": _TOOLS,
-    "multi_turn.max_user_turns": _TOOLS,
-    "multi_turn.max_parallel_calls": _TOOLS,
-    "multi_turn.max_tool_response_length": _TOOLS,
-    "multi_turn.tool_response_truncate_side": _TOOLS,
     "multi_turn.use_inference_chat_template": _TOOLS,
-    "multi_turn.tokenization_sanity_check_mode": _TOOLS,
-    "multi_turn.format": _TOOLS,
     "multi_turn.num_repeat_rollouts": _TOOLS,
     "server.timeout": _SERVER,
     "server.max_attempts": _SERVER,
@@ -164,7 +178,6 @@ NEEDLESS: Mapping[str, str] = {
 
 ABSENT: Mapping[str, str] = {
     "over_sample_rate": "all samples that were begun are used; `algorithm.dynamic_sampling` asks for more prompts",
-    "multi_turn.enable": "no conversations of several turns, no tools",
     "custom": "nothing reads it; an engine of your own goes by its path in `rollout.name`",
     "checkpoint_manager_class": "checkpoints are the trainer's own, section `checkpoint`",
     "quantization_config_file": "what is quantised follows from `rollout.quantization`",

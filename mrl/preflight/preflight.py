@@ -19,6 +19,7 @@ from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.preflight.data import data_rules, evaluation_rules
 from mrl.preflight.engine import engine_rules
+from mrl.preflight.episodes import episode_rules
 from mrl.preflight.experts import expert_rules
 from mrl.preflight.idle import idle_rules
 from mrl.preflight.megatron import megatron_rules, name_rules
@@ -58,6 +59,7 @@ def check_config(config: Config, world_size: int, *, supervised: bool = False, a
         *data_rules(config),
         *evaluation_rules(config),
         *share_rules(config, grid, supervised=supervised),
+        *episode_rules(config),
         *idle_rules(config, grid, supervised=supervised),
     ]
     _raise([*not_divided, *broken] if broken else [])

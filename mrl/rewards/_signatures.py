@@ -16,8 +16,11 @@ from typing import Any
 
 Arguments = dict[str, Any]
 
+NUM_TURNS = "num_turns"
+"""Of an episode in `extra`: the policy's turns."""
+
 TURNS = 2
-"""Of every conversation here, a prompt and a response: verl's `extra_info["num_turns"]`."""
+"""Of a prompt and a response: verl's `extra_info["num_turns"]`, which counts both sides of a conversation."""
 
 UNKNOWN_HERE = ("trainer_state", "environments")
 """What TRL also gives, and a worker process cannot know."""
@@ -182,7 +185,11 @@ def _ground_truth(sample: Sample) -> Any:
 
 def _extra_info(sample: Sample) -> dict[str, Any]:
     own = sample.row.get("extra_info")
-    return {**(own if isinstance(own, Mapping) else {}), "num_turns": TURNS, "rollout_reward_scores": {}}
+    return {
+        **(own if isinstance(own, Mapping) else {}),
+        "num_turns": TURNS * sample.extra.get(NUM_TURNS, 1),
+        "rollout_reward_scores": {},
+    }
 
 
 def _only(values: Any) -> Any:

@@ -20,7 +20,8 @@ from mrl.rewards._cache import ScoreCache, Spared, identity_of
 from mrl.rewards._call import Outcome, RewardCall
 from mrl.rewards._endpoint import asked_of
 from mrl.rewards._pool import WorkerPool
-from mrl.rewards._signatures import Sample
+from mrl.rewards._signatures import NUM_TURNS, Sample
+from mrl.rewards.environment import ENVIRONMENT_REWARD
 from mrl.rewards.judge import Judge
 from mrl.schema import registry
 from mrl.schema.own_code import is_own
@@ -101,7 +102,8 @@ class Scorer:
         """Sets all `reward...` fields of each rollout, and `response_text` where it is empty.
 
         A failed sample's reward, and the failed function's part, is `reward.error_value`; where that is null, the
-        reward is NaN and there is no such part. The reward is NaN too where no function has an opinion.
+        reward is NaN and there is no such part. The reward is NaN too where no function has an opinion, and where an
+        episode's environment failed, which is the sample's `reward_error`. Of an episode the last turn is scored.
 
         Args:
             rollouts: In any number.
@@ -110,6 +112,9 @@ class Scorer:
         Raises:
             UserError: More than `reward.max_failed_frac` of the rollouts failed; the first failure is named.
         """
+        for rollout in rollouts:
+            self._prepare(rollout)
+        rollouts = [rollout for rollout in rollouts if rollout.reward_error is None]
         samples = [self._sample(rollout) for rollout in rollouts]
         allowed = math.floor(self._config.max_failed_frac * len(samples))
         found, computed = self._elsewhere(samples, allowed, told_to_stop)
@@ -174,14 +179,29 @@ class Scorer:
         """See `close`."""
         self.close()
 
-    def _sample(self, rollout: Rollout) -> Sample:
-        ids = rollout.response_ids
-        kept = ids[:-1] if ids and ids[-1] in self._eos_ids else ids
-        response = self._decode(kept)
+    def _prepare(self, rollout: Rollout) -> None:
+        """The text of a rollout; one whose environment failed is not scored."""
         if not rollout.response_text:
-            rollout.response_text = response + self._decode(ids[len(kept) :])
+            ids, kept = rollout.response_ids, self._without_end(rollout.response_ids)
+            rollout.response_text = self._decode(kept) + self._decode(ids[len(kept) :])
+        rollout.reward_error = None if rollout.episode is None else rollout.episode.error
+        if rollout.reward_error is not None:
+            rollout.reward, rollout.reward_parts, rollout.reward_facts = math.nan, {}, {}
+
+    def _without_end(self, ids: Sequence[int]) -> Sequence[int]:
+        """A response without its end token."""
+        return ids[:-1] if ids and ids[-1] in self._eos_ids else ids
+
+    def _sample(self, rollout: Rollout) -> Sample:
+        ids, last = rollout.response_ids, rollout.response_ids
+        extra = {**rollout.prompt.extra, "response_length": len(ids), "finish_reason": rollout.finish_reason}
+        if rollout.episode is not None:
+            told = [part for part in rollout.segments if part.sampled]
+            last = ids[told[-1].start : told[-1].end] if told else []
+            extra |= {ENVIRONMENT_REWARD: rollout.episode.reward, NUM_TURNS: rollout.episode.num_turns}
+        kept = self._without_end(last)
+        response = self._decode(kept)
         prompt = rollout.prompt
-        extra = {**prompt.extra, "response_length": len(ids), "finish_reason": rollout.finish_reason}
         plain = [token for token in kept if token not in self._special_ids]
         text = response if len(plain) == len(kept) else self._decode(plain)
         return Sample(

@@ -6,12 +6,14 @@ does not depend on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from mrl.data.packing import balance
 from mrl.distributed.groups import ProcessGroups
 from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.types import Prompt, Rollout, SampleTable
+
+Converse = Callable[[RolloutEngine, Sequence[Prompt], SamplingConfig], list[Rollout]]
 
 HISTORY_LIMIT = 200_000
 """Data rows whose response length is remembered; the oldest are forgotten."""
@@ -69,10 +71,13 @@ def generate(
     sampling: SamplingConfig,
     groups: ProcessGroups,
     history: LengthHistory,
+    converse: Converse | None = None,
 ) -> list[Rollout]:
     """Collective over the job: the rollouts of this rank's replica for its part of the prompts.
 
-    All ranks pass the same prompts. The ranks of one replica get the same rollouts.
+    All ranks pass the same prompts. The ranks of one replica get the same rollouts; `converse` makes episodes of them.
     """
     mine = assign(prompts, groups.grid.num_replicas, sampling.n, history)[groups.grid.replica(groups.rank)]
-    return engine.generate(mine, sampling) if mine else []
+    if not mine:
+        return []
+    return engine.generate(mine, sampling) if converse is None else converse(engine, mine, sampling)

@@ -13,6 +13,7 @@ from mrl.data.steps import is_over
 from mrl.distributed.collectives import sum_over
 from mrl.distributed.groups import ProcessGroups
 from mrl.distributed.launch import variables
+from mrl.episodes.episodes import Episodes
 from mrl.megatron.policy import Policy
 from mrl.observe.run_log import RunLog
 from mrl.observe.timers import Timers
@@ -44,6 +45,7 @@ class Job:
         sampler: The engine and its refits.
         reward_weights: Factor of each reward function, by its name in `Rollout.reward_parts`.
         scorer: Scores this replica's rollouts; None on ranks that do not lead one.
+        episodes: Conversations with environments; None: a sample is one answer.
         state: What the loop moves on beside the weights.
         progress: The steps and phases that can be abandoned.
         commits: Written and taken up again.
@@ -65,6 +67,7 @@ class Job:
         config, tokenizer = plan.config, plan.tokenizer
         self.config, self.arch, self.tokenizer, self.algorithm = config, plan.arch, tokenizer, plan.algorithm
         self.validation, self.run, self.groups, self.device, self.log = plan.validation, plan.run, groups, device, log
+        self.tools = plan.tools
         for warning in forced(config, plan.arch, plan.grid):
             log.note(f"WARNING {warning}")
         self.policy = Policy(config, plan.arch, groups, device)
@@ -95,6 +98,7 @@ class Job:
         )
         self.progress = Progress(self.timers, self.state.snapshot)
         self.sampler.engine.told_to_stop = self.progress.told_to_stop
+        self.episodes = self._episodes(plan)
         self.commits = Commits(
             config.checkpoint,
             checkpoints,
@@ -109,11 +113,19 @@ class Job:
         )
         self.rates = Rates(plan, device, self.timers, self.sampler.engine)
 
+    def _episodes(self, plan: Plan) -> Episodes | None:
+        if not self.config.rollout.multi_turn.enable:
+            return None
+        stop = self.progress.told_to_stop
+        return Episodes(self.config.rollout, plan.tokenizer, plan.tools, self.groups.rollout_tp, told_to_stop=stop)
+
     def close(self) -> None:
         """Ends worker processes, drops a commit that is not written yet, and frees the engine."""
         self.commits.close()
         if self.scorer is not None:
             self.scorer.close()
+        if self.episodes is not None:
+            self.episodes.close()
         self.sampler.engine.close()
 
     def resume(self) -> int | None:

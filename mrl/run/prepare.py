@@ -23,6 +23,7 @@ from mrl.engines.base import RolloutEngine
 from mrl.engines.trtllm import fields as trtllm
 from mrl.engines.vllm import fields as vllm
 from mrl.engines.vllm import installed as vllm_package
+from mrl.episodes.episodes import Schema, check_environment
 from mrl.errors import UserError, shown
 from mrl.formats.hf import HfSource
 from mrl.formats.hub import local_models
@@ -78,11 +79,13 @@ class Checked(Resolved):
         source: Training prompts, from the first one.
         validation: Held-out prompts, maybe none.
         peeked: The first training prompts.
+        tools: What the environment of episodes offers to the model.
     """
 
     source: PromptSource
     validation: list[Prompt]
     peeked: list[Prompt]
+    tools: list[Schema]
 
 
 @dataclass
@@ -149,16 +152,17 @@ def check_run(config: Config, world_size: int, *, launcher: str | None = None, t
             _check_weights(key, teacher.model_path, arch, tell)
             _check_tokens(key, teacher.model_path, found.tokenizer)
     tokenizer, prompt_length = found.tokenizer, config.rollout.prompt_length
-    source = load_training(config.data, tokenizer, prompt_length=prompt_length, seed=config.run.seed)
+    tools = check_environment(config.rollout, tokenizer) if config.rollout.multi_turn.enable else []
+    source = load_training(config.data, tokenizer, prompt_length=prompt_length, seed=config.run.seed, tools=tools)
     found.config, asked = with_num_steps(found.config, source.num_rows), found.config
     if found.config.train.num_steps != asked.train.num_steps:
         # again, with the steps that the epochs give
         preflight.check_config(found.config, world_size, supervised=found.algorithm.supervised)
         check_critic(found.config, found.arch, found.critic, found.grid)
-    validation = load_validation(config.data, tokenizer, prompt_length=prompt_length)
+    validation = load_validation(config.data, tokenizer, prompt_length=prompt_length, tools=tools)
     best = config.checkpoint.best_metric
     if config.checkpoint.keep_best and best.startswith("val/"):
-        check_is_given(best, evaluation_names(config.rollout.val_kwargs.n))
+        check_is_given(best, evaluation_names(config.rollout.val_kwargs.n, episodes=config.rollout.multi_turn.enable))
     peeked = source.peek(PEEKED_PROMPTS)
     for prompt in peeked if found.teachers else ():
         teacher_of(config.distillation, prompt)
@@ -166,7 +170,7 @@ def check_run(config: Config, world_size: int, *, launcher: str | None = None, t
         examples(peeked, tokenizer, config)
     checked = replace(config.reward, num_workers=1)
     Scorer(checked, tokenizer.decode, tokenizer.eos_ids, variables=launch.variables).close()
-    return Checked(**vars(found), source=source, validation=validation, peeked=peeked)
+    return Checked(**vars(found), source=source, validation=validation, peeked=peeked, tools=tools)
 
 
 def resolve(config: Config, world_size: int) -> Resolved:

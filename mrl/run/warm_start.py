@@ -17,7 +17,7 @@ def begin_warm_start(job: Job) -> tuple[Algorithm, PromptSource, int]:
     config, rollout, rate = job.config, job.config.rollout, warm_start_learning_rate(job.config)
     sft = algorithms.build(AlgorithmConfig(name="sft"), rollout)
     seed = config.run.seed + 1
-    source = load_training(config.data, job.tokenizer, prompt_length=rollout.prompt_length, seed=seed)
+    source = load_training(config.data, job.tokenizer, prompt_length=rollout.prompt_length, seed=seed, tools=job.tools)
     standing = job.progress.standing
     if standing is None:
         job.policy.start_optimizer(rate)

@@ -8,6 +8,7 @@ import pytest
 from mrl.cli import main
 from tests.data.folders import byte_bpe_folder
 from tests.e2e import runs
+from tests.e2e.test_episodes import GUESSING
 from tests.source import PACKAGE, ROOT
 
 OWN_DATA = (ROOT / "mrl" / "docs" / "own_data.md").read_text(encoding="utf-8")
@@ -62,6 +63,7 @@ VARIANTS = [
     ],
     ["algorithm.name=reinforce_pp", "algorithm.kl_in=reward"],
     ["algorithm.name=ppo"],
+    GUESSING,
     [
         *TEACHER,
         "distillation.distillation_loss={loss_mode: forward_kl_topk, topk: 4}",

@@ -54,6 +54,7 @@ class Case:
 
 EVALUATED = ("rollout.val_kwargs.do_sample=true",)
 GREEDY = ("rollout.n=1", "algorithm.singleton_group=reward")
+EPISODES = ("rollout.multi_turn.enable=true", "rollout.agent.environment=guess")
 REPLAYED = ("actor.router_replay=rollout",)
 TWO = ("rollout.tensor_model_parallel_size=2",)
 CASES = [
@@ -114,6 +115,24 @@ CASES = [
     Case("val_kwargs.top_p", 0.9, "", EVALUATED),
     Case("val_kwargs.min_p", 0.1, "", EVALUATED),
     Case("val_kwargs.min_p", 0.1, "vllm", (*EVALUATED, "rollout.val_kwargs.top_p=0.9")),
+    Case("multi_turn.enable", True, BUILT, ("rollout.agent.environment=guess",)),
+    *(
+        Case(key, value, BUILT, EPISODES)
+        for key, value in {
+            "multi_turn.max_assistant_turns": 3,
+            "multi_turn.max_user_turns": 3,
+            "multi_turn.max_parallel_calls": 2,
+            "multi_turn.max_tool_response_length": 99,
+            "multi_turn.tool_response_truncate_side": "left",
+            "multi_turn.format": "llama3_json",
+            "multi_turn.tokenization_sanity_check_mode": "disable",
+            "agent.environment": "environments.py:Mine",
+            "agent.environment_kwargs": {"low": 3},
+            "agent.num_workers": 3,
+            "agent.time_limit_s": 3.0,
+            "agent.memory_limit_mb": 300,
+        }.items()
+    ),
     Case("checkpoint_engine.update_weights_bucket_megabytes", 64),
     Case("checkpoint_engine.canary", True),
     Case("checkpoint_engine.canary", False),
@@ -231,6 +250,7 @@ SHARED = (
     "rollout",
     "run",
     "refit",
+    "episodes",
     "config.py",
     "grid.py",
     "engines/base.py",

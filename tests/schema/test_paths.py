@@ -10,6 +10,7 @@ from mrl.schema.paths import path_keys
 
 NO_PATHS = {
     "model.preset": "a name in mrl/models/presets.py",
+    "rollout.multi_turn.format": "a name in mrl/environments/formats/",
     "rollout.stop": "texts that end a response",
     "data.prompt_key": "a column",
     "data.answer_key": "a column",

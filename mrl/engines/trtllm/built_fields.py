@@ -87,6 +87,11 @@ FIELDS: Fields = {
         lambda r: r.enable_rollout_routing_replay,
         f"{routing.INSTEAD}.",
     ),
+    "multi_turn.enable": refused(
+        "a later turn is a longer prompt than `rollout.prompt_length`, for which they are built",
+        lambda r: r.multi_turn.enable,
+        "Use rollout.name=trtllm or native.",
+    ),
     "engine_kwargs": refused("nothing would read it"),
     "checkpoint_engine.canary": Use("null: yes; refits twice at start and compares answers"),
 }

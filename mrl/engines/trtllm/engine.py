@@ -299,7 +299,7 @@ class LlmEngine(RolloutEngine):
         if not prompts:
             return []
         check_min_p(self.spec.config, self._host.features, sampling.min_p)
-        check_prompts(prompts, self.spec, sampling, longest=self.spec.config.prompt_length)
+        check_prompts(prompts, self.spec, sampling, longest=self.spec.config.longest_prompt)
         self._routed = []
         stopped: list[Rollout] = []
         try:

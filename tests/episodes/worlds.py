@@ -1,0 +1,48 @@
+"""Environments of the tests."""
+
+import os
+import time
+
+from mrl.environments.base import Observation
+from mrl.environments.toolbox import ToolEnvironment
+
+
+class Adder(ToolEnvironment):
+    """Adds with a tool, and rewards the right answer; `rest` says what else it does."""
+
+    def __init__(self, rest="", says=""):
+        self.rest, self.says, self.turn, self.numbers = rest, says, 0, []
+
+    @property
+    def tools(self):
+        return [self.add]
+
+    def add(self, a: int, b: int) -> str:
+        """Adds two numbers.
+
+        Args:
+            a: One.
+            b: The other.
+        """
+        return str(a + b) + "." * 30
+
+    def reset(self, seed, row):
+        self.seed = seed
+        return Observation.user(self.says) if self.says else Observation()
+
+    def step(self, action):
+        self.turn += 1
+        if self.rest == "hangs" and "one" in action.text:
+            time.sleep(60)
+        if self.rest == "dies" and "one" in action.text:
+            os._exit(3)
+        if self.rest == "raises":
+            raise ValueError("no more numbers")
+        if self.rest == "silent":
+            return Observation()
+        if self.rest == "takes":
+            self.numbers = bytearray(1 << 30)
+        return super().step(action)
+
+    def answered(self, action):
+        return Observation(reward=float("4" in action.text), terminated=True, info={"seed": float(self.seed % 997)})

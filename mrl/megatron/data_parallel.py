@@ -23,15 +23,25 @@ class Replicas:
     """This rank's chunks as replicas of those of other data-parallel ranks.
 
     Attributes:
-        chunks: Wrapped, by virtual stage.
+        chunks: Wrapped where they are trained, by virtual stage.
     """
 
-    def __init__(self, chunks: list[ScoringModel], config: Config, *, te: bool) -> None:
+    def __init__(self, chunks: list[ScoringModel], config: Config, *, te: bool, trained: bool = True) -> None:
         """Collective over the job: wraps the chunks.
+
+        Args:
+            chunks: By virtual stage.
+            config: The model's.
+            te: Its layers are TransformerEngine's.
+            trained: False: there are no gradients, and nothing is wrapped.
 
         Raises:
             UserError: Megatron refuses what `megatron.ddp` says.
         """
+        self._partial = False
+        self.chunks: list[Any] = list(chunks)
+        if not trained:
+            return
         given = config.megatron.ddp
         check_te("ddp", given, te=te)
         own = {
@@ -43,7 +53,6 @@ class Replicas:
         with given_to("ddp", given):
             self._settings = DistributedDataParallelConfig(**{**own, **objects("ddp", given)})
             self.chunks = [DistributedDataParallel(chunk.config, self._settings, chunk) for chunk in chunks]
-        self._partial = False
         self._set_functions(chunks[0].config)
 
     def _set_functions(self, config: Any) -> None:
@@ -72,9 +81,10 @@ class Replicas:
             chunk.zero_grad_buffer()
 
     def gradients(self) -> Iterator[Tensor]:
-        """The buffers."""
+        """The buffers; of a model that is not trained there are none."""
         for chunk in self.chunks:
-            yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
+            if isinstance(chunk, DistributedDataParallel):
+                yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
 
 
 def _one_or_all(functions: list[Any]) -> Any:

@@ -73,6 +73,7 @@ class _Forward(Trainable):
 
     section: ClassVar[str] = "distillation"
     loss_metric: ClassVar[str] = "distillation/loss"
+    trained: ClassVar[bool] = False
 
     def logprobs(self, batch: RolloutBatch, config: Config) -> Tensor:
         """Collective over the job: as `Policy.score`."""

@@ -58,6 +58,9 @@ class Trainable:
     loss_metric: ClassVar[str]
     """Name of the loss among them."""
 
+    trained: ClassVar[bool] = True
+    """Whether it ever gets gradients."""
+
     def __init__(self, config: Config, arch: ArchSpec, groups: ProcessGroups, device: torch.device) -> None:
         """Collective over the job: builds the model; parameters are NaN until someone fills `named_tensors`.
 
@@ -83,7 +86,7 @@ class Trainable:
         )
         for chunk in self.chunks:
             chunk.to(device)
-        self._replicas = Replicas(self.chunks, config, te=self._te)
+        self._replicas = Replicas(self.chunks, config, te=self._te, trained=self.trained)
         self._schedule = Schedule(
             self._replicas.chunks,
             groups,

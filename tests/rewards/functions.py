@@ -142,6 +142,11 @@ def allocates(*, prompt, response, answer, extra):
         return len(bytearray(1 << 40))
     if response == "program":
         return subprocess.run([sys.executable, "-c", "x = bytearray(1 << 40)"], check=True).returncode
+    if response == "touched":  # ten gigabytes, page by page
+        held = []
+        for _ in range(10 << 10):
+            held.append(bytearray(b"1") * (1 << 20))
+        return len(held)
     if response == "many":  # each below the limit, together above it
         program = "import time; x = bytearray(150 << 20); x[::4096] = b'1' * 38400; time.sleep(600)"
         children = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(4)]

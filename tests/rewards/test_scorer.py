@@ -181,6 +181,32 @@ def test_math_runs_in_a_worker_under_the_time_limit():
     assert "time_limit_s" in samples[2].reward_error
 
 
+HANGS_MATH = (
+    r"\boxed{\dfrac{5^{\left(5^{\left(5^{\left(5^5\right)}\right)} - 4\right)} - 5}{16}}",
+    r"The last three digits of \(2003^{2002^{2001}}\) are",
+)
+"""Known to hang math-verify whatever its own time limit: its issue 65, and torchtitan's pull request 4442."""
+
+
+def test_what_hangs_math_verify_ends_at_the_limit_and_is_named():
+    samples = [rollout(text, uid=place, answer="7") for place, text in enumerate((r"\boxed{7}", *HANGS_MATH, "is 7"))]
+    with scorer("math", max_failed_frac=1.0, time_limit_s=60.0) as judge:
+        judge.score(samples[:1])  # the first parse of a worker builds the grammar
+        judge._pool._workers[0]._time_limit_s = TIME_LIMIT_S
+        before = worker_ids(judge)
+        judge.score(samples[1:2])
+        judge._pool._workers[0]._time_limit_s = 2 * TIME_LIMIT_S
+        judge.score(samples[2:])
+        after = worker_ids(judge)
+    assert [item.reward_error is None for item in samples] == [True, False, False, True]
+    assert samples[3].reward == 1.0
+    for place in (1, 2):
+        assert (
+            f"failed on train.jsonl:{place + 1} (uid {place}, sample 0): it took longer" in samples[place].reward_error
+        )
+    assert all(map(gone, [*before, *after]))
+
+
 def test_closing_ends_the_workers():
     judge = scorer(f"{HERE}:num_chars", num_workers=2)
     processes = worker_ids(judge)
@@ -270,7 +296,7 @@ def test_stray_bytes_fail_their_sample_and_shift_nothing(texts):
         assert sample.reward_error is None or text in STRAYS
 
 
-@pytest.mark.parametrize("way", ["here", "program", "many"])
+@pytest.mark.parametrize("way", ["here", "touched", "program", "many"])
 def test_memory_is_limited(way):
     samples = [rollout("little"), rollout(way, uid=1), rollout("little", uid=2)]
     with scorer(

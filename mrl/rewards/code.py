@@ -1,0 +1,178 @@
+"""1 where the Python program in a response passes the row's tests, each run in a sandbox (`processes/sandbox.py`).
+
+What goes in and out of a program decides: expected outputs never enter its process, so that it cannot read them. Tests
+that are Python statements run after the program in its process: a program made to deceive them could.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mrl.processes.sandbox import Bounds, Ran, run_python
+
+IN_PROCESS = False
+
+_BLOCK = re.compile(r"^[ \t]*```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Test:
+    """One run of the program.
+
+    Attributes:
+        given: What it reads from its standard input.
+        expected: What it has to print; None: `statements` have to go through.
+        statements: Python after the program, such as assertions.
+    """
+
+    given: str = ""
+    expected: str | None = None
+    statements: str = ""
+
+
+def code(
+    *,
+    prompt: str,
+    response: str,
+    answer: str | None,
+    extra: dict[str, Any],
+    tests_key: str | None = None,
+    partial: bool = False,
+    require_block: bool = True,
+    max_tests: int = 20,
+    test_time_s: float = 2.0,
+    limit_s: float = 8.0,
+    memory_mb: int = 512,
+    allow_unconfined: bool = False,
+) -> dict[str, float | str]:
+    """Runs the last fenced block of Python in the response.
+
+    Args:
+        prompt: Not used.
+        response: Without the end token.
+        answer: The tests, where `tests_key` is null: JSON of what `read_tests` reads.
+        extra: Columns of the row.
+        tests_key: Column with the tests.
+        partial: The value is the part of the tests that pass, and not 0 or 1.
+        require_block: A response without a fenced block is wrong; else all of it is the program.
+        max_tests: Of more, the first so many count.
+        test_time_s: A test that takes longer is not passed, s.
+        limit_s: Nor is one that comes after so long, s; below `reward.time_limit_s`, after which the sample has failed.
+        memory_mb: Of the program, MiB.
+        allow_unconfined: Run where this machine cannot confine the program.
+
+    Returns:
+        The value; `passed`, the part of the tests that passed; `problem`, why the first did not.
+
+    Raises:
+        ValueError: The row has no tests.
+        RuntimeError: This machine lacks what confines the program.
+    """
+    tests = read_tests(answer if tests_key is None else extra.get(tests_key))[: max(1, max_tests)]
+    program = last_block(response, require_block=require_block)
+    end, num_passed, first = time.monotonic() + limit_s, 0, ""
+    for place, test in enumerate(tests, 1):
+        left = end - time.monotonic()
+        problem = "there is no program in the response" if program is None else f"all took longer than {limit_s:g} s"
+        if program is not None and left > 0:
+            bounds = Bounds(time_s=min(test_time_s, left), memory_mb=memory_mb)
+            problem = _problem(program, test, bounds, allow_unconfined=allow_unconfined)
+        num_passed += not problem
+        first = first or (f"test {place} of {len(tests)}: {problem}" if problem else "")
+        if problem and not partial:
+            break
+    part = num_passed / len(tests)
+    return {"score": part if partial else float(part == 1.0), "passed": part, "problem": first}
+
+
+def last_block(response: str, *, require_block: bool) -> str | None:
+    """The Python in the last fenced block; without one all of the response, or None where a block is required."""
+    blocks = _BLOCK.findall(response)
+    if blocks:
+        return str(blocks[-1])
+    return None if require_block else response
+
+
+def read_tests(given: Any) -> list[Test]:
+    """The tests of a row.
+
+    Args:
+        given: Perhaps as JSON: {"inputs": [...], "outputs": [...]} as in APPS and verl's code data (standard input and
+            output); a list of statements as in MBPP; or a text of statements.
+
+    Raises:
+        ValueError: It is none of these, or there are no tests.
+    """
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            given = [given]
+    match given:
+        case {"inputs": [*inputs], "outputs": [*outputs]} if len(inputs) == len(outputs) > 0 and not given.get(
+            "fn_name"
+        ):
+            return [Test(_text(one), _text(other)) for one, other in zip(inputs, outputs, strict=True)]
+        case [*statements] if statements and all(isinstance(one, str) and one.strip() for one in statements):
+            return [Test(statements=one) for one in statements]
+    shown = f"{list(given)}" if isinstance(given, Mapping) else repr(given)
+    raise ValueError(f"the row's tests are {shown:.100}, expected inputs and outputs, or statements of Python")
+
+
+def _text(lines: Any) -> str:
+    """A text, or a list of lines as APPS has them."""
+    if isinstance(lines, Sequence) and not isinstance(lines, str):
+        return "\n".join(map(str, lines))
+    return str(lines)
+
+
+def _problem(program: str, test: Test, bounds: Bounds, *, allow_unconfined: bool) -> str:
+    """Why a test is not passed; "" where it is."""
+    mark = "" if test.expected is not None else secrets.token_hex(16)
+    with tempfile.TemporaryDirectory(prefix="mrl-code-") as folder:
+        ran = run_python(_source(program, test, mark), folder, bounds)
+    if ran.missing and not allow_unconfined:
+        raise RuntimeError(
+            f"this machine cannot confine programs that a model wrote ({'; '.join(ran.missing)}). Run where the kernel "
+            "has Landlock and seccomp, or take the risk with kwargs.allow_unconfined=true"
+        )
+    if ran.problem:
+        return ran.problem
+    if ran.status != 0:
+        return f"it ended with status {ran.status}: {_last_line(ran)}"
+    if test.expected is None:
+        return "" if ran.output.endswith(f"{mark}\n") else "it ended before its tests did"
+    return (
+        "" if _same(ran.output, test.expected) else f"it printed {ran.output[:80]!r}, expected {test.expected[:80]!r}"
+    )
+
+
+def _source(program: str, test: Test, mark: str) -> str:
+    """The program with its standard input, and the statements with a mark after them, which it cannot know."""
+    begin = f"import io, sys\nsys.stdin = io.TextIOWrapper(io.BytesIO({test.given.encode()!r}), encoding='utf-8')\n"
+    names = "__space = {'__name__': '__main__'}\n"
+    run = f"exec(compile({program!r}, '<response>', 'exec'), __space)\n"
+    if test.expected is not None:
+        return begin + names + run
+    return begin + names + run + f"exec(compile({test.statements!r}, '<tests>', 'exec'), __space)\nprint({mark!r})\n"
+
+
+def _same(printed: str, expected: str) -> bool:
+    """Line by line, white space at the ends of lines and of the whole aside."""
+    one, other = ([line.rstrip() for line in text.strip().splitlines()] for text in (printed, expected))
+    return one == other
+
+
+def _last_line(ran: Ran) -> str:
+    lines = ran.output.strip().splitlines()
+    return lines[-1][:200] if lines else "it printed nothing"
+
+
+REWARD = code

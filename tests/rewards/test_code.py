@@ -1,0 +1,103 @@
+"""Programs that a model wrote: right ones, wrong ones, and ones that attack."""
+
+import json
+
+import psutil
+import pytest
+
+from mrl.processes.sandbox import Bounds, run_python
+from mrl.rewards.code import code, last_block, read_tests
+from tests.rewards.rollouts import rollout, scorer
+
+SUMS = json.dumps({"inputs": ["1 2\n", "3 4\n", "10 -3\n"], "outputs": ["3\n", "7", "7 \n"]})
+ASSERTS = json.dumps(["assert add(1, 2) == 3", "assert add(0, 0) == 0"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def confined(tmp_path_factory):
+    missing = run_python("", str(tmp_path_factory.mktemp("empty")), Bounds()).missing
+    if missing:
+        pytest.skip(f"this kernel has no such lock: {missing}")
+
+
+def judged(program, answer=SUMS, **kwargs):
+    return code(prompt="", response=f"Here:\n```python\n{program}\n```\nDone.", answer=answer, extra={}, **kwargs)
+
+
+RIGHT = ["print(sum(map(int, input().split())))", "import sys\nprint(sum(map(int, sys.stdin.buffer.read().split())))"]
+
+
+@pytest.mark.parametrize("program", RIGHT)
+def test_a_right_program_passes(program):
+    assert judged(program) == {"score": 1.0, "passed": 1.0, "problem": ""}
+
+
+WRONG = {
+    "print(3)": "test 2 of 3: it printed '3\\n', expected '7'",
+    "print(": "SyntaxError",
+    "1 / 0": "ZeroDivisionError: division by zero",
+    "while True: pass": "it took longer than 0.5 s",
+    "while True: print('x' * 1000)": "it printed more than",
+    "import os; os._exit(0)": "it printed ''",
+    "x = bytearray(4 << 30); print(3)": "MemoryError",
+    "import subprocess; subprocess.run(['true'])": "PermissionError",
+    "import os; os.fork(); print(3)": "PermissionError",
+    "open('/tmp/left-behind', 'w').write('x')": "PermissionError",
+    "import socket; socket.socket(); print(3)": "PermissionError",
+}
+
+
+@pytest.mark.parametrize("program", WRONG)
+def test_a_program_that_is_wrong_or_attacks_is_0_and_says_why(program):
+    found = judged(program, test_time_s=0.5 if "while" in program else 5.0, limit_s=20.0)
+    assert found["score"] == 0.0 and WRONG[program] in found["problem"], found
+
+
+def test_expected_outputs_and_secrets_are_not_where_a_program_could_read_them(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
+    look = (
+        "import gc, os, sys\nframe, seen = sys._getframe(), [repr(dict(os.environ))]\n"
+        "while frame: seen.append(repr(frame.f_locals) + repr(frame.f_globals)); frame = frame.f_back\n"
+        "print('very-sec' + 'ret' in str(seen), 'expec' + 'ted-42' in str(seen))"
+    )
+    answer = json.dumps({"inputs": [""], "outputs": ["expected-42"]})
+    assert "it printed 'False False\\n'" in judged(look, answer)["problem"]
+
+
+def test_statements_are_tests_too_and_must_be_reached():
+    right = "def add(a, b):\n    return a + b"
+    assert judged(right, ASSERTS)["score"] == 1.0
+    assert "AssertionError" in judged("def add(a, b):\n    return 3", ASSERTS)["problem"]
+    assert judged("def add(a, b):\n    return 3", ASSERTS, partial=True)["score"] == 0.5
+    assert "before its tests" in judged("import sys\nsys.exit(0)", ASSERTS)["problem"]
+    assert judged(right, "assert add(2, 2) == 4\nassert add(1, 1) == 2")["score"] == 1.0
+
+
+def test_the_time_of_all_tests_is_bounded():
+    answer = json.dumps({"inputs": [""] * 50, "outputs": ["1"] * 50})
+    found = judged("while True: pass", answer, partial=True, max_tests=50, test_time_s=0.4, limit_s=1.0)
+    assert found["score"] == 0.0 and "it took longer than 0.4 s" in found["problem"]
+
+
+def test_the_last_block_counts():
+    assert last_block("```python\na\n```\ntext\n```py\nb\n```", require_block=True) == "b\n"
+    assert last_block("a", require_block=True) is None and last_block("a", require_block=False) == "a"
+    assert code(prompt="", response="print(3)", answer=SUMS, extra={})["problem"].endswith("no program in the response")
+
+
+@pytest.mark.parametrize("given", [None, "", [], [1], {"inputs": ["a"], "outputs": []}, {"fn_name": "f"}])
+def test_rows_without_tests_are_refused(given):
+    with pytest.raises(ValueError, match="the row's tests are"):
+        read_tests(given)
+
+
+def test_it_runs_in_a_worker_and_leaves_no_process():
+    before = set(psutil.pids())
+    texts = [f"```python\n{RIGHT[0]}\n```", "```python\nwhile True: pass\n```", "```python\nprint(0)\n```"]
+    samples = [rollout(text, uid=place, answer=SUMS) for place, text in enumerate(texts)]
+    with scorer(("code", 1.0, {"test_time_s": 1.0}), time_limit_s=60.0, max_failed_frac=1.0) as judge:
+        judge.score(samples)
+    assert [one.reward_error for one in samples] == [None] * 3
+    assert [one.reward for one in samples] == [1.0, 0.0, 0.0]
+    mine = {child.pid for child in psutil.Process().children(recursive=True)}
+    assert not mine - before

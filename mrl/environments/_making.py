@@ -6,13 +6,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mrl.environments._adapters import adapted
 from mrl.environments.base import Environment
 from mrl.errors import UserError
 from mrl.schema import registry
 
 
-def maker(name: str, kwargs: Mapping[str, Any]) -> Callable[[], Environment]:
-    """Makes one object for each episode.
+def maker(name: str, kwargs: Mapping[str, Any]) -> tuple[Callable[[], Environment], bool]:
+    """What makes one object for each episode, and whether that needs the network.
 
     Args:
         name: Of a file in this folder, or a path to code of a user's own.
@@ -33,9 +34,6 @@ def maker(name: str, kwargs: Mapping[str, Any]) -> Callable[[], Environment]:
         ) from error
 
     def make() -> Environment:
-        made = found(**kwargs)
-        if not isinstance(made, Environment):
-            raise UserError(f"environment '{name}' makes a {type(made).__name__}, expected an Environment.")
-        return made
+        return adapted(found(**kwargs), name)
 
-    return make
+    return make, bool(getattr(found, "network", False))

@@ -20,7 +20,7 @@ from mrl.environments._wire import TooLargeError, observed
 from mrl.environments.base import Environment, Schema
 from mrl.errors import UserError
 from mrl.processes import wire
-from mrl.processes.confine import confine
+from mrl.processes.confine import Confinement, confine
 from mrl.processes.keeper import Bounds, keep
 
 _MAX_ERROR_CHARS = 2000
@@ -42,9 +42,9 @@ def _work(folder: str, bounds: Bounds) -> None:
     try:
         name, kwargs, asked = wire.read_command(stream)
         tempfile.tempdir = folder
-        missing = confine(replace(asked, writable=(folder, *asked.writable)))
-        make, schemas = _loaded(name, kwargs)
-        _write(bounds, wire.ready(bounds.key, "", tools=schemas, missing=missing))
+        missing = confine(replace(asked, network=True, writable=(folder, *asked.writable)))
+        make, schemas, more = _loaded(name, kwargs, asked)
+        _write(bounds, wire.ready(bounds.key, "", tools=schemas, missing=[*missing, *more]))
         episodes: dict[int, Environment] = {}
         serial = 0
         while True:
@@ -59,16 +59,22 @@ def _work(folder: str, bounds: Bounds) -> None:
         pass
 
 
-def _loaded(name: str, kwargs: dict[str, Any]) -> tuple[Callable[[], Environment], list[Schema]]:
-    """Makes environments, and what the prompt is told of their tools; whatever goes wrong is told as a UserError."""
+def _loaded(
+    name: str, kwargs: dict[str, Any], asked: Confinement
+) -> tuple[Callable[[], Environment], list[Schema], list[str]]:
+    """Makes environments, what the prompt is told of their tools, and what kept no sockets from being made.
+
+    Whatever goes wrong is told as a UserError. The network is open until the imported code does not say it needs it.
+    """
     try:
-        make = maker(name, kwargs)
+        make, network = maker(name, kwargs)
+        missing = [] if network or asked.network else confine(Confinement(network=False))
         schemas = [schema_of(tool) for tool in make().tools]
     except UserError:
         raise
     except Exception as error:
         raise UserError(f"environment '{name}' cannot be made: {type(error).__name__}: {error}.") from error
-    return make, schemas
+    return make, schemas, missing
 
 
 def _answer(

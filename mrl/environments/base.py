@@ -2,7 +2,7 @@
 
 An environment is a class with Gymnasium's and OpenEnv's words, `reset` and `step`, over text: an action is the
 assistant's message, an observation is the chat messages that follow it. It is a file in this folder that defines
-`ENVIRONMENT`, or a class of a user's own, `path/to/file.py:Name`; objects of other libraries fit too.
+`ENVIRONMENT`, or a class of a user's own, `path/to/file.py:Name`; objects of other libraries fit too (`_adapters.py`).
 One object lives for one episode, in a worker process under limits of time and memory (`pool.py`). A whole one:
 
     class Guess(Environment):
@@ -98,7 +98,13 @@ class Observation:
 
 
 class Environment(ABC):
-    """One episode's counterpart; keyword arguments of its constructor come from the config."""
+    """One episode's counterpart; keyword arguments of its constructor come from the config.
+
+    Attributes:
+        network: It may make sockets; of the class, and a foreign class may have it too.
+    """
+
+    network: bool = False
 
     @property
     def tools(self) -> Sequence[Tool | Schema]:

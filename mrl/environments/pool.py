@@ -107,7 +107,7 @@ class EnvironmentPool:
             time_limit_s: For one answer, s.
             memory_limit_mb: For one worker with its episodes and all that they start, MiB; 0: none.
             max_processes: That one worker and what its episodes start may be at one time; 0: any number.
-            network: Environments may make sockets.
+            network: Environments may make sockets; one with `network = True` may anyway.
             writable: Folders below which they may change files, besides the worker's own folder for temporary ones.
 
         Raises:

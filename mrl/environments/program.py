@@ -52,6 +52,9 @@ GIVEN = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH"
 class Program(Environment):
     """One episode of an agent program."""
 
+    network = True
+    """Its programs reach the endpoint over a socket."""
+
     def __init__(
         self,
         command: str | Sequence[str],

@@ -109,10 +109,16 @@ class Does(Environment):
         return self.told("signalled")
 
     def do_strays(self, _):
-        for number in range(3, 20):
+        for number in range(3, 1024):  # pipes have the numbers that they have in the parent
             with contextlib.suppress(OSError):
                 os.write(number, b'{"key": 1, "serial": 0, "observation": {}}\n')
         return self.told("strays")
+
+
+class Online(Does):
+    """Needs the network."""
+
+    network = True
 
 
 class Counts(Environment):

@@ -197,10 +197,11 @@ def test_files_change_where_they_may_and_temporary_ones_go(tmp_path):
     assert not Path(name).parent.exists() and not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("network", [False, True])
-def test_sockets_are_made_only_where_asked_for(network):
-    with pool(network=network) as one:
+@pytest.mark.parametrize(("name", "network"), [("Does", False), ("Does", True), ("Online", False)])
+def test_sockets_are_made_only_where_asked_for(name, network):
+    with pool(f"{HERE}:{name}", network=network) as one:
         confined(one, "network")
+        network = network or name == "Online"
         one.open("a", 0, {})
         replies(one, 1)
         reply = step(one, "a", "socket")

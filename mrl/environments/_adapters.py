@@ -1,0 +1,281 @@
+"""Objects of other libraries as environments, known by their shape: none of these libraries is imported.
+
+- `reset` and `step`: Gymnasium's, and OpenEnv's clients.
+- `create`, `execute`, `calc_reward` and `release`: a tool class of verl, or several in `verl_tools.py`.
+- `reset` and public methods: an object of TRL's `environment_factory`; the methods are tools.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_type_hints
+
+from mrl.environments._awaiting import awaited
+from mrl.environments._schemas import schema_of
+from mrl.environments.base import Action, Environment, Message, Observation, Schema, Tool, ToolCall
+from mrl.environments.toolbox import ToolEnvironment, as_text, called
+from mrl.errors import UserError
+
+_VERL = ("create", "execute", "calc_reward", "release")
+
+
+def adapted(made: object, name: str) -> Environment:
+    """The object as an environment.
+
+    Raises:
+        UserError: It has none of the shapes.
+    """
+    if isinstance(made, Environment):
+        return made
+    has = {word for word in ("reset", "step", *_VERL) if callable(getattr(made, word, None))}
+    if {"reset", "step"} <= has:
+        return Stepped(made)
+    if has >= set(_VERL):
+        return VerlTools([made])
+    if "reset" in has:
+        return TrlObject(made)
+    raise UserError(
+        f"environment '{name}' makes a {type(made).__name__}, expected an Environment, or an object with reset and "
+        "step (Gymnasium, OpenEnv), with create, execute, calc_reward and release (verl), or with reset and tools as "
+        "public methods (TRL)."
+    )
+
+
+class Stepped(Environment):
+    """An object with Gymnasium's or OpenEnv's `reset` and `step`."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    @property
+    def tools(self) -> Sequence[Tool | Schema]:
+        """Its `tools`, where it has some."""
+        found = getattr(self._inner, "tools", ())
+        return tuple(found() if callable(found) else found)
+
+    def reset(self, seed: int, row: Mapping[str, Any]) -> Observation:
+        """With as much of `seed`, `options` (the row) and `row` as it takes."""
+        given = {"seed": seed, "options": dict(row), "row": dict(row)}
+        return outcome(awaited(self._inner.reset(**_accepted(self._inner.reset, given))))
+
+    def step(self, action: Action) -> Observation:
+        """With the text; with the action itself, or an object of one text field, where that is the parameter's type."""
+        return outcome(awaited(self._inner.step(_as_parameter(self._inner.step, action))))
+
+    def close(self) -> None:
+        """Its `close`, where it has one."""
+        if callable(close := getattr(self._inner, "close", None)):
+            awaited(close())
+
+
+class TrlObject(ToolEnvironment):
+    """An object of TRL's `environment_factory`: public methods are tools, `get_reward` scores the end.
+
+    What its `reset` returns becomes a user message after the prompt; TRL adds it to the last message of the prompt.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """Its public methods, in TRL's order: by name."""
+        names = [name for name, _ in inspect.getmembers(type(self._inner), inspect.isfunction)]
+        return [getattr(self._inner, name) for name in names if name not in _NO_TOOLS and not name.startswith("_")]
+
+    def reset(self, seed: int, row: Mapping[str, Any]) -> Observation:
+        """With the row's columns by name, as TRL does; with `seed` besides where it names that."""
+        parameters = inspect.signature(self._inner.reset).parameters
+        given = dict(row) | ({"seed": seed} if "seed" in parameters else {})
+        return outcome(awaited(self._inner.reset(**given)))
+
+    def answered(self, action: Action) -> Observation:
+        """The end, with what `get_reward` says."""
+        score = getattr(self._inner, "get_reward", None)
+        return Observation(reward=None if score is None else float(awaited(score())), terminated=True)
+
+    def close(self) -> None:
+        """Its `close` is no tool of the model's."""
+        if callable(close := getattr(self._inner, "close", None)):
+            awaited(close())
+
+
+_NO_TOOLS = ("reset", "get_reward", "close")
+
+
+class VerlTools(ToolEnvironment):
+    """Tools of verl: one instance of each for an episode, made by `create` and let go by `release`."""
+
+    def __init__(self, tools: Sequence[Any], reward: str = "none") -> None:
+        """Takes the tools.
+
+        Args:
+            tools: Objects of classes derived from verl's `BaseTool`.
+            reward: "execute": what `execute` says is the turn's; "calc_reward": its sum over the tools is the last
+                turn's; "none", as in verl, where reward functions score: both are only recorded.
+        """
+        if reward not in ("none", "execute", "calc_reward"):
+            raise UserError(f"verl tools: reward='{reward}', expected none, execute or calc_reward.")
+        self._by_name = {_schema(tool)["function"]["name"]: tool for tool in tools}
+        self._reward = reward
+        self._ids: dict[str, str] = {}
+        self._kwargs: Mapping[str, Any] = {}
+
+    @property
+    def tools(self) -> Sequence[Schema]:
+        """Their own schemas."""
+        return [_schema(tool) for tool in self._by_name.values()]
+
+    def reset(self, seed: int, row: Mapping[str, Any]) -> Observation:
+        """`create` of each, with the row's `extra_info.tools_kwargs`, as in verl."""
+        extra = row.get("extra_info")
+        self._kwargs = (extra if isinstance(extra, Mapping) else row).get("tools_kwargs") or {}
+        for name, tool in self._by_name.items():
+            made = awaited(tool.create(**self._given(name, "create_kwargs")))
+            self._ids[name] = made[0] if isinstance(made, tuple) else made
+        return Observation()
+
+    def step(self, action: Action) -> Observation:
+        """`execute` of each call; the end where there is none."""
+        if not action.tool_calls and not action.errors:
+            return self.answered(action)
+        messages: list[Message] = []
+        rewards: list[float] = []
+        for call in action.tool_calls:
+            message, reward = self._executed(call)
+            messages.append(message)
+            rewards += [] if reward is None else [float(reward)]
+        messages += [{"role": "tool", "content": f"Error: {error}"} for error in action.errors]
+        info: dict[str, float | str] = {"tool_reward": math.fsum(rewards)} if rewards else {}
+        taken = math.fsum(rewards) if rewards and self._reward == "execute" else None
+        return Observation(tuple(messages), taken, info=info)
+
+    def answered(self, action: Action) -> Observation:
+        """The end, with `calc_reward` of each tool."""
+        scores = {
+            name: awaited(tool.calc_reward(self._ids[name], **self._given(name, "calc_reward_kwargs")))
+            for name, tool in self._by_name.items()
+        }
+        known = {f"calc_reward/{name}": float(score) for name, score in scores.items() if score is not None}
+        reward = math.fsum(known.values()) if known and self._reward == "calc_reward" else None
+        return Observation(reward=reward, terminated=True, info=dict(known))
+
+    def close(self) -> None:
+        """`release` of each."""
+        for name, instance in self._ids.items():
+            awaited(self._by_name[name].release(instance, **self._given(name, "release_kwargs")))
+
+    def _given(self, name: str, which: str) -> dict[str, Any]:
+        return dict((self._kwargs.get(name) or {}).get(which) or {})
+
+    def _executed(self, call: ToolCall) -> tuple[Message, float | None]:
+        """What `execute` returns: a response, a reward, and what it measured."""
+        rewards: list[float | None] = []
+
+        def execute() -> str:
+            tool, instance = self._by_name[call.name], self._ids[call.name]
+            returned = awaited(tool.execute(instance, call.arguments, **self._given(call.name, "execute_kwargs")))
+            response, reward, *_ = returned if isinstance(returned, tuple) else (returned, None)
+            rewards.append(reward)
+            return as_text(getattr(response, "text", response) or "")
+
+        known: dict[str, Callable[..., Any]] = dict.fromkeys(self._by_name, execute)
+        plain = ToolCall(call.name) if call.name in known else call
+        return called(known, plain), rewards[0] if rewards else None
+
+
+def _schema(tool: Any) -> Schema:
+    """Of a verl tool: a mapping, or a pydantic model of one."""
+    found = tool.get_openai_tool_schema() if hasattr(tool, "get_openai_tool_schema") else tool.tool_schema
+    dump = getattr(found, "model_dump", None)
+    return schema_of(dump(exclude_unset=True, exclude_none=True) if dump is not None else found)
+
+
+def outcome(returned: Any) -> Observation:
+    """What a foreign `reset` or `step` returned: Gymnasium's tuples, OpenEnv's results, or an observation alone."""
+    match returned:
+        case Observation():
+            return returned
+        case (seen, reward, bool() as terminated, bool() as truncated, info):
+            return Observation(_messages(seen), _number(reward), terminated, truncated, _facts(info))
+        case (seen, reward, bool() as done, info):
+            return Observation(_messages(seen), _number(reward), done, info=_facts(info))
+        case (seen, Mapping() as info):
+            return Observation(_messages(seen), info=_facts(info))
+    seen = getattr(returned, "observation", returned)
+    reward = getattr(returned, "reward", getattr(seen, "reward", None))
+    done = bool(getattr(returned, "done", getattr(seen, "done", False)))
+    return Observation(_messages(seen), _number(reward), done, info=_facts(getattr(returned, "metadata", None)))
+
+
+def _messages(seen: Any) -> tuple[Message, ...]:
+    """An observation as messages: texts and messages as they are, objects by their text, or as JSON."""
+    if seen is None or seen == "":
+        return ()
+    if isinstance(seen, str):
+        return ({"role": "user", "content": seen},)
+    if isinstance(seen, Mapping) and {"role", "content"} <= seen.keys():
+        return (dict(seen),)
+    if isinstance(seen, list) and all(isinstance(item, Mapping) and "role" in item for item in seen):
+        return tuple(dict(item) for item in seen)
+    fields = _fields(seen)
+    for name in ("messages", "text", "content", "message"):
+        if name in fields:
+            return _messages(fields[name])
+    shown = {key: value for key, value in fields.items() if key not in ("reward", "done", "metadata")}
+    return ({"role": "user", "content": json.dumps(shown if fields else seen, ensure_ascii=False, default=str)},)
+
+
+def _fields(seen: Any) -> dict[str, Any]:
+    """Of a mapping, a dataclass or a pydantic model."""
+    if isinstance(seen, Mapping):
+        return dict(seen)
+    if dataclasses.is_dataclass(seen) and not isinstance(seen, type):
+        return {item.name: getattr(seen, item.name) for item in dataclasses.fields(seen)}
+    dump = getattr(seen, "model_dump", None)
+    return dict(dump()) if dump is not None else {}
+
+
+def _facts(info: Any) -> dict[str, float | str]:
+    """The texts and finite numbers of a mapping."""
+    found = info if isinstance(info, Mapping) else {}
+    numbers = {str(key): float(value) for key, value in found.items() if _is_finite(value)}
+    return numbers | {str(key): value for key, value in found.items() if isinstance(value, str)}
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _number(reward: Any) -> float | None:
+    return None if reward is None else float(reward)
+
+
+def _accepted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """As much as the function takes."""
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in given.items() if name in parameters}
+
+
+def _as_parameter(step: Callable[..., Any], action: Action) -> Any:
+    """The action as the type that `step` is annotated with."""
+    parameters = list(inspect.signature(step).parameters.values())
+    kind = get_type_hints(step).get(parameters[0].name) if parameters else None
+    if kind is Action:
+        return action
+    named = getattr(kind, "model_fields", None) or (
+        {item.name: item for item in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
+    )
+    needed = [name for name, item in named.items() if _is_needed(item)]
+    return kind(**{needed[0]: action.text}) if isinstance(kind, type) and len(needed) == 1 else action.text
+
+
+def _is_needed(item: Any) -> bool:
+    """Whether a field of a dataclass or a pydantic model has no default."""
+    if isinstance(item, dataclasses.Field):
+        return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+    return bool(item.is_required())

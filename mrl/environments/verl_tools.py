@@ -1,0 +1,55 @@
+"""Several tools of verl, from the file that verl calls `tool_config_path` or as a list: each a class and its config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mrl.environments._adapters import VerlTools
+from mrl.errors import UserError
+from mrl.schema import own_code
+
+
+class _Schema(dict[str, Any]):
+    """A schema whose keys are attributes too, as those of verl's pydantic model: `tool_schema.function.name`."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            value = self[name]
+        except KeyError as error:
+            raise AttributeError(name) from error
+        return _Schema(value) if isinstance(value, dict) else value
+
+
+def verl_tools(tools: Sequence[Mapping[str, Any]] = (), tool_config_path: str = "", reward: str = "none") -> VerlTools:
+    """Makes the tools of one episode.
+
+    Args:
+        tools: Each with verl's keys: "class_name" ("package.module.Class" or "path/to/file.py:Class"), "config" and
+            "tool_schema".
+        tool_config_path: verl's YAML file, whose "tools" is such a list.
+        reward: See `VerlTools`.
+
+    Raises:
+        UserError: There are none, or the file has none.
+    """
+    listed: list[Any] = list(tools)
+    if tool_config_path:
+        try:
+            listed += yaml.safe_load(Path(tool_config_path).read_text(encoding="utf-8"))["tools"]
+        except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+            raise UserError(f"verl_tools: {tool_config_path} is no file with 'tools': {error}.") from error
+    if not listed or not all(isinstance(tool, Mapping) and "class_name" in tool for tool in listed):
+        raise UserError("verl_tools: expected tools, each with 'class_name', 'config' and 'tool_schema'.")
+    return VerlTools([_made(tool) for tool in listed], reward)
+
+
+def _made(tool: Mapping[str, Any]) -> Any:
+    kind = own_code.load(tool["class_name"])
+    return kind(dict(tool.get("config") or {}), _Schema(tool["tool_schema"]) if tool.get("tool_schema") else None)
+
+
+ENVIRONMENT = verl_tools

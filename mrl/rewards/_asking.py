@@ -130,8 +130,9 @@ class Asking:
     async def _ask(self, place: int, judge: Judge, client: Any, turn: asyncio.Semaphore, sample: Sample) -> Outcome:
         try:
             messages = judge.messages(sample)
-        except ValueError as error:
-            return Outcome(math.nan, str(error))
+        except Exception as error:  # noqa: BLE001 - rows hold anything
+            told = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            return Outcome(math.nan, f"nothing could be asked: {told}")
         async with turn:
             in_a_row = self._in_a_row.get(place, 0)
             if in_a_row >= max(DOWN_AFTER, judge.endpoint.concurrency):

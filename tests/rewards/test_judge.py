@@ -5,6 +5,7 @@ import math
 import re
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -156,6 +157,16 @@ def test_what_is_filled_into_the_template_is_not_looked_through(server):
     )
     (one,) = scored("judge", ["say 1"], {"url": server.url, "prompt": "{response} {levle}"})
     assert "names {levle}, which is no column of the row" in one.reward_error
+
+
+def test_a_row_of_which_nothing_can_be_asked_fails_alone(server):
+    config = RewardConfig(functions=[RewardFunctionConfig("judge", 1.0, {"url": server.url, "model": "m"})])
+    odd, well = rollout('say {"score": 1}'), rollout('say {"score": 1}', uid=1)
+    odd.prompt = replace(odd.prompt, question=[5])
+    with Scorer(config, TOKENIZER.decode) as scorer:
+        scorer.score([odd, well])
+    assert "nothing could be asked: AttributeError" in odd.reward_error and math.isnan(odd.reward)
+    assert well.reward == 1.0
 
 
 def test_a_score_after_a_word(server):

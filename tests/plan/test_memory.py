@@ -300,3 +300,33 @@ def test_the_experts_to_replay_wait_in_host_memory(tmp_path):
     assert kept.host == without.host + kept.replayed and kept.replayed > 0 and kept.phases == without.phases
     on_host = phases(tmp_path, *mixture, "actor.router_replay=recompute", device=Device(te=False, is_host=True))[0]
     assert on_host.phases["update"]["experts to replay"] == kept.replayed and on_host.host == 0
+
+
+SAME = ("distillation.enabled=true", "distillation.teacher_models=[{preset: qwen3_tiny}]")
+WIDER = (
+    "distillation.enabled=true",
+    "distillation.teacher_models=[{preset: qwen3_tiny, overrides: {hidden_size: 256}}]",
+)
+EXACT_LOSS = "distillation.distillation_loss.loss_mode=reverse_kl"
+
+
+def test_a_teachers_weights_wait_in_host_memory_and_have_a_turn_where_they_are_of_another_model(tmp_path):
+    (plain,), (same,), (wider,) = (phases(tmp_path, *words) for words in ((), SAME, WIDER))
+    weights = plain.phases["update"]["weights"]
+    assert same.host == 2 * weights  # its own, and the student's while they are swapped
+    assert same.phases.keys() - plain.phases.keys() == {"score"}
+    assert wider.phases.keys() - plain.phases.keys() == {"score", "teacher"}
+    assert wider.host == wider.phases["teacher"]["a teacher's weights"] > weights
+    assert wider.phases["update"] == plain.phases["update"]
+
+
+def test_whole_distributions_need_states_on_the_last_stage_and_output_weights_in_updates(tmp_path):
+    first, last = phases(tmp_path, *SAME, EXACT_LOSS, "parallel.pipeline_model_parallel_size=2", ranks=2)
+    sampled, _ = phases(tmp_path, *SAME, "parallel.pipeline_model_parallel_size=2", ranks=2)
+    assert "comparison with teachers" not in first.phases["update"] and first.host == sampled.host
+    config = from_text(tmp_path)
+    hidden = resolve(config, 1).arch.hidden_size
+    assert last.phases["update"]["comparison with teachers"] > 0
+    tokens = 2 * config.train.batch_size * config.rollout.n * config.rollout.response_length
+    (_, plain_last) = phases(tmp_path, *SAME, "parallel.pipeline_model_parallel_size=2", ranks=2)
+    assert last.host - plain_last.host == tokens * hidden * 2

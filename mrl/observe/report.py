@@ -52,6 +52,7 @@ LEARNING: tuple[Drawing, ...] = (
 POLICY: tuple[Drawing, ...] = (
     ("KL to the policy that sampled (ppo_kl)", (("ppo_kl", "actor/ppo_kl"),)),
     ("KL to the reference", (("kl_loss", "actor/kl_loss"), ("in reward", "actor/reward_kl_penalty"))),
+    ("Distance to the teachers, nats", (("mean of a token", "distillation/abs_loss"),)),
     ("Entropy, nats", (("entropy", "actor/entropy"),)),
     ("Gradient norm", (("before clipping", "actor/grad_norm"),)),
     ("Clipped tokens, fraction", (("upper", "actor/pg_clipfrac"), ("lower (dual)", "actor/pg_clipfrac_lower"))),

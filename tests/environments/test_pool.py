@@ -1,10 +1,10 @@
 """Many episodes in few workers: each gets its own answers, or fails alone, with a cause, and nothing is left."""
 
 import os
-import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mrl.environments.base import Action, Observation
@@ -122,7 +122,8 @@ def test_the_episodes_of_a_killed_worker_are_replayed():
             for key in "ab":
                 one.send(key, Action(text))
             replies(one, 2)
-        os.kill(one._workers[0].channel.process.pid, signal.SIGKILL)
+        [worker] = psutil.Process(one._workers[0].channel.process.pid).children()
+        worker.kill()
         one._workers[0].channel.process.wait()
         one.send("a", Action("z"))
         assert {key: said(reply) for key, reply in replies(one, 1).items()} == {"a": [f"z 3 {ord('a')}"]}

@@ -41,6 +41,7 @@ def test_every_config_but_those_for_a_laptop_says_its_ranks_in_its_name():
     assert {path.name for path in (ROOT / "configs").glob("*.yaml")} - {path.name for path in FILES} == {
         "quickstart.yaml",
         "guessing.yaml",
+        "calculator.yaml",
     }
     assert [world_size(path) for path in FILES if "235b" in path.name] == [256]
 

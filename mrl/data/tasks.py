@@ -246,7 +246,78 @@ class Guessing(Task):
         return "".join(said if said[-1].isdigit() else said[:-2])
 
 
-TASKS: Mapping[str, type[Task]] = {"addition": Addition, "guessing": Guessing}
+class Calculating(Task):
+    """Sums and products for the environment `calculator`: "<3*7+8>" asks, "29" answers.
+
+    "response" either calls the calculator, in Hermes' words, and says what it answers, or says a number at random.
+    Turns end with the tokenizer's end token, so this is for a character tokenizer whose end token is `end`.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_terms: int = 3,
+        end: str = "#",
+        num_train: int = 100_000,
+        num_val: int = 64,
+        calls_frac: float = 0.3,
+        seed: int = 0,
+    ) -> None:
+        """Makes the generator.
+
+        Args:
+            num_terms: Digits of a question, [2, 16].
+            end: Ends a turn, one character.
+            num_train: Rows of an epoch.
+            num_val: Held-out rows, from a stream of their own.
+            calls_frac: Part of the training rows whose "response" calls the calculator, [0, 1].
+            seed: Chooses the questions.
+
+        Raises:
+            UserError: A value is out of range.
+        """
+        for name, value, least, most in (
+            ("num_terms", num_terms, 2, 16),
+            ("num_train", num_train, 1, 2**40),
+            ("num_val", num_val, 0, 10**5),
+        ):
+            _check_whole(name, value, least, most)
+        _check_part("calls_frac", calls_frac, 0, 1)
+        if len(end) != 1:
+            raise UserError(f"data.task_kwargs.end is {end!r}, expected one character.")
+        self.num_train, self.num_val = num_train, num_val
+        self._num_terms, self._end, self._calls_frac, self._seed = num_terms, end, calls_frac, seed
+
+    def train_row(self, index: int) -> dict[str, Any]:
+        """See `Task.train_row`."""
+        question, answer = self._question("train", index)
+        call = f'<tool_call>{{"name": "calculator", "arguments": {{"expression": "{question}"}}}}</tool_call>'
+        right = f"{call}{self._end}{answer}{answer}"  # what the environment says, and what the policy says of it
+        calls = _number(self._seed, "calls", index) < self._calls_frac * 2**512
+        wrong = str(_number(self._seed, "says", index) % 100)
+        return {"prompt": f"<{question}>", "answer": answer, "response": right if calls else wrong}
+
+    def val_row(self, index: int) -> dict[str, Any]:
+        """See `Task.val_row`."""
+        question, answer = self._question("val", index)
+        return {"prompt": f"<{question}>", "answer": answer}
+
+    def _question(self, side: str, index: int) -> tuple[str, str]:
+        rest = _number(self._seed, "question", side, index)
+        rest, first = divmod(rest, 9)
+        products, text = [first + 1], str(first + 1)
+        for _ in range(self._num_terms - 1):
+            rest, times = divmod(rest, 2)
+            rest, term = divmod(rest, 9)
+            text += f"{'*' if times else '+'}{term + 1}"
+            if times:
+                products[-1] *= term + 1
+            else:
+                products.append(term + 1)
+        return text, str(sum(products))
+
+
+TASKS: Mapping[str, type[Task]] = {"addition": Addition, "guessing": Guessing, "calculating": Calculating}
 
 
 def make_task(name: str, kwargs: Mapping[str, Any]) -> Task:

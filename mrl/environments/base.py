@@ -116,7 +116,7 @@ class Environment(ABC):
         """Begins the episode.
 
         Args:
-            seed: For all that is random; samples of one prompt have different seeds.
+            seed: For all that is random; the samples of one prompt have the same seed.
             row: The columns of the data row.
 
         Returns:

@@ -1,8 +1,10 @@
+import json
+import math
 import re
 
 import pytest
 
-from mrl.data.tasks import Addition, Task, make_task
+from mrl.data.tasks import Addition, Calculating, Guessing, Task, make_task
 from mrl.errors import UserError
 
 
@@ -104,3 +106,53 @@ def test_a_task_of_the_users_own_is_found_by_its_path():
 def test_a_task_that_is_none_is_refused(name, message):
     with pytest.raises(UserError, match=message):
         make_task(name, {})
+
+
+def plays(game, low, high):
+    """Guesses and answers of a response, and whether each answer could be true of one number."""
+    said = re.findall(r"(\d+)(?:#(higher|lower)#?)?", game)
+    for guess, answer in said:
+        low, high = {"higher": (max(low, int(guess) + 1), high), "lower": (low, min(high, int(guess) - 1))}.get(
+            answer, (low, high)
+        )
+    return said, low <= high
+
+
+def test_games_can_be_true_and_some_halve_what_is_left():
+    task = Guessing(low=1, high=15, num_guesses=4, right_frac=0.5)
+    games = [task.train_row(index)["response"] for index in range(400)]
+    assert all(re.fullmatch(r"\d+(#(higher|lower)\d+){0,3}", game) for game in games)
+    assert all(plays(game, 1, 15)[1] for game in games)
+    assert 120 < sum(game.startswith("8") for game in games) < 280
+    assert {task.train_row(0)["prompt"], task.val_row(0)["prompt"]} == {"<1-15>"}
+    for game in (Guessing(right_frac=1.0).train_row(index)["response"] for index in range(50)):
+        assert plays(game, 1, 15)[0][-1][1] == ""  # the number was found
+    assert games == [task.train_row(index)["response"] for index in range(400)]
+
+
+def test_calculations_are_right_and_some_responses_call():
+    task = Calculating(num_terms=3, calls_frac=0.5, num_val=20)
+    rows = [task.train_row(index) for index in range(300)]
+    for row in [*rows, *(task.val_row(index) for index in range(20))]:
+        question = re.fullmatch(r"<(\d([+*]\d){2})>", row["prompt"])[1]
+        assert row["answer"] == str(sum(math.prod(map(int, part.split("*"))) for part in question.split("+")))
+        if "<tool_call>" in row.get("response", ""):
+            call, said = re.fullmatch(r"<tool_call>(.*)</tool_call>#(.*)", row["response"]).groups()
+            assert json.loads(call) == {"name": "calculator", "arguments": {"expression": question}}
+            assert said == row["answer"] * 2
+    assert 100 < sum("<tool_call>" in row["response"] for row in rows) < 200
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "said"),
+    [
+        ("guessing", {"low": 5, "high": 5}, "data.task_kwargs.high is 5"),
+        ("guessing", {"end": "##"}, "data.task_kwargs.end is '##'"),
+        ("guessing", {"right_frac": 2}, "data.task_kwargs.right_frac is 2"),
+        ("calculating", {"num_terms": 1}, "data.task_kwargs.num_terms is 1"),
+        ("calculating", {"end": ""}, "data.task_kwargs.end is ''"),
+    ],
+)
+def test_episodes_of_no_sense_are_refused(name, kwargs, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        make_task(name, kwargs)

@@ -26,6 +26,10 @@ WITHIN = 1e-6
 """Of two sums of the same numbers in fp32, over another number of ranks."""
 
 
+PROBABILITY = 1e-4
+"""The project's bound on what an engine and the actor say of a sampled token."""
+
+
 def told(rows):
     """Metrics of the steps that do not depend on the clock."""
     return [
@@ -78,5 +82,6 @@ def test_two_ranks_of_an_engine_have_the_episodes_of_one(uninterrupted, tmp_path
     found = told(runs.train_in_pool(tmp_path, [*GUESSING, *two], 2))
     for name in ("rollout/token_checksum", "num_turns/mean", "episode/sampled_frac", "critic/score/mean"):
         assert found[-1][name] == pytest.approx(expected[len(found) - 1][name], rel=WITHIN), name
-    logged = "training/rollout_probs_diff_max"
-    assert found[-1].get(logged, 0.0) < 1e-4
+    for rows in (found, expected):
+        differs = [row["training/rollout_probs_diff_max"] for row in rows if "num_turns/mean" in row]
+        assert differs and max(differs) < PROBABILITY

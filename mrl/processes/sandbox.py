@@ -36,6 +36,7 @@ SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime"
 _HOME = str(Path(__file__).resolve().parents[2])
 _READ_BYTES = 1 << 16
 _PROBE_LIMIT_S = 10.0
+_START_LIMIT_S = 60.0  # for Python to start, on a busy machine
 _EXIT_LIMIT_S = 5.0  # for a killed program to be gone
 _BOOT = (
     "import json, sys; said = json.load(sys.stdin); sys.path.insert(0, said['home'])\n"
@@ -48,7 +49,7 @@ class Bounds:
     """What a program may take.
 
     Attributes:
-        time_s: From its start to its end, s.
+        time_s: From when it is confined to its end, s: Python's own start is not counted.
         memory_mb: MiB.
         output_bytes: That it may print; then it is ended.
         file_mb: Largest file that it may write, MiB.
@@ -85,6 +86,9 @@ def run_python(code: str, folder: str, bounds: Bounds, bubblewrap: bool | None =
         folder: An existing folder, in which it starts and may write; what it leaves there stays.
         bounds: Of this run.
         bubblewrap: Whether it runs inside bubblewrap too; None: where that works.
+
+    Raises:
+        RuntimeError: It did not start: none of the code ran.
     """
     inside = bubblewrap_works() if bubblewrap is None else bubblewrap
     reads, writes = os.pipe()
@@ -102,15 +106,17 @@ def run_python(code: str, folder: str, bounds: Bounds, bubblewrap: bool | None =
             start_new_session=True,
         )
     os.close(writes)
-    with started, open(reads, "rb") as told:
+    with started, open(reads, "rb"):
         try:
-            output, problem = _read(started, bounds)
+            line = _first_line(reads)
+            output, problem = _read(started, bounds) if line.endswith(b"\n") else (b"", "")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(started.pid, signal.SIGKILL)  # it is not waited for yet: the number is nobody else's
         status = started.wait(_EXIT_LIMIT_S)
-        line = told.readline(_READ_BYTES)
-    missing = tuple(map(str, json.loads(line))) if line.endswith(b"\n") else ("it did not start",)
+    if not line.endswith(b"\n"):
+        raise RuntimeError(f"a program did not start in the sandbox within {_START_LIMIT_S:g} s (status {status})")
+    missing = tuple(map(str, json.loads(line)))
     text = output[: bounds.output_bytes].decode(errors="replace")
     return Ran(text, status, problem, missing)
 
@@ -161,6 +167,19 @@ def _bubblewrap(folder: str) -> list[str]:
     places = [word for place in shown if not place.startswith("/dev/") for word in ("--ro-bind-try", place, place)]
     ends = ["--unshare-all", "--die-with-parent", "--proc", "/proc", "--dev", "/dev", "--bind", folder, folder]
     return ["bwrap", *places, *ends, "--chdir", folder, "--"]
+
+
+def _first_line(told: int) -> bytes:
+    """What the program's process says once it is confined; no whole line where it ends or hangs before."""
+    line, end = b"", time.monotonic() + _START_LIMIT_S
+    with selectors.DefaultSelector() as selector:
+        selector.register(told, selectors.EVENT_READ)
+        while not line.endswith(b"\n") and selector.select(max(0.0, end - time.monotonic())):
+            found = os.read(told, _READ_BYTES)
+            line += found
+            if not found:
+                break
+    return line
 
 
 def _read(started: subprocess.Popen[bytes], bounds: Bounds) -> tuple[bytes, str]:

@@ -84,6 +84,16 @@ def test_it_ends_at_its_limit(tmp_path, inside, code, problem):
     assert problem in found.problem and len(found.output) <= 5000 and found.status == -9
 
 
+def test_a_short_limit_does_not_count_the_start_of_python(tmp_path, inside):
+    found = ran("while True: pass", tmp_path, inside, Bounds(time_s=0.01))
+    assert found.problem == "it took longer than 0.01 s" and found.missing == ()
+
+
+def test_a_program_that_cannot_start_is_no_result(tmp_path, inside):
+    with pytest.raises(RuntimeError, match="did not start"):
+        run_python("", str(tmp_path / "nowhere"), PATIENT, bubblewrap=inside)
+
+
 def test_a_fork_bomb_does_not_go_off(tmp_path, inside):
     code = "import os\nfor _ in range(9):\n  try:\n    os.fork()\n  except PermissionError:\n    print('no')"
     assert ran(code, tmp_path, inside).output == "no\n" * 9

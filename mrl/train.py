@@ -183,7 +183,7 @@ def sample_and_score(
     with job.progress.phase("reward"), together():
         if job.scorer is not None:
             job.scorer.score(rollouts, job.progress.told_to_stop)
-    table = gather_table(rollouts, job.groups, list(job.reward_weights))
+    table = gather_table(rollouts, job.groups, list(job.reward_weights), supports=sampling.with_support)
     if told := gather_failures(rollouts, table, job.groups):
         job.log.note(f"WARNING {told}")
     return rollouts, table

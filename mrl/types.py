@@ -13,6 +13,7 @@ itself given everything before it in its sequence. Logarithms are natural; log-p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
@@ -98,6 +99,42 @@ class Episode:
     turns: tuple[tuple[str, str], ...] = ()
 
 
+@dataclass(frozen=True)
+class Support:
+    """The tokens that an engine kept at each response token, where top-k, top-p or min-p dropped the others.
+
+    Ragged, 4 bytes for each kept token, and always on the CPU: the device gets a chunk of rows at a time.
+
+    Attributes:
+        ids_K: Ids of the kept tokens, one response token after the other, int32.
+        counts_R: How many were kept at each response token, int32; 0 at one that was not sampled.
+    """
+
+    ids_K: Tensor
+    counts_R: Tensor
+
+    def split(self, lens: Sequence[int]) -> list[Support]:
+        """Consecutive parts of that many response tokens."""
+        counts = torch.split(self.counts_R, list(lens))
+        ids = torch.split(self.ids_K, [int(count_R.sum()) for count_R in counts])
+        return [Support(*part) for part in zip(ids, counts, strict=True)]
+
+    @staticmethod
+    def of_observed(count: int) -> Support:
+        """Of so many response tokens that were not sampled."""
+        return Support(torch.zeros(0, dtype=torch.int32), torch.zeros(count, dtype=torch.int32))
+
+    @staticmethod
+    def join(parts: Sequence[Support]) -> Support:
+        """Of all parts' response tokens, part after part."""
+        parts = parts or [Support.of_observed(0)]
+        return Support(torch.cat([part.ids_K for part in parts]), torch.cat([part.counts_R for part in parts]))
+
+    def where(self, mask_R: Tensor) -> Support:
+        """Of the response tokens where the mask is True."""
+        return Support(self.ids_K[mask_R.repeat_interleave(self.counts_R)], self.counts_R[mask_R])
+
+
 @dataclass
 class Rollout:
     """One sampled response.
@@ -123,6 +160,9 @@ class Rollout:
         sampled_mask: True for each response token that the policy sampled, False for those it observed; None: all are
             sampled.
         episode: How a conversation with an environment went; None: a single answer.
+        support: What truncation kept at each response token; None unless `SamplingConfig.with_support`.
+        log_kept_mass: With a support, log of the probability that it had before the others were dropped, of each
+            response token, nats; 0 at observed ones.
     """
 
     prompt: Prompt
@@ -140,6 +180,8 @@ class Rollout:
     routed_experts: Tensor | None = field(default=None, repr=False, compare=False)
     sampled_mask: list[bool] | None = None
     episode: Episode | None = None
+    support: Support | None = field(default=None, repr=False, compare=False)
+    log_kept_mass: list[float] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def num_tokens(self) -> int:
@@ -202,6 +244,8 @@ class RolloutBatch:
         routed_experts_P: The experts that the engine, or the actor before its updates, chose for each token in the
             layers of this rank's pipeline stage, [P, layers, top_k], integers as in `Rollout`; -1 for a token that went
             nowhere (the last of a response). None unless they are replayed.
+        support_R: What the engine kept at each response token, on ranks of the last pipeline stage, which score under
+            it; None where nothing is dropped in training, and on other stages.
     """
 
     tokens_P: Tensor
@@ -232,6 +276,7 @@ class RolloutBatch:
     metric_weights_R: Tensor | None = None
     truncated_B: Tensor | None = None
     routed_experts_P: Tensor | None = None
+    support_R: Support | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -256,16 +301,19 @@ class RolloutBatch:
 
     def select(self, rows: list[int]) -> RolloutBatch:
         """The given sequences, in the given order; every tensor is a copy."""
-        chosen: dict[str, Tensor] = {}
+        chosen: dict[str, Any] = {}
         index = torch.tensor(rows, dtype=torch.int64)
         lens = {"P": self.seq_lens_B.tolist(), "R": self.response_lens_B.tolist()}
         for item in fields(self):
-            value: Tensor | None = getattr(self, item.name)
+            value: Any = getattr(self, item.name)
             if value is None:
                 continue
             suffix = item.name[-1]
             if suffix == "B":
                 chosen[item.name] = value[index]
+            elif isinstance(value, Support):
+                supports = value.split(lens[suffix])
+                chosen[item.name] = Support.join([supports[row] for row in rows])
             else:
                 parts = torch.split(value, lens[suffix])
                 chosen[item.name] = torch.cat([parts[row] for row in rows]) if rows else value[:0]
@@ -278,7 +326,8 @@ class SampleTable:
     `table["reward"]` is a column, fp64 [N], NaN where a sample has no score. Columns are FACTS (`rank` is the one that
     holds the tokens; `correct`, `failed`, `truncated` and `cached` are 0 or 1; `token_crc` is the CRC-32 of the
     response ids; `sampled_len` of `response_len` tokens were sampled; `end` is a place in `EPISODE_ENDS`, -1 where
-    there was no episode) and "reward/<function>" for each reward function, NaN where it gave none.
+    there was no episode) and "reward/<function>" for each reward function, NaN where it gave none; with supports also
+    KEPT: sums over the sample's tokens, and extremes.
     """
 
     FACTS: ClassVar = (
@@ -299,6 +348,7 @@ class SampleTable:
         "end",
         "cached",
     )
+    KEPT: ClassVar = ("kept_ids", "kept_ids/max", "kept_mass", "kept_mass/min")
 
     def __init__(self, columns: tuple[str, ...], rows_NC: Tensor) -> None:
         uid, sample = columns.index("uid"), columns.index("sample_index")

@@ -17,7 +17,7 @@ from mrl.acceptance.result import CheckError, Facts
 from mrl.distributed.collectives import from_first_rank
 from mrl.engines.trtllm import inspection
 from mrl.run import canary
-from mrl.types import Rollout, RolloutBatch
+from mrl.types import Rollout, RolloutBatch, Support
 from mrl.weights.megatron import stage_layers
 
 NUM_PROMPTS = 8
@@ -98,6 +98,7 @@ def batch_of(rollouts: Sequence[Rollout]) -> RolloutBatch:
     """Rollouts as the actor scores them."""
     tokens = [token for each in rollouts for token in (*each.prompt.prompt_ids, *each.response_ids)]
     lens = torch.tensor([(len(each.prompt.prompt_ids), len(each.response_ids)) for each in rollouts])
+    supports = [each.support for each in rollouts if each.support is not None]
     return RolloutBatch(
         tokens_P=torch.tensor(tokens, dtype=torch.int64),
         prompt_lens_B=lens[:, 0],
@@ -106,4 +107,5 @@ def batch_of(rollouts: Sequence[Rollout]) -> RolloutBatch:
         rollout_logprobs_R=told(rollouts),
         group_id_B=torch.tensor([each.prompt.uid for each in rollouts]),
         rewards_B=torch.zeros(len(rollouts)),
+        support_R=Support.join(supports) if supports else None,
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from mrl.engines._talk import Stopped, Talk, check_answer
 from mrl.functional.sampling import stream_key
-from mrl.types import FinishReason, Prompt, Rollout
+from mrl.types import FinishReason, Prompt, Rollout, Support
 
 Again = Callable[[Sequence[Prompt], int], list[Rollout]]
 """Prompts, and the most tokens of a response -> one sample of each."""
@@ -31,6 +31,8 @@ class _Conversation:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
+    supports: list[Support] = field(default_factory=list)
+    log_kept_mass: list[float] = field(default_factory=list)
     finish_reason: FinishReason = "stop"
 
     @property
@@ -52,6 +54,9 @@ class _Conversation:
         self.ids += ids
         self.logprobs += rollout.rollout_logprobs[: len(ids)]
         self.mask += [True] * len(ids)
+        if rollout.support is not None:
+            self.supports += rollout.support.split([len(ids), len(rollout.response_ids) - len(ids)])[:1]
+            self.log_kept_mass += rollout.log_kept_mass[: len(ids)]
         return Stopped(self.place, self.sample_index, tuple(ids), self.finish_reason)
 
     def heard(self, ids: Sequence[int]) -> None:
@@ -59,6 +64,23 @@ class _Conversation:
         self.ids += ids
         self.logprobs += [0.0] * len(ids)
         self.mask += [False] * len(ids)
+        if self.supports:
+            self.supports.append(Support.of_observed(len(ids)))
+            self.log_kept_mass += [0.0] * len(ids)
+
+    def ended(self, version: int) -> Rollout:
+        """The whole of it."""
+        return Rollout(
+            self.prompt,
+            self.sample_index,
+            self.ids,
+            self.logprobs,
+            self.finish_reason,
+            version,
+            sampled_mask=self.mask,
+            support=Support.join(self.supports) if self.supports else None,
+            log_kept_mass=self.log_kept_mass,
+        )
 
 
 def converse(
@@ -94,10 +116,7 @@ def converse(
             if len(found) < len(members):
                 return []  # told to stop: nothing of it is used
             sampled += found
-    return [
-        Rollout(one.prompt, one.sample_index, one.ids, one.logprobs, one.finish_reason, version, sampled_mask=one.mask)
-        for one in every
-    ]
+    return [one.ended(version) for one in every]
 
 
 def _calls(running: list[_Conversation], limit: int, max_len: int) -> Iterator[list[_Conversation]]:

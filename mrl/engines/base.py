@@ -45,6 +45,8 @@ class SamplingConfig:
         stop_token_ids: Tokens that end a response; they stay part of it.
         stop: Strings that end a response when they appear in its text.
         seed: With (prompt uid, sample index, position) the whole key of each random number.
+        with_support: Rollouts tell which tokens were kept (`Rollout.support` and `log_kept_mass`), on the first rank of
+            the replica at least.
     """
 
     n: int
@@ -58,6 +60,7 @@ class SamplingConfig:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     seed: int = 0
+    with_support: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,11 @@ class EngineSpec:
     def dtype_name(self) -> str:
         """As layouts and checkpoints spell it."""
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def leads_replica(self) -> bool:
+        """Whether this rank is the first of its replica, whose rollouts are used."""
+        return self.tp_group is None or dist.get_rank(self.tp_group) == 0
 
     @property
     def max_len(self) -> int:

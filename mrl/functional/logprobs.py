@@ -10,7 +10,7 @@ Shapes: P packed positions, R scored tokens, C rows of a chunk, H hidden, V this
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,22 +19,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-Threshold = Callable[[Tensor], Tensor]
-"""Logits of whole rows over the temperature [C, full vocabulary], fp32 -> the smallest logit that is kept [C]."""
+from mrl.types import Support
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Which distribution is scored: the sampling contract.
+    """Which distribution is scored, and how: the sampling contract.
 
     Attributes:
         temperature: Divides the logits, above 0.
-        threshold: Cut of top-k, top-p and min-p; None: nothing is cut. The scored token itself is always kept.
         chunk_rows: Rows of logits that exist at a time.
     """
 
     temperature: float = 1.0
-    threshold: Threshold | None = None
     chunk_rows: int = 1024
 
 
@@ -61,8 +58,12 @@ def linear_logprobs(
     *,
     shard: VocabShard,
     distribution: Distribution,
+    support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Collective over `shard.group`: log p(target) and entropy of softmax(hidden weight^T / temperature), by row.
+
+    With a support p is that of softmax over the kept tokens alone, whatever the logits are: log p(target) - log sum of
+    kept p. The target counts as kept, so a row that keeps nothing has log-probability and entropy 0, and no gradient.
 
     Args:
         hidden_PH: Final hidden states, the same on all ranks of the group. Its gradient is this rank's part of the sum
@@ -71,21 +72,24 @@ def linear_logprobs(
         rows_R: Positions whose distribution is scored, one of them maybe for several targets.
         targets_R: Token id scored at each of them.
         shard: Which tokens the weight's rows are.
-        distribution: Temperature, truncation, chunk size.
+        distribution: Temperature, chunk size.
+        support: Tokens kept at each of the R rows, the same on all ranks of the group; None: all.
 
     Returns:
         logprobs_R and entropy_R in nats, fp32, both differentiable. Logits are in the dtype of the weight,
         everything after them is fp32.
 
     Raises:
-        ValueError: The temperature or the chunk size is not positive.
+        ValueError: The temperature or the chunk size is not positive, or the support is of other rows.
     """
     if distribution.temperature <= 0 or distribution.chunk_rows < 1:
         raise ValueError(
             f"temperature={distribution.temperature}, chunk_rows={distribution.chunk_rows}: must be positive"
         )
+    if support is not None and support.counts_R.numel() != rows_R.numel():
+        raise ValueError(f"a support of {support.counts_R.numel()} rows came, expected one of {rows_R.numel()}")
     logprobs_R, entropy_R = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_PH, weight_VH, rows_R, targets_R, shard, distribution
+        hidden_PH, weight_VH, rows_R, targets_R, shard, distribution, support
     )
     return logprobs_R, entropy_R
 
@@ -100,26 +104,26 @@ class _LinearLogprobs(torch.autograd.Function):
         targets_R: Tensor,
         shard: VocabShard,
         distribution: Distribution,
+        support: Support | None,
     ) -> tuple[Tensor, Tensor]:
         weight = weight_VH[: shard.size]
         # of this rank's tokens, at each row: largest logit m; sums of e^(x-m) and (x-m) e^(x-m); the target's logit
         partial = torch.zeros((4, rows_R.numel()), dtype=torch.float32, device=hidden_PH.device)
-        cuts = []
         powers: Tensor | None = None
-        for part in _chunks(rows_R.numel(), distribution.chunk_rows):
+        chunks = _chunks(rows_R.numel(), distribution.chunk_rows)
+        kept = _kept(support, chunks)
+        for part, own_kept in zip(chunks, kept, strict=True):
             del powers  # the last chunk's, before this chunk's logits exist
             logits, own = _scaled_logits(hidden_PH, weight, rows_R[part], targets_R[part], shard, distribution)
             target = logits.gather(1, own.clamp(min=0)[:, None]).squeeze(1) if shard.size else partial[3, part]
-            if distribution.threshold is not None:
-                cut = distribution.threshold(_gather_vocabulary(logits, shard))
-                _mask(logits, own, cut)
-                cuts.append(cut)
+            if own_kept is not None:
+                _drop(logits, own, own_kept, shard)
             largest = logits.amax(1) if shard.size else torch.full_like(target, -torch.inf)
             # a rank may have no token, or none that is kept
             largest = largest.clamp(min=torch.finfo(torch.float32).min)
             logits.sub_(largest[:, None])
             powers = logits.exp()
-            if cuts:
+            if own_kept is not None:
                 logits.masked_fill_(logits == -torch.inf, 0)  # times e^-inf: 0
             partial[0, part] = largest
             partial[1, part] = powers.sum(1)
@@ -130,16 +134,15 @@ class _LinearLogprobs(torch.autograd.Function):
         log_total = total.log()
         normalizer = largest + log_total
         entropy = log_total - weighted / total
-        cut_R = torch.cat(cuts) if cuts else None
-        ctx.save_for_backward(hidden_PH, weight_VH, rows_R, targets_R, normalizer, entropy, cut_R)
-        ctx.shard, ctx.distribution = shard, distribution
+        ctx.save_for_backward(hidden_PH, weight_VH, rows_R, targets_R, normalizer, entropy)
+        ctx.shard, ctx.distribution, ctx.kept = shard, distribution, kept
         ctx.powers, ctx.largest = powers, partial[0]
         ctx.set_materialize_grads(False)
         return target - normalizer, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_PH, weight_VH, rows_R, targets_R, normalizer, entropy, cut_R = ctx.saved_tensors
+        hidden_PH, weight_VH, rows_R, targets_R, normalizer, entropy = ctx.saved_tensors
         shard, distribution = ctx.shard, ctx.distribution
         grad_logprobs, grad_entropy = grads
         weight = weight_VH[: shard.size]
@@ -157,15 +160,15 @@ class _LinearLogprobs(torch.autograd.Function):
             target_slope = grad_logprobs / distribution.temperature
             slope = slope + target_slope
         powers, ctx.powers = ctx.powers, None
-        for part in reversed(chunks):
+        for part, own_kept in reversed(list(zip(chunks, ctx.kept, strict=True))):
             rows = rows_R[part]
             if powers is not None:
                 own = _own_columns(targets_R[part], shard)
                 probs = powers.mul_((ctx.largest[part] - normalizer[part]).exp_()[:, None])
             else:
                 logits, own = _scaled_logits(hidden_PH, weight, rows, targets_R[part], shard, distribution)
-                if cut_R is not None:
-                    _mask(logits, own, cut_R[part])
+                if own_kept is not None:
+                    _drop(logits, own, own_kept, shard)
                 probs = logits.sub_(normalizer[part, None]).exp_()
             surprise = None if grad_entropy is None else torch.xlogy(probs, probs).mul_(grad_entropy[part, None])
             grad_logits = probs.mul_(-slope[part, None])
@@ -181,7 +184,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_weight[: shard.size].addmm_(scaled.T, hidden)
             else:
                 grad_weight[: shard.size] += scaled.T @ hidden
-        return grad_hidden.to(hidden_PH.dtype), grad_weight.to(weight_VH.dtype), None, None, None, None
+        return grad_hidden.to(hidden_PH.dtype), grad_weight.to(weight_VH.dtype), None, None, None, None, None
 
 
 def _chunks(count: int, size: int) -> list[slice]:
@@ -204,22 +207,18 @@ def _own_columns(targets: Tensor, shard: VocabShard) -> Tensor:
     return torch.where((own >= 0) & (own < shard.size), own, -1)
 
 
-def _gather_vocabulary(logits: Tensor, shard: VocabShard) -> Tensor:
-    """Collective over the group: the logits of the whole vocabulary, in the order of token ids."""
-    if shard.group is None or dist.get_world_size(shard.group) == 1:
-        return logits
-    sizes = [torch.zeros(1, dtype=torch.int64, device=logits.device) for _ in range(dist.get_world_size(shard.group))]
-    dist.all_gather(sizes, torch.tensor([shard.size], device=logits.device), group=shard.group)
-    widest = max(int(size) for size in sizes)
-    padded = F.pad(logits, (0, widest - shard.size)).contiguous()
-    parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded, group=shard.group)
-    return torch.cat([part[:, : int(size)] for part, size in zip(parts, sizes, strict=True)], dim=1)
+def _kept(support: Support | None, chunks: list[slice]) -> Sequence[Support | None]:
+    """The part of the support of each chunk."""
+    return [None] * len(chunks) if support is None else support.split([part.stop - part.start for part in chunks])
 
 
-def _mask(logits: Tensor, own: Tensor, cut: Tensor) -> None:
-    """Sets what is below the cut to -inf, in place; never the target."""
-    dropped = logits < cut[:, None]
+def _drop(logits: Tensor, own: Tensor, kept: Support, shard: VocabShard) -> None:
+    """Sets what a chunk does not keep to -inf, in place; never the target."""
+    rows = torch.arange(logits.size(0)).repeat_interleave(kept.counts_R)
+    columns = kept.ids_K.long() - shard.start
+    here = (columns >= 0) & (columns < shard.size)
+    dropped = torch.ones_like(logits, dtype=torch.bool)
+    dropped[rows[here].to(logits.device), columns[here].to(logits.device)] = False
     held = (own >= 0).nonzero().squeeze(1)
     dropped[held, own[held]] = False
     logits.masked_fill_(dropped, -torch.inf)

@@ -1,7 +1,7 @@
 """The sampling contract as tensor maths: truncation, counter-based random numbers, inverse-CDF sampling.
 
-Owns what the engine draws from and what the trainer scores under truncation: both call `keep_threshold`. Every function
-works on each row alone, so that a token does not depend on what else is in the batch.
+Owns what the engine draws from. Every function works on each row alone, so that a token does not depend on what else is
+in the batch. The trainer truncates nothing itself: it scores over what the engine kept (`types.Support`).
 
 Shapes: N rows (one next token each), V true vocabulary, K candidates.
 """
@@ -23,6 +23,11 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
+
+
+def truncates(top_k: int, top_p: float, min_p: float) -> bool:
+    """Whether tokens may be dropped."""
+    return top_k >= 0 or top_p < 1.0 or min_p > 0.0
 
 
 def keep_threshold(logits_NV: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor | None:

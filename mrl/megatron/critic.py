@@ -18,7 +18,7 @@ from mrl.megatron.trainable import Trainable
 from mrl.types import RolloutBatch
 from mrl.weights.megatron import OUTPUT
 
-_NOTHING = Distribution(1.0, None, 1)
+_NOTHING = Distribution(1.0, 1)
 """A value is of a state: no token is scored."""
 
 

@@ -42,6 +42,7 @@ from mrl.megatron.passed import check_te, given_to, objects
 from mrl.megatron.router import LoadBalance
 from mrl.megatron_fields.defaults import transformer_defaults
 from mrl.models.base import ArchSpec, MoeSpec
+from mrl.types import Support
 from mrl.weights.megatron import padded_vocab
 
 
@@ -52,7 +53,8 @@ class Targets:
     Attributes:
         rows_R: Packed position whose distribution is scored: one before the token itself.
         tokens_R: The token scored there.
-        distribution: Temperature and truncation; None: the final hidden states are wanted in place of scores.
+        distribution: Temperature; None: the final hidden states are wanted in place of scores.
+        support: What the engine kept there; None: all.
         context: Where the other ranks' scores are, if rows and tokens are this rank's alone; None: they are all.
         compared: What the distributions are compared with; None: they are not.
     """
@@ -60,6 +62,7 @@ class Targets:
     rows_R: Tensor
     tokens_R: Tensor
     distribution: Distribution | None
+    support: Support | None = None
     context: ContextTargets | None = None
     compared: Compared | None = None
 
@@ -188,6 +191,7 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
             labels.tokens_R,
             shard=shard,
             distribution=labels.distribution,
+            support=labels.support,
         )
         if labels.compared is not None:
             scores += labels.compared.scores(hidden.squeeze(1), weight, labels.rows_R, shard)

@@ -20,7 +20,7 @@ from mrl.config import Config
 from mrl.distributed.groups import ProcessGroups
 from mrl.functional.logprobs import Distribution
 from mrl.functional.mismatch import mismatch_metrics, mismatch_sums, off_policy_metrics, off_policy_sums
-from mrl.functional.sampling import keep_threshold
+from mrl.functional.sampling import truncates
 from mrl.functional.sequence_losses import Sequences
 from mrl.megatron.choices import Choices
 from mrl.megatron.comparison import Comparison
@@ -46,8 +46,10 @@ class Policy(Trainable):
     def __init__(self, config: Config, arch: ArchSpec, groups: ProcessGroups, device: torch.device) -> None:
         """Collective over the job: see `Trainable`; samples are scored under what `rollout` draws them from."""
         super().__init__(config, arch, groups, device)
+        rollout = config.rollout
         self._sampled = sampled_distribution(config)
-        self._whole = Distribution(1.0, None, config.actor.logprob_chunk_tokens)
+        self._whole = Distribution(1.0, config.actor.logprob_chunk_tokens)
+        self._truncated = truncates(rollout.top_k, rollout.top_p, rollout.min_p)
         self._reference: dict[str, Tensor] = {}
         self._aside: dict[str, Tensor] = {}
         distilled = config.distillation
@@ -118,11 +120,16 @@ class Policy(Trainable):
         """Collective over the job: log-probability and entropy at every response token as sampled, no gradient.
 
         Args:
-            batch: This data-parallel index's sequences, the same on its tp and pp ranks; maybe none.
+            batch: This data-parallel index's sequences, the same on its tp and pp ranks; maybe none. Under truncation
+                they are scored under what the engine kept, `support_R`, whatever these weights would keep.
 
         Returns:
             logprobs_R and entropy_R, fp32 on the CPU, in the batch's order, the same on all those ranks.
+
+        Raises:
+            RuntimeError: The engine truncates, and the batch does not say what it kept.
         """
+        self._check(batch)
         scored = self._scored(batch, self._sampled, 2)
         return scored[0], scored[1]
 
@@ -137,6 +144,7 @@ class Policy(Trainable):
         moe = self._arch.moe
         choices = Choices(self._groups, num_layers=len(layers), top_k=moe.top_k, dtype=choice_dtype(moe.num_experts))
         batch.routed_experts_P = None
+        self._check(batch)
         scored = self._scored(batch, self._sampled, 2, choices)
         return scored[0], scored[1]
 
@@ -146,7 +154,7 @@ class Policy(Trainable):
         Args:
             minibatch: This data-parallel index's part, `weights_R` set; maybe none.
             algorithm: Its `loss` is minimised. A supervised one sees the model's own distribution: temperature 1, the
-                whole vocabulary; any other that of `rollout`, from which was sampled.
+                whole vocabulary; any other that of `rollout`, from which was sampled, see `score`.
             on_policy: The weights are still those that sampled: also report how engine and actor differ.
 
         Returns:
@@ -158,6 +166,8 @@ class Policy(Trainable):
         """
         if self._schedule.replay and not algorithm.supervised:
             required(minibatch.routed_experts_P, "routed_experts_P")
+        if not algorithm.supervised:
+            self._check(minibatch)
 
         def mismatch(microbatches: list[Microbatch], reports: Reports) -> dict[str, float]:
             return self._mismatch(minibatch, in_batch_order(minibatch, microbatches, reports, 2)[0])
@@ -174,6 +184,12 @@ class Policy(Trainable):
             self._schedule.comparison = None
         return algorithm.told(metrics)
 
+    def _check(self, batch: RolloutBatch) -> None:
+        if self._truncated and self._is_last_stage and batch.support_R is None:
+            raise RuntimeError(
+                "rollout.top_k, top_p or min_p drops tokens, and the samples came without those that were kept"
+            )
+
     def _mismatch(self, batch: RolloutBatch, logprobs_R: Tensor) -> dict[str, float]:
         """Collective over data-parallel: how the policy that sampled differs from the actor."""
         sequences = Sequences(batch.response_mask_R, batch.sequence_R, batch.num_sequences)
@@ -187,15 +203,8 @@ class Policy(Trainable):
 
 
 def sampled_distribution(config: Config) -> Distribution:
-    """The sampling contract: the trainer scores what the engine sampled from."""
-    rollout = config.rollout
-
-    def threshold(logits_NV: Tensor) -> Tensor:
-        cut_N = keep_threshold(logits_NV, rollout.top_k, rollout.top_p, rollout.min_p)
-        return torch.full_like(logits_NV[:, 0], -torch.inf) if cut_N is None else cut_N  # top_k of at least V
-
-    cuts = rollout.top_k != -1 or rollout.top_p < 1 or rollout.min_p > 0
-    return Distribution(rollout.temperature, threshold if cuts else None, config.actor.logprob_chunk_tokens)
+    """The sampling contract: what the engine sampled from, over the tokens that it kept (`RolloutBatch.support_R`)."""
+    return Distribution(config.rollout.temperature, config.actor.logprob_chunk_tokens)
 
 
 def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:

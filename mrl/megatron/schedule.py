@@ -262,7 +262,7 @@ class Schedule:
             chosen = None if chosen is None else chosen[is_input_P]
             routing = routing_of(laid.row_I, laid.count, chosen, self._layers, num_experts=self._num_experts)
         packed = pack_for_te(laid.lens, self._device) if self._te else pack(laid.lens, laid.prefixes, self._device)
-        scores, row_I, compared = None, laid.row_I, self._compared(part)
+        scores, row_I, support, compared = None, laid.row_I, part.support_R, self._compared(part)
         if grid.cp > 1:
             rows_of_ranks = torch.stack([self._own_rows(laid, rank) for rank in range(grid.cp)])
             owner, place = torch.empty(2, laid.count, dtype=torch.int64)
@@ -278,15 +278,16 @@ class Schedule:
             local = torch.empty(laid.count, dtype=torch.int64)
             local[own] = torch.arange(own.numel())
             rows_R, targets_R = local[rows_R[mine]], targets_R[mine]
+            support = None if support is None else support.where(mine)
             compared = None if compared is None else compared.at(mine)
         packed.routing = routing
         return Microbatch(
             rows,
-            _moved(replace(part, routed_experts_P=None, teacher_states_R=None), self._device),
+            _moved(replace(part, routed_experts_P=None, support_R=None, teacher_states_R=None), self._device),
             tokens[None].to(self._device),
             positions[None].to(self._device),
             packed,
-            Targets(rows_R.to(self._device), targets_R.to(self._device), distribution, scores, compared),
+            Targets(rows_R.to(self._device), targets_R.to(self._device), distribution, support, scores, compared),
             row_I,
         )
 

@@ -42,7 +42,7 @@ def outcome_metrics(table: SampleTable, *, rewards_N: Tensor, advantages_N: Tens
         `critic/{score,rewards,advantages}/{mean,max,min}` (score: as the reward functions gave it), `prompt_length/*`,
         `response_length/*` with `clip_ratio` (part of the responses that were cut), `reward/<function>/mean` over the
         samples that the function scored, `rollout/token_checksum` (the same for two runs that sampled the same
-        responses, at whatever layout), and `group_metrics` of the scores.
+        responses, at whatever layout), `group_metrics` of the scores, and under truncation `kept_metrics`.
     """
     columns = {
         "critic/score": table["reward"],
@@ -59,7 +59,24 @@ def outcome_metrics(table: SampleTable, *, rewards_N: Tensor, advantages_N: Tens
         if name.startswith("reward/"):
             metrics[f"{name}/mean"] = table[name].nanmean().item()
     metrics["rollout/token_checksum"] = table["token_crc"].sum().item() % 2**32
-    return metrics | group_metrics(table["reward"], table["uid"].long())
+    kept = kept_metrics(table) if SampleTable.KEPT[0] in table.columns else {}
+    return metrics | kept | group_metrics(table["reward"], table["uid"].long())
+
+
+def kept_metrics(table: SampleTable) -> dict[str, float]:
+    """What truncation kept, over all sampled tokens.
+
+    Returns:
+        `rollout/kept_mass/{mean,min}` (the probability that the kept tokens had before the others were dropped) and
+        `rollout/kept_ids/{mean,max}` (how many they are; 4 bytes each travel with a sample).
+    """
+    tokens = table["sampled_len"].sum()
+    return {
+        "rollout/kept_mass/mean": (table["kept_mass"].sum() / tokens).item(),
+        "rollout/kept_mass/min": table["kept_mass/min"].min().item(),
+        "rollout/kept_ids/mean": (table["kept_ids"].sum() / tokens).item(),
+        "rollout/kept_ids/max": table["kept_ids/max"].max().item(),
+    }
 
 
 def scoring_metrics(table: SampleTable) -> dict[str, float]:

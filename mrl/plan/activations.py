@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mrl.config import Config
+from mrl.functional.sampling import truncates
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.plan.recompute import recompute_of
@@ -222,13 +223,10 @@ class ActorShape:
         return min(self._config.actor.logprob_chunk_tokens, self._scored)
 
     def _logits_forward(self) -> int:
-        """Logits and their powers, fp32; all ranks' logits and what is dropped, where the distribution is cut."""
-        rows, rollout = self._rows(), self._config.rollout
-        held = rows * self._vocab * 2 * FP32
-        if rollout.top_k != -1 or rollout.top_p < 1 or rollout.min_p > 0:
-            gathered = 2 * self._vocab * self._grid.tp if self._grid.tp > 1 else 0
-            held = max(held, rows * (self._vocab * FP32 + gathered * FP32)) + rows * self._vocab
-        return held
+        """Logits and their powers, fp32; which were dropped, where the distribution is cut."""
+        rollout = self._config.rollout
+        cut = 1 if truncates(rollout.top_k, rollout.top_p, rollout.min_p) else 0
+        return self._rows() * self._vocab * (2 * FP32 + cut)
 
     def _logits_backward(self) -> int:
         """Gradients of the logits, of the hidden states and of the weight."""

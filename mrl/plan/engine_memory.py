@@ -18,6 +18,7 @@ from mrl.engines.trtllm.kv_cache import kv_cache
 from mrl.engines.vllm.kv_cache import item_bytes as vllm_item_bytes
 from mrl.engines.vllm.kv_cache import kv_cache as vllm_kv_cache
 from mrl.functional.fp8 import BAND_ELEMENTS
+from mrl.functional.sampling import truncates
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.plan.engine_weights import native_bytes, packed_elements, whole_bytes
@@ -183,7 +184,7 @@ def _built(found: Resolved, device: Device, weights: int, actor: int) -> EngineM
     """Built engines: a second copy of the rank's weights in a refit; only the cache leaves the device."""
     config, arch, grid, rollout = found.config, found.arch, found.grid, found.config.rollout
     size = _item_bytes(config)
-    cut = rollout.top_k >= 0 or rollout.top_p < 1.0 or rollout.min_p > 0.0
+    cut = truncates(rollout.top_k, rollout.top_p, rollout.min_p)
     row_bytes = _row_bytes(arch, _longest(config), grid.rollout_tp, size, layers=arch.num_layers // grid.rollout_pp)
     if cut:  # logits of every step, twice while they are stacked
         row_bytes += 2 * FP32_BYTES * rollout.response_length * arch.vocab_size

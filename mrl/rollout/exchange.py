@@ -5,7 +5,7 @@ where (`pack`). Nothing depends on which replica sampled: minibatches are cut fr
 
 A sample leaves its replica once: to the first rank of the data-parallel index that trains on it, which passes it on to
 the ranks that work on the same sequences. Where the engine's choices of experts travel too, each pipeline stage is sent
-those of its own layers.
+those of its own layers; the ids that truncation kept go to the last stage, which alone scores.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from mrl.distributed.collectives import together
 from mrl.distributed.groups import ProcessGroups
 from mrl.grid import Coords
 from mrl.rollout.messages import Message, move
-from mrl.types import Rollout, RolloutBatch, SampleTable
+from mrl.types import Rollout, RolloutBatch, SampleTable, Support
 
 Rows = list[list[list[int]]]
 """Rows of the table by [minibatch][data-parallel index]."""
 
 WIRE_BYTES = 4
-"""Of a token id, and of a log-probability."""
+"""Of a token id, of a log-probability, and of a count."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class StepBatch:
 
     Attributes:
         batch: This data-parallel index's sequences; all tp and pp ranks of the index hold the same, but for
-            `routed_experts_P`, which has the layers of the rank's stage.
+            `routed_experts_P`, which has the layers of the rank's stage, and `support_R`, which the last stage has.
         minibatches: Rows of `batch` for each optimizer step; a minibatch may be empty here.
         index_B: Where each row stands in the step's table, int64.
     """
@@ -82,7 +82,7 @@ def pack(
 
     Args:
         rollouts: This replica's samples; those not in the table are dropped.
-        table: All samples to train on.
+        table: All samples to train on; their supports travel where it has the columns `SampleTable.KEPT`.
         groups: Who sits where.
         minibatch_size: Prompts per optimizer step.
         routing: Where the rollouts have `routed_experts`, the same on every rank.
@@ -108,6 +108,7 @@ def pack(
         sample_index_B=table["sample_index"].long()[index_B],
         correct_B=table["correct"].bool()[index_B],
         routed_experts_P=None if routing is None else travel.routed_experts(routing),
+        support_R=travel.support(table["kept_ids"].long().tolist()) if "kept_ids" in table.columns else None,
     )
     return StepBatch(batch, _local_rows(rows, groups.coords.dp), index_B)
 
@@ -159,6 +160,44 @@ class _Travel:
         for tensor in (tokens_P, logprobs_R):
             self._pass_on(tensor, over_stages=True)
         return tokens_P, logprobs_R
+
+    def support(self, sizes: Sequence[int]) -> Support | None:
+        """Collective over the job: support_R of the rows in `mine`, on the last pipeline stage.
+
+        Args:
+            sizes: Kept ids of each row of the table.
+        """
+        last = self._groups.grid.pp - 1
+        on_last = self._groups.coords.pp == last
+        counts_at, ids_at = self._places(self._responses), self._places(sizes)
+        mine = self.mine if on_last else []
+        counts_R = torch.empty(sum(self._responses[row] for row in mine), dtype=torch.int32)
+        ids_K = torch.empty(sum(sizes[row] for row in mine), dtype=torch.int32)
+
+        def write(row: int, part: Tensor) -> None:
+            kept = self._held[row].support
+            if kept is not None:  # as the table said
+                torch.cat([kept.counts_R, kept.ids_K], out=part.view(torch.int32))
+
+        def read(row: int, part: Tensor) -> None:
+            numbers = part.view(torch.int32)
+            counts_R[counts_at[row]] = numbers[: self._responses[row]]
+            ids_K[ids_at[row]] = numbers[self._responses[row] :]
+
+        messages = [
+            Message(
+                row,
+                self._senders[row],
+                self._groups.grid.rank(Coords(tp=0, cp=0, dp=dp, pp=last)),
+                WIRE_BYTES * (self._responses[row] + sizes[row]),
+            )
+            for dp, wanted in enumerate(self._wanted)
+            for row in wanted
+        ]
+        move(messages, self._groups.rank, write, read)
+        for tensor in (counts_R, ids_K):
+            self._pass_on(tensor, over_stages=False)
+        return Support(ids_K, counts_R) if on_last else None
 
     def routed_experts(self, routing: RoutingRecord) -> Tensor:
         """Collective over the job: routed_experts_P of the rows in `mine`, of this stage's layers.

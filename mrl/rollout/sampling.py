@@ -9,10 +9,14 @@ from dataclasses import replace
 
 from mrl.config import Config
 from mrl.engines.base import SamplingConfig
+from mrl.functional.sampling import truncates
 
 
 def training_sampling(config: Config, eos_ids: tuple[int, ...]) -> SamplingConfig:
-    """The distribution of training rollouts, which end with one of the `eos_ids`."""
+    """The distribution of training rollouts, which end with one of the `eos_ids`.
+
+    Where it drops tokens the rollouts tell which were kept: the actor scores under the same support.
+    """
     rollout = config.rollout
     return SamplingConfig(
         n=rollout.n,
@@ -26,6 +30,7 @@ def training_sampling(config: Config, eos_ids: tuple[int, ...]) -> SamplingConfi
         stop_token_ids=eos_ids,
         stop=tuple(rollout.stop),
         seed=config.run.seed,
+        with_support=truncates(rollout.top_k, rollout.top_p, rollout.min_p),
     )
 
 
@@ -40,4 +45,5 @@ def held_out_sampling(config: Config, eos_ids: tuple[int, ...]) -> SamplingConfi
         top_p=val.top_p,
         min_p=val.min_p,
         greedy=val.greedy,
+        with_support=False,
     )

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from mrl.algorithms.base import Outcomes
-from mrl.distributed.collectives import all_gather_ragged, everyone
+from mrl.distributed.collectives import all_gather_ragged, everyone, together
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.observe.metrics import is_correct
@@ -24,14 +24,25 @@ from mrl.types import EPISODE_ENDS, Rollout, SampleTable
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-def gather_table(rollouts: Sequence[Rollout], groups: ProcessGroups, reward_names: Sequence[str]) -> SampleTable:
+def gather_table(
+    rollouts: Sequence[Rollout], groups: ProcessGroups, reward_names: Sequence[str], *, supports: bool = False
+) -> SampleTable:
     """Collective over the job: the facts of all samples; the first rank of each replica speaks for it.
 
     Args:
         rollouts: Scored, on the first rank of each replica; ignored on the others.
         groups: Who sits where.
         reward_names: Keys of `Rollout.reward_parts`, in the config's order.
+        supports: Whether rollouts have a support: the columns `SampleTable.KEPT` are there too.
+
+    Raises:
+        RuntimeError: A rollout has no support, or not one for each of its tokens.
     """
+    speaks_for = rollouts if groups.leads_replica else ()
+    kept: list[list[float]] = [[] for _ in speaks_for]
+    if supports:
+        with together():
+            kept = [_kept(rollout) for rollout in speaks_for]
     rows = [
         [
             groups.rank,
@@ -48,10 +59,15 @@ def gather_table(rollouts: Sequence[Rollout], groups: ProcessGroups, reward_name
             *_of_episode(rollout),
             float(rollout.reward_cached),
             *(rollout.reward_parts.get(name, math.nan) for name in reward_names),
+            *own,
         ]
-        for rollout in (rollouts if groups.leads_replica else ())
+        for rollout, own in zip(speaks_for, kept, strict=True)
     ]
-    columns = (*SampleTable.FACTS, *(f"reward/{name}" for name in reward_names))
+    columns = (
+        *SampleTable.FACTS,
+        *(f"reward/{name}" for name in reward_names),
+        *(SampleTable.KEPT if supports else ()),
+    )
     local = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(columns))
     return SampleTable(columns, all_gather_ragged(local, everyone()))
 
@@ -87,6 +103,20 @@ def gather_failures(rollouts: Sequence[Rollout], table: SampleTable, groups: Pro
         raise UserError(f"none of the {missing} samples has a score: {first}")
     failed = int(table["failed"].sum())
     return f"{failed} of {len(table)} samples could not be scored, {missing} have no score and are left out: {first}"
+
+
+def _kept(rollout: Rollout) -> list[float]:
+    """Its `SampleTable.KEPT`."""
+    support, length = rollout.support, len(rollout.response_ids)
+    if support is None or not support.counts_R.numel() == len(rollout.log_kept_mass) == length:
+        came = None if support is None else (support.counts_R.numel(), len(rollout.log_kept_mass))
+        raise RuntimeError(
+            f"sample {rollout.sample_index} of prompt {rollout.prompt.source or rollout.prompt.uid} came with kept "
+            f"tokens and masses of {came} response tokens, expected {length}: the engine did not keep them"
+        )
+    counts = support.counts_R.tolist()
+    mass = [math.exp(value) for value, count in zip(rollout.log_kept_mass, counts, strict=True) if count]
+    return [support.ids_K.numel(), max(counts), sum(mass), min(mass)]
 
 
 def gather_facts(rollouts: Sequence[Rollout], groups: ProcessGroups) -> dict[tuple[int, int], dict[str, float | str]]:

@@ -61,7 +61,7 @@ VARIANTS = [
         "algorithm.dynamic_sampling=true",
         "rollout.val_kwargs={n: 2, do_sample: true}",
     ],
-    ["algorithm.name=reinforce_pp", "algorithm.kl_in=reward"],
+    ["algorithm.name=reinforce_pp", "algorithm.kl_in=reward", "rollout.top_p=0.9"],
     ["algorithm.name=ppo"],
     GUESSING,
     [

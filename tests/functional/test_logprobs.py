@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from mrl.functional.logprobs import Distribution, VocabShard, linear_logprobs
 from mrl.functional.sampling import keep_threshold
+from mrl.types import Support
 from tests.ranks import run_ranks
 
 VALUE = 2e-6  # fp32 log-sum-exp of 50 logits against float64
@@ -14,7 +15,8 @@ BF16 = 3e-2  # bf16 logits have 8 bits
 
 POSITIONS, HIDDEN, TOKENS, PADDED = 13, 12, 50, 54
 ROWS = [0, 2, 3, 5, 6, 7, 8, 10, 12]
-CUTS = {"none": (-1, 1.0, 0.0), "top_k": (7, 1.0, 0.0), "top_p": (-1, 0.7, 0.0), "min_p": (20, 0.9, 0.1)}
+CUTS = {"none": (-1, 1.0, 0.0), "top_k": (7, 1.0, 0.0), "top_p": (-1, 0.7, 0.0), "min_p": (20, 0.9, 0.1), "drawn": None}
+"""drawn: kept tokens that have nothing to do with the logits, in one row none"""
 
 
 def inputs():
@@ -26,16 +28,30 @@ def inputs():
     return hidden, weight, torch.tensor(ROWS), targets, grads
 
 
+def kept_of(temperature, cut):
+    """What an engine would keep of the rows, bool [R, V]."""
+    hidden, weight, rows, _, _ = inputs()
+    if cut is None:
+        kept = torch.rand(len(ROWS), TOKENS, generator=torch.Generator().manual_seed(9)) < 0.3
+        kept[3] = False
+        return kept
+    logits = (hidden @ weight.T)[rows, :TOKENS] / temperature
+    threshold = keep_threshold(logits, *cut)
+    return torch.ones_like(logits, dtype=torch.bool) if threshold is None else logits >= threshold[:, None]
+
+
+def support_of(kept):
+    return Support(kept.nonzero()[:, 1].int(), kept.sum(1).int())
+
+
 def dense(temperature, cut):
-    """Values and gradients by float64 log_softmax over the true vocabulary."""
+    """Values and gradients by float64 log_softmax over what is kept of the true vocabulary."""
     hidden, weight, rows, targets, grads = inputs()
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     logits = (hidden @ weight.T)[rows, :TOKENS] / temperature
-    threshold = keep_threshold(logits.detach().float(), *cut)
-    if threshold is not None:
-        kept = logits.detach() >= threshold[:, None].double() - 1e-6
-        kept[torch.arange(len(ROWS)), targets] = True
-        logits = logits.masked_fill(~kept, -torch.inf)
+    kept = kept_of(temperature, cut)
+    kept[torch.arange(len(ROWS)), targets] = True
+    logits = logits.masked_fill(~kept, -torch.inf)
     logprobs = logits.log_softmax(1)
     chosen = logprobs.gather(1, targets[:, None]).squeeze(1)
     probs = logprobs.exp()
@@ -53,14 +69,14 @@ def fused(temperature, cut, chunk_rows, dtype="float32", sizes=None):
     kind = getattr(torch, dtype)
     hidden = hidden.to(kind).requires_grad_()
     own = weight[start : start + count].to(kind).clone().requires_grad_()
-    threshold = None if cut == CUTS["none"] else lambda logits: keep_threshold(logits, *cut)
     chosen, entropy = linear_logprobs(
         hidden,
         own,
         rows,
         targets,
         shard=VocabShard(start, min(max(TOKENS - start, 0), count), group),
-        distribution=Distribution(temperature, threshold, chunk_rows),
+        distribution=Distribution(temperature, chunk_rows),
+        support=None if cut == CUTS["none"] else support_of(kept_of(temperature, cut)),
     )
     ((chosen * grads[0]).sum() + (entropy * grads[1]).sum()).backward()
     grad_hidden = hidden.grad.clone()
@@ -107,26 +123,31 @@ def test_bf16_weights_score_in_fp32_with_the_gradient_of_their_logits():
         assert (ours - theirs).norm() <= BF16 * theirs.norm()
 
 
-def test_the_target_is_kept_although_truncation_drops_it():
-    hidden, weight, rows, _, _ = inputs()
-    least = (hidden @ weight.T)[rows, :TOKENS].argmin(1)
-    logprobs, entropy = linear_logprobs(
-        hidden,
-        weight,
-        rows,
-        least,
-        shard=VocabShard(0, TOKENS),
-        distribution=Distribution(1.0, lambda logits: keep_threshold(logits, 1, 1.0, 0.0), 4),
-    )
-    assert torch.isfinite(logprobs).all()
-    assert torch.isfinite(entropy).all()
+def test_a_row_that_keeps_nothing_but_its_target_is_certain_and_learns_nothing():
+    hidden, weight, rows, targets, _ = inputs()
+    hidden.requires_grad_()
+    nothing = Support(torch.zeros(0, dtype=torch.int32), torch.zeros(len(ROWS), dtype=torch.int32))
+    shard, distribution = VocabShard(0, TOKENS), Distribution(1.0, 4)
+    found = linear_logprobs(hidden, weight, rows, targets, shard=shard, distribution=distribution, support=nothing)
+    (found[0].sum() + found[1].sum()).backward()
+    assert all(torch.equal(values, torch.zeros(len(ROWS))) for values in found)
+    assert torch.equal(hidden.grad, torch.zeros_like(hidden))
+
+
+def test_a_support_of_other_rows_is_refused():
+    hidden, weight, rows, targets, _ = inputs()
+    other = support_of(torch.ones(len(ROWS) - 1, TOKENS, dtype=torch.bool))
+    with pytest.raises(ValueError, match="a support of 8 rows came, expected one of 9"):
+        linear_logprobs(
+            hidden, weight, rows, targets, shard=VocabShard(0, TOKENS), distribution=Distribution(), support=other
+        )
 
 
 def test_inputs_are_not_written():
     """Megatron's own vocab-parallel cross entropy overwrites fp32 logits: a second use of them is wrong."""
     hidden, weight, rows, targets, _ = inputs()
     kept = hidden.clone(), weight.clone()
-    arguments = {"shard": VocabShard(0, TOKENS), "distribution": Distribution(0.5, None, 4)}
+    arguments = {"shard": VocabShard(0, TOKENS), "distribution": Distribution(0.5, 4)}
     first = linear_logprobs(hidden, weight, rows, targets, **arguments)
     second = linear_logprobs(hidden, weight, rows, targets, **arguments)
     assert torch.equal(hidden, kept[0])
@@ -156,10 +177,12 @@ class Peak(torch.utils._python_dispatch.TorchDispatchMode):
         return result
 
 
-def test_logits_of_all_rows_never_exist_forward_or_backward():
+@pytest.mark.parametrize("truncated", [False, True])
+def test_logits_of_all_rows_never_exist_forward_or_backward(truncated):
     rows, tokens, chunk = 64, 512, 8
     hidden = torch.randn(rows, 4, requires_grad=True)
     weight = torch.randn(tokens, 4, requires_grad=True)
+    support = Support(torch.arange(3 * rows, dtype=torch.int32), torch.full((rows,), 3, dtype=torch.int32))
     with Peak() as peak:
         logprobs, entropy = linear_logprobs(
             hidden,
@@ -167,7 +190,8 @@ def test_logits_of_all_rows_never_exist_forward_or_backward():
             torch.arange(rows),
             torch.zeros(rows, dtype=torch.int64),
             shard=VocabShard(0, tokens),
-            distribution=Distribution(0.7, None, chunk),
+            distribution=Distribution(0.7, chunk),
+            support=support if truncated else None,
         )
         (logprobs.sum() + entropy.sum()).backward()
     assert peak.largest == chunk * tokens
@@ -183,5 +207,5 @@ def test_a_distribution_that_cannot_be_is_refused(temperature, chunk_rows):
             rows,
             targets,
             shard=VocabShard(0, TOKENS),
-            distribution=Distribution(temperature, None, chunk_rows),
+            distribution=Distribution(temperature, chunk_rows),
         )

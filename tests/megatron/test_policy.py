@@ -242,23 +242,6 @@ def test_a_gradient_that_is_not_finite_ends_the_run():
     run_ranks(2, exploding, LAYOUTS["tp2"])
 
 
-def truncated(grid, rollout):
-    policy = make_policy(ARCHS["qwen2"], grid, rollout=rollout)
-    return scores(policy, make_batch(6))
-
-
-@pytest.mark.parametrize("rollout", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 4096}], ids=str)
-def test_scores_follow_the_truncated_distribution(rollout):
-    expected = run_ranks(1, truncated, Grid(1), rollout)[0]
-    for found in run_ranks(2, truncated, LAYOUTS["tp2"], rollout):
-        torch.testing.assert_close(found, expected, rtol=0, atol=RELATIVE)
-    plain = run_ranks(1, truncated, Grid(1), {})[0]
-    if rollout["top_k"] > 100 if "top_k" in rollout else False:
-        assert torch.equal(expected, plain)
-    else:
-        assert (expected[1] < plain[1]).all()  # less entropy
-
-
 def warmed_up():
     policy = make_policy(ARCHS["qwen2"], Grid(1))
     rate = LearningRate(1e-3, 1e-4, "linear", 2, 5)

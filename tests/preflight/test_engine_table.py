@@ -66,7 +66,7 @@ CASES = [
     Case("top_k", 5),
     Case("top_p", 0.9),
     Case("min_p", 0.1),
-    Case("min_p", 0.1, "vllm", ("rollout.top_p=0.9",)),
+    Case("min_p", 0.1, "", ("rollout.top_p=0.9",)),
     Case("do_sample", False, "", GREEDY),
     Case("do_sample", False, "vllm", (*GREEDY, "rollout.temperature=0.5")),
     Case("ignore_eos", True),
@@ -114,7 +114,7 @@ CASES = [
     Case("val_kwargs.top_k", 5, "", EVALUATED),
     Case("val_kwargs.top_p", 0.9, "", EVALUATED),
     Case("val_kwargs.min_p", 0.1, "", EVALUATED),
-    Case("val_kwargs.min_p", 0.1, "vllm", (*EVALUATED, "rollout.val_kwargs.top_p=0.9")),
+    Case("val_kwargs.min_p", 0.1, "", (*EVALUATED, "rollout.val_kwargs.top_p=0.9")),
     Case("multi_turn.enable", True, BUILT, ("rollout.agent.environment=guess",)),
     *(
         Case(key, value, BUILT, EPISODES)

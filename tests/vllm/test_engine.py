@@ -171,9 +171,6 @@ def refusals(folder):
             "empty": lambda: engine.generate(make_prompts((3,)), SETTINGS["plain"]),
             "update": lambda: engine.update_weights([]) or engine.finish_update(0) or engine.update_weights([]),
             "long": lambda: engine.generate(make_prompts((125,)), SETTINGS["plain"]),
-            "order": lambda: engine.generate(
-                make_prompts((3,)), SamplingConfig(n=1, max_tokens=2, top_p=0.9, min_p=0.1)
-            ),
         }.items():
             try:
                 call()
@@ -196,7 +193,6 @@ def test_what_cannot_be_generated_is_said(folders):
     assert said["empty"].startswith("RuntimeError: the engine's weights are not whole")
     assert said["update"].startswith("RuntimeError: update_weights outside an update")
     assert "UserError" in said["long"] and "rollout.max_model_len" in said["long"]
-    assert "vLLM applies min_p first" in said["order"]
     assert "does not start with rollout.engine_kwargs.vllm={'block_size': 7}: " in said["value"]
     assert ".." not in said["value"]
     assert "of one sequence of 128 tokens takes 0.3 MB" in said["room"]

@@ -11,6 +11,7 @@ On CPU it is tested against transformers. On CUDA the same code runs, decoding t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -194,7 +195,7 @@ class NativeEngine(RolloutEngine):
                 scheduler=Scheduler(
                     prompts, sampling.n, self._cache.num_rows, share_prefill=self.spec.config.enable_prefix_caching
                 ),
-                sampling=sampling,
+                sampling=replace(sampling, with_support=sampling.with_support and self.spec.leads_replica),
                 stopping=Stopping(sampling, self.spec.decode, self.spec.device),
                 max_prefill_tokens=self.spec.config.max_num_batched_tokens,
                 cut_prompts=self.spec.config.enable_chunked_prefill,

@@ -16,6 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from mrl.engines._kept import add_step
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native.attention import PrefillAttention
 from mrl.engines.native.kv_cache import KVCache
@@ -153,13 +154,15 @@ class Generation:
             RuntimeError: Logits of a row are no distribution; the prompt is named.
         """
         rows = self._rows
-        tokens_B, logprobs_B = self._sampler.sample(logits_BV, rows.keys_S[index], rows.counts_S[index])
+        tokens_B, logprobs_B, kept = self._sampler.sample(logits_BV, rows.keys_S[index], rows.counts_S[index])
         rows.take(index, tokens_B, logprobs_B)
         # one number a row comes to the host: 0 goes on, 1 ended, 2 or more: not a distribution
         status = (self._stopping.ended(rows, index) + 2 * ~logprobs_B.isfinite()).tolist()
         where = list(range(len(status))) if isinstance(index, slice) else index.tolist()
         if max(status) >= 2:
             self._refuse([where[i] for i, value in enumerate(status) if value >= 2])
+        if kept is not None:
+            add_step(*kept, [self._scheduler.running[row].kept for row in where])
         ended = [i for i, value in enumerate(status) if value]
         if self._stopping.has_strings:
             ended = [i for i, value in enumerate(status) if value or self._stopping.hits_string(rows, where[i])]
@@ -191,7 +194,7 @@ class Generation:
 
     def _finish(self, row: int, sample: Sample, policy_version: int) -> None:
         response = self._rows.response(row)
-        self._finished[sample.group.index, sample.sample_index] = Rollout(
+        rollout = Rollout(
             prompt=sample.group.prompt,
             sample_index=sample.sample_index,
             response_ids=response,
@@ -200,3 +203,6 @@ class Generation:
             policy_version=policy_version,
             routed_experts=torch.cat([*sample.group.routed, self._rows.routed(row)]) if sample.group.routed else None,
         )
+        if self._sampling.with_support:
+            sample.kept.give(rollout)
+        self._finished[sample.group.index, sample.sample_index] = rollout

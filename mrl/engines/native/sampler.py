@@ -23,7 +23,9 @@ class Sampler:
         self._sampling = sampling
 
     @torch.inference_mode()
-    def sample(self, logits_NV: Tensor, keys_N: Tensor, counts_N: Tensor) -> tuple[Tensor, Tensor]:
+    def sample(
+        self, logits_NV: Tensor, keys_N: Tensor, counts_N: Tensor
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
         """The next token of each row.
 
         Args:
@@ -33,14 +35,18 @@ class Sampler:
 
         Returns:
             tokens_N int64 and logprobs_N fp32; a log-probability is not finite where the logits had no distribution.
+            With `with_support` also what was kept, bool [N, V], and the log of its probability before the cut [N].
         """
         sampling = self._sampling
         logits = logits_NV.float()
         if sampling.temperature != 1.0:
             logits = logits.div_(sampling.temperature)
+        whole_N = logits.logsumexp(1) if sampling.with_support else None
         threshold = keep_threshold(logits, sampling.top_k, sampling.top_p, sampling.min_p)
         if threshold is not None:
             logits = logits.masked_fill_(logits < threshold[:, None], -torch.inf)
         probs_NV = logits.softmax(1)
         tokens_N = probs_NV.argmax(1) if sampling.greedy else draw(probs_NV, uniforms(keys_N, counts_N))
-        return tokens_N, probs_NV.gather(1, tokens_N[:, None]).squeeze(1).log()
+        logprobs_N = probs_NV.gather(1, tokens_N[:, None]).squeeze(1).log()
+        kept = None if whole_N is None else (logits > -torch.inf, (logits.logsumexp(1) - whole_N).clamp_(max=0.0))
+        return tokens_N, logprobs_N, kept

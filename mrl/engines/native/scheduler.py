@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from mrl.engines._kept import Kept
 from mrl.engines.native.attention import Chunk
 from mrl.types import Prompt
 
@@ -43,11 +44,12 @@ class Group:
 
 @dataclass
 class Sample:
-    """A running response; `started` is the number of decode steps made before it."""
+    """A running response; `started` is the number of decode steps made before it, `kept` what truncation kept of it."""
 
     group: Group
     sample_index: int
     started: int
+    kept: Kept = field(default_factory=Kept)
 
 
 @dataclass(frozen=True)

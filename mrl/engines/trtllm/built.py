@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.distributed.collectives import from_rank, together
+from mrl.engines._kept import Kept
 from mrl.engines._memory import kv_budget
 from mrl.engines._prompts import check_prompts
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
@@ -31,7 +32,7 @@ from mrl.engines.trtllm.refitter import EngineWeights
 from mrl.engines.trtllm.replica import Replica
 from mrl.engines.trtllm.rows import Sample, end_rows, to_rollouts
 from mrl.engines.trtllm.runner import Answers, Runner
-from mrl.engines.trtllm.scoring import check_raw, score_steps
+from mrl.engines.trtllm.scoring import check_raw, kept_steps, score_steps
 from mrl.engines.trtllm.side_by_side import side_by_side
 from mrl.errors import UserError
 from mrl.formats.trtllm_engine import read_engine_folder
@@ -182,7 +183,13 @@ class BuiltEngine(RolloutEngine):
         ends = end_rows(batch, tokens_BT.tolist(), sampling, self.spec.arch.vocab_size, self.spec.decode)
         lens = [end for end, _ in ends]
         logprobs_BT = self._share(self._logprobs(answers, tokens_BT, lens, sampling), -1)
-        return to_rollouts(batch, tokens_BT.tolist(), logprobs_BT.tolist(), ends, self.policy_version)
+        rollouts = to_rollouts(batch, tokens_BT.tolist(), logprobs_BT.tolist(), ends, self.policy_version)
+        if sampling.with_support:
+            for rollout, kept in zip(
+                rollouts, self._share(self._kept(answers, tokens_BT, lens, sampling), -1), strict=True
+            ):
+                kept.give(rollout)
+        return rollouts
 
     def _call(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int], with_logits: bool
@@ -203,6 +210,14 @@ class BuiltEngine(RolloutEngine):
         if answers.logits is None:
             return answers.decoder_logprobs_BT
         return score_steps(answers.logits, tokens_BT, lens, self.spec.arch.vocab_size, sampling)
+
+    def _kept(
+        self, answers: Answers, tokens_BT: Tensor, lens: Sequence[int], sampling: SamplingConfig
+    ) -> list[Kept] | None:
+        """On the last stage: what truncation kept of each row."""
+        if answers.logits is None:
+            return None
+        return kept_steps(answers.logits, tokens_BT, lens, self.spec.arch.vocab_size, sampling)
 
     def _batches(self, samples: Sequence[Sample], max_tokens: int, by_logits: bool) -> Iterator[Sequence[Sample]]:
         """Rows that go through the runtime together.
@@ -243,11 +258,12 @@ class BuiltEngine(RolloutEngine):
         Raises:
             UserError: They cannot be exact under this setting.
         """
-        if not (self.spec.trains_on_logprobs and is_trained_on(sampling, self.spec.config)):
+        trained = self.spec.trains_on_logprobs and is_trained_on(sampling, self.spec.config)
+        if not (trained or sampling.with_support):
             return False
         if self._verdict is None or self._verdict.scores is Scores.UNKNOWN:  # other weights may tell more
             self._verdict, self._greedy_is_exact = self._probe(sampling.seed)
-        return needs_logits(self._verdict, sampling, trained=True) or (sampling.greedy and not self._greedy_is_exact)
+        return needs_logits(self._verdict, sampling, trained=trained) or (sampling.greedy and not self._greedy_is_exact)
 
     def _probe(self, seed: int) -> tuple[Verdict, bool]:
         """Collective over the replica: what the decoder scores when it samples, and whether it does so when greedy.

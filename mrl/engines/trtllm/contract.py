@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mrl.config import RolloutConfig
 from mrl.engines.base import SamplingConfig
-from mrl.engines.trtllm.scoring import is_truncated, score
+from mrl.engines.trtllm.scoring import Scored, is_truncated, score, scored
 from mrl.errors import UserError
 from mrl.functional.sampling import keep_threshold
 
@@ -123,7 +123,7 @@ def is_exact(scores: Scores, sampling: SamplingConfig) -> bool:
 
 
 def needs_logits(verdict: Verdict, sampling: SamplingConfig, *, trained: bool) -> bool:
-    """Whether log-probabilities must be computed from logits under this setting.
+    """Whether log-probabilities, or what was kept, must be computed from logits under this setting.
 
     Args:
         verdict: Of the probe.
@@ -133,10 +133,17 @@ def needs_logits(verdict: Verdict, sampling: SamplingConfig, *, trained: bool) -
     Raises:
         UserError: They must, and the engine returns none.
     """
-    if not trained or is_exact(verdict.scores, sampling):
+    if not sampling.with_support and (not trained or is_exact(verdict.scores, sampling)):
         return False
     if verdict.has_logits:
         return True
+    if sampling.with_support:
+        raise UserError(
+            f"TensorRT-LLM does not tell which tokens top_k={sampling.top_k} top_p={sampling.top_p} "
+            f"min_p={sampling.min_p} kept, and returns no logits to tell them by: the actor could not score the "
+            "samples over the same tokens. Set rollout.top_k=-1, top_p=1 and min_p=0 (evaluations may truncate: "
+            "rollout.val_kwargs), or use rollout.name=native or vllm."
+        )
     raise UserError(
         f"TensorRT-LLM's log-probabilities score {verdict.scores.value}, and it returns no logits to correct them. "
         f"With temperature={sampling.temperature} top_k={sampling.top_k} top_p={sampling.top_p} min_p={sampling.min_p} "
@@ -146,8 +153,8 @@ def needs_logits(verdict: Verdict, sampling: SamplingConfig, *, trained: bool) -
     )
 
 
-def corrected(logits_TV: Tensor, tokens: list[int], sampling: SamplingConfig) -> list[float]:
-    """Log-probabilities under the contract, nats.
+def corrected(logits_TV: Tensor, tokens: list[int], sampling: SamplingConfig) -> Scored:
+    """Log-probabilities under the contract, and what it keeps.
 
     Args:
         logits_TV: Of the sampled tokens, true vocabulary.
@@ -168,4 +175,4 @@ def corrected(logits_TV: Tensor, tokens: list[int], sampling: SamplingConfig) ->
                 f"response token {outside[0]} ({tokens[outside[0]]}) is none that top_k={sampling.top_k} "
                 f"top_p={sampling.top_p} min_p={sampling.min_p} keep: TensorRT-LLM did not sample as it was told"
             )
-    return [float(value) for value in score(logits_TV, ids, sampling).tolist()]
+    return scored(logits_TV, ids, sampling)

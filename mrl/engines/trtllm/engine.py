@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mrl.distributed import launch
 from mrl.engines._blocks import config_keys
+from mrl.engines._kept import Kept, add_step
 from mrl.engines._prompts import check_prompts
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
 from mrl.engines.trtllm import contract, fp8
@@ -93,6 +94,7 @@ class LlmEngine(RolloutEngine):
         self._verdict: Verdict | None = None
         self._stats: dict[str, float] = {}
         self._routed: list[Tensor] = []
+        self._kept: list[Kept] = []
 
     # weights ----------------------------------------------------------------------------------------------------------
 
@@ -300,7 +302,7 @@ class LlmEngine(RolloutEngine):
             return []
         check_min_p(self.spec.config, self._host.features, sampling.min_p)
         check_prompts(prompts, self.spec, sampling, longest=self.spec.config.longest_prompt)
-        self._routed = []
+        self._routed, self._kept = [], []
         stopped: list[Rollout] = []
         try:
             rollouts = self._replica.call(
@@ -312,8 +314,11 @@ class LlmEngine(RolloutEngine):
         except RuntimeError:
             self._failed = True
             raise
-        for rollout, routed in zip(rollouts, self._routed, strict=False):  # of the first rank: only it sends samples on
+        # these are on the first rank: only it sends samples on
+        for rollout, routed in zip(rollouts, self._routed, strict=False):
             rollout.routed_experts = routed
+        for rollout, kept in zip(rollouts, self._kept, strict=False):
+            kept.give(rollout)
         self._stats = {
             "prefill_tokens": float(sum(len(rollout.prompt.prompt_ids) for rollout in rollouts)),
             "decode_tokens": float(sum(len(rollout.response_ids) for rollout in rollouts)),
@@ -364,7 +369,11 @@ class LlmEngine(RolloutEngine):
                 logits = logits_of(output, self.spec.arch.vocab_size)
                 if logits is None:
                     raise RuntimeError("TensorRT-LLM returned no logits for its tokens")
-                logprobs: list[float] | None = contract.corrected(logits, tokens, sampling)
+                scored = contract.corrected(logits, tokens, sampling)
+                logprobs: list[float] | None = scored.logprobs_N.tolist()
+                if sampling.with_support:
+                    self._kept.append(Kept())
+                    add_step(scored.kept_NV, scored.log_mass_N, [self._kept[-1]] * len(tokens))
             else:
                 logprobs = logprobs_of(output)
             if logprobs is None:

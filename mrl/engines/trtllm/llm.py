@@ -32,6 +32,7 @@ from mrl.engines.trtllm.replica import BEAT_S, Replica
 from mrl.engines.trtllm.routing import engine_arguments
 from mrl.engines.trtllm.world import adopt, communicator_of, hidden
 from mrl.errors import UserError, first_line
+from mrl.functional.sampling import truncates
 from mrl.models.base import ArchSpec
 
 SETTINGS = {"TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1"}
@@ -81,7 +82,7 @@ def arguments(
         "enable_chunked_prefill": config.enable_chunked_prefill,
         "allreduce_strategy": "NCCL",  # its own kernels break convergence with several engines, says its source
         "sampler_type": sampler_of(config, features),
-        "disable_overlap_scheduler": trains_on_logprobs and _goes_by_logits(config, features),
+        "disable_overlap_scheduler": _goes_by_logits(config, features, trains_on_logprobs=trains_on_logprobs),
         "load_format": "dummy",  # a refit fills it
         **experts,
         **(features.sleep if config.free_cache_engine else {}),
@@ -124,14 +125,18 @@ def check_min_p(config: RolloutConfig, features: Features, min_p: float) -> None
         )
 
 
-def _goes_by_logits(config: RolloutConfig, features: Features) -> bool:
-    """Whether log-probabilities that are trained on will be computed from logits, as far as is known before the probe.
+def _goes_by_logits(config: RolloutConfig, features: Features, *, trains_on_logprobs: bool) -> bool:
+    """Whether training rollouts will be told from logits, as far as is known before the probe.
+
+    What truncation keeps is, and log-probabilities that are trained on where the engine's own are others.
 
     The overlap scheduler runs one step too many where a response ends early, and leaves logits out with it.
     """
+    if truncates(config.top_k, config.top_p, config.min_p):
+        return True
     if sampler_of(config, features) == CPP_SAMPLER:
-        return config.top_k >= 0 or config.top_p < 1.0 or config.min_p > 0.0
-    return not features.processed_logprobs or not config.do_sample
+        return False
+    return trains_on_logprobs and (not features.processed_logprobs or not config.do_sample)
 
 
 class Host:

@@ -1,19 +1,20 @@
-"""Log-probabilities of sampled tokens under the sampling contract, from the logits that an engine returns.
+"""Log-probabilities of sampled tokens under the sampling contract, and what truncation kept, from returned logits.
 
-Owns that formula; truncation is that of `functional/sampling.py`, as in the trainer. When it is needed, `contract.py`
-says.
+Owns that formula; truncation is that of `functional/sampling.py`. When it is needed, `contract.py` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from mrl.engines._kept import Kept, add_step
 from mrl.engines.base import SamplingConfig
 from mrl.errors import UserError
-from mrl.functional.sampling import keep_threshold
+from mrl.functional.sampling import keep_threshold, truncates
 
 RAW = 1e-3
 """Relative: two passes of one prompt, whose logits differ by kernels at most; a doubled temperature halves them."""
@@ -21,13 +22,28 @@ RAW = 1e-3
 
 def is_truncated(sampling: SamplingConfig) -> bool:
     """Whether the contract drops tokens."""
-    return sampling.top_k >= 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+    return truncates(sampling.top_k, sampling.top_p, sampling.min_p)
 
 
-def score(logits_NV: Tensor, tokens_N: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Log-probabilities in nats, fp32 [N].
+@dataclass(frozen=True)
+class Scored:
+    """Of N sampled tokens.
 
-    The sampled token counts as kept, as in the trainer: at the edge of a truncation roundings may differ.
+    Attributes:
+        logprobs_N: Under the contract, nats, fp32.
+        kept_NV: What truncation keeps, bool.
+        log_mass_N: Log of its probability before the cut, nats.
+    """
+
+    logprobs_N: Tensor
+    kept_NV: Tensor
+    log_mass_N: Tensor
+
+
+def scored(logits_NV: Tensor, tokens_N: Tensor, sampling: SamplingConfig) -> Scored:
+    """Log-probabilities and what they are normalised over.
+
+    The sampled token counts as kept: at the edge of a truncation roundings may differ.
 
     Args:
         logits_NV: Before temperature, true vocabulary only.
@@ -37,9 +53,30 @@ def score(logits_NV: Tensor, tokens_N: Tensor, sampling: SamplingConfig) -> Tens
     logits_NV = logits_NV.float() / sampling.temperature
     own_N1 = logits_NV.gather(1, tokens_N[:, None])
     threshold_N = keep_threshold(logits_NV, sampling.top_k, sampling.top_p, sampling.min_p)
-    if threshold_N is not None:
-        logits_NV = logits_NV.masked_fill(logits_NV < torch.minimum(threshold_N[:, None], own_N1), -torch.inf)
-    return own_N1.squeeze(1) - torch.logsumexp(logits_NV, 1)
+    whole_N = torch.logsumexp(logits_NV, 1)
+    if threshold_N is None:
+        kept_NV, mass_N = torch.ones_like(logits_NV, dtype=torch.bool), whole_N
+    else:
+        kept_NV = logits_NV >= torch.minimum(threshold_N[:, None], own_N1)
+        mass_N = torch.logsumexp(logits_NV.masked_fill(~kept_NV, -torch.inf), 1)
+    return Scored(own_N1.squeeze(1) - mass_N, kept_NV, mass_N - whole_N)
+
+
+def score(logits_NV: Tensor, tokens_N: Tensor, sampling: SamplingConfig) -> Tensor:
+    """The log-probabilities of `scored`, fp32 [N]."""
+    return scored(logits_NV, tokens_N, sampling).logprobs_N
+
+
+def kept_steps(
+    logits: Sequence[Tensor], tokens_BT: Tensor, lens: Sequence[int], vocab_size: int, sampling: SamplingConfig
+) -> list[Kept]:
+    """What truncation keeps of each row's first tokens; arguments as of `score_steps`."""
+    found = [Kept() for _ in lens]
+    for step, rows in _running(lens):
+        place = rows.to(logits[step].device)
+        told = scored(logits[step][place, :vocab_size], tokens_BT[rows, step].to(place.device), sampling)
+        add_step(told.kept_NV, told.log_mass_N, [found[row] for row in rows.tolist()])
+    return found
 
 
 def score_steps(
@@ -55,11 +92,16 @@ def score_steps(
         sampling: Temperature and truncation.
     """
     found_BT = torch.zeros(tokens_BT.shape)
-    for step in range(max(lens)):
-        rows = torch.tensor([row for row, length in enumerate(lens) if length > step])
+    for step, rows in _running(lens):
         part = logits[step][rows.to(logits[step].device), :vocab_size]
         found_BT[rows, step] = score(part, tokens_BT[rows, step].to(part.device), sampling).cpu()
     return found_BT
+
+
+def _running(lens: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """Steps, with the rows that take a token there."""
+    for step in range(max(lens)):
+        yield step, torch.tensor([row for row, length in enumerate(lens) if length > step])
 
 
 def check_raw(logits: Tensor, hotter: Tensor) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.engines._blocks import config_keys
+from mrl.engines._kept import Kept
 from mrl.engines._memory import kv_budget
 from mrl.engines._poll import Poll
 from mrl.engines._prompts import check_prompts
@@ -26,7 +27,7 @@ from mrl.engines.vllm.blocks import check_gpu, left_out
 from mrl.engines.vllm.fields import refusals_on_a_cpu
 from mrl.engines.vllm.host import Host
 from mrl.engines.vllm.process import same_numbers
-from mrl.engines.vllm.sampling import arguments, check_order, ends_in_text, to_rollout
+from mrl.engines.vllm.sampling import arguments, ends_in_text, to_rollout
 from mrl.engines.vllm.storage import Storage
 from mrl.errors import UserError
 from mrl.types import Prompt, Rollout
@@ -172,13 +173,16 @@ class VllmEngine(RolloutEngine):
             raise RuntimeError("the engine's weights are not whole: no update was finished since the last begin_update")
         if not prompts:
             return []
-        check_order(sampling)
         check_prompts(prompts, self.spec, sampling)
         with same_numbers(self.spec.device):
             if not self._probed:
                 self._probe(prompts[0])
                 self._probed = True
-            return self._sample(prompts, sampling)
+            self._host.supports.start(listens=sampling.with_support and self.spec.leads_replica)
+            try:
+                return self._sample(prompts, sampling)
+            finally:
+                self._host.supports.start(listens=False)
 
     def _sample(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
         samples = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
@@ -186,7 +190,7 @@ class VllmEngine(RolloutEngine):
         watched = bool(sampling.stop) and not sampling.ignore_eos
         requests = self._add([prompt for prompt, _ in samples], asked, whole=not watched)
         poll = Poll(self.told_to_stop, self.spec.tp_group)
-        engine, ended, steps = self._host.engine, dict[str, tuple[Any, int | None, Tensor | None]](), 0
+        engine, ended, steps = self._host.engine, dict[str, tuple[Any, int | None, Tensor | None, Kept | None]](), 0
         numbers = dict(zip(requests, samples, strict=True))
         while engine.has_unfinished_requests():
             if poll():
@@ -198,7 +202,8 @@ class VllmEngine(RolloutEngine):
                 cut = ends_in_text(answer.token_ids, sampling, self.spec.decode) if watched else None
                 if name not in ended and (cut is not None or output.finished):
                     tokens = len(numbers[name][0].prompt_ids) + len(answer.token_ids[:cut])
-                    ended[name] = (answer, cut, self._experts(requests[name], tokens))
+                    own = requests[name]
+                    ended[name] = (answer, cut, self._experts(own, tokens), self._host.supports.pop(own))
                     if not output.finished:
                         engine.abort_request([name])
         rollouts = [
@@ -239,6 +244,7 @@ class VllmEngine(RolloutEngine):
         output: Any,
         cut: int | None,
         routed: Tensor | None,
+        kept: Kept | None,
         sampling: SamplingConfig,
     ) -> Rollout:
         where = f"prompt {prompt.source or prompt.uid}, sample {index}"
@@ -247,6 +253,8 @@ class VllmEngine(RolloutEngine):
             raise RuntimeError(f"{where}: vLLM sampled a token outside the vocabulary: {max(tokens)}")
         try:
             rollout = to_rollout(prompt, index, output, cut, sampling, self.policy_version)
+            if kept is not None:
+                kept.give(rollout)
         except RuntimeError as error:
             raise RuntimeError(f"{where}: {error}") from error
         rollout.routed_experts = routed

@@ -12,7 +12,7 @@ LEAST_TEMPERATURE = 0.01
 """vLLM takes it for any that is smaller."""
 
 _COOLER = f"vLLM would sample at {LEAST_TEMPERATURE}"
-_ORDER = "vLLM drops tokens by min_p first, mrl by top_p"
+_ORDER = "with `top_p` vLLM drops by `min_p` first, mrl's other engines last: vLLM may keep fewer tokens"
 
 FIELDS: Fields = {
     "engine_dir": ENGINE_DIR,
@@ -30,17 +30,7 @@ FIELDS: Fields = {
     ),
     "top_k": passed("SamplingParams.top_k", does="-1 becomes 0"),
     "top_p": passed("SamplingParams.top_p"),
-    "min_p": passed(
-        "SamplingParams.min_p",
-        refuses=(
-            Refusal(
-                "above 0 with `top_p` below 1",
-                _ORDER,
-                lambda r: r.min_p > 0.0 and r.top_p < 1.0,
-                "Set rollout.min_p=0 or rollout.top_p=1, or use rollout.name=native.",
-            ),
-        ),
-    ),
+    "min_p": passed("SamplingParams.min_p", does=_ORDER),
     "do_sample": Use(
         "false: `SamplingParams.temperature=0`",
         refuses=(
@@ -152,17 +142,7 @@ FIELDS: Fields = {
             ),
         ),
     ),
-    "val_kwargs.min_p": Use(
-        "as `min_p`, in evaluations",
-        refuses=(
-            Refusal(
-                "above 0 with `top_p` below 1",
-                _ORDER,
-                lambda r: r.val_kwargs.min_p > 0.0 and r.val_kwargs.top_p < 1.0,
-                "Set rollout.val_kwargs.min_p=0 or rollout.val_kwargs.top_p=1, or use rollout.name=native.",
-            ),
-        ),
-    ),
+    "val_kwargs.min_p": Use(f"as `min_p`, in evaluations: {_ORDER}"),
     "checkpoint_engine.canary": Use("null: yes; refits twice at start and compares answers"),
 }
 

@@ -28,6 +28,7 @@ from mrl.engines.vllm.kv_cache import kv_cache
 from mrl.engines.vllm.passed import KEY, given_by, merged
 from mrl.engines.vllm.process import kept
 from mrl.engines.vllm.routing import CAPTURER, Experts
+from mrl.engines.vllm.support import Supports
 from mrl.errors import UserError, first_line
 
 PLAIN_KERNEL = "triton"
@@ -121,6 +122,7 @@ class Host:
         llm: vLLM's `LLM`.
         version: Of the installed package.
         experts: That it tells of each token; None: it need not.
+        supports: What it kept at each step, where it is listened to.
     """
 
     def __init__(self, spec: EngineSpec, folder: Path, *, budget: int) -> None:
@@ -146,6 +148,7 @@ class Host:
                 patches.shared_memory(self.version, _job())
                 patches.memory_stays(self.version)
                 patches.kernels_of_vllm(self.version)
+            self.supports = Supports(self.version)
             self.experts = self._experts(spec)
             from vllm import LLM
 
@@ -164,13 +167,13 @@ class Host:
         self._core = self.llm.llm_engine.engine_core
 
     def _experts(self, spec: EngineSpec) -> Experts | None:
-        """What listens to the routers, from the start."""
+        """What listens to the routers, from the start; what listens to the sampler is told of it too."""
         moe = spec.arch.moe if spec.config.enable_rollout_routing_replay else None
         found = None if moe is None else Experts(spec.arch, moe, self.version)
         if found is not None:
             for name in ("RoutedExpertsCapturer", "bind_routed_experts_capturer"):
                 patches.place(CAPTURER, name, self.version)
-        patches.told_of_the_cache(self.version, found.attach if found is not None else None)
+        patches.told_of_the_cache(self.version, [self.supports.attach, *([found.attach] if found is not None else [])])
         return found
 
     @property

@@ -20,7 +20,7 @@ import glob
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
@@ -180,8 +180,8 @@ def rewound_numbers(version: str) -> None:
     runner._sample, runner._bookkeeping_sync = sample, bookkeeping
 
 
-def told_of_the_cache(version: str, then: Callable[[Any, Any], None] | None) -> None:
-    """Calls `then` with each model runner and its `KVCacheConfig` as soon as it has its cache; None: nothing is called.
+def told_of_the_cache(version: str, listeners: Sequence[Callable[[Any, Any], None]]) -> None:
+    """Calls each listener with each model runner and its `KVCacheConfig` as soon as it has its cache.
 
     The model is loaded by then, and no graph was captured.
     """
@@ -192,8 +192,8 @@ def told_of_the_cache(version: str, then: Callable[[Any, Any], None] | None) -> 
 
     def initialize(self: Any, cache: Any, is_profiling: bool = False, **given: Any) -> None:
         original(self, cache, is_profiling, **given)
-        if then is not None and not is_profiling:
-            then(self, cache)
+        for told in () if is_profiling else listeners:
+            told(self, cache)
 
     runner.initialize_kv_cache = initialize
 

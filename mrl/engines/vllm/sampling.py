@@ -12,22 +12,8 @@ from typing import Any
 
 from mrl.engines._strings import shortest_with
 from mrl.engines.base import SamplingConfig
-from mrl.errors import UserError
 from mrl.functional.sampling import stream_key
 from mrl.types import FinishReason, Prompt, Rollout
-
-
-def check_order(sampling: SamplingConfig) -> None:
-    """In vLLM `min_p` drops before `top_p`, mrl after it: a token may be kept by one and dropped by the other.
-
-    Raises:
-        UserError: Both are asked for.
-    """
-    if sampling.min_p > 0.0 and sampling.top_p < 1.0 and not sampling.greedy:
-        raise UserError(
-            f"top_p={sampling.top_p} with min_p={sampling.min_p}: vLLM applies min_p first, mrl top_p. Set one of "
-            "them to keep all (top_p=1 or min_p=0), or use rollout.name=native."
-        )
 
 
 def arguments(sampling: SamplingConfig, prompt: Prompt, sample_index: int) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Conversations in the native engine: what is sampled between answers, and that answers change nothing before them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -107,3 +109,18 @@ def test_two_ranks_hold_the_conversations_of_one(folder):
             torch.testing.assert_close(
                 torch.tensor(logprobs), torch.tensor(rollout.rollout_logprobs), atol=LOGPROB_ATOL, rtol=0
             )
+
+
+def test_what_was_kept_is_told_of_sampled_tokens_alone(folder):
+    sampling = replace(SAMPLING, top_p=0.9, with_support=True)
+    found, _ = conversations(folder, sampling=sampling)
+    plain, _ = conversations(folder, sampling=replace(sampling, with_support=False))
+    for key, rollout in found.items():
+        assert (rollout.response_ids, plain[key].support) == (plain[key].response_ids, None)
+        own = torch.tensor(rollout.sampled_mask)
+        kept = rollout.support.split([1] * len(own))
+        assert torch.equal(rollout.support.counts_R > 0, own)
+        assert all(
+            token in part.ids_K for token, part, mine in zip(rollout.response_ids, kept, own, strict=True) if mine
+        )
+        assert torch.equal(torch.tensor(rollout.log_kept_mass) < 0, own)

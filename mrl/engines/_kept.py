@@ -29,6 +29,18 @@ class Kept:
         self._counts.append(len(ids) // self._counts.itemsize)
         self._log_mass.append(log_mass)
 
+    @property
+    def state(self) -> tuple[bytes, list[int], list[float]]:
+        """In types that may travel between ranks."""
+        return bytes(self._ids), self._counts.tolist(), self._log_mass.tolist()
+
+    @staticmethod
+    def of(state: tuple[bytes, list[int], list[float]]) -> Kept:
+        """From another rank's `state`."""
+        found = Kept()
+        found._ids, found._counts, found._log_mass = bytearray(state[0]), array("i", state[1]), array("f", state[2])
+        return found
+
     def give(self, rollout: Rollout) -> None:
         """Fills `support` and `log_kept_mass` of the rollout, for its tokens; what came after them is left out.
 

@@ -185,10 +185,9 @@ class BuiltEngine(RolloutEngine):
         logprobs_BT = self._share(self._logprobs(answers, tokens_BT, lens, sampling), -1)
         rollouts = to_rollouts(batch, tokens_BT.tolist(), logprobs_BT.tolist(), ends, self.policy_version)
         if sampling.with_support:
-            for rollout, kept in zip(
-                rollouts, self._share(self._kept(answers, tokens_BT, lens, sampling), -1), strict=True
-            ):
-                kept.give(rollout)
+            told = self._share(self._kept(answers, tokens_BT, lens, sampling), -1)
+            for rollout, state in zip(rollouts, told, strict=True):
+                Kept.of(state).give(rollout)
         return rollouts
 
     def _call(
@@ -213,11 +212,12 @@ class BuiltEngine(RolloutEngine):
 
     def _kept(
         self, answers: Answers, tokens_BT: Tensor, lens: Sequence[int], sampling: SamplingConfig
-    ) -> list[Kept] | None:
-        """On the last stage: what truncation kept of each row."""
+    ) -> list[tuple[bytes, list[int], list[float]]] | None:
+        """On the last stage: what truncation kept of each row, `Kept.state`."""
         if answers.logits is None:
             return None
-        return kept_steps(answers.logits, tokens_BT, lens, self.spec.arch.vocab_size, sampling)
+        found = kept_steps(answers.logits, tokens_BT, lens, self.spec.arch.vocab_size, sampling)
+        return [kept.state for kept in found]
 
     def _batches(self, samples: Sequence[Sample], max_tokens: int, by_logits: bool) -> Iterator[Sequence[Sample]]:
         """Rows that go through the runtime together.

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 import yaml
-from trl import GRPOConfig
+from trl import GRPOConfig, SFTConfig
 
 from mrl.algorithms._policy_loss import LOSSES
 from mrl.algorithms.base import build
@@ -342,7 +342,10 @@ def test_a_key_that_is_near_none_gets_no_hint_and_hydras_plus_sets():
 
 
 def test_names_of_trl_are_its_and_lead_to_keys():
-    own = {field.name for field in fields(GRPOConfig)} | {"reward_funcs", "max_prompt_length"}
+    own = {field.name for config in (GRPOConfig, SFTConfig) for field in fields(config)} | {
+        "reward_funcs",
+        "max_prompt_length",
+    }
     assert set(TRL) - own == set()
     assert {*TRL.values(), *MEGATRON.values()} <= set(dotted_keys(Config))
 

@@ -22,6 +22,7 @@ from mrl.schema.distillation import DistillationConfig
 from mrl.schema.multi_turn import AgentConfig, MultiTurnConfig
 from mrl.schema.paths import FilePath, TokenizerPath
 from mrl.schema.policy_losses import ClipCovConfig, DppoConfig, DroConfig, KlCovConfig, SapoConfig, VespoConfig
+from mrl.schema.reward_model import RewardModelConfig
 from mrl.schema.rollout_correction import RolloutCorrectionConfig
 from mrl.schema.values import Values
 from mrl.schema.yaml_file import read_yaml
@@ -331,6 +332,13 @@ class RolloutConfig:
     `algorithm.rollout_correction.preset=decoupled_token_is`."""
     tensor_model_parallel_size: int = 1
     """Ranks per replica; the replicas split the prompts."""
+    num_ranks: int = 0
+    """Ranks that only sample, the last ones of the job; the others only train, and `parallel` is their layout. 0: all
+    ranks do both, in turns. Ranks of their own keep weights and KV cache whatever `free_cache_engine` says."""
+    nnodes: int = 0
+    """The same in nodes of `n_gpus_per_node` ranks; 0: see `num_ranks`."""
+    n_gpus_per_node: int = 8
+    """Ranks on a node of `nnodes`."""
     pipeline_model_parallel_size: int = 1
     """Pipeline stages of a replica; above 1 with `trtllm_engine` only."""
     expert_parallel_size: int = 1
@@ -416,6 +424,20 @@ class EntropyCtrlConfig:
 
 
 @dataclass(frozen=True)
+class DpoConfig:
+    """Of `algorithm.name=dpo`, with TRL's names."""
+
+    loss_type: Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero"] = "sigmoid"
+    """Loss of a pair. sigmoid_norm and ipo divide each response's log ratio by its length."""
+    beta: float = 0.1
+    """How strongly the policy is held to the reference, above 0; of ipo it is the paper's tau."""
+    label_smoothing: float = 0.0
+    """Part of the pairs whose labels are taken to be the wrong way round, [0, 0.5); of robust."""
+    sft_loss_weight: float = 0.0
+    """Factor of the mean negative log-likelihood of the chosen responses' tokens, which is added to the loss."""
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     """Advantages and loss. null means "what the named algorithm defines" (`mrl/algorithms/<name>.py`)."""
 
@@ -497,6 +519,7 @@ class AlgorithmConfig:
     clip_cov: ClipCovConfig = field(default_factory=ClipCovConfig)
     kl_cov: KlCovConfig = field(default_factory=KlCovConfig)
     dro: DroConfig = field(default_factory=DroConfig)
+    dpo: DpoConfig = field(default_factory=DpoConfig)
 
 
 @dataclass(frozen=True)
@@ -509,16 +532,21 @@ class RewardFunctionConfig:
     """Factor in the sum; 0: measured as `reward/<name>/mean`, and not part of it."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the function."""
+    batch: Optional[Literal["group", "replica"]] = None
+    """Samples that a function of lists (TRL's, verl's batch functions) is called with: those of one prompt, or all that
+    a replica has sampled; null: group."""
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """How a response becomes a number: the weighted sum of the functions."""
+    """How a response becomes a number: the weighted sum of the functions and of the reward model's score."""
 
     functions: list[RewardFunctionConfig] = field(default_factory=lambda: [RewardFunctionConfig()])
-    """The terms; a list in YAML replaces this one."""
+    """The terms; a list in YAML replaces this one, and may be empty where there is a reward model."""
+    model: RewardModelConfig = field(default_factory=RewardModelConfig)
     time_limit_s: float = 10.0
-    """A sample that takes longer counts as failed, s; judges have a `limit_s` of their own."""
+    """A sample that takes longer counts as failed, s; a call with several may take as many times as long, and judges
+    have a `limit_s` of their own."""
     num_workers: int = 1
     """Worker processes per replica for functions that need one."""
     memory_limit_mb: int = 8192
@@ -549,6 +577,11 @@ class DataConfig:
     """Column with the ground truth; rows without "answer" that have verl's "reward_model.ground_truth" give that."""
     response_key: Optional[str] = None
     """Column with the response that supervised steps imitate, a text or chat messages; null: the answer."""
+    chosen_key: str = "chosen"
+    """Column with the better of two responses, a text or chat messages; of `algorithm.name=dpo`. Rows without
+    `prompt_key` have whole conversations here and in `rejected_key`, whose prompt is what they begin with alike."""
+    rejected_key: str = "rejected"
+    """Column with the worse one."""
     messages_key: str = "messages"
     """Column with a whole conversation, in rows without `prompt_key`: the prompt is what comes before the assistant's
     last turn, and supervised steps imitate the assistant."""
@@ -626,6 +659,9 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
 
+
+LearnsFrom = Literal["samples", "responses", "pairs"]
+"""What an algorithm learns from: samples of the engine, responses in the data, or pairs of a better and a worse one."""
 
 OWN_CODE = ("rollout.name", "algorithm.name", "reward.functions[*].name", "data.task")
 """Fields that may name code of a user's own."""

@@ -2,7 +2,8 @@
 
 Owns the order of ranks that Megatron-Core uses by default ("tp-cp-ep-dp-pp": TP varies fastest, PP slowest; a stage's
 ranks are cut anew, by (etp, ep, edp), for the experts) and the rollout replicas (consecutive ranks; inside one, experts
-are spread first and cut second, as in TensorRT-LLM's `Mapping`). It knows no process group: `distributed/groups.py`
+are spread first and cut second, as in TensorRT-LLM's `Mapping`). Where rollouts have ranks of their own, these are the
+last ones of the job, and the actor's layout is that of the others. It knows no process group: `distributed/groups.py`
 makes those from it, and `weights/` computes every rank's layout from it.
 """
 
@@ -48,6 +49,7 @@ class Grid:
         rollout_tp: Tensor-parallel size of a rollout replica.
         rollout_pp: Pipeline stages of a rollout replica; its ranks count tensor-parallel first, as in TensorRT-LLM.
         rollout_ep: Expert-parallel size inside a rollout replica; a divisor of `rollout_tp`.
+        rollout_ranks: Ranks that sample and do not train, the last ones; 0: all ranks do both.
     """
 
     world_size: int
@@ -62,11 +64,27 @@ class Grid:
     rollout_tp: int = 1
     rollout_ep: int = 1
     rollout_pp: int = 1
+    rollout_ranks: int = 0
+
+    @property
+    def has_roles(self) -> bool:
+        """Whether some ranks train and the others sample."""
+        return self.rollout_ranks > 0
+
+    @property
+    def trainers(self) -> range:
+        """Ranks that hold the actor."""
+        return range(self.world_size - self.rollout_ranks)
+
+    @property
+    def samplers(self) -> range:
+        """Ranks that hold the engine."""
+        return range(len(self.trainers) if self.has_roles else 0, self.world_size)
 
     @property
     def dp(self) -> int:
         """Data-parallel size of the actor."""
-        return self.world_size // (self.tp * self.cp * self.pp)
+        return len(self.trainers) // (self.tp * self.cp * self.pp)
 
     @property
     def expert_tp(self) -> int:
@@ -81,7 +99,7 @@ class Grid:
     @property
     def num_replicas(self) -> int:
         """Rollout replicas."""
-        return self.world_size // self.rollout_size
+        return len(self.samplers) // self.rollout_size
 
     @property
     def rollout_moe_tp(self) -> int:
@@ -92,10 +110,11 @@ class Grid:
     def fewest_ranks(self) -> int:
         """The smallest world size that the layout's own sizes allow."""
         experts = self.ep * self.expert_tp * self.pp
-        return math.lcm(self.tp * self.cp * self.pp, experts, self.rollout_size)
+        actor = math.lcm(self.tp * self.cp * self.pp, experts)
+        return actor + self.rollout_ranks if self.has_roles else math.lcm(actor, self.rollout_size)
 
     def coords(self, rank: int) -> Coords:
-        """Actor coordinates of a rank."""
+        """Actor coordinates of a rank that trains."""
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)
@@ -103,7 +122,7 @@ class Grid:
 
     def expert_coords(self, rank: int) -> ExpertCoords:
         """Coordinates of a rank among the ranks of its pipeline stage that share the experts."""
-        rest, etp = divmod(rank % (self.world_size // self.pp), self.expert_tp)
+        rest, etp = divmod(rank % (len(self.trainers) // self.pp), self.expert_tp)
         edp, ep = divmod(rest, self.ep)
         return ExpertCoords(etp=etp, ep=ep, edp=edp)
 
@@ -112,13 +131,13 @@ class Grid:
         return coords.tp + self.tp * (coords.cp + self.cp * (coords.dp + self.dp * coords.pp))
 
     def replica(self, rank: int) -> int:
-        """Rollout replica of a rank."""
-        return rank // self.rollout_size
+        """Rollout replica of a rank that samples."""
+        return (rank - self.samplers.start) // self.rollout_size
 
     def rollout_rank(self, rank: int) -> int:
         """Position of a rank inside its rollout replica."""
-        return rank % self.rollout_size
+        return (rank - self.samplers.start) % self.rollout_size
 
     def rollout_tp_rank(self, rank: int) -> int:
         """Position of a rank among those that share a layer inside its rollout replica."""
-        return rank % self.rollout_tp
+        return (rank - self.samplers.start) % self.rollout_tp

@@ -4,13 +4,15 @@
 
 Owns the order of the phases and nothing else: `run/job.py` puts a run together, `rollout/` moves samples between ranks,
 `algorithms/` knows advantages and losses, `megatron/policy.py` the actor, `engines/` the sampling, `observe/` every
-metric. All ranks call every function here together.
+metric. All ranks call every function here together, but for what is handed to `Job.on_trainers`: where rollouts have
+ranks of their own, these skip it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mrl.algorithms.base import Algorithm
@@ -20,7 +22,6 @@ from mrl.engines.base import SamplingConfig
 from mrl.errors import UserError
 from mrl.observe import data_sources
 from mrl.observe import metrics as measure
-from mrl.observe.run_log import sample_rows
 from mrl.rollout.exchange import StepBatch, pack
 from mrl.rollout.replicas import generate
 from mrl.rollout.table import gather_facts, gather_failures, gather_table, outcomes
@@ -28,6 +29,7 @@ from mrl.run.job import Job
 from mrl.run.learning_rate import learning_rate
 from mrl.run.opening import open_job
 from mrl.run.prepare import prepare
+from mrl.run.roles import on_trainers
 from mrl.run.supervised import supervised_batch
 from mrl.run.warm_start import begin_warm_start
 from mrl.survival.stop import Stop
@@ -79,22 +81,34 @@ def train(config: Config, stop: Stop | None = None) -> None:
 
 def one_step(job: Job, step: int) -> Metrics:
     """Of the algorithm's kind."""
-    return supervised_step(job) if job.algorithm.supervised else reinforcement_step(job, step)
+    return supervised_step(job, step) if job.algorithm.supervised else reinforcement_step(job, step)
 
 
 def reinforcement_step(job: Job, step: int) -> Metrics:
     """Sample, score, update. Up to the update a step can be abandoned."""
-    config, algorithm, phase = job.config, job.algorithm, job.progress.phase
+    config, phase = job.config, job.progress.phase
     with phase("update_weights"):
         metrics = job.refit_if_stale()
 
     rollouts, table, metrics_of_sampling = sample(job)
     job.sampler.rest()
-    job.log.samples(step, sample_rows(rollouts, phase="train", num_samples=config.observe.num_samples))
+    job.show(step, rollouts, "train")
 
     with phase("pack"):
         minibatch_size = config.train.minibatch_size or config.train.batch_size
         data = pack(rollouts, table, job.groups, minibatch_size, routing=job.sampler.routing)
+    judged = job.on_trainers(partial(judge, job, data, table), may_stop=True)
+    learned, of_critic = job.on_trainers(partial(learn, job, step, data))
+
+    job.state.reference.update(step)
+    job.rates.trained(table["prompt_len"], table["response_len"])
+    metrics |= learned | metrics_of_sampling | judged | of_critic
+    return metrics | measure.progress_metrics(global_step=step, epoch=job.state.source.epoch)
+
+
+def judge(job: Job, data: StepBatch, table: SampleTable) -> Metrics:
+    """On ranks that train: all that the losses read, log-probabilities, values and advantages, into the batch."""
+    algorithm, phase = job.algorithm, job.progress.phase
     if algorithm.needs_proximal:
         with phase("old_log_prob"):
             data.batch.proximal_logprobs_R, entropy_R = job.policy.proximal(data.batch)
@@ -118,21 +132,20 @@ def reinforcement_step(job: Job, step: int) -> Metrics:
         advantages_N = algorithm.outcome_advantages(facts)
         data.batch.rewards_B = facts.rewards_N[data.index_B].float()
         algorithm.advantages(data.batch, advantages_N[data.index_B], job.sum_over_dp)
+    return measure.outcome_metrics(table, rewards_N=facts.rewards_N, advantages_N=advantages_N)
+
+
+def learn(job: Job, step: int, data: StepBatch) -> tuple[Metrics, Metrics]:
+    """On ranks that train: the updates of a step; what the actor's told, and the critic's."""
     learned: Metrics = {}
+    of_critic: Metrics = {}
     if job.critic is not None:
         with job.timers.phase("update_critic"):
-            learned = job.critic.update(data, job.sum_over_dp)
-    if step > config.train.critic_warmup:
+            of_critic = job.critic.update(data, job.sum_over_dp)
+    if step > job.config.train.critic_warmup:
         with job.timers.phase("update_actor"):
-            metrics |= update(job, data)
-
-    job.state.reference.update(step)
-    job.rates.trained(table["prompt_len"], table["response_len"])
-    metrics |= metrics_of_sampling | measure.outcome_metrics(
-        table, rewards_N=facts.rewards_N, advantages_N=advantages_N
-    )
-    metrics |= learned
-    return metrics | measure.progress_metrics(global_step=step, epoch=job.state.source.epoch)
+            learned = update(job, data)
+    return learned, of_critic
 
 
 def sample(job: Job) -> tuple[list[Rollout], SampleTable, Metrics]:
@@ -180,9 +193,13 @@ def sample_and_score(
     with job.progress.phase("gen"), together(), job.sampler.awake() as engine:
         converse = None if job.episodes is None else job.episodes.run
         rollouts = generate(engine, prompts, sampling, job.groups, job.state.history, converse)
+    scores = None
+    if job.reward_model is not None:
+        with job.progress.phase("reward_model"):
+            scores = job.reward_model.score(rollouts)
     with job.progress.phase("reward"), together():
         if job.scorer is not None:
-            job.scorer.score(rollouts, job.progress.told_to_stop)
+            job.scorer.score(rollouts, job.progress.told_to_stop, scores)
     table = gather_table(rollouts, job.groups, list(job.reward_weights), supports=sampling.with_support)
     if told := gather_failures(rollouts, table, job.groups):
         job.log.note(f"WARNING {told}")
@@ -218,21 +235,37 @@ def warm_start(job: Job) -> None:
     for step in range(done + 1, config.num_steps + 1):
         with job.progress.step(step), job.timers.phase("warm_start"):
             prompts = source.next(config.batch_size)
-            batch, _ = supervised_batch(prompts, job.tokenizer, job.groups, job.config)
-            metrics = optimizer_step(job, batch, algorithm)
+            metrics = job.on_trainers(partial(imitate, job, prompts, algorithm))
         job.log.warm_start(step, metrics | job.timers.metrics())
         job.progress.reached(0, warm_start={"step": step, "source": source.state_dict()})
-    job.policy.start_optimizer(learning_rate(job.config))
+    with on_trainers(job.groups) as here:
+        if here:
+            job.policy.start_optimizer(learning_rate(job.config))
 
 
-def supervised_step(job: Job) -> Metrics:
-    """One step of `algorithm.name=sft`."""
+def imitate(job: Job, prompts: list[Prompt], algorithm: Algorithm) -> Metrics:
+    """On ranks that train: a supervised step."""
+    batch, _ = supervised_batch(prompts, job.tokenizer, job.groups, job.config, job.tools)
+    return optimizer_step(job, batch, algorithm)
+
+
+def supervised_step(job: Job, step: int) -> Metrics:
+    """One step of `algorithm.name=sft`, or of `algorithm.name=dpo`, which also asks the reference."""
     job.sampler.rest()  # from the last evaluation
-    with job.timers.phase("update_actor"):
+    with job.timers.phase("pack"):
         prompts = job.state.source.next(job.config.train.batch_size)
-        batch, lens_N2 = supervised_batch(prompts, job.tokenizer, job.groups, job.config)
-        job.rates.trained(lens_N2[:, 0], lens_N2[:, 1])
-        return optimizer_step(job, batch, job.algorithm)
+        learns_from = job.algorithm.learns_from
+        batch, lens_N2 = supervised_batch(
+            prompts, job.tokenizer, job.groups, job.config, job.tools, learns_from=learns_from
+        )
+    if job.algorithm.needs_reference:
+        with job.timers.phase("ref"), job.policy.reference():
+            batch.ref_logprobs_R, _ = job.policy.score(batch, supervised=True)
+    with job.timers.phase("update_actor"):
+        metrics = optimizer_step(job, batch, job.algorithm)
+    job.state.reference.update(step)
+    job.rates.trained(lens_N2[:, 0], lens_N2[:, 1])
+    return metrics
 
 
 def evaluate_if_due(job: Job, step: int) -> Metrics:
@@ -245,7 +278,7 @@ def evaluate_if_due(job: Job, step: int) -> Metrics:
     if job.config.checkpoint.keep_best:
         measure.check_is_given(job.config.checkpoint.best_metric, metrics)
     job.log.evaluation(step, metrics)
-    job.log.samples(step, sample_rows(rollouts, phase="val", num_samples=job.config.observe.num_samples))
+    job.show(step, rollouts, "val")
     return metrics
 
 

@@ -26,20 +26,22 @@ if sys.dont_write_bytecode and "PYTEST_XDIST_WORKER" not in os.environ:
 
 LONGEST = (
     "launch/test_slurm.py", "rehearsal/test_rehearse.py", "launch/test_survival.py", "e2e/test_layouts.py",
-    "te/test_actor.py", "convert/test_convert_round_trips.py", "launch/test_stop.py", "e2e/test_resume.py",
-    "engines/native/test_experts.py", "launch/test_strangers.py", "test_fields.py", "doctor/test_doctor.py",
-    "test_bad_input.py", "trtllm/test_acceptance.py", "launch/test_hosts.py", "launch/test_mpirun.py",
-    "vllm/test_runs.py", "vllm/test_engine.py", "trtllm/test_configs.py",
-    "megatron/test_checkpoint.py", "e2e/test_stop.py", "trtllm/test_runs.py", "trtllm/test_built_ranks.py",
-    "survival/test_ending.py", "launch/test_doctor.py", "e2e/test_experts.py", "rewards/test_scorer.py",
-    "megatron/test_moe.py", "e2e/test_quickstart.py", "engines/native/test_engine.py", "acceptance/test_gpu.py",
-    "refit/test_refit.py", "survival/test_torchrun.py", "formats/test_megatron.py", "formats/test_trtllm.py",
-    "models/test_config_keys.py", "run_folder/test_commit_kills.py", "e2e/test_async_checkpoint.py",
-    "trtllm/test_refit.py", "fuzz/test_fixed.py", "test_wiring.py", "vllm/test_refit.py", "trtllm/test_fp8.py",
-    "trtllm/test_parts.py", "megatron/test_moe_recompute.py",
+    "trtllm/test_runs.py", "trtllm/test_built_ranks.py", "doctor/test_doctor.py", "test_fields.py",
+    "tools/test_bench_rollout.py", "te/test_actor.py", "launch/test_doctor.py", "vllm/test_acceptance.py",
+    "trtllm/test_acceptance.py", "convert/test_convert_round_trips.py", "trtllm/test_configs.py",
+    "launch/test_stop.py", "launch/test_strangers.py", "vllm/test_refit.py", "test_bad_input.py",
+    "engines/native/test_experts.py", "launch/test_mpirun.py", "vllm/test_runs.py", "refit/test_refit.py",
+    "rewards/test_scorer.py", "megatron/test_checkpoint.py", "megatron/test_policy.py", "serve/test_serve.py",
+    "trtllm/test_refit_bytes.py", "launch/test_hosts.py", "megatron/test_objectives.py", "vllm/test_rehearsal.py",
+    "e2e/test_resume.py", "vllm/test_engine.py", "e2e/test_experts.py", "models/test_config_keys.py",
+    "vllm/test_routing.py", "acceptance/test_gpu.py", "survival/test_torchrun.py", "megatron/test_distillation.py",
+    "formats/test_megatron.py", "fuzz/test_fixed.py", "e2e/test_stop.py", "e2e/test_owner.py", "e2e/test_full_disk.py",
+    "te/test_use.py", "megatron/test_moe.py", "megatron/test_packed_alone.py", "observe/test_contenders.py",
+    "e2e/test_async_checkpoint.py", "survival/test_ending.py", "episodes/test_episodes.py", "e2e/test_critic.py",
+    "run_folder/test_commit_kills.py", "e2e/test_quickstart.py",
 )  # fmt: skip
-"""Those of over 10 s of processor time, begun first, in this order: one of them at the end would keep one worker busy
-while the others are done. Those that mostly wait stand between those that mostly compute."""
+"""Those of over 8 s of processor time, or that wait as long, begun first, in this order: one of them at the end would
+keep one worker busy while the others are done. Those that mostly wait stand between those that mostly compute."""
 
 MARKERS = ("gpu", "multigpu", "te", "trtllm", "vllm", "mpi", "slurm", "netns")
 

@@ -197,7 +197,11 @@ def read(config: Config) -> Facts:
     source = load_training(config.data, found.tokenizer, prompt_length=length, seed=config.run.seed)
     prompts = source.next(6)
     held_out = load_validation(config.data, found.tokenizer, prompt_length=length)
-    return {"train": prompts, "val": held_out, "imitated": examples(prompts, found.tokenizer, config)}
+    return {
+        "train": prompts,
+        "val": held_out,
+        "learned": examples(prompts, found.tokenizer, config, learns_from=found.algorithm.learns_from),
+    }
 
 
 @of_a_config

@@ -48,6 +48,7 @@ def _worker(rank: int, size: int, port: int, pipe: Connection) -> None:
 
     launch.start("cpu", num_threads=1, timeout_s=2 * CALL_TIMEOUT_S)
     gc.freeze()  # Megatron collects garbage again and again: what was imported is none
+    gc.get_freeze_count = lambda: 1  # a run asks for it, and it counts by walking through all of them
     pipe.send(("ok", None))
     while True:
         try:

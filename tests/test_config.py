@@ -157,7 +157,7 @@ def test_thousands_are_numbers(tmp_path):
         ("data:\n  train_files: {a: b}\n", [], "{'a': 'b'} came, expected a list"),
         ("{}", ["actor.lr=abc"], "'actor.lr' in override 'actor.lr=abc': 'abc' came, expected a number."),
         ("{}", ["train.minibatch_size=x"], "'x' came, expected a whole number, or null."),
-        ("{}", ["reward.functions=3"], "3 came, expected a list of sections with keys name, weight, kwargs."),
+        ("{}", ["reward.functions=3"], "3 came, expected a list of sections with keys name, weight, kwargs, batch."),
         ("{}", ["reward.functions[1].weight=2"], "'reward.functions' has 1 entries, counted from 0."),
         ("{}", ["data.task_kwargs=3"], "expected a mapping such as {key: value}."),
         ("{}", ["train={}"], "override 'train={}' sets nothing. Set its keys, or take it back with '~train'."),

@@ -13,7 +13,7 @@ from mrl.run.prepare import resolve
 from tests.source import ROOT
 
 NAME = re.compile(
-    r"(?P<algorithm>[a-z]+)_(?P<model>[^_]+)_(?P<nodes>\d+)x(?P<gpus>\d+)"
+    r"(?P<algorithm>[a-z]+)(?P<agent>-agent)?_(?P<model>[^_]+)_(?P<nodes>\d+)x(?P<gpus>\d+)"
     r"(?:_(?P<layout>[a-z0-9]*\d))?(?:_(?P<engine>[a-z]+))?\.yaml"
 )
 FILES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if NAME.fullmatch(path.name)]
@@ -53,6 +53,7 @@ def test_a_config_is_allowed_at_its_world_size_and_named_after_its_layout(file):
     assert (name["layout"] or "") == layout_name(found.grid)
     assert found.config.rollout.name == (name["engine"] or "trtllm")
     assert name["algorithm"] == ("opd" if found.teachers else found.config.algorithm.name)
+    assert bool(name["agent"]) == found.config.rollout.multi_turn.enable
     assert re.sub("[-_]", "", name["model"]) == re.sub("[-_]", "", found.config.model.preset)
     assert f"--world-size {world_size(file)}" in file.read_text()
 

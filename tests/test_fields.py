@@ -44,6 +44,7 @@ DEEP = ("model.overrides.num_hidden_layers=4",)
 TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 SHARED = (*MIXTURE, f"{TP}=2", "parallel.sequence_parallel=true", "parallel.expert_model_parallel_size=2")
 CHARGED = ("algorithm.name=reinforce_pp", "algorithm.kl_in=reward", "train.num_steps=3", "actor.lr=0.1")
+DPO = ("algorithm.name=dpo", "algorithm.dpo.loss_type=robust", "train.minibatch_size=null", "train.num_steps=2")
 ADAPTIVE_KL = (*CHARGED, "algorithm.kl_ctrl={type: adaptive, target_kl: 100, horizon: 20}")
 PPO = ("algorithm.name=ppo",)
 KL = ("algorithm.kl_in=loss", "algorithm.kl_coef=0.1")
@@ -183,6 +184,9 @@ ROWS = {
     "rollout.dtype": row("rollout.dtype=bfloat16"),
     "rollout.quantization": row("rollout.quantization=fp8"),
     "rollout.tensor_model_parallel_size": row("rollout.tensor_model_parallel_size=2", by=laid),
+    "rollout.num_ranks": row("rollout.num_ranks=2", by=laid),
+    "rollout.nnodes": row("rollout.nnodes=2", "rollout.n_gpus_per_node=1", by=laid),
+    "rollout.n_gpus_per_node": row("rollout.n_gpus_per_node=2", "rollout.nnodes=1", by=laid),
     "rollout.pipeline_model_parallel_size": row(
         "rollout.pipeline_model_parallel_size=2", by=laid, refused="only built TensorRT-LLM engines"
     ),
@@ -227,6 +231,8 @@ ROWS = {
     **{f"algorithm.vespo.{name}": row(f"algorithm.vespo.{name}=9", given=(*FAR, "algorithm.policy_loss=vespo"))
        for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
     "algorithm.dro.dro_beta": row("algorithm.dro.dro_beta=9", given=(*FAR, "algorithm.policy_loss=dro")),
+    **{f"algorithm.dpo.{key}": row(f"algorithm.dpo.{key}={value}", given=DPO)
+       for key, value in (("loss_type", "hinge"), ("beta", 3), ("label_smoothing", 0.3), ("sft_loss_weight", 0.5))},
     "algorithm.dppo.ratio_cap": row("algorithm.dppo.ratio_cap=1.01", given=(*FAR, "algorithm.policy_loss=dppo_tv")),
     "algorithm.clip_cov.clip_cov_ratio": row("algorithm.clip_cov.clip_cov_ratio=0.9", given=DROPPED),
     "algorithm.clip_cov.clip_cov_lb": row("algorithm.clip_cov.clip_cov_lb=0.2", given=DROPPED),
@@ -309,6 +315,10 @@ ELSEWHERE = {
     "rollout.agent.time_limit_s": EPISODES,
     "rollout.agent.memory_limit_mb": EPISODES,
     "rollout.checkpoint_engine.update_weights_bucket_megabytes": ("refit/test_refit.py", "a small model fits one"),
+    "reward.functions[].batch": ("rewards/test_batches.py", "needs a function of lists, in a process of its own"),
+    "reward.model.path": ("e2e/test_reward_model.py", "needs a second model"),
+    "reward.model.weight": ("e2e/test_reward_model.py", "needs a second model"),
+    "reward.model.retokenize": ("run/test_reward_model.py", "needs a model with another tokenizer"),
     "reward.time_limit_s": ("rewards/test_scorer.py", "needs a function that hangs, in a process of its own"),
     "reward.num_workers": ("rewards/test_scorer.py", "needs functions in processes of their own"),
     "reward.error_value": ("rewards/test_scorer.py", "needs a function that fails"),

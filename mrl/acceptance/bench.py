@@ -69,7 +69,7 @@ class Bench:
         job = self.job
         layout, grids = job.policy.layout(), grids_of(job.arch, job.config.rollout.quantization)
         with self._kept() as tensors:
-            quantizer = Quantizer(layout, tensors, grids)
+            quantizer = Quantizer(layout, tensors, grids, job.device)
             quantizer.measure()
             for name, stored in layout.items():
                 for piece in stored.pieces:

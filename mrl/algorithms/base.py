@@ -21,7 +21,7 @@ from mrl.algorithms import _correction_config as correction
 from mrl.algorithms._entropy_control import EntropyControl
 from mrl.algorithms._kl_control import KlControl
 from mrl.algorithms._policy_loss import LOSSES, READ
-from mrl.config import AlgorithmConfig, RolloutConfig
+from mrl.config import AlgorithmConfig, DpoConfig, LearnsFrom, RolloutConfig
 from mrl.errors import UserError
 from mrl.functional import advantages as advantage_maths
 from mrl.functional.aggregation import token_weights
@@ -70,8 +70,9 @@ class Algorithm(ABC):
     kl_places: ClassVar[frozenset[str]] = frozenset({"none", "loss"})
     """Values of `kl_in` that this algorithm honours."""
 
-    supervised: ClassVar[bool] = False
-    """Trains on the answers of the data; nothing is sampled or scored, and only `weigh` and `loss` are called."""
+    learns_from: ClassVar[LearnsFrom] = "samples"
+    """With "responses" and "pairs", which the data have, nothing is sampled or scored: only `weigh` and `loss` are
+    called. The sequences of a pair have one `group_id_B`, `sample_index_B` 0 (the better) and 1, and one microbatch."""
 
     def __init__(self, config: AlgorithmConfig, rollout: RolloutConfig) -> None:
         self.config = config
@@ -88,8 +89,18 @@ class Algorithm(ABC):
         return advantage_maths.informative_groups(outcomes.rewards_N, outcomes.group_id_N)
 
     @property
+    def supervised(self) -> bool:
+        """Whether it trains on what the data have."""
+        return self.learns_from != "samples"
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences that a prompt gives to a step."""
+        return {"samples": self.rollout.n, "responses": 1, "pairs": 2}[self.learns_from]
+
+    @property
     def needs_reference(self) -> bool:
-        """Whether `ref_logprobs_R` must be set before `advantages`."""
+        """Whether `ref_logprobs_R` must be set before `advantages`, of a supervised one before `loss`."""
         return self.config.kl_in != "none"
 
     @property
@@ -249,7 +260,7 @@ def _find(name: str) -> type[Algorithm]:
 def _defaults(config: AlgorithmConfig, algorithm: type[Algorithm]) -> dict[str, Any]:
     """The algorithm's, and over them those of the policy loss where it is another than the algorithm's own."""
     chosen = config.policy_loss
-    if chosen is None and correction.is_reinforce(config.rollout_correction) and not algorithm.supervised:
+    if chosen is None and correction.is_reinforce(config.rollout_correction) and algorithm.learns_from == "samples":
         return {**algorithm.defaults, "policy_loss": correction.REINFORCE}
     if chosen is None or "policy_loss" in algorithm.unused or chosen == algorithm.defaults.get("policy_loss"):
         return algorithm.defaults
@@ -305,6 +316,8 @@ def _idle(config: AlgorithmConfig, algorithm: type[Algorithm]) -> dict[str, str]
             config.kl_ctrl.type == "fixed",
             "algorithm.kl_ctrl.type is 'fixed'",
         ),
+        (tuple(f"dpo.{item.name}" for item in fields(DpoConfig)), algorithm.learns_from != "pairs", by_name),
+        (("dpo.label_smoothing",), config.dpo.loss_type != "robust", "algorithm.dpo.loss_type is not 'robust'"),
         (("max_sampling_rounds",), not config.dynamic_sampling, "algorithm.dynamic_sampling is off"),
         (("overlong.penalty",), config.overlong.buffer_length == 0, "algorithm.overlong.buffer_length is 0"),
     ]
@@ -369,6 +382,9 @@ def ranges(config: AlgorithmConfig) -> list[tuple[str, float | None, Callable[[f
         ("kl_cov.kl_cov_ratio", config.kl_cov.kl_cov_ratio, lambda x: 0 < x <= 1, "a number in (0, 1]"),
         ("kl_cov.ppo_kl_coef", config.kl_cov.ppo_kl_coef, lambda x: x >= 0, "a number of at least 0"),
         ("dro.dro_beta", config.dro.dro_beta, lambda x: x > 0, "a number above 0"),
+        ("dpo.beta", config.dpo.beta, lambda x: x > 0, "a number above 0"),
+        ("dpo.label_smoothing", config.dpo.label_smoothing, lambda x: 0 <= x < 0.5, "a number in [0, 0.5)"),
+        ("dpo.sft_loss_weight", config.dpo.sft_loss_weight, lambda x: x >= 0, "a number of at least 0"),
         ("entropy_ctrl.target_entropy", entropy.target_entropy, lambda x: x > 0, "a number above 0"),
         ("entropy_ctrl.delta", entropy.delta, lambda x: x > 0, "a number above 0"),
         ("entropy_ctrl.min_coef", entropy.min_coef, lambda x: x >= 0, "a number of at least 0"),

@@ -17,7 +17,7 @@ from mrl.types import RolloutBatch
 class Sft(Algorithm):
     """-log pi(response | prompt)."""
 
-    supervised = True
+    learns_from = "responses"
     defaults: ClassVar[dict[str, Any]] = {"loss_aggregation": "token_mean"}
     unused = frozenset(
         {

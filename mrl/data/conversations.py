@@ -70,6 +70,37 @@ def whole(row: Row, source: str, data: DataConfig) -> tuple[Messages, Messages] 
     return messages[:last], [messages[last]]
 
 
+def pair_start(row: Row, source: str, data: DataConfig) -> Messages | None:
+    """What both conversations of a pair begin with alike, in a row that has no prompt of its own.
+
+    Returns:
+        These messages, at least one; None: the row holds no pair, or its prompt in a column.
+
+    Raises:
+        UserError: The pair cannot be used: it names the row.
+    """
+    keys = data.chosen_key, data.rejected_key
+    if not all(key in row for key in keys) or data.prompt_key in row or data.messages_key in row:
+        return None
+    if not all(isinstance(row[key], list) for key in keys):
+        raise UserError(
+            f"{source}: there is no column '{data.prompt_key}' (data.prompt_key), and without a prompt the columns "
+            f"'{keys[0]}' and '{keys[1]}' must hold whole conversations, lists of chat messages. Columns: "
+            f"{', '.join(row)}."
+        )
+    chosen, rejected = (checked(row[key], source, f"column '{key}'") for key in keys)
+    count = next((i for i, both in enumerate(zip(chosen, rejected, strict=False)) if both[0] != both[1]), None)
+    what = f"{source}: columns '{keys[0]}' and '{keys[1]}'"
+    if count is None:
+        raise UserError(f"{what}: one conversation is the beginning of the other, so neither is preferred.")
+    if count == 0 or any(messages[count]["role"] != ASSISTANT for messages in (chosen, rejected)):
+        raise UserError(
+            f"{what} differ first in message {count}, which must be one of the role '{ASSISTANT}' after at least one "
+            "other: what comes before it is the prompt of both."
+        )
+    return chosen[:count]
+
+
 def described(value: Any) -> str:
     """A value of a row for a message: its type, and what it is, cut where it is long."""
     text = repr(value)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mrl.config import DataConfig
-from mrl.data.conversations import Messages, checked, described, whole
+from mrl.data.conversations import Messages, checked, described, pair_start, whole
 from mrl.data.rows import Row, Rows, TaskRows, open_files
 from mrl.data.shuffle import Shuffle
 from mrl.data.tasks import make_task
@@ -88,16 +88,18 @@ class PromptEncoder:
                 )
             ids = ids[-self._prompt_length :]
             text = self._tokenizer.decode(ids)
-        asked = self._data.messages_key if self._prompt_key not in row else self._prompt_key
-        used = {asked, self._prompt_key.partition(".")[0], self._answer_column(row).partition(".")[0]}
+        used = {
+            self._asked(row, source)[1],
+            self._prompt_key.partition(".")[0],
+            self._answer_column(row).partition(".")[0],
+        }
         extra = {name: value for name, value in row.items() if name not in used}
         return Prompt(uid, tuple(ids), text, answer, extra, source, named or data_source, question, row)
 
     def _question(self, row: Row, source: str) -> str | Messages:
         """The prompt as a string to encode as it stands, or as messages for the chat template."""
         data = self._data
-        conversation = whole(row, source, data)
-        value = _column(row, self._prompt_key, source, "data.prompt_key") if conversation is None else conversation[0]
+        value, key = self._asked(row, source)
         if isinstance(value, str):
             if data.apply_chat_template == "always":
                 return self._with_system([{"role": "user", "content": value}])
@@ -107,7 +109,6 @@ class PromptEncoder:
                     "data.apply_chat_template=always, or data.system_prompt=null."
                 )
             return value
-        key = self._prompt_key if conversation is None else data.messages_key
         messages = checked(value, source, f"column '{key}'")
         if data.apply_chat_template == "never":
             raise UserError(
@@ -115,6 +116,16 @@ class PromptEncoder:
                 "data.apply_chat_template=never. Set it to auto, or use strings."
             )
         return self._with_system(messages)
+
+    def _asked(self, row: Row, source: str) -> tuple[Any, str]:
+        """What the row asks, and the column that has it."""
+        conversation = whole(row, source, self._data)
+        if conversation is not None:
+            return conversation[0], self._data.messages_key
+        start = None if self._data.task is not None else pair_start(row, source, self._data)
+        if start is not None:
+            return start, self._data.chosen_key
+        return _column(row, self._prompt_key, source, "data.prompt_key"), self._prompt_key
 
     def _with_system(self, messages: Messages) -> Messages:
         if self._data.system_prompt is None or messages[0]["role"] == "system":
@@ -124,7 +135,7 @@ class PromptEncoder:
     def _answer(self, row: Row, source: str) -> str | None:
         """The answer as a string. Numbers are accepted; a whole number in a float column (49.0) reads "49".
 
-        Of a whole conversation without such a column it is the assistant's last message.
+        Of a whole conversation without such a column it is the assistant's last message; of a pair there is none.
         """
         if not self._answer_key:
             return None
@@ -132,6 +143,9 @@ class PromptEncoder:
         if key == "answer" not in row and (conversation := whole(row, source, self._data)) is not None:
             said: str = conversation[1][0]["content"]
             return said
+        keys = self._data.chosen_key, self._data.rejected_key
+        if key == "answer" not in row and (keys != ("chosen", "rejected") or any(name in row for name in keys)):
+            return None
         value = _column(row, key, source, "data.answer_key")
         if value is None or isinstance(value, str):
             return value

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 from mrl.errors import UserError
 from mrl.schema import own_code, registry
+
+_Asked = TypeVar("_Asked")
 
 
 class Task(ABC):
@@ -37,7 +39,7 @@ class Task(ABC):
 
 
 class Addition(Task):
-    """Sums: "<12+7+30>" asks, "49" answers.
+    """Sums: "<12+7+30>" asks, "49" answers. Training rows have a pair too: "49" is better than what is too high.
 
     Every sum belongs to one side by a hash of its sorted terms: a held-out sum never appears in training, in no order
     of its terms. Training rows may repeat; held-out rows are all different.
@@ -67,7 +69,7 @@ class Addition(Task):
             held_out_frac: Part of all sums that is kept from training, [0.01, 0.9].
             wrong_frac: Part of the training rows whose "response" is too high, [0, 1]: supervised steps on
                 `data.response_key=response` then end in a policy that reinforcement learning can improve.
-            wrong_by: How much too high these are, at least 1.
+            wrong_by: How much too high these are, and the worse response of each row's pair, at least 1.
             seed: Chooses the rows and the split.
 
         Raises:
@@ -100,7 +102,9 @@ class Addition(Task):
         self._wrong_frac = wrong_frac
         self._wrong_by = wrong_by
         self._seed = seed
-        self._val = self._held_out_sums()
+        self._val = _different(
+            "sums", num_val, held_out_frac, lambda index: self._draw("val", index, 0), self._is_held_out
+        )
 
     def train_row(self, index: int) -> dict[str, Any]:
         """See `Task.train_row`."""
@@ -108,6 +112,7 @@ class Addition(Task):
         while self._is_held_out(terms := self._draw("train", index, attempt)):
             attempt += 1
         row = _sum_row(terms)
+        row |= {"chosen": row["answer"], "rejected": str(sum(terms) + self._wrong_by)}
         if _number(self._seed, "wrong", index) < self._wrong_frac * 2**512:
             row["response"] = str(sum(terms) + self._wrong_by)
         return row
@@ -115,23 +120,6 @@ class Addition(Task):
     def val_row(self, index: int) -> dict[str, Any]:
         """See `Task.val_row`."""
         return _sum_row(self._val[index])
-
-    def _held_out_sums(self) -> list[tuple[int, ...]]:
-        """The first `num_val` different held-out sums of the generator's own stream."""
-        found: dict[tuple[int, ...], None] = {}
-        tries = int(20 * (self.num_val + 100) / self._held_out_frac)
-        for index in range(tries):
-            if len(found) == self.num_val:
-                break
-            terms = self._draw("val", index, 0)
-            if self._is_held_out(terms):
-                found[terms] = None
-        if len(found) < self.num_val:
-            raise UserError(
-                f"data.task_kwargs.num_val is {self.num_val}, but only {len(found)} different held-out sums were found "
-                f"in {tries} draws. Lower num_val, or raise max_value, max_terms or held_out_frac."
-            )
-        return list(found)
 
     def _draw(self, side: str, index: int, attempt: int) -> tuple[int, ...]:
         rest = _number(self._seed, side, index, attempt)
@@ -150,6 +138,30 @@ class Addition(Task):
 def _number(*key: object) -> int:
     """A number below 2**512 that looks random and depends on the key alone."""
     return int.from_bytes(blake2b(repr(key).encode(), digest_size=64).digest(), "little")
+
+
+def _different(
+    what: str, count: int, frac: float, draw: Callable[[int], _Asked], is_held_out: Callable[[_Asked], bool]
+) -> list[_Asked]:
+    """The first `count` different held-out questions of a stream, `frac` of which are held out.
+
+    Raises:
+        UserError: There are fewer.
+    """
+    found: dict[_Asked, None] = {}
+    tries = int(20 * (count + 100) / frac)
+    for index in range(tries):
+        if len(found) == count:
+            break
+        asked = draw(index)
+        if is_held_out(asked):
+            found[asked] = None
+    if len(found) < count:
+        raise UserError(
+            f"data.task_kwargs.num_val is {count}, but only {len(found)} different held-out {what} were found in "
+            f"{tries} draws. Lower num_val, or raise held_out_frac or what makes more questions different."
+        )
+    return list(found)
 
 
 def _check_whole(name: str, value: object, low: int, high: int) -> None:
@@ -171,9 +183,8 @@ def _sum_row(terms: tuple[int, ...]) -> dict[str, Any]:
 class Guessing(Task):
     """Games for the environment `guess`: "<1-15>" asks for a number, which the game's seed chooses.
 
-    "response" is a game with some number, guess by guess with what the environment answers: some halve what is left, as
-    they should, the others guess anything. Turns end with the tokenizer's end token, so this is for a character
-    tokenizer whose end token is `end`.
+    "response" is a game with some number, as messages: guess by guess with what the environment answers. Some halve
+    what is left, as they should, the others guess anything.
     """
 
     def __init__(
@@ -182,7 +193,6 @@ class Guessing(Task):
         low: int = 1,
         high: int = 15,
         num_guesses: int = 4,
-        end: str = "#",
         num_train: int = 100_000,
         num_val: int = 64,
         right_frac: float = 0.2,
@@ -194,7 +204,6 @@ class Guessing(Task):
             low: Smallest number.
             high: Largest number, above it.
             num_guesses: Of a game, at least 1.
-            end: Ends a turn, one character.
             num_train: Rows of an epoch.
             num_val: Held-out rows; all rows ask the same, their games differ.
             right_frac: Part of the training rows whose "response" plays well, [0, 1].
@@ -212,10 +221,8 @@ class Guessing(Task):
         ):
             _check_whole(name, value, least, most)
         _check_part("right_frac", right_frac, 0, 1)
-        if len(end) != 1:
-            raise UserError(f"data.task_kwargs.end is {end!r}, expected one character.")
         self.num_train, self.num_val = num_train, num_val
-        self._range, self._num_guesses, self._end = (low, high), num_guesses, end
+        self._range, self._num_guesses = (low, high), num_guesses
         self._right_frac, self._seed = right_frac, seed
 
     def train_row(self, index: int) -> dict[str, Any]:
@@ -227,39 +234,40 @@ class Guessing(Task):
         low, high = self._range
         return {"prompt": f"<{low}-{high}>", "answer": None}
 
-    def _game(self, index: int) -> str:
-        """All turns but the last one's end."""
+    def _game(self, index: int) -> list[dict[str, str]]:
         (low, high), rest = self._range, _number(self._seed, "game", index)
         size = high - low + 1
         rest, place = divmod(rest, size)
         plays_well = _number(self._seed, "plays", index) < self._right_frac * 2**512
-        said: list[str] = []
+        said: list[dict[str, str]] = []
         for _ in range(self._num_guesses):
             rest, other = divmod(rest, size)
             guess = (low + high) // 2 if plays_well else self._range[0] + other
             number = self._range[0] + place
-            said.append(str(guess))
+            said.append({"role": "assistant", "content": str(guess)})
             if guess == number:
-                break
+                return said
             low, high = (guess + 1, high) if guess < number else (low, guess - 1)
-            said += [self._end, "higher" if guess < number else "lower"]
-        return "".join(said if said[-1].isdigit() else said[:-2])
+            said.append({"role": "user", "content": "higher" if guess < number else "lower"})
+        return said[:-1]
 
 
 class Calculating(Task):
     """Sums and products for the environment `calculator`: "<3*7+8>" asks, "29" answers.
 
-    "response" either calls the calculator, in Hermes' words, and says what it answers, or says a number at random.
-    Turns end with the tokenizer's end token, so this is for a character tokenizer whose end token is `end`.
+    Every question belongs to one side by a hash: a held-out question never appears in training.
+
+    "response" is messages: either a call of the calculator, in Hermes' words, with what it answers and the same again,
+    or a number at random.
     """
 
     def __init__(
         self,
         *,
         num_terms: int = 3,
-        end: str = "#",
         num_train: int = 100_000,
         num_val: int = 64,
+        held_out_frac: float = 0.1,
         calls_frac: float = 0.3,
         seed: int = 0,
     ) -> None:
@@ -267,14 +275,14 @@ class Calculating(Task):
 
         Args:
             num_terms: Digits of a question, [2, 16].
-            end: Ends a turn, one character.
             num_train: Rows of an epoch.
-            num_val: Held-out rows, from a stream of their own.
+            num_val: Held-out rows, all different.
+            held_out_frac: Part of all questions that is kept from training, [0.01, 0.9].
             calls_frac: Part of the training rows whose "response" calls the calculator, [0, 1].
-            seed: Chooses the questions.
+            seed: Chooses the questions and the split.
 
         Raises:
-            UserError: A value is out of range.
+            UserError: A value is out of range, or there are too few held-out questions.
         """
         for name, value, least, most in (
             ("num_terms", num_terms, 2, 16),
@@ -282,28 +290,41 @@ class Calculating(Task):
             ("num_val", num_val, 0, 10**5),
         ):
             _check_whole(name, value, least, most)
+        _check_part("held_out_frac", held_out_frac, 0.01, 0.9)
         _check_part("calls_frac", calls_frac, 0, 1)
-        if len(end) != 1:
-            raise UserError(f"data.task_kwargs.end is {end!r}, expected one character.")
         self.num_train, self.num_val = num_train, num_val
-        self._num_terms, self._end, self._calls_frac, self._seed = num_terms, end, calls_frac, seed
+        self._num_terms, self._calls_frac, self._seed = num_terms, calls_frac, seed
+        self._held_out_frac = held_out_frac
+        self._val = _different(
+            "questions", num_val, held_out_frac, lambda index: self._question("val", index, 0), self._is_held_out
+        )
 
     def train_row(self, index: int) -> dict[str, Any]:
         """See `Task.train_row`."""
-        question, answer = self._question("train", index)
-        call = f'<tool_call>{{"name": "calculator", "arguments": {{"expression": "{question}"}}}}</tool_call>'
-        right = f"{call}{self._end}{answer}{answer}"  # what the environment says, and what the policy says of it
-        calls = _number(self._seed, "calls", index) < self._calls_frac * 2**512
-        wrong = str(_number(self._seed, "says", index) % 100)
-        return {"prompt": f"<{question}>", "answer": answer, "response": right if calls else wrong}
+        attempt = 0
+        while self._is_held_out(drawn := self._question("train", index, attempt)):
+            attempt += 1
+        question, answer = drawn
+        says = str(_number(self._seed, "says", index) % 100)
+        said = []
+        if _number(self._seed, "calls", index) < self._calls_frac * 2**512:
+            call = f'<tool_call>{{"name": "calculator", "arguments": {{"expression": "{question}"}}}}</tool_call>'
+            said = [{"role": "assistant", "content": call}, {"role": "tool", "content": answer}]
+            says = answer
+        response = [*said, {"role": "assistant", "content": says}]
+        return {"prompt": f"<{question}>", "answer": answer, "response": response}
 
     def val_row(self, index: int) -> dict[str, Any]:
         """See `Task.val_row`."""
-        question, answer = self._question("val", index)
+        question, answer = self._val[index]
         return {"prompt": f"<{question}>", "answer": answer}
 
-    def _question(self, side: str, index: int) -> tuple[str, str]:
-        rest = _number(self._seed, "question", side, index)
+    def _is_held_out(self, drawn: tuple[str, str]) -> bool:
+        return _number(self._seed, "split", drawn[0]) < self._held_out_frac * 2**512
+
+    def _question(self, side: str, index: int, attempt: int) -> tuple[str, str]:
+        """A question and its answer."""
+        rest = _number(self._seed, "question", side, index, attempt)
         rest, first = divmod(rest, 9)
         products, text = [first + 1], str(first + 1)
         for _ in range(self._num_terms - 1):

@@ -34,7 +34,9 @@ class Conversation(NamedTuple):
     turns: list[tuple[int, int]]
 
 
-def rendered(messages: Sequence[Message], tokenizer: Tokenizer, *, first: int = 0) -> Conversation:
+def rendered(
+    messages: Sequence[Message], tokenizer: Tokenizer, *, first: int = 0, tools: Sequence[Mapping[str, Any]] = ()
+) -> Conversation:
     """Renders a conversation, and finds the assistant's turns in it.
 
     A turn begins where the conversation before it, rendered up to where the assistant begins to answer, ends; and it
@@ -45,30 +47,38 @@ def rendered(messages: Sequence[Message], tokenizer: Tokenizer, *, first: int = 
         messages: Up to and with one of the assistant's, and not beginning with one.
         tokenizer: Has the chat template.
         first: Index of the first message whose turn is wanted.
+        tools: Schemas that the template offers.
 
     Raises:
         UserError: There is no chat template, or it refuses the messages, or is not append-only.
     """
-    whole = tokenizer.render_chat(messages, begins_answer=False)
+    whole = tokenizer.render_chat(messages, begins_answer=False, tools=tools)
     ids, places = tokenizer.encode_with_places(whole)
     begins, ends = [begin for begin, _ in places], [end for _, end in places]
     turns = []
     for index in range(first, len(messages)):
         if messages[index]["role"] != "assistant":
             continue
-        start = _length(messages[:index], tokenizer, whole, begins_answer=True)
+        start = _length(messages[:index], tokenizer, tools, whole, begins_answer=True)
         stop = len(whole)
         if index + 1 < len(messages):
-            stop = _length(messages[: index + 1], tokenizer, whole, begins_answer=False)
+            stop = _length(messages[: index + 1], tokenizer, tools, whole, begins_answer=False)
         token, end = bisect_right(ends, start), bisect_left(begins, stop)
         over = next((place for place in range(token, end) if ids[place] in tokenizer.eos_ids), end - 1)
         turns.append((token, over + 1))
     return Conversation(ids, turns)
 
 
-def _length(messages: Sequence[Message], tokenizer: Tokenizer, whole: str, *, begins_answer: bool) -> int:
+def _length(
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    tools: Sequence[Mapping[str, Any]],
+    whole: str,
+    *,
+    begins_answer: bool,
+) -> int:
     """Characters of a beginning of the conversation."""
-    part = tokenizer.render_chat(messages, begins_answer=begins_answer)
+    part = tokenizer.render_chat(messages, begins_answer=begins_answer, tools=tools)
     if not whole.startswith(part):
         at = next((index for index, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), len(whole))
         near = slice(max(0, at - 20), at + 20)

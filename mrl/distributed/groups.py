@@ -1,21 +1,24 @@
 """The process groups of the parallel layout, by name.
 
-Owns the bundle `ProcessGroups` that every collective takes its group from, and the groups of the rollout replicas. The
-actor's groups are made by Megatron (`megatron/parallel.py`) and put in here.
+Owns the bundle `ProcessGroups` that every collective takes its group from, the groups of the rollout replicas, and that
+of the ranks that train. The actor's groups are made by Megatron (`megatron/parallel.py`) and put in here.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
+from mrl.distributed.roles import as_whole_job
 from mrl.grid import Coords, Grid
 
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """Groups that this rank belongs to.
+    """Groups that this rank belongs to; those of a role that it does not have are itself alone.
 
     Attributes:
         rank: Global rank.
@@ -26,6 +29,7 @@ class ProcessGroups:
         dp_cp: Ranks that hold the same shard for other tokens.
         pp: Pipeline stages of this rank's replica of the actor.
         rollout_tp: Ranks of this rank's rollout replica.
+        trainers: Ranks that train, where others sample; None: all ranks do both.
     """
 
     rank: int
@@ -36,26 +40,63 @@ class ProcessGroups:
     dp_cp: dist.ProcessGroup
     pp: dist.ProcessGroup
     rollout_tp: dist.ProcessGroup
+    trainers: dist.ProcessGroup | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether this rank holds a part of the actor."""
+        return self.rank in self.grid.trainers
+
+    @property
+    def samples(self) -> bool:
+        """Whether this rank holds a part of an engine."""
+        return self.rank in self.grid.samplers
+
+    def among_trainers(self) -> AbstractContextManager[None]:
+        """Inside, on ranks that train, these are all ranks of the job for whatever asks."""
+        return as_whole_job(self.trainers)
 
     @property
     def coords(self) -> Coords:
-        """Actor coordinates of this rank."""
+        """Actor coordinates of this rank, which trains."""
         return self.grid.coords(self.rank)
 
     @property
     def leads_replica(self) -> bool:
         """Whether this rank is the first of its rollout replica: it scores and sends the replica's rollouts."""
-        return self.grid.rollout_rank(self.rank) == 0
+        return self.samples and self.grid.rollout_rank(self.rank) == 0
 
 
 def make_rollout_group(grid: Grid, rank: int) -> dist.ProcessGroup:
-    """Collective over the job: the group of this rank's rollout replica."""
+    """Collective over the job: the group of this rank's rollout replica; of itself alone where it does not sample."""
     own: dist.ProcessGroup | None = None
     for replica in range(grid.num_replicas):
-        ranks = list(range(replica * grid.rollout_size, (replica + 1) * grid.rollout_size))
+        start = grid.samplers.start + replica * grid.rollout_size
+        ranks = list(range(start, start + grid.rollout_size))
         group = dist.new_group(ranks)
         if rank in ranks:
             own = group
-    if own is None:
+    if own is not None:
+        return own
+    if rank in grid.samplers:
         raise RuntimeError(f"rank {rank} is in no rollout replica of {grid}")
-    return own
+    return alone(rank)
+
+
+def make_trainers_group(grid: Grid, timeout_s: float) -> dist.ProcessGroup | None:
+    """Collective over the job: the group of the ranks that train; None where all do.
+
+    Args:
+        grid: The layout.
+        timeout_s: A collective that waits longer fails, s.
+    """
+    if not grid.has_roles:
+        return None
+    made: dist.ProcessGroup = dist.new_group(list(grid.trainers), timeout=timedelta(seconds=timeout_s))
+    return made
+
+
+def alone(rank: int) -> dist.ProcessGroup:
+    """A group of this rank; no other rank takes part."""
+    made: dist.ProcessGroup = dist.new_group([rank], use_local_synchronization=True)
+    return made

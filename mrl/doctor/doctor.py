@@ -327,10 +327,8 @@ class Doctor:
 
     def _files(self, config: Config) -> Iterator[tuple[str, Check]]:
         yield "config", lambda: run_files.check_config(config, self._environment)
-        named = (("model", config.model.path), ("reference", config.reference.path), ("critic", config.critic.path))
-        for topic, path in named:
-            if path is not None:
-                yield topic, partial(run_files.check_model_files, path, topic)
+        for topic, path in run_files.models_of(config):
+            yield topic, partial(run_files.check_model_files, path, topic)
         yield "data", lambda: run_files.check_data(config)
 
     def _checkpoint_bytes(self) -> int | None:

@@ -36,8 +36,21 @@ def check_config(config: Config, environment: Environment) -> Iterator[Finding]:
         found = resolve(config, environment.world_size)
         arch, grid = found.arch, found.grid
         layout = f"fits {grid.world_size} ranks: tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}"
+        layout += f", and {grid.rollout_ranks} that only sample" if grid.has_roles else ""
     model = config.model.path or config.model.preset
     yield ok("config", f"{model}: {num_parameters(arch) / GB:.3g} x 10^9 parameters; {layout}")
+
+
+def models_of(config: Config) -> Iterator[tuple[str, str]]:
+    """What is said of each model folder that the config names, and the folder."""
+    for topic, path in (
+        ("model", config.model.path),
+        ("reference", config.reference.path),
+        ("critic", config.critic.path),
+        ("reward model", config.reward.model.path),
+    ):
+        if path is not None:
+            yield topic, path
 
 
 def check_model_files(folder: str, topic: str = "model") -> Iterator[Finding]:

@@ -44,6 +44,9 @@ class Talk(ABC):
     def ask(self, stopped: Stopped) -> None:
         """Hands a sequence over and returns at once."""
 
+    def hear(self) -> None:  # noqa: B027 -- one that has nobody to hear need not
+        """Takes in what has come, and returns at once; called between decode steps, and changes nothing of them."""
+
     @abstractmethod
     def answers(self, keys: Sequence[Key]) -> list[Sequence[int] | None]:
         """Collective over the replica: waits for the answers to these, each asked before.

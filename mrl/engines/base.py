@@ -184,6 +184,7 @@ class RolloutEngine(ABC):
 
         A sequence that stops is handed to `talk` and samples on after its answer. Here by rounds of `generate`, each of
         which waits for all answers to the last; an engine that can take answers in while others sample overrides it.
+        Which tokens are sampled does not depend on that.
 
         Args:
             prompts: The same on every rank of the replica.

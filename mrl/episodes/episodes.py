@@ -9,6 +9,7 @@ An episode is a function of the seed, the weights, its row and its environment, 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -35,6 +36,9 @@ T = TypeVar("T")
 
 WAIT_S = 1.0
 """Between two questions whether the job was told to stop."""
+
+HEAR_S = 0.02
+"""Between two looks at what the environments said, while the engine decodes."""
 
 LIKELY = (
     ({"role": "tool", "name": "tool", "content": "An answer."},),
@@ -196,6 +200,7 @@ class _Talk(Talk):
         self._names: dict[str, Key] = {}
         self._replies: dict[Key, Reply] = {}
         self._due: set[Key] = set()
+        self._heard_at = 0.0
 
     def open(self, key: Key, prompt: Prompt, seed: int, conversation: Conversation) -> None:
         """Begins an episode, on the leading rank."""
@@ -226,6 +231,12 @@ class _Talk(Talk):
         if action is not None:
             self._due.add(stopped.key)
             self._pool.send(f"{stopped.place}.{stopped.sample_index}", action)
+
+    def hear(self) -> None:
+        """See `Talk.hear`: workers go on, and one that hangs is ended in time."""
+        if self._pool is not None and time.monotonic() >= self._heard_at + HEAR_S:
+            self._take(self._pool.poll())
+            self._heard_at = time.monotonic()
 
     def answers(self, keys: Sequence[Key]) -> list[Sequence[int] | None]:
         """See `Talk.answers`."""
@@ -271,10 +282,13 @@ class _Talk(Talk):
         """Until the environments of these that were asked have answered, or the job was told to stop."""
         pool = _given(self._pool)
         while any(key in self._due for key in keys) and not self._told_to_stop():
-            for reply in pool.wait(WAIT_S):
-                key = self._names[reply.episode]
-                self._replies[key] = reply
-                self._due.discard(key)
+            self._take(pool.wait(WAIT_S))
+
+    def _take(self, replies: Sequence[Reply]) -> None:
+        for reply in replies:
+            key = self._names[reply.episode]
+            self._replies[key] = reply
+            self._due.discard(key)
 
     def _fails(self, key: Key, reply: Reply) -> bool:
         failure = reply.failure

@@ -30,8 +30,8 @@ def local_models(config: Config, *, download: bool = False) -> Config:
     Ranks of a host that call it at once wait for one of them to download; hosts that share the cache do so too.
 
     Args:
-        config: `model.path`, `model.tokenizer`, `reference.path`, `critic.path` and teachers' `model_path` may be names
-            of the hub; a folder that is there always wins.
+        config: `model.path`, `model.tokenizer`, `reference.path`, `critic.path`, `reward.model.path` and teachers'
+            `model_path` may be names of the hub; a folder that is there always wins.
         download: What the cache lacks is downloaded; otherwise it is refused.
 
     Raises:
@@ -43,6 +43,8 @@ def local_models(config: Config, *, download: bool = False) -> Config:
     model = replace(model, path=path, tokenizer=tokenizer)
     reference = replace(reference, path=local_folder("reference.path", reference.path, download=download))
     critic = replace(critic, path=local_folder("critic.path", critic.path, download=download))
+    scorer = config.reward.model
+    scorer = replace(scorer, path=local_folder("reward.model.path", scorer.path, download=download))
     teachers = [
         replace(
             teacher, model_path=local_folder(f"{TEACHERS}[{index}].model_path", teacher.model_path, download=download)
@@ -50,7 +52,8 @@ def local_models(config: Config, *, download: bool = False) -> Config:
         for index, teacher in enumerate(config.distillation.teacher_models)
     ]
     distillation = replace(config.distillation, teacher_models=teachers)
-    return replace(config, model=model, reference=reference, critic=critic, distillation=distillation)
+    reward = replace(config.reward, model=scorer)
+    return replace(config, model=model, reference=reference, critic=critic, distillation=distillation, reward=reward)
 
 
 def local_folder(key: str, text: str | None, *, download: bool = False, weights: bool = True) -> str | None:
@@ -86,6 +89,7 @@ def check_same_models(config: Config) -> None:
     from mrl.distributed.collectives import all_gather_ragged, everyone
 
     paths = [config.model.path, config.model.tokenizer, config.reference.path, config.critic.path]
+    paths.append(config.reward.model.path)
     paths += [teacher.model_path for teacher in config.distillation.teacher_models]
     folders = [Path(path).name for path in paths if path]
     digest = int.from_bytes(hashlib.sha256("\n".join(folders).encode()).digest()[:7], "big")
@@ -94,8 +98,8 @@ def check_same_models(config: Config) -> None:
     if other:
         error = UserError(
             f"rank {other[0]} has another state of the model from the Hugging Face hub than rank 0 (model.path, "
-            "model.tokenizer, reference.path, critic.path or a teacher's). Download it anew on every host, or name a "
-            "folder that all hosts share."
+            "model.tokenizer, reference.path, critic.path, reward.model.path or a teacher's). Download it anew on "
+            "every host, or name a folder that all hosts share."
         )
         error.everywhere = True
         raise error

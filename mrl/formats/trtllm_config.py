@@ -252,18 +252,16 @@ def _arch(config: Mapping[str, Any]) -> ArchSpec:
     )
     moe = {key: config.get(f"moe_{key}", 0) for key in ("num_experts", "top_k", "normalization_mode")}
     moe |= _object(config, "moe")
-    hf = {"head_dim": None, "num_key_value_heads": None, "rms_norm_eps": 1e-5}
+    hf: dict[str, Any] = {"head_dim": None, "num_key_value_heads": None, "rms_norm_eps": 1e-5}
     hf |= {hf_key: config[key] for key, hf_key in _HF_KEYS.items() if key in config}
-    return arch_from_config(
-        hf
-        | {
-            "model_type": family.hf_model_type,
-            "num_experts": moe["num_experts"],
-            "num_local_experts": moe["num_experts"],
-            "num_experts_per_tok": moe["top_k"],
-            "norm_topk_prob": moe["normalization_mode"] == _RENORMALIZE,
-        }
-    )
+    hf |= {
+        "num_experts": moe["num_experts"],
+        "num_local_experts": moe["num_experts"],
+        "num_experts_per_tok": moe["top_k"],
+        "norm_topk_prob": moe["normalization_mode"] == _RENORMALIZE,
+    }
+    read = {key: value for key, value in hf.items() if key in family.keys.all}  # of others transformers would be asked
+    return arch_from_config({**read, "model_type": family.hf_model_type})
 
 
 def _is_fp8(quantization: Mapping[str, Any]) -> bool:

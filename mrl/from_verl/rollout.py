@@ -27,7 +27,7 @@ ENGINES = {"vllm": "vllm", "sglang": "native", "hf": "native", "???": "native", 
 OWN_WAY = (
     "name", "dtype", "quantization", "prompt_length", "response_length", "expert_parallel_size",
     "moe_tensor_parallel_size", "repetition_penalty", "calculate_log_probs", "engine_kwargs", "engine_kwargs.trtllm",
-    "engine_kwargs.vllm", "cudagraph_capture_sizes", "do_sample",
+    "engine_kwargs.vllm", "cudagraph_capture_sizes", "do_sample", "nnodes", "n_gpus_per_node",
 )  # fmt: skip
 """Of `rollout`, besides `val_kwargs`: what is not simply taken over."""
 
@@ -48,6 +48,11 @@ def rollout(verl: VerlRun) -> Iterator[Pair]:
     for name in verl_rollout.MAPS:
         if "val_kwargs" not in name and name not in OWN_WAY and (episodes or not name.startswith(EPISODES)):
             yield f"rollout.{name}", verl[f"{ROLLOUT}{name}"]
+    if verl[f"{ROLLOUT}nnodes"]:
+        yield "rollout.nnodes", verl[f"{ROLLOUT}nnodes"]
+        given = verl[f"{ROLLOUT}n_gpus_per_node"]
+        as_others = verl.given.get("trainer.n_gpus_per_node", 8)
+        yield "rollout.n_gpus_per_node", as_others if isinstance(given, str) else given
     yield from _experts(verl, engine)
     yield from _sampling(verl)
     given = f"{ROLLOUT}dtype" in verl.given
@@ -102,3 +107,5 @@ def without_refused(config: Config, notes: dict[str, str]) -> Iterator[tuple[str
     for field, refusal in _fields.broken(vllm.FIELDS, config.rollout, on_a_cpu=False):
         notes[f"{ROLLOUT}{field}"] = f"refused with rollout.name=vllm: {refusal.why}. {refusal.instead}"
         yield f"rollout.{field}", None
+        if field == "nnodes":
+            yield "rollout.n_gpus_per_node", None

@@ -19,6 +19,7 @@ from mrl.from_verl.critic import SCHEDULES, critic
 from mrl.from_verl.distillation import distillation
 from mrl.from_verl.line import Settings
 from mrl.from_verl.objective import objective
+from mrl.from_verl.reward import reward
 from mrl.from_verl.rollout import lengths, rollout, without_refused
 from mrl.from_verl.rollout_correction import rollout_correction
 from mrl.from_verl.translation import Translation
@@ -59,7 +60,7 @@ def translate(given: Settings) -> Translation:
     """
     verl = VerlRun(given)
     values: dict[str, Any] = {}
-    for part in (_data, _model, _actor, _passed, _parallel, rollout, _algorithm, _reward, _trainer):
+    for part in (_data, _model, _actor, _passed, _parallel, rollout, _algorithm, reward, _trainer):
         values.update(pair for pair in part(verl) if pair[1] is not None)
     typed, defaults = Values(Config), Values(Config)
     tree: dict[str, Any] = {}
@@ -77,7 +78,7 @@ def translate(given: Settings) -> Translation:
         if value is not None:
             _put(tree, key, value)
     found = Translation(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
-    found.num_nodes = _whole(given, "trainer.nnodes", 1)
+    found.num_nodes = _whole(given, "trainer.nnodes", 1) + tree.get("rollout", {}).get("nnodes", 0)
     found.gpus_per_node = _whole(given, "trainer.n_gpus_per_node", 8)
     found.via = "mpirun" if needs_mpi(config.rollout) else "torchrun"
     found.differs = list(_differs(verl, found.num_nodes * found.gpus_per_node))
@@ -251,28 +252,6 @@ def _kl(verl: VerlRun) -> Iterator[Pair]:
     if place == "reward" and verl["algorithm.kl_ctrl.type"] == "adaptive":
         for name in ("type", "target_kl", "horizon"):
             yield f"algorithm.kl_ctrl.{name}", verl[f"algorithm.kl_ctrl.{name}"]
-
-
-def _reward(verl: VerlRun) -> Iterator[Pair]:
-    prefix = "reward." if verl["reward.custom_reward_function.path"] else ""
-    path = verl[f"{prefix}custom_reward_function.path"]
-    if path:
-        name = verl[f"{prefix}custom_reward_function.name"] or "compute_score"
-        function: dict[str, Any] = {"name": f"{path}:{name}"}
-        if kwargs := verl.under(f"{prefix}custom_reward_function.reward_kwargs."):
-            function["kwargs"] = kwargs
-    else:
-        function = {"name": "math"}
-        verl.notes["custom_reward_function.path"] = (
-            "not set: verl then chooses a function of its own by the data source; here `math` compares the response's "
-            "last expression with the answer"
-        )
-    yield "reward.functions", [function]
-    for prefix in ("reward_model.overlong_buffer.", "reward_model.reward_kwargs.overlong_buffer_cfg.",
-                   "reward.reward_kwargs.overlong_buffer_cfg."):  # fmt: skip
-        if verl[f"{prefix}enable"]:
-            yield "algorithm.overlong.buffer_length", verl[f"{prefix}len"]
-            yield "algorithm.overlong.penalty", verl[f"{prefix}penalty_factor"]
 
 
 def _trainer(verl: VerlRun) -> Iterator[Pair]:

@@ -15,6 +15,7 @@ from mrl.peers.verl_keys import ACTOR, MAPS, MEGATRON, ROLLOUT
 NUMBERS = {
     f"{ACTOR}ppo_micro_batch_size_per_gpu", f"{ACTOR}loss_scale_factor", "trainer.total_training_steps", "data.seed",
     "trainer.max_actor_ckpt_to_keep", f"{ROLLOUT}prompt_length", f"{ROLLOUT}response_length",
+    f"{ROLLOUT}n_gpus_per_node",
 }  # fmt: skip
 """Keys whose default is null or another key, and whose other values are numbers."""
 

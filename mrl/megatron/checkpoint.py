@@ -35,6 +35,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.formats.checkpoint_metadata import METADATA, read_metadata
 from mrl.megatron.optimizer import optimizer_tensors
@@ -93,6 +94,10 @@ class Saver:
         Raises:
             OSError: A disk does not take it; only on the rank that wrote, the others may wait for it.
         """
+        with self._policy.groups.among_trainers():
+            return self._begin(folder, beside=beside)
+
+    def _begin(self, folder: Path, *, beside: bool) -> Writing:
         policy = self._policy
         policy.bring("weights", "optimizer")
         if dist.get_rank() == 0:
@@ -123,7 +128,7 @@ class Saver:
             arch = policy.chunks[0].arch
             config = family_of(arch).arch_to_hf(arch)
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        return Writing(folder, request, _memory(policy) if beside else None)
+        return Writing(folder, request, _memory(policy) if beside else None, policy.groups)
 
 
 class Writing:
@@ -136,7 +141,7 @@ class Writing:
         seconds: What the files took, hashes with them, s; 0 until they are written.
     """
 
-    def __init__(self, folder: Path, request: Any, memory: set[int] | None) -> None:
+    def __init__(self, folder: Path, request: Any, memory: set[int] | None, groups: ProcessGroups) -> None:
         """Writes, or begins to.
 
         Args:
@@ -144,8 +149,10 @@ class Writing:
             request: Megatron's AsyncRequest.
             memory: Storages that training writes to: of what lies there copies are made, and a thread writes; None: all
                 is written before this returns.
+            groups: Who writes.
         """
         self.seconds = 0.0
+        self._groups = groups
         self._dropped = threading.Event()
         self._folder, self._finalize = folder, request.finalize_fns
         self._hashes: dict[Path, File] = {}
@@ -179,7 +186,7 @@ class Writing:
         """
         if self._thread is not None:
             self._thread.join()
-        with _disk_errors(self._folder):
+        with _disk_errors(self._folder), self._groups.among_trainers():
             for finalize in self._finalize:
                 finalize()
         if self._error is not None:
@@ -206,13 +213,13 @@ class Writings:
     """Several checkpoints on their way to the disk, as one."""
 
     def __init__(self, each: Sequence[Writing]) -> None:
-        """Args: each: In the same order on all ranks."""
+        """Args: each: In the same order on all ranks that train; none on the others."""
         self._each = each
 
     @property
     def seconds(self) -> float:
         """What the files took that took longest."""
-        return max(writing.seconds for writing in self._each)
+        return max((writing.seconds for writing in self._each), default=0.0)
 
     @property
     def is_done(self) -> bool:
@@ -294,6 +301,11 @@ def load(folder: Path, policy: Trainable) -> None:
         UserError: The folder is no such checkpoint, or holds another model, or something that is not data.
     """
     saved = refuse_code(folder / METADATA)
+    with policy.groups.among_trainers():
+        _load(folder, policy, saved)
+
+
+def _load(folder: Path, policy: Trainable, saved: list[str]) -> None:
     policy.bring("weights", "optimizer")
     state = _model_state(policy)
     if policy.optimizer is not None:

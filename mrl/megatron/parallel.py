@@ -13,13 +13,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from mrl.distributed.groups import ProcessGroups, make_rollout_group
+from mrl.distributed.groups import ProcessGroups, alone, make_rollout_group, make_trainers_group
+from mrl.distributed.roles import as_whole_job, level_names
 from mrl.grid import Grid
 
 MARGIN_MINUTES = 2
 """NCCL's own timeout ends a process without a word, and its clock begins when a collective is enqueued."""
 
-_rollout_groups: list[dist.ProcessGroup] = []
+_own_groups: list[dist.ProcessGroup] = []
 """What `initialize` made beside Megatron's groups."""
 
 
@@ -37,6 +38,37 @@ def initialize(grid: Grid, *, seed: int, timeout_s: float = 600.0) -> ProcessGro
     if dist.get_world_size() != grid.world_size:
         raise RuntimeError(f"the job has {dist.get_world_size()} ranks, the grid {grid.world_size}")
     destroy()
+    rank, longest_s = dist.get_rank(), timeout_s + 60 * MARGIN_MINUTES
+    trainers = make_trainers_group(grid, longest_s)
+    rollout_tp = make_rollout_group(grid, rank)
+    _own_groups.append(rollout_tp)
+    if trainers is not None and rank in grid.trainers:
+        _own_groups.append(trainers)
+    if rank in grid.trainers:
+        with as_whole_job(trainers):
+            _make_megatrons(grid, seed, timeout_s)
+    if trainers is not None:
+        level_names()
+    if rank not in grid.trainers:
+        only = alone(rank)
+        _own_groups.append(only)
+        return ProcessGroups(rank, grid, only, only, only, only, only, rollout_tp, trainers)
+    groups = ProcessGroups(
+        rank=rank,
+        grid=grid,
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        cp=parallel_state.get_context_parallel_group(),
+        dp=parallel_state.get_data_parallel_group(),
+        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+        rollout_tp=rollout_tp,
+        trainers=trainers,
+    )
+    _check_order(grid, rank)
+    return groups
+
+
+def _make_megatrons(grid: Grid, seed: int, timeout_s: float) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=grid.tp,
         pipeline_model_parallel_size=grid.pp,
@@ -47,21 +79,6 @@ def initialize(grid: Grid, *, seed: int, timeout_s: float = 600.0) -> ProcessGro
         distributed_timeout_minutes=math.ceil(timeout_s / 60) + MARGIN_MINUTES,
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    rank = dist.get_rank()
-    rollout_tp = make_rollout_group(grid, rank)
-    _rollout_groups.append(rollout_tp)
-    groups = ProcessGroups(
-        rank=rank,
-        grid=grid,
-        tp=parallel_state.get_tensor_model_parallel_group(),
-        cp=parallel_state.get_context_parallel_group(),
-        dp=parallel_state.get_data_parallel_group(),
-        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        pp=parallel_state.get_pipeline_model_parallel_group(),
-        rollout_tp=rollout_tp,
-    )
-    _check_order(grid, rank)
-    return groups
 
 
 def _check_order(grid: Grid, rank: int) -> None:
@@ -82,13 +99,16 @@ def _check_order(grid: Grid, rank: int) -> None:
 
 
 def destroy() -> None:
-    """Collective over the job: closes the groups that `initialize` had Megatron make, if any."""
-    if not parallel_state.is_initialized():
+    """Collective over the job: closes the groups that `initialize` made and had Megatron make, if any."""
+    made = [*_own_groups]
+    if parallel_state.is_initialized():
+        made += parallel_state._global_process_group_list or []
+    if not made:
         return
-    made = [*(parallel_state._global_process_group_list or []), *_rollout_groups]
     gc.collect()  # models and optimizers hold groups in reference cycles; a gloo group that is held keeps its threads
     for group in dict.fromkeys(made):
         if group is not None:  # None stands for the default group
             dist.destroy_process_group(group)
-    _rollout_groups.clear()
-    parallel_state.destroy_model_parallel()
+    _own_groups.clear()
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()

@@ -116,12 +116,13 @@ class Policy(Trainable):
 
     # scoring and training
 
-    def score(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+    def score(self, batch: RolloutBatch, *, supervised: bool = False) -> tuple[Tensor, Tensor]:
         """Collective over the job: log-probability and entropy at every response token as sampled, no gradient.
 
         Args:
             batch: This data-parallel index's sequences, the same on its tp and pp ranks; maybe none. Under truncation
                 they are scored under what the engine kept, `support_R`, whatever these weights would keep.
+            supervised: They are the data's: under the model's own distribution, as `update` sees them.
 
         Returns:
             logprobs_R and entropy_R, fp32 on the CPU, in the batch's order, the same on all those ranks.
@@ -129,8 +130,9 @@ class Policy(Trainable):
         Raises:
             RuntimeError: The engine truncates, and the batch does not say what it kept.
         """
-        self._check(batch)
-        scored = self._scored(batch, self._sampled, 2)
+        if not supervised:
+            self._check(batch)
+        scored = self._scored(batch, self._whole if supervised else self._sampled, 2)
         return scored[0], scored[1]
 
     def proximal(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
@@ -179,7 +181,13 @@ class Policy(Trainable):
             loss = self._distillation.beside(algorithm.loss)
             self._schedule.comparison = self.comparison.on(self.device) if self.comparison else None
         try:
-            metrics = self._step(minibatch, distribution, loss, mismatch if on_policy else None)
+            metrics = self._step(
+                minibatch,
+                distribution,
+                loss,
+                mismatch if on_policy else None,
+                whole_groups=algorithm.learns_from == "pairs",
+            )
         finally:
             self._schedule.comparison = None
         return algorithm.told(metrics)

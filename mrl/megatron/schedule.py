@@ -124,18 +124,21 @@ class Schedule:
         self._even, self.replay = even, replay
         self.comparison: Comparison | None = None
 
-    def microbatches(self, batch: RolloutBatch, distribution: Distribution | None) -> list[Microbatch]:
+    def microbatches(
+        self, batch: RolloutBatch, distribution: Distribution | None, *, whole_groups: bool = False
+    ) -> list[Microbatch]:
         """Collective over data-parallel: the batch, packed; every rank gets the same number of microbatches.
 
         Args:
             batch: This data-parallel index's sequences, maybe none.
             distribution: What is scored; None: the final hidden states are wanted.
+            whole_groups: Sequences of one `group_id_B` share a microbatch, however long they are.
         """
         grid = self._groups.grid
         config: Any = self._chunks[0].config
         # what the interleaved schedule asks for
         multiple: int = config.microbatch_group_size_per_vp_stage if grid.vpp > 1 else 1
-        families = self._families(batch)
+        families = self._groups_of(batch) if whole_groups else self._families(batch)
         lens = [length for _, length in families]
         packed = pack_microbatches(lens, self._max_tokens, multiple_of=multiple) or [[]]
         while True:  # more microbatches than a rank needs may pack into still more: until all agree
@@ -230,6 +233,13 @@ class Schedule:
                 newest[prompt] = len(families)
                 families.append(([row], prompt_len + response_len - 1))
         return families
+
+    def _groups_of(self, batch: RolloutBatch) -> list[tuple[list[int], int]]:
+        """Sequences with the same group, and the inputs of each such group."""
+        groups: dict[int, list[int]] = {}
+        for row, group in enumerate(batch.group_id_B.tolist()):
+            groups.setdefault(group, []).append(row)
+        return [(rows, sum(length for _, length in self._families(batch.select(rows)))) for rows in groups.values()]
 
     def _microbatch(
         self, batch: RolloutBatch, rows: list[int], distribution: Distribution | None, at_least: int = 0

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from mrl.config import Config
 from mrl.distributed.groups import ProcessGroups
-from mrl.megatron.policy import Policy, sampled_distribution
+from mrl.megatron.frozen import Frozen
+from mrl.megatron.policy import Policy
 from mrl.megatron.trainable import Trainable
 from mrl.models.base import ArchSpec
 from mrl.types import RolloutBatch
@@ -68,18 +68,6 @@ class Lodger(Teacher):
             return self._policy.states(batch)
 
 
-class _Forward(Trainable):
-    """A model that is never trained."""
-
-    section: ClassVar[str] = "distillation"
-    loss_metric: ClassVar[str] = "distillation/loss"
-    trained: ClassVar[bool] = False
-
-    def logprobs(self, batch: RolloutBatch, config: Config) -> Tensor:
-        """Collective over the job: as `Policy.score`."""
-        return self._scored(batch, sampled_distribution(config), 2)[0]
-
-
 class Guest(Teacher):
     """With layers of its own, in the student's layout; the student makes room for its turns."""
 
@@ -89,13 +77,13 @@ class Guest(Teacher):
         """Collective over the job: builds the model, without weights.
 
         Args:
-            config: The teacher's, see `preflight/distillation.py: teacher_config`.
+            config: The teacher's, see `preflight/guests.py: guest_config`.
             arch: The teacher.
             groups: Who sits where.
             device: Of this rank.
             policy: The student.
         """
-        self._forward, self._config, self._policy = _Forward(config, arch, groups, device), config, policy
+        self._forward, self._config, self._policy = Frozen(config, arch, groups, device), config, policy
         self.model, self.arch = self._forward, arch
         self._forward.offload()
 

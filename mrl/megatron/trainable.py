@@ -106,6 +106,11 @@ class Trainable:
         self.num_updates = 0
 
     @property
+    def groups(self) -> ProcessGroups:
+        """Who sits where."""
+        return self._groups
+
+    @property
     def uses_te(self) -> bool:
         """Whether its layers are TransformerEngine's."""
         return self._te
@@ -221,7 +226,13 @@ class Trainable:
         return in_batch_order(batch, microbatches, reports, self._arch.hidden_size).T.contiguous()
 
     def _step(
-        self, minibatch: RolloutBatch, distribution: Distribution, loss: Loss, beside: Beside | None = None
+        self,
+        minibatch: RolloutBatch,
+        distribution: Distribution,
+        loss: Loss,
+        beside: Beside | None = None,
+        *,
+        whole_groups: bool = False,
     ) -> dict[str, float]:
         """Collective over the job: one optimizer step.
 
@@ -230,6 +241,7 @@ class Trainable:
             distribution: What is scored.
             loss: Is minimised.
             beside: Called on the last pipeline stage, for metrics that need the scores of the whole minibatch.
+            whole_groups: The loss wants all sequences of a group in one microbatch.
 
         Returns:
             The loss's metrics over the global minibatch, grad_norm (before clipping), lr, and of a mixture of experts
@@ -246,7 +258,7 @@ class Trainable:
             group["lr"] = rate
             group["weight_decay"] = self._config.weight_decay * group.get("wd_mult", 1.0)
         self._replicas.zero_gradients()
-        microbatches = self._schedule.microbatches(minibatch, distribution)
+        microbatches = self._schedule.microbatches(minibatch, distribution, whole_groups=whole_groups)
         if self._balance is not None:
             self._balance.start([micro.packed.routing for micro in microbatches], self._groups.dp_cp)
         reports = self._schedule.run(microbatches, loss, backward=True)

@@ -43,6 +43,8 @@ Drawing = tuple[str, tuple[tuple[str, str], ...]]
 LEARNING: tuple[Drawing, ...] = (
     ("Reward", (("mean", "critic/score/mean"), ("shaped mean", "critic/rewards/mean"))),
     ("Held-out accuracy", (("accuracy", ACCURACY),)),
+    ("Pairs whose better response is preferred, fraction", (("accuracy", "rewards/accuracies"),)),
+    ("Implicit rewards of pairs", (("better", "rewards/chosen"), ("worse", "rewards/rejected"))),
     ("Response length, tokens", (("mean", "response_length/mean"), ("max", "response_length/max"))),
     (
         "Groups and cut responses, fraction",

@@ -2,7 +2,7 @@
 
 A key maps to one of mrl's, needs no counterpart, or has none. Owns that verdict, its reason and verl's default of the
 keys that map, those of the rollout section with `verl_rollout.py`, of the critic with `verl_critic.py`,
-of distillation with `verl_distillation.py`.
+of distillation with `verl_distillation.py`, of rewards with `verl_reward.py`.
 `from_verl/translate.py` translates values, `mrl/docs/verl.md` is written from here.
 
 Patterns: `*` stands for any text, dots too. The first that fits counts, in the order MAPS, MOOT, MISSING.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from mrl.peers import verl_critic, verl_distillation, verl_rollout
+from mrl.peers import verl_critic, verl_distillation, verl_reward, verl_rollout
 
 ROOT = "actor_rollout_ref."
 ACTOR = f"{ROOT}actor."
@@ -147,19 +147,7 @@ MAPS: dict[str, tuple[str, Any, str]] = {
         ("rollout_is_batch_normalize", False, "over all ranks and microbatches"),
         ("rollout_rs", None, ""),
         ("rollout_rs_threshold", None, ""))},
-    **{f"{prefix}custom_reward_function.{name}": ("reward.functions", value, text) for prefix, name, value, text in (
-        ("", "path", None, "`path.py:name`, relative to the config or the working folder"),
-        ("", "name", None, ""),
-        ("", "reward_kwargs", None, "its `kwargs`"),
-        ("reward.", "path", None, "`path.py:name`, relative to the config or the working folder"),
-        ("reward.", "name", "compute_score", ""),
-        ("reward.", "reward_kwargs", None, "its `kwargs`"),
-    )},
-    **{f"{prefix}.overlong_buffer{rest}.{name}": (to, None, "of DAPO's manager") for prefix, rest in (
-        ("reward_model", ""), ("reward_model.reward_kwargs", "_cfg"), ("reward.reward_kwargs", "_cfg"))
-       for name, to in (
-        ("enable", "algorithm.overlong.buffer_length"), ("len", "algorithm.overlong.buffer_length"),
-        ("penalty_factor", "algorithm.overlong.penalty"))},
+    **verl_reward.MAPS,
     "trainer.total_epochs": ("train.num_epochs", 30, "batches go on over the end of a pass"),
     "trainer.total_training_steps": ("train.num_steps", None, "the run ends with the first of the two"),
     "trainer.save_freq": ("checkpoint.interval", -1, "the last step is always kept"),
@@ -183,7 +171,7 @@ ENGINE_ARGUMENTS = {engine: f"{ROLLOUT}engine_kwargs.{engine}." for engine in ("
 
 MOOT: dict[str, str] = {
     "*_target_": "the class that verl builds",
-    f"{ROOT}hybrid_engine": "actor and engine always share the ranks",
+    f"{ROOT}hybrid_engine": "actor and engine share the ranks unless `rollout.nnodes` gives the engine its own",
     f"{ROOT}nccl_timeout": "`run.collective_timeout_s` has a default of its own",
     "critic.*": "the critic has the actor's layout, precision, minibatches and microbatches",
     f"{ROOT}ref.*": "the reference has the actor's layout and microbatches",
@@ -243,18 +231,7 @@ MOOT: dict[str, str] = {
     "data.validation_shuffle": "the order of held-out prompts changes nothing",
     "data.*_path": "of conversations with tools, which are not there",
     **dict.fromkeys(["data.image_*", "data.video_key", "data.audio_key", "data.mm_*"], "no images"),
-    "reward.num_workers": "processes of one replica here, 1 unless `reward.num_workers` says more",
-    "reward_model.num_workers": "processes of one replica here, 1 unless `reward.num_workers` says more",
-    "reward_model.reward_manager": "one by one; the overlong buffer is `algorithm.overlong.buffer_length`",
-    "reward.reward_manager.*": "one by one; the overlong buffer is `algorithm.overlong.buffer_length`",
-    "reward_model.launch_reward_fn_async": "functions run in processes of their own",
-    "*reward_kwargs.max_resp_len": "`rollout.response_length`",
-    **dict.fromkeys(
-        [f"{prefix}.{name}" for prefix in ("reward.reward_model", "reward_model") for name in (
-            "rollout.*", "n_gpus_per_node", "nnodes", "enable_resource_pool")],
-        "of a reward model, which is not there"),
-    "*sandbox_fusion.max_concurrent": "of verl's sandbox service",
-    "*sandbox_fusion.memory_limit_mb": "of verl's sandbox service",
+    **verl_reward.MOOT,
     "algorithm.filter_groups.max_inflight_gen_batches": "batches are sampled one after the other",
     "algorithm.filter_groups.metric": "groups are compared by their rewards",
     "algorithm.pf_ppo.*": "of PF-PPO, which is not there",
@@ -307,10 +284,7 @@ MISSING: dict[str, str] = {
     "data.datagen.*": "rows come from files, or from a class of yours by `data.task`",
     "data.sampler.*": "the order is `data.shuffle` and `run.seed`",
     "data.apply_chat_template_kwargs*": "set what it needs in a template of your own, `data.chat_template`",
-    "reward.reward_model.*": "no reward model: only functions",
-    "reward_model.*": "no reward model: only functions",
-    "*sandbox_fusion.url": "no sandbox service; a function of yours may call one",
-    "reward.reward_kwargs*": "set them as `kwargs` of the function in `reward.functions`",
+    **verl_reward.MISSING,
     "algorithm.use_pf_ppo": "no PF-PPO",
     "transfer_queue.*": "samples go between ranks directly",
     "trainer.val_before_train": "held-out prompts are always scored before the first step",

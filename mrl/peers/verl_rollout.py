@@ -75,11 +75,17 @@ MAPS: Mapping[str, tuple[str, Any, str]] = {
         None,
         "of `vllm`, in its `compilation_config`; other engines choose them",
     ),
+    "nnodes": (
+        "rollout.nnodes",
+        0,
+        "beside `trainer.nnodes`, whose ranks then only train; sampling and updates wait for each other",
+    ),
+    "n_gpus_per_node": ("rollout.n_gpus_per_node", "${oc.select:trainer.n_gpus_per_node,8}", "of `rollout.nnodes`"),
     "moe_tensor_parallel_size": ("rollout.moe_tensor_parallel_size", 1, "1 there is null here: what EP leaves"),
 }
 """Field -> mrl's key, the default of verl's trainer config, and how values differ."""
 
-_ONE_MODE = "sampling and updates take turns in the job's ranks, which hold the engine"
+_ONE_MODE = "sampling and updates take turns, on the same ranks or with `rollout.nnodes` on others"
 _REPLICAS = "replicas are the ranks that tensor and pipeline parallelism, `rollout.*_model_parallel_size`, leave"
 _MICROBATCH = "log-probabilities are computed in the actor's microbatches, `actor.max_tokens_per_microbatch`"
 _TOOLS = "of conversations with tools, which need an environment here: `rollout.agent.environment`"
@@ -94,11 +100,9 @@ _DRAFTS = "of drafts by multi-token prediction, which are not there"
 
 NEEDLESS: Mapping[str, str] = {
     "mode": _ONE_MODE,
-    "nnodes": _ONE_MODE,
-    "n_gpus_per_node": _ONE_MODE,
     "full_determinism": "equal runs give equal numbers",
     "seed": "`run.seed`; tokens do not depend on the batch",
-    "standalone_gpu_memory_utilization": "the engine never has GPUs of its own: `rollout.gpu_memory_utilization`",
+    "standalone_gpu_memory_utilization": "`rollout.gpu_memory_utilization`, on GPUs of its own too",
     "data_parallel_size": _REPLICAS,
     "logprobs_mode": "of the distribution that was sampled from, always",
     "scheduling_policy": "the longest expected response starts first",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mrl.config import Config
+from mrl.config import Config, LearnsFrom
 from mrl.functional.sampling import truncates
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
@@ -44,31 +44,35 @@ class Microbatch:
     count: int
 
 
-def largest_microbatch(config: Config, grid: Grid, *, te: bool, supervised: bool = False) -> Microbatch:
+def largest_microbatch(config: Config, grid: Grid, *, te: bool, learns_from: LearnsFrom = "samples") -> Microbatch:
     """The microbatch that needs most memory, before context parallelism cuts it.
 
     Args:
         config: Lengths, samples, batch sizes and the budget of a microbatch.
         grid: Data-parallel size, and what the packed length is filled up to.
         te: Attention is TransformerEngine's: nothing is shared.
-        supervised: One response for each prompt.
+        learns_from: What the algorithm learns from.
     """
     rollout, train = config.rollout, config.train
     prompt, response = rollout.prompt_length, rollout.response_length
-    samples = 1 if supervised else rollout.n
-    sequences = -(-(train.minibatch_size or train.batch_size) * samples // grid.dp)
+    prompts = train.minibatch_size or train.batch_size
+    samples = rollout.n if learns_from == "samples" else 1
     budget = config.actor.max_tokens_per_microbatch
     together = 1 if te else -(-samples // grid.dp)  # samples of a prompt on a rank
     together = max(1, min(together, (budget - prompt) // response))
+    sequences = -(-prompts * samples // grid.dp)
     families = -(-sequences // together)
-    count = -(-families // max(1, budget // (prompt + together * response)))
+    asked = 1  # times that the prompt of a family is computed
+    if learns_from == "pairs":
+        together, families, asked = 2, -(-prompts // grid.dp), 2 if te else 1
+    count = -(-families // max(1, budget // (asked * prompt + together * response)))
     if grid.vpp > 1:
         count = -(-count // grid.pp) * grid.pp
     held = -(-families // count)
     # without TransformerEngine the last token of a response, which predicts nothing, is not computed
     computed = response if te else response - 1
     unit = grid.tp * (2 * grid.cp if grid.cp > 1 else 1)
-    packed = -(-held * (prompt + together * computed) // unit) * unit
+    packed = -(-held * (asked * prompt + together * computed) // unit) * unit
     return Microbatch(packed, held * together * (prompt + computed), held * together * response, count)
 
 
@@ -97,14 +101,16 @@ class ActorShape:
         arch: The model.
         grid: Its layout.
         te: Layers are TransformerEngine's.
-        supervised: The algorithm samples nothing.
+        learns_from: What the algorithm learns from.
     """
 
-    def __init__(self, config: Config, arch: ArchSpec, grid: Grid, *, te: bool, supervised: bool = False) -> None:
+    def __init__(
+        self, config: Config, arch: ArchSpec, grid: Grid, *, te: bool, learns_from: LearnsFrom = "samples"
+    ) -> None:
         self._config, self._arch, self._grid, self._te = config, arch, grid, te
         self._recompute = recompute_of(config)
         self._itemsize = 2 if config.model.dtype == "bfloat16" else FP32
-        self.microbatch = largest_microbatch(config, grid, te=te, supervised=supervised)
+        self.microbatch = largest_microbatch(config, grid, te=te, learns_from=learns_from)
         self._tokens = self.microbatch.tokens // grid.cp
         self._slots = self.microbatch.slots // grid.cp
         self._scored = -(-self.microbatch.scored // grid.cp)

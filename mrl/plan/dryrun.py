@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from mrl.config import Config, TrainConfig, to_yaml
@@ -50,27 +51,22 @@ def describe(config: Config, size: WorldSize, *, launcher: str | None = None) ->
     found = check_run(config, size.ranks, launcher=launcher)
     check_run_folder(config)
     config, grid = found.config, found.grid
-    cost = refit_plan(config, found.arch, grid)
-    bucket_bytes = config.rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB
     context = f" x cp {grid.cp}" if grid.cp > 1 else ""
     stages = f" x pp {grid.rollout_pp}" if grid.rollout_pp > 1 else ""
+    own = f" + {grid.rollout_ranks} that only sample" if grid.has_roles else ""
     shown = range(min(grid.world_size, MAX_ROWS))
     lines = [
         f"dry run of {grid.world_size} rank(s) ({size.why}), nothing was started",
         "",
         *(f"{name:<10} {words}" for name, words in _summary(found)),
         "",
-        f"# ranks: {grid.world_size} = tp {grid.tp}{context} x dp {grid.dp} x pp {grid.pp}"
+        f"# ranks: {grid.world_size} = tp {grid.tp}{context} x dp {grid.dp} x pp {grid.pp}{own}"
         f" (model chunks per stage {grid.vpp}); {grid.num_replicas} rollout replica(s) of tp {grid.rollout_tp}{stages}",
         "rank    tp    dp    pp replica",
         *(_row(grid, rank) for rank in shown),
         *([f"... and {grid.world_size - len(shown)} more"] if len(shown) < grid.world_size else []),
         "",
-        "# refit, each time the weights change",
-        f"copied inside ranks    {cost.bytes_local / MIB:.2f} MiB",
-        f"sent between ranks     {cost.bytes_moved / MIB:.2f} MiB (lower bound {cost.lower_bound_bytes / MIB:.2f} MiB)",
-        f"staging of a rank      {cost.peak_staging_bytes(bucket_bytes) / MIB:.2f} MiB",
-        "",
+        *(_refit(config, found.arch, grid) if found.needs_engine else ()),
         *_megatron(found),
         "# config, every field as the run would have it",
         to_yaml(config).rstrip(),
@@ -82,7 +78,7 @@ def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
     config, arch, grid = found.config, found.arch, found.grid
     model, train, rollout = config.model, config.train, config.rollout
     yield "start", start_words(grid.world_size, mpi=needs_mpi(rollout))
-    yield "engine", _engine(rollout.name)
+    yield "engine", _engine(rollout.name) if found.needs_engine else "none: nothing is sampled"
     yield (
         "model",
         f"{model.path or model.preset} ({arch.family}): {arch.num_layers} layers, hidden {arch.hidden_size}, "
@@ -92,8 +88,12 @@ def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
     yield "steps", f"{_steps(train)} of {config.algorithm.name}" + (f" after {warm} supervised" if warm else "")
     each = config.rollout.longest
     supervised = found.algorithm.supervised
-    num_samples = train.batch_size * (1 if supervised else rollout.n)
-    product = "examples" if supervised else f"prompts x {rollout.n} samples = {num_samples:,} sequences"
+    num_samples = train.batch_size * found.algorithm.num_samples
+    product = {
+        "samples": f"prompts x {rollout.n} samples = {num_samples:,} sequences",
+        "responses": "examples",
+        "pairs": f"pairs = {num_samples:,} sequences",
+    }[found.algorithm.learns_from]
     yield (
         "each step",
         f"{train.batch_size} {product} of at most {each:,} tokens: at most {num_samples * each:,} tokens",
@@ -108,18 +108,28 @@ def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
         + f"; {per_rank:,} for each of {grid.dp} data-parallel rank(s), in about {_num_microbatches(found, per_rank)} "
         f"microbatch(es) of {config.actor.max_tokens_per_microbatch:,} tokens if all are of full length",
     )
+    yield from _memory(found)
+
+
+def _memory(found: Resolved) -> Iterator[tuple[str, str]]:
+    config, arch, grid = found.config, found.arch, found.grid
     fullest = max(stage_memory(config, arch, grid), key=lambda one: one.total)
+    fullest = fullest if found.needs_engine else replace(fullest, engine=0)
     parts = {
         "weights": fullest.weights,
         "gradients": fullest.gradients,
         "optimizer": fullest.optimizer,
-        "engine's weights": fullest.engine,
+        **({"engine's weights": fullest.engine} if found.needs_engine else {}),
     }
+    of_engine = parts.pop("engine's weights") if grid.has_roles else 0
     yield (
         "memory",
         " + ".join(f"{name} {size / MIB:,.1f}" for name, size in parts.items())
-        + f" = {fullest.total / MIB:,.1f} MiB on the fullest rank, by the shapes of the tensors",
+        + f" = {sum(parts.values()) / MIB:,.1f} MiB on the fullest rank{' that trains' if grid.has_roles else ''}, by "
+        "the shapes of the tensors",
     )
+    if grid.has_roles:
+        yield "", f"engine's weights {of_engine / MIB:,.1f} MiB on a rank that samples"
     if found.critic is not None:
         own = max(stage_memory(critic_config(config), found.critic, grid), key=lambda one: one.total)
         yield (
@@ -129,7 +139,9 @@ def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
         )
     more = ", the reference's weights in host memory" if found.algorithm.needs_reference else ""
     more += f", the weights of {len(found.teachers)} teacher(s) in host memory" if found.teachers else ""
-    yield "", f"besides: activations, logits, buffers of collectives, the engine's KV cache{more}"
+    more += ", the reward model's weights in host memory" if found.reward is not None else ""
+    cache = ", the engine's KV cache" if found.needs_engine else ""
+    yield "", f"besides: activations, logits, buffers of collectives{cache}{more}"
 
 
 def _engine(name: str) -> str:
@@ -177,6 +189,17 @@ def _num_microbatches(found: Resolved, num_sequences: int) -> int:
     return -(-count // multiple) * multiple
 
 
+def _refit(config: Config, arch: ArchSpec, grid: Grid) -> Iterator[str]:
+    cost = refit_plan(config, arch, grid)
+    bucket_bytes = config.rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB
+    yield "# refit, each time the weights change"
+    yield f"copied inside ranks    {cost.bytes_local / MIB:.2f} MiB"
+    bound = f"lower bound {cost.lower_bound_bytes / MIB:.2f} MiB"
+    yield f"sent between ranks     {cost.bytes_moved / MIB:.2f} MiB ({bound})"
+    yield f"staging of a rank      {cost.peak_staging_bytes(bucket_bytes) / MIB:.2f} MiB"
+    yield ""
+
+
 def refit_plan(config: Config, arch: ArchSpec, grid: Grid) -> Plan:
     """The copies of a refit between all ranks of a grid."""
     dtype = config.model.dtype
@@ -185,5 +208,7 @@ def refit_plan(config: Config, arch: ArchSpec, grid: Grid) -> Plan:
 
 
 def _row(grid: Grid, rank: int) -> str:
-    at = grid.coords(rank)
-    return f"{rank:4d} {at.tp:5d} {at.dp:5d} {at.pp:5d} {grid.replica(rank):7d}"
+    at = grid.coords(rank) if rank in grid.trainers else None
+    places = ["-"] * 3 if at is None else [at.tp, at.dp, at.pp]
+    replica = grid.replica(rank) if rank in grid.samplers else "-"
+    return f"{rank:4d} {places[0]:>5} {places[1]:>5} {places[2]:>5} {replica:>7}"

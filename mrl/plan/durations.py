@@ -59,14 +59,14 @@ def predict_durations(found: Resolved, hardware: Hardware, kv_rows: int) -> Dura
     """
     config, arch, grid = found.config, found.arch, found.grid
     rollout = config.rollout
-    passes, scorings = float(config.actor.ppo_epochs), 0
-    lens = [rollout.prompt_length + rollout.response_length] * config.train.batch_size
+    passes = float(config.actor.ppo_epochs)
+    lens = [rollout.prompt_length + rollout.response_length] * config.train.batch_size * found.algorithm.num_samples
     prefill, decode, steps, bound_by = 0.0, 0.0, 0, ""
+    scorings = int(found.algorithm.needs_reference)
     if found.algorithm.supervised:
         passes = 1.0
     else:
-        lens = lens * rollout.n
-        scorings = int(found.algorithm.needs_reference) + int(found.algorithm.needs_proximal)
+        scorings += int(found.algorithm.needs_proximal)
         scorings += config.actor.ppo_epochs * int(found.algorithm.needs_current)
         prefill, decode, steps, bound_by = _rollout(config, arch, grid, hardware, kv_rows)
     rate = grid.world_size * hardware.bf16_flops * hardware.train_flops_frac
@@ -74,6 +74,8 @@ def predict_durations(found: Resolved, hardware: Hardware, kv_rows: int) -> Dura
     bubble = _bubble(found)
     score, update = scorings * forward, passes * (3 + recompute_of(config).forwards(arch)) * forward
     score += sum(forward_flops(teacher, lens) / rate for teacher in found.teachers)
+    if found.reward is not None and not found.algorithm.supervised:
+        score += forward_flops(found.reward, lens) / rate
     if found.critic is not None:
         of_critic, critic = critic_config(config), found.critic
         forward = forward_flops(critic, lens) / rate
@@ -94,7 +96,7 @@ def _bubble(found: Resolved) -> float:
     """Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2: (p - 1) / (v m) of the ideal time."""
     grid = found.grid
     count = largest_microbatch(
-        found.config, grid, te=asked_for(found.config), supervised=found.algorithm.supervised
+        found.config, grid, te=asked_for(found.config), learns_from=found.algorithm.learns_from
     ).count
     idle = (grid.pp - 1) / (grid.vpp * count)
     return idle / (1 + idle)

@@ -52,10 +52,10 @@ def engine_layouts(config: Config, arch: ArchSpec, grid: Grid) -> dict[int, Layo
     if config.rollout.name == "trtllm":
         tp, ep = grid.rollout_tp, grid.rollout_ep
         read = [in_fp8(read_layout(arch, tp, ep, rank, dtype), grids) for rank in range(grid.rollout_size)]
-        return {rank: read[grid.rollout_rank(rank)] for rank in range(grid.world_size)}
+        return {rank: read[grid.rollout_rank(rank)] for rank in grid.samplers}
     if config.rollout.name == "trtllm_engine":
         shared = [trtllm_layout(arch, mapping_of(config), rank, dtype) for rank in range(grid.rollout_size)]
-        return {rank: shared[grid.rollout_rank(rank)] for rank in range(grid.world_size)}
+        return {rank: shared[grid.rollout_rank(rank)] for rank in grid.samplers}
     layouts = (vllm_layouts if config.rollout.name == "vllm" else native_layouts)(arch, grid, dtype)
     in_turn = {id(layout): in_fp8(layout, grids) for layout in distinct(layouts)}
     return {rank: in_turn[id(layout)] for rank, layout in layouts.items()}

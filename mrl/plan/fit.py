@@ -53,7 +53,7 @@ class Shortage:
 
 def device_of(hardware: Hardware, grid: Grid) -> Device:
     """A GPU as the plan sees it: what its allocator can fill, and what is no tensor's."""
-    stage = grid.world_size // grid.pp
+    stage = len(grid.trainers) // grid.pp
     experts = (grid.ep, grid.expert_tp, stage // (grid.ep * grid.expert_tp)) if grid.ep * grid.expert_tp > 1 else ()
     sizes = (grid.world_size, grid.tp, grid.cp, grid.dp, grid.pp, grid.tp * grid.pp, grid.rollout_tp, *experts)
     allowance = hardware.context_bytes + sum(size > 1 for size in sizes) * hardware.communicator_bytes
@@ -194,8 +194,8 @@ def _missing(found: Resolved, hardware: Hardware) -> int:
     capacity = device.capacity or 0
     missing = sum(max(0, *(stage.total(phase) - capacity for stage in stages)) for phase in stages[0].phases)
     for stage in stages:
-        if "KV cache" in stage.phases["rollout"] and not stage.kv_rows:
-            missing += stage.phases["rollout"]["KV cache"]
+        if not stage.kv_rows:
+            missing += stage.phases.get("rollout", {}).get("KV cache", 0)
     return missing
 
 
@@ -252,7 +252,7 @@ def _changed(found: Resolved, overrides: Overrides, world_size: int | None = Non
         config = _with(config, key.split("."), value)
     ranks = world_size or found.grid.world_size
     try:
-        preflight.check(config, found.arch, ranks, found.tokenizer.vocab_size, supervised=found.algorithm.supervised)
+        preflight.check(config, found.arch, ranks, found.tokenizer.vocab_size, learns_from=found.algorithm.learns_from)
     except UserError:
         return None
     own = {item.name: getattr(found, item.name) for item in fields(Resolved)}

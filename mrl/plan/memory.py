@@ -33,6 +33,8 @@ from mrl.weights.tensors import choice_dtype
 
 GRADIENT_BYTES = 4
 """Megatron's gradient buffer is fp32, or of the parameters' type without `grad_reduce_in_fp32` in `megatron.ddp`."""
+REWARD = "the reward model's weights"
+"""While it scores; before and behind that they are in host memory."""
 COUNTED = {
     *(("transformer", name) for name in recompute.FIELDS),
     ("ddp", "grad_reduce_in_fp32"),
@@ -73,12 +75,13 @@ class StageMemory:
     Attributes:
         stage: Pipeline stage; its ranks hold equal shards.
         rank: The first of them.
-        phases: "refit", "rollout", "score" where something is scored without training, "teacher" where one with layers
-            of its own does, "critic" where there is one, "update" -> term -> bytes.
+        phases: "refit" and "rollout" where an engine samples, "score" where something is scored without training,
+            "teacher" where one with layers of its own does, "reward" where there is a reward model, "critic" where
+            there is one, "update" -> term -> bytes.
         kv_rows: Sequences that the KV cache has room for.
         host: Bytes in host memory beside the device: what was offloaded or is stepped there, an engine's weights while
-            it sleeps, the reference, teachers and their hidden states, the actor while it is away for them, the experts
-            to replay, and copies for a checkpoint.
+            it sleeps, the reference, teachers and their hidden states, a reward model, the actor while it is away for
+            them, the experts to replay, and copies for a checkpoint.
         replayed: Bytes of the experts to replay, which wait in host memory wherever the model is.
     """
 
@@ -105,7 +108,7 @@ def stage_memory(config: Config, arch: ArchSpec, grid: Grid) -> list[Memory]:
     gradient_bytes = GRADIENT_BYTES if in_fp32 else ITEM_BYTES[config.model.dtype]
     sharded = config.actor.use_distributed_optimizer
     copies = grid.dp * grid.cp if sharded else 1
-    expert_copies = grid.world_size // (grid.pp * grid.ep * grid.expert_tp) if sharded else 1
+    expert_copies = len(grid.trainers) // (grid.pp * grid.ep * grid.expert_tp) if sharded else 1
     engine = 0 if arch.value_head else weight_bytes(config, arch, grid)  # nothing is sampled from a critic
     found = []
     for dense, experts in _actor_elements(arch, grid):
@@ -132,26 +135,26 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
         moved_bytes: Most that a rank sends or gets in a refit; None: all that its engine gets.
     """
     config, arch, grid, algorithm = found.config, found.arch, found.grid, found.algorithm
-    shape = ActorShape(config, arch, grid, te=device.te and asked_for(config), supervised=algorithm.supervised)
+    shape = ActorShape(config, arch, grid, te=device.te and asked_for(config), learns_from=algorithm.learns_from)
     held = stage_memory(config, arch, grid)
     scored = any((algorithm.needs_reference, algorithm.needs_proximal, algorithm.needs_current, found.teachers))
     arriving = arriving_bytes(config, arch, grid) if moved_bytes is None else moved_bytes
-    samples = not algorithm.supervised or bool(config.train.eval_interval)
-    stages, critics, teachers = [], _critics(found, device), _teachers(found)
-    for stage, (own, critic, teacher) in enumerate(zip(held, critics, teachers, strict=True)):
+    samples = found.needs_engine
+    stages, critics, teachers, rewards = [], _critics(found, device), _teachers(found), _reward_models(found)
+    for stage, (own, critic, teacher, reward) in enumerate(zip(held, critics, teachers, rewards, strict=True)):
         replayed = replayed_bytes(config, arch, grid, stage)
         away, parts = offloaded(config, own), own.parts
         staying = sum(parts[part] for part in ("weights", "gradients") if part not in away)
         staying += sum(critic.staying.values())
-        engine = engine_memory(found, device, weights=own.engine, actor=staying)
-        if not samples:
-            engine = EngineMemory(held=engine.held | engine.awake, cache=0, rows=0, refit=engine.refit)
+        none = EngineMemory(held={}, cache=0, rows=0)
+        engine = engine_memory(found, device, weights=own.engine, actor=staying) if samples else none
         always = {
             **{part: size for part, size in parts.items() if part not in away},
             **engine.held,
             "refit staging": staging_bytes(config, grid, arriving) if samples else 0,
             "reference": own.weights if device.is_host and algorithm.needs_reference else 0,
             **(teacher.in_host if device.is_host else {}),
+            "reward model": reward if device.is_host else 0,
             **critic.staying,
             "offload buffers": sum(away.values()) + critic.copies if device.is_host else 0,
             "copies for a checkpoint": commit_bytes(config, grid, own) + critic.saved if device.is_host else 0,
@@ -169,19 +172,19 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
             "rollout": _begun(rollout, {**weights, **here, **engine.awake}),
             **({"score": {**weights, **always, **kept, "activations": used.scoring}} if scored else {}),
             **({"teacher": {**here, **teacher.its_turn, "activations": used.scoring}} if teacher.turn else {}),
+            **({"reward": {**here, **engine.awake, REWARD: reward, "activations": used.scoring}} if reward else {}),
             **({"critic": {**always, **kept, **critic.away, **critic.phase}} if critic.phase else {}),
             "update": {**actor, **always, **kept, **teacher.compared, **_update(used, own.states.step)},
         }
-        if device.is_host:
-            phases["update"]["experts to replay"] = replayed
+        phases["update"]["experts to replay"] = replayed if device.is_host else 0
+        phases = {phase: terms for phase, terms in phases.items() if samples or phase not in ("refit", "rollout")}
         phases = {phase: {term: size for term, size in terms.items() if size} for phase, terms in phases.items()}
         host = 0
         if not device.is_host:
             host = sum(away.values()) + _sets_in_host(found, own) + sum(teacher.in_host.values()) + engine.host
             host += commit_bytes(config, grid, own) + own.states.host + replayed
-            host += critic.copies + critic.saved + critic.host
-        first_rank = stage * (grid.world_size // grid.pp)
-        stages.append(StageMemory(stage, first_rank, phases, engine.rows, host, replayed))
+            host += critic.copies + critic.saved + critic.host + reward
+        stages.append(StageMemory(stage, stage * len(grid.trainers) // grid.pp, phases, engine.rows, host, replayed))
     return stages
 
 
@@ -219,6 +222,15 @@ def _teachers(found: Resolved) -> list[TeacherMemory]:
     item, grid = ITEM_BYTES[found.config.model.dtype], found.grid
     sizes = [[sum(part) * item for part in _actor_elements(teacher, grid)] for teacher in found.teachers]
     return [teacher_memory(found, stage, [size[stage] for size in sizes]) for stage in range(grid.pp)]
+
+
+def _reward_models(found: Resolved) -> list[int]:
+    """Bytes of the reward model's weights on a rank of each pipeline stage; 0: there is none, or nothing is scored."""
+    unused = found.algorithm.supervised and not found.config.train.eval_interval
+    if found.reward is None or unused:
+        return [0] * found.grid.pp
+    item = ITEM_BYTES[found.config.model.dtype]
+    return [sum(part) * item for part in _actor_elements(found.reward, found.grid)]
 
 
 def not_counted(config: Config) -> list[str]:

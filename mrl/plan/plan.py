@@ -22,6 +22,7 @@ from mrl.plan.engine_weights import engine_layouts, weight_bytes
 from mrl.plan.fit import check_fits, device_of
 from mrl.plan.memory import StageMemory, memory_by_stage, not_counted, num_parameters, staging_bytes
 from mrl.preflight.megatron import forced
+from mrl.preflight.roles import refuse_roles
 from mrl.run.prepare import Resolved, check_run
 from mrl.weights.megatron import chunk_layers, megatron_layouts
 from mrl.weights.shards import parts_of, table
@@ -62,6 +63,11 @@ def describe(config: Config, world_size: int, hardware: Hardware) -> str:
     Raises:
         UserError: The run would be refused, or would run out of memory; the message says what would fit.
     """
+    refuse_roles(
+        config,
+        "`mrl plan` counts ranks that train and sample in turns, not yet ranks of each kind",
+        "Plan with rollout.num_ranks=0 and rollout.nnodes=0; `mrl train --dry-run` shows the rank map and the refit.",
+    )
     notes: list[str] = []
     found = check_run(config, world_size, tell=notes.append)
     device = device_of(hardware, found.grid)
@@ -77,7 +83,7 @@ def describe(config: Config, world_size: int, hardware: Hardware) -> str:
             "",
             *_times(found, hardware, refit, min(stage.kv_rows for stage in stages)),
             "",
-            *_refit(refit),
+            *(_refit(refit) if found.needs_engine else ["no engine: nothing is sampled"]),
             *(f"\nnote: {note}" for note in [*notes, *_passed(found)]),
         ]
     )
@@ -94,10 +100,14 @@ def _layout(found: Resolved, hardware: Hardware) -> Iterator[str]:
     for teacher in found.teachers:
         own = "the student's layers" if teacher == arch else "layers of its own"
         yield f"teacher   {num_parameters(teacher) / GB:.2f} x 10^9 parameters, {own}, in the actor's layout"
+    if found.reward is not None:
+        yield f"reward    model of {num_parameters(found.reward) / GB:.2f} x 10^9 parameters, in the actor's layout"
     yield f"actor     tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}" + (
         f", experts ep {grid.ep} x etp {grid.expert_tp}" if arch.moe else ""
     )
     stages = f" x pp {grid.rollout_pp}" if grid.rollout_pp > 1 else ""
+    if not found.needs_engine:
+        return
     yield f"rollout   {grid.num_replicas} replica(s) of tp {grid.rollout_tp}{stages}" + (
         f", experts ep {grid.rollout_ep} x tp {grid.rollout_moe_tp}" if arch.moe else ""
     )
@@ -120,12 +130,12 @@ def _memory(found: Resolved, stages: list[StageMemory], capacity: int, hardware:
         yield f"  {name:<26}" + "".join(f"{stage.total(phase) / GB:>10.2f}" for phase in phases)
     if fullest.host:
         yield f"  host memory: {fullest.host / GB:.2f} GB, what waits there of models and engine"
-        if found.config.rollout.name == "trtllm" and found.config.rollout.free_cache_engine:
+        if found.needs_engine and found.config.rollout.name == "trtllm" and found.config.rollout.free_cache_engine:
             less = weight_bytes(found.config, found.arch, found.grid)
             yield f"  of it {less / GB:.2f} GB the engine's weights asleep, which TensorRT-LLM 1.3 discards instead"
         if fullest.replayed:
             yield f"  of it {fullest.replayed / GB:.2f} GB the experts to replay"
-    if "KV cache" in fullest.phases["rollout"]:
+    if "KV cache" in fullest.phases.get("rollout", {}):
         yield f"  the KV cache has room for {fullest.kv_rows} sequence(s) of {_longest(found)} tokens in each replica"
 
 
@@ -143,7 +153,7 @@ def _longest(found: Resolved) -> int:
 def _times(found: Resolved, hardware: Hardware, refit: RefitPrediction, kv_rows: int) -> Iterator[str]:
     times = predict_durations(found, hardware, kv_rows)
     yield "a step, s, if every response has its full length, at assumed parts of the peak rates (--hardware)"
-    rows = [("refit", refit.seconds, "links and memory at their peak")]
+    rows = [] if found.algorithm.supervised else [("refit", refit.seconds, "links and memory at their peak")]
     if times.decode_steps:
         part = f"{hardware.decode_frac:.0%} of memory and FLOP rate"
         note = f"{times.decode_steps:,} passes, bound by {times.bound_by}; {part}"

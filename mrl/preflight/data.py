@@ -25,8 +25,8 @@ def data_rules(config: Config) -> Iterator[str]:
                 yield f"{key}: '{file}' does not exist."
     if data.chat_template is not None and not os.path.isfile(data.chat_template):
         yield f"data.chat_template='{data.chat_template}' does not exist."
-    if not config.reward.functions:
-        yield "reward.functions is empty: no response would have a reward."
+    if not config.reward.functions and config.reward.model.path is None:
+        yield "reward.functions is empty and reward.model.path null: no response would have a reward."
 
 
 def evaluation_rules(config: Config) -> Iterator[str]:

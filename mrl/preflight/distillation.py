@@ -8,32 +8,21 @@ from __future__ import annotations
 import itertools
 import os.path
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from mrl.config import Config
 from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
-from mrl.preflight.parallel import division_rules
+from mrl.preflight.guests import guest_rules
 from mrl.schema.distillation import TOP_K, DistillationConfig, DistillationLossConfig
-from mrl.weights.megatron import expert_shard
-from mrl.weights.shards import check_experts_divide
 
 if TYPE_CHECKING:
     from mrl.types import Prompt
 
 DATA_SOURCE = "data_source"
 """The default of `teacher_key`: the name of a row's data set, also where the row does not say it."""
-
-
-def teacher_config(config: Config) -> Config:
-    """The config with a teacher that has layers of its own in the actor's place: it only runs forward."""
-    actor = replace(
-        config.actor, param_offload=True, grad_offload=True, optimizer_offload=True, router_replay="none",
-        recompute="none",
-    )  # fmt: skip
-    return replace(config, actor=actor)
 
 
 def teacher_of(config: DistillationConfig, prompt: Prompt) -> int:
@@ -203,20 +192,4 @@ def _model_rules(config: Config, arch: ArchSpec, teacher: ArchSpec, grid: Grid, 
         yield (
             f" has {teacher.vocab_size} tokens, the student {arch.vocab_size}: give a preset no vocabulary of its own."
         )
-    if (teacher.moe is None) != (arch.moe is None):
-        yield (
-            ": of student and teacher one is a mixture of experts and the other is not, which share no layout. Give a "
-            "teacher of the student's kind."
-        )
-    if teacher.max_position_embeddings < config.rollout.longest:
-        yield (
-            f" has positions for {teacher.max_position_embeddings} tokens, fewer than the {config.rollout.longest} of "
-            "prompt and response."
-        )
-    for message in division_rules(teacher, replace(grid, rollout_tp=1)):
-        yield f": {message}"
-    if teacher.moe is not None:
-        try:
-            check_experts_divide(teacher.moe, expert_shard(grid, 0))
-        except UserError as error:
-            yield f": {error}"
+    yield from guest_rules(config, arch, teacher, grid, host="student", name="teacher")

@@ -16,6 +16,7 @@ from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.preflight.ranges import value_at
+from mrl.preflight.roles import key_of, own_ranks
 from mrl.schema import own_code
 from mrl.weights.megatron import chunk_layers
 from mrl.weights.shards import TensorShard, check_divides
@@ -39,6 +40,7 @@ def grid_of(config: Config, world_size: int) -> Grid:
         rollout_tp=config.rollout.tensor_model_parallel_size,
         rollout_ep=config.rollout.expert_parallel_size,
         rollout_pp=config.rollout.pipeline_model_parallel_size,
+        rollout_ranks=own_ranks(config.rollout),
     )
 
 
@@ -53,12 +55,19 @@ def check_ranks(config: Config, world_size: int) -> None:
     names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
     sizes = {name: getattr(config.parallel, name) for name in names}
     num_ranks = math.prod(sizes.values())
-    if world_size % num_ranks:
+    own = own_ranks(config.rollout)
+    if own >= world_size > 0 and own:
+        raise UserError(
+            f"{key_of(config.rollout)} of the {world_size} rank(s) of this job only sample: none is left to train. "
+            f"{_how_many_ranks(config)}"
+        )
+    if (world_size - own) % num_ranks:
         product = " x ".join(f"parallel.{name}={size}" for name, size in sizes.items() if size > 1)
         equals = f" = {num_ranks}" if " x " in product else ""
-        raise UserError(
-            f"{product}{equals} does not divide the {world_size} rank(s) of this job. {_how_many_ranks(config)}"
-        )
+        of = f"the {world_size} rank(s) of this job"
+        if own:
+            of = f"the {world_size - own} rank(s) of this job's {world_size} that train ({key_of(config.rollout)})"
+        raise UserError(f"{product}{equals} does not divide {of}. {_how_many_ranks(config)}")
 
 
 def layout_rules(config: Config, grid: Grid) -> Iterator[str]:
@@ -70,7 +79,7 @@ def layout_rules(config: Config, grid: Grid) -> Iterator[str]:
         )
     if config.parallel.sequence_parallel and grid.tp == 1:
         yield "parallel.sequence_parallel=true needs parallel.tensor_model_parallel_size above 1."
-    stage = grid.world_size // grid.pp
+    stage = len(grid.trainers) // grid.pp
     if grid.ep > 1 and stage % (grid.ep * grid.expert_tp):
         yield (
             f"parallel.expert_model_parallel_size={grid.ep} x parallel.expert_tensor_parallel_size={grid.expert_tp} = "
@@ -83,11 +92,12 @@ def layout_rules(config: Config, grid: Grid) -> Iterator[str]:
                 f"rollout.pipeline_model_parallel_size={grid.rollout_pp} is refused with rollout.name="
                 f"{config.rollout.name}: only built TensorRT-LLM engines (rollout.name=trtllm_engine) have a pipeline."
             )
-    elif grid.world_size % grid.rollout_size:
+    elif len(grid.samplers) % grid.rollout_size:
         stages = f" x rollout.pipeline_model_parallel_size={grid.rollout_pp}" if grid.rollout_pp > 1 else ""
         yield (
-            f"rollout.tensor_model_parallel_size={grid.rollout_tp}{stages} does not divide the {grid.world_size} "
-            f"rank(s) of this job: replicas are equal groups of ranks. {_how_many_ranks(config)}"
+            f"rollout.tensor_model_parallel_size={grid.rollout_tp}{stages} does not divide the {len(grid.samplers)} "
+            f"rank(s) of this job{' that sample' if grid.has_roles else ''}: replicas are equal groups of ranks. "
+            f"{_how_many_ranks(config)}"
         )
 
 
@@ -109,7 +119,13 @@ def _how_many_ranks(config: Config) -> str:
     """How to start as many ranks as the layout needs, to look at it without them, and to do with one."""
     parallel, rollout = config.parallel, config.rollout
     num_ranks = grid_of(config, 1).fewest_ranks
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_parallel_size")
+    names = {
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_parallel_size",
+        "num_ranks",
+        "nnodes",
+    }
     defaults = {f"parallel.{item.name}": item.default for item in fields(parallel)}
     defaults |= {f"rollout.{item.name}": item.default for item in fields(rollout) if item.name in names}
     changed = {key: value for key, value in defaults.items() if value_at(config, key) != value}
@@ -117,7 +133,10 @@ def _how_many_ranks(config: Config) -> str:
     start = f"torchrun --nproc-per-node {num_ranks} -m mrl ... (launch/torchrun.sh)"
     if needs_mpi(rollout):
         start = f"NPROC={num_ranks} launch/mpirun.sh ..."
+    how_many = f"a multiple of {num_ranks} ranks"
+    if own := own_ranks(rollout):
+        how_many = f"{own} ranks more than a multiple of {num_ranks - own}"
     return (
-        f"Start a multiple of {num_ranks} ranks: {start}; only look at it: mrl train ... --dry-run --world-size "
+        f"Start {how_many}: {start}; only look at it: mrl train ... --dry-run --world-size "
         f"{num_ranks}; or do with one process: {alone}"
     )

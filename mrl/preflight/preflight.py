@@ -1,10 +1,10 @@
 """Refuses a run that cannot work, before any process group exists: ranges, rules between fields, rules with the model.
 
-Each section of the config has its rules in a file of its own here: `ranges.py` `parallel.py` `train.py` `rollout.py`
-`model.py` `data.py`, then `megatron.py`, `experts.py`, `engine.py` and `idle.py`, which go across sections. They need
-no tensor and no rank but this one. What a section alone decides stays with its owner: the algorithm's own fields in
-`algorithms/base.py`, rows of data in `data/`, values' types in `config.py`. All broken rules are told at once. It
-imports no torch.
+Each section of the config has its rules in a file of its own here: `ranges.py` `parallel.py` `roles.py` `train.py`
+`rollout.py` `model.py` `data.py`, then `megatron.py`, `experts.py`, `engine.py` and `idle.py`, which go across
+sections. They need no tensor and no rank but this one. What a section alone decides stays with its owner: the
+algorithm's own fields in `algorithms/base.py`, rows of data in `data/`, values' types in `config.py`. All broken rules
+are told at once. It imports no torch.
 
     check_config(config, world_size)                   # needs no model
     check(config, arch, world_size, vocab_size, ...)   # the same rules, and those with model, tokenizer and algorithm
@@ -12,7 +12,7 @@ imports no torch.
 
 from __future__ import annotations
 
-from mrl.config import Config
+from mrl.config import Config, LearnsFrom
 from mrl.engines.trtllm import blocks
 from mrl.engines.vllm import blocks as vllm_blocks
 from mrl.errors import UserError
@@ -26,17 +26,20 @@ from mrl.preflight.megatron import megatron_rules, name_rules
 from mrl.preflight.model import check_size, model_rules, token_rules
 from mrl.preflight.parallel import check_ranks, division_rules, grid_of, layout_rules
 from mrl.preflight.ranges import fixed_rules, range_rules
+from mrl.preflight.roles import role_rules
 from mrl.preflight.rollout import length_rules, position_rules, sampling_rules
 from mrl.preflight.train import share_rules, step_rules
 
 
-def check_config(config: Config, world_size: int, *, supervised: bool = False, arch: ArchSpec | None = None) -> None:
+def check_config(
+    config: Config, world_size: int, *, learns_from: LearnsFrom = "samples", arch: ArchSpec | None = None
+) -> None:
     """All rules that need no model.
 
     Args:
         config: What was asked for.
         world_size: Ranks of the job.
-        supervised: The algorithm samples nothing.
+        learns_from: What the algorithm learns from.
         arch: The model's structure, where it is known: a layout that does not divide it is not one to start ranks for.
 
     Raises:
@@ -52,21 +55,27 @@ def check_config(config: Config, world_size: int, *, supervised: bool = False, a
         raise
     broken = [
         *layout_rules(config, grid),
+        *role_rules(config, grid, supervised=learns_from != "samples"),
         *step_rules(config, grid),
         *length_rules(config),
         *sampling_rules(config),
         *model_rules(config),
         *data_rules(config),
         *evaluation_rules(config),
-        *share_rules(config, grid, supervised=supervised),
+        *share_rules(config, grid, supervised=learns_from != "samples"),
         *episode_rules(config),
-        *idle_rules(config, grid, supervised=supervised),
+        *idle_rules(config, grid, learns_from=learns_from),
     ]
     _raise([*not_divided, *broken] if broken else [])
 
 
 def check(
-    config: Config, arch: ArchSpec, world_size: int, tokenizer_vocab_size: int, *, supervised: bool = False
+    config: Config,
+    arch: ArchSpec,
+    world_size: int,
+    tokenizer_vocab_size: int,
+    *,
+    learns_from: LearnsFrom = "samples",
 ) -> None:
     """All rules, those with the model and its tokenizer too.
 
@@ -75,18 +84,18 @@ def check(
         arch: The model's structure.
         world_size: Ranks of the job.
         tokenizer_vocab_size: One more than the largest id that the tokenizer gives.
-        supervised: The algorithm samples nothing.
+        learns_from: What the algorithm learns from.
 
     Raises:
         UserError: Each broken rule, with the keys and what to do.
     """
     check_size(arch)
-    check_config(config, world_size, supervised=supervised, arch=arch)
+    check_config(config, world_size, learns_from=learns_from, arch=arch)
     grid = grid_of(config, world_size)
     broken = [
         *division_rules(arch, grid),
         *position_rules(config, arch),
-        *expert_rules(config, arch, grid, supervised=supervised),
+        *expert_rules(config, arch, grid, supervised=learns_from != "samples"),
         *engine_rules(config, arch),
         *blocks.refusals(config, arch),
         *vllm_blocks.refusals(config, arch),

@@ -11,6 +11,9 @@ from typing import Any
 
 from mrl.config import Config
 
+WEIGHTS = "[-1e9, 1e9]"
+"""Of a reward function."""
+
 RANGES = {
     "run.seed": "[0, 4294967296)",
     "run.num_threads": "[0, 4096]",
@@ -78,6 +81,9 @@ RANGES = {
     "rollout.response_length": "[1, 16777216]",
     "rollout.max_model_len": "[2, 33554432]",
     "rollout.tensor_model_parallel_size": "[1, 131072]",
+    "rollout.num_ranks": "[0, 131072]",
+    "rollout.nnodes": "[0, 131072]",
+    "rollout.n_gpus_per_node": "[1, 4096]",
     "rollout.pipeline_model_parallel_size": "[1, 131072]",
     "rollout.expert_parallel_size": "[1, 131072]",
     "rollout.moe_tensor_parallel_size": "[1, 131072]",
@@ -97,6 +103,7 @@ RANGES = {
     "rollout.agent.time_limit_s": "[0.001, 31536000]",
     "rollout.agent.memory_limit_mb": "0 or [256, 1e9]",
     "rollout.checkpoint_engine.update_weights_bucket_megabytes": "[1, 1048576]",
+    **{f"reward.model.{name}": WEIGHTS for name in ("weight",)},
     "reward.time_limit_s": "[0.001, 31536000]",
     "reward.num_workers": "[1, 1024]",
     "reward.memory_limit_mb": "0 or [256, 1e9]",
@@ -110,9 +117,6 @@ RANGES = {
 }
 """Values of every number outside `algorithm`: intervals, or single values. Upper ends are beyond any sensible use: a
 slip is told before processes start, memory is taken or a number overflows."""
-
-WEIGHTS = "[-1e9, 1e9]"
-"""Of a reward function."""
 
 FIXED = {
     "rollout.repetition_penalty": (1.0, "the log-probabilities that train would not be those that sampled"),

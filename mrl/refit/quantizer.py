@@ -24,15 +24,16 @@ from mrl.weights.regions import intersect, slices, translate
 class Quantizer:
     """One rank's part; `measure` comes before each refit."""
 
-    def __init__(self, layout: Layout, sources: Mapping[str, Tensor], grids: Grids) -> None:
+    def __init__(self, layout: Layout, sources: Mapping[str, Tensor], grids: Grids, device: torch.device) -> None:
         """Lays out the table of all scales.
 
         Args:
             layout: What this rank of the actor holds.
             sources: Its tensors; read whenever they are measured or quantised.
             grids: Of the matrices that are quantised.
+            device: Of the table.
         """
-        self._sources, self._grids = sources, grids
+        self._sources, self._grids, self._device = sources, grids, device
         self._pieces = {
             name: tuple(piece for piece in stored.pieces if piece.hf_name in grids) for name, stored in layout.items()
         }
@@ -81,8 +82,7 @@ class Quantizer:
 
     def _own_magnitudes(self) -> Tensor:
         """Of the parts of blocks that this rank holds; zero where it holds none, infinite where one is not finite."""
-        device = next((tensor.device for tensor in self._sources.values()), torch.device("cpu"))
-        found = torch.zeros(self._size, device=device)
+        found = torch.zeros(self._size, device=self._device)
         for source, pieces in self._pieces.items():
             for piece in pieces:
                 grid, values = self._grids[piece.hf_name], self._sources[source].detach()[slices(piece.dst)]

@@ -1,7 +1,8 @@
 """The actor's weights into the rollout engine, in place, all or nothing.
 
-Owns `Refit`: one plan made at start, run before every rollout. The engine refuses to generate from the first byte to
-the last check; a failure on any rank raises on all, and the engine stays shut until a whole refit has passed.
+Owns `Refit`: one plan made at start, run before every rollout. A rank may hold both sides or only one: where rollouts
+have ranks of their own, those that train give and the others take. The engine refuses to generate from the first byte
+to the last check; a failure on any rank raises on all, and the engine stays shut until a whole refit has passed.
 
 Steps of a refit: `begin_update` -> with FP8 the scales of all weights (`quantizer.py`) -> local copies and rounds of
 messages, each with its checksum (`transfer.py`) -> the engine's own checksum of all it stores must equal the sum of
@@ -53,7 +54,7 @@ class Refit:
         """Collective over the job: exchanges layouts and makes the plan.
 
         Args:
-            source_layout: What this rank of the actor holds.
+            source_layout: What this rank of the actor holds; nothing where it does not train.
             sources: Its tensors, by the names of the layout; read at every refit.
             engine: This rank's part of its replica.
             config: Size of the staging buffers.
@@ -79,7 +80,8 @@ class Refit:
         )
         bucket_bytes = config.update_weights_bucket_megabytes * MIB
         dtypes = {name: stored.dtype for name, stored in target_layout.items()}
-        self._quantizer = Quantizer(source_layout, sources, grids) if grids else None
+        device = next((tensor.device for tensor in sources.values()), engine.spec.device)
+        self._quantizer = Quantizer(source_layout, sources, grids, device) if grids else None
         self._transfer = Transfer(
             self.plan.copies,
             sources,
@@ -87,6 +89,7 @@ class Refit:
             rank=rank,
             bucket_bytes=bucket_bytes,
             quantize=self._quantizer.quantize if self._quantizer else None,
+            device=device,
         )
         self._scale_bytes = 0
         if grids:

@@ -65,6 +65,7 @@ class Transfer:
         rank: int,
         bucket_bytes: int,
         quantize: Quantize | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """Sorts the copies into buckets and rounds.
 
@@ -75,8 +76,10 @@ class Transfer:
             rank: This rank.
             bucket_bytes: Largest staging buffer; a rank has two to send and two to receive.
             quantize: For copies into FP8; None: there are none.
+            device: Of the staging buffers; None: that of the sources, and the host's where there are none.
         """
         self._sources = sources
+        self._device = device or next((tensor.device for tensor in sources.values()), torch.device("cpu"))
         self._target_dtypes = target_dtypes
         self._quantize = quantize
         batches = rounds(copies, round_bytes(copies, bucket_bytes))
@@ -120,10 +123,9 @@ class Transfer:
 
     def _allocate(self, first: int) -> tuple[Tensor, Tensor]:
         """A buffer to send and one to receive, for every `NUM_BUFFERS`-th round from `first` on."""
-        device = next((tensor.device for tensor in self._sources.values()), torch.device("cpu"))
         turns = self._rounds[first::NUM_BUFFERS]
         sizes = [max((sum(map(_message_bytes, peers[way].values())) for peers in turns), default=0) for way in (0, 1)]
-        send, receive = (torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
+        send, receive = (torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes)
         return send, receive
 
     def _messages(self, number: int, way: int) -> dict[int, Tensor]:

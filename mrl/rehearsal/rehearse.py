@@ -141,7 +141,7 @@ class _Rehearsal:
             self._done("check", f"{real.ranks}, as mrl train and mrl plan check them")
         small, tokens = self._shrink(real.config, real.found, real.prompt_length)
         changed, world_size = other_layout(
-            small.config, small.arch, small.grid, tokens, supervised=real.found.algorithm.supervised
+            small.config, small.arch, small.grid, tokens, learns_from=real.found.algorithm.learns_from
         )
         (self._folder / FIRST).write_text(to_yaml(small.config), encoding="utf-8")
         (self._folder / RESUME).write_text(to_yaml(with_steps(changed, 2)), encoding="utf-8")
@@ -194,6 +194,8 @@ class _Rehearsal:
             report.not_covered.insert(1, f"MPI: mrl started the ranks itself. The real ones: {start}")
         if config.actor.moe_token_dispatcher_type != small.actor.moe_token_dispatcher_type:
             report.not_covered.append("the flex dispatcher: tokens reached their experts by alltoall")
+        if config.rollout.multi_turn.enable:
+            report.not_covered.append("tool calls: a random model writes none that can be read")
         if config.observe.wandb_project is not None:
             report.not_covered.append("Weights & Biases: nothing was sent")
         if VARIETY in small.reward.functions:
@@ -218,6 +220,11 @@ class _Rehearsal:
         folders += [("critic", like if config.critic.path else None, critic_of(arch))]
         for index, (teacher, its) in enumerate(zip(config.distillation.teacher_models, found.teachers, strict=False)):
             folders.append((f"teacher{index}", teacher.model_path, small_teacher(its, found.arch, arch)))
+        if found.reward is not None:
+            scorer = replace(
+                critic_of(small_teacher(found.reward, found.arch, arch)), vocab_size=found.reward.vocab_size
+            )
+            folders.append(("reward", config.reward.model.path, scorer))
         for seed, (name, source, small) in enumerate(folders):
             if source is not None:
                 write_model(self._folder / name, small, dtype=config.model.dtype, seed=seed, like=Path(source))
@@ -307,8 +314,10 @@ class _Rehearsal:
             return f"{moved:.0f} bytes between ranks = lower bound; {local:.0f} inside them"
         if stage == "rollout" and "response_length/mean" in metrics:
             apart = metrics.get("training/rollout_probs_diff_max", 0.0)
-            mean = metrics["response_length/mean"]
-            return f"{self.report.engine}: {mean:.1f} tokens on average; actor and engine differ by {apart:.1g}"
+            mean, turns = metrics["response_length/mean"], metrics.get("num_turns/mean")
+            of_turns = "" if turns is None else f" in {turns:.1f} turns of at most {metrics['num_turns/max']:.0f}"
+            said = f"{mean:.1f} tokens{of_turns} on average"
+            return f"{self.report.engine}: {said}; actor and engine differ by {apart:.1g}"
         if stage == "reward" and "critic/score/mean" in metrics:
             parts = [key for key in metrics if re.fullmatch(r"reward/.+/mean", key)]
             return ", ".join(f"{key.split('/')[1]} {metrics[key]:.2g}" for key in parts)

@@ -17,6 +17,7 @@ from mrl.config import (
     Config,
     CriticConfig,
     DataConfig,
+    LearnsFrom,
     ModelConfig,
     ParallelConfig,
     RewardConfig,
@@ -42,6 +43,12 @@ from mrl.schema.distillation import TOP_K, DistillationConfig
 SAMPLES = 4
 """Of a prompt, where the config has at least as many."""
 RESPONSE_LENGTH = 8
+EPISODE_LENGTH = 160
+"""Of all tokens of a conversation after its prompt."""
+TURNS = 3
+"""Of the policy in a conversation."""
+TURN_ENDS = (*"13579aeiost",)
+"""Strings that end a turn too: a random model would go on until no tokens are left."""
 MAX_PROMPT_LENGTH = 64
 NUM_SEQS = 4
 CHUNK_TOKENS = 32
@@ -84,7 +91,7 @@ def shrunk_config(config: Config, found: Resolved, sizes: Sizes, folder: Path) -
         found: The same, resolved.
         sizes: Of the small run.
         folder: Where the run's folder goes; where the config has `model.path`, also the small model's (`model/`) and
-            the reference's (`reference/`), the critic's (`critic/`) and the teachers' (`teacher0/`, ...).
+            those that `reference/`, `critic/`, `reward/` and `teacher0/` ... are named after.
     """
     rollout = _rollout(config.rollout, sizes)
     actor, observe = config.actor, config.observe
@@ -130,7 +137,7 @@ def shrunk_config(config: Config, found: Resolved, sizes: Sizes, folder: Path) -
                 buffer_length=_scaled(config.algorithm.overlong.buffer_length, rollout, config.rollout) or 0,
             ),
         ),
-        reward=config.reward if found.algorithm.supervised else _reward(config.reward),
+        reward=_reward(config.reward, folder, samples=not found.algorithm.supervised),
         data=_data(config, rollout, imitates=found.algorithm.supervised or config.train.warm_start.num_steps > 0),
         checkpoint=replace(config.checkpoint, interval=min(config.checkpoint.interval, 1)),
         observe=replace(observe, console="plain", wandb_project=None, num_samples=min(observe.num_samples, 2)),
@@ -188,7 +195,7 @@ def with_steps(config: Config, num_steps: int) -> Config:
 
 
 def other_layout(
-    config: Config, arch: ArchSpec, used: Grid, tokenizer_size: int, *, supervised: bool
+    config: Config, arch: ArchSpec, used: Grid, tokenizer_size: int, *, learns_from: LearnsFrom
 ) -> tuple[Config, int]:
     """The small run at a layout of at most two ranks that differs from its own, and its ranks.
 
@@ -197,7 +204,7 @@ def other_layout(
         arch: Its model.
         used: Its layout.
         tokenizer_size: Ids that the tokenizer can give.
-        supervised: Its algorithm samples nothing.
+        learns_from: What its algorithm learns from.
     """
     for parallel, world_size in _others(config, arch, used):
         for rollout_tp in (2, 1) if used.rollout_tp == 1 else (1,):
@@ -213,7 +220,7 @@ def other_layout(
             )
             changed, _ = fitting(changed, arch, grid_of(changed, world_size))
             try:
-                preflight.check(changed, arch, world_size, tokenizer_size, supervised=supervised)
+                preflight.check(changed, arch, world_size, tokenizer_size, learns_from=learns_from)
             except UserError:
                 continue
             return changed, world_size
@@ -268,11 +275,13 @@ def _parallel(parallel: ParallelConfig, grid: Grid) -> ParallelConfig:
 def _rollout(rollout: RolloutConfig, sizes: Sizes) -> RolloutConfig:
     grid = sizes.grid
     prompt = min(rollout.prompt_length, sizes.prompt_length, MAX_PROMPT_LENGTH)
-    response = min(rollout.response_length, RESPONSE_LENGTH)
+    response = min(rollout.response_length, EPISODE_LENGTH if rollout.multi_turn.enable else RESPONSE_LENGTH)
     longer = (rollout.max_model_len or 0) > rollout.prompt_length + rollout.response_length
     chunked = rollout.max_num_batched_tokens < rollout.prompt_length
     num_seqs = min(rollout.max_num_seqs, NUM_SEQS)
     whole = prompt if rollout.enable_chunked_prefill else prompt + response + longer  # vLLM wants room for a sequence
+    if rollout.multi_turn.enable:
+        rollout = _episodes(rollout)
     return replace(
         rollout,
         name=sizes.engine.name,
@@ -294,13 +303,26 @@ def _rollout(rollout: RolloutConfig, sizes: Sizes) -> RolloutConfig:
     )
 
 
+def _episodes(rollout: RolloutConfig) -> RolloutConfig:
+    """Short turns, few of them, and one worker for their environments."""
+    turns = rollout.multi_turn
+    return replace(
+        rollout,
+        stop=[*rollout.stop, *(end for end in TURN_ENDS if end not in rollout.stop)],
+        multi_turn=replace(turns, max_assistant_turns=min(turns.max_assistant_turns or TURNS, TURNS)),
+        agent=replace(rollout.agent, num_workers=1),
+    )
+
+
 def _scaled(length: int | None, small: RolloutConfig, full: RolloutConfig) -> int | None:
     """A number of response tokens, in proportion; 0 and null stay what they are."""
     return None if length is None else math.ceil(length * small.response_length / full.response_length)
 
 
-def _reward(reward: RewardConfig) -> RewardConfig:
-    return replace(reward, functions=[*reward.functions, VARIETY], num_workers=1)
+def _reward(reward: RewardConfig, folder: Path, *, samples: bool) -> RewardConfig:
+    if reward.model.path is not None:
+        reward = replace(reward, model=replace(reward.model, path=str(folder / "reward")))
+    return replace(reward, functions=[*reward.functions, VARIETY], num_workers=1) if samples else reward
 
 
 def _data(config: Config, rollout: RolloutConfig, *, imitates: bool) -> DataConfig:

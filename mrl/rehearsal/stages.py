@@ -14,6 +14,7 @@ STAGES = ("build", "refit", "rollout", "reward", "update", "checkpoint")
 STAGE_OF_PHASE = {
     "update_weights": "refit",
     "gen": "rollout",
+    "reward_model": "reward",
     "reward": "reward",
     "testing": "rollout",
     "pack": "update",
@@ -36,6 +37,8 @@ STAGE_OF_FUNCTION = {
     ("sampler.py", "refit_if_stale"): "refit",
     ("replicas.py", "generate"): "rollout",
     ("scorer.py", "score"): "reward",
+    ("reward_model.py", "__init__"): "build",
+    ("reward_model.py", "score"): "reward",
     ("train.py", "optimizer_step"): "update",
     ("train.py", "reinforcement_step"): "update",
     ("commits.py", "write"): "checkpoint",

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from mrl.config import Config, DataConfig
+from mrl.config import Config, DataConfig, RewardFunctionConfig
 from mrl.errors import UserError
 from mrl.formats.hub import local_folder
 from mrl.models.presets import PRESETS
 from mrl.rehearsal.engine import NATIVE
 from mrl.schema.paths import CHAR_PREFIX
+from mrl.schema.reward_model import RewardModelConfig
 
 TASK = "addition"
 CHARACTERS = f"{CHAR_PREFIX}0123456789<>+=#"
@@ -38,6 +39,7 @@ def _missing(config: Config) -> Iterator[tuple[str, str]]:
         "model.tokenizer": config.model.tokenizer,
         "reference.path": config.reference.path,
         "critic.path": config.critic.path,
+        "reward.model.path": config.reward.model.path,
         "rollout.engine_dir": config.rollout.engine_dir,
     }
     for key, folder in folders.items():
@@ -91,6 +93,11 @@ def with_stand_ins(config: Config) -> tuple[Config, list[str]]:
         rollout = replace(rollout, name=NATIVE, engine_dir=None, pipeline_model_parallel_size=1)
     reference = replace(config.reference, path=None) if "reference.path" in missing else config.reference
     critic = replace(config.critic, path=None) if "critic.path" in missing else config.critic
+    reward = config.reward
+    if "reward.model.path" in missing:
+        told.append(f"reward.model.path={reward.model.path} is not here: samples are rewarded without it")
+        functions = reward.functions or [RewardFunctionConfig()]
+        reward = replace(reward, model=RewardModelConfig(), functions=functions)
     teachers = []
     for index, teacher in enumerate(config.distillation.teacher_models):
         if (key := _teacher_key(index)) in missing or (no_tokenizer and teacher.model_path is not None):
@@ -102,7 +109,7 @@ def with_stand_ins(config: Config) -> tuple[Config, list[str]]:
     return (
         replace(
             config, model=model, data=data, reference=reference, critic=critic, rollout=rollout,
-            distillation=distillation,
+            distillation=distillation, reward=reward,
         ),
         told,
     )  # fmt: skip

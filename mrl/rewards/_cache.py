@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import blake2b
 from pathlib import Path
@@ -134,13 +134,14 @@ def _read(path: Path) -> dict[str, str]:
     return found
 
 
-def key_of(identity: str, sample: Sample) -> str | None:
-    """The name of a sample's scores by these functions; None where its row cannot be told from another."""
+def keys_of(identity: str, samples: Sequence[Sample]) -> list[str | None]:
+    """The names of the scores of samples that were scored in one call; None where a row cannot be told from another."""
     try:
-        told = [identity, *(getattr(sample, item.name) for item in fields(sample))]
-        return blake2b(json.dumps(told, sort_keys=True, default=repr).encode(), digest_size=16).hexdigest()
+        told = [identity, *(getattr(sample, item.name) for sample in samples for item in fields(sample))]
+        key = blake2b(json.dumps(told, sort_keys=True, default=repr).encode(), digest_size=16).hexdigest()
+        return [f"{key}-{place}" if place else key for place in range(len(samples))]
     except (TypeError, ValueError, RecursionError):
-        return None
+        return [None] * len(samples)
 
 
 def identity_of(functions: Sequence[tuple[str, Mapping[str, Any], str]]) -> str:
@@ -157,35 +158,49 @@ class Spared:
     Attributes:
         cache: Where they are looked up and kept.
         found: Row -> outcomes that were there.
-        asked: Rows to compute, each with its key.
+        asked: Rows to compute, those of one call together.
+        keys: Row to compute -> its key.
         same: Row -> the row in `asked` that it equals.
     """
 
     cache: ScoreCache | None
     found: dict[int, list[Outcome]] = field(default_factory=dict)
-    asked: dict[int, str | None] = field(default_factory=dict)
+    asked: list[tuple[int, ...]] = field(default_factory=list)
+    keys: dict[int, str | None] = field(default_factory=dict)
     same: dict[int, int] = field(default_factory=dict)
 
     @staticmethod
-    def of(cache: ScoreCache | None, identity: str, samples: Sequence[Sample]) -> Spared:
-        """Looks up every sample; without a cache all are asked."""
-        spared, rows = Spared(cache), dict[str, int]()
-        for row, sample in enumerate(samples):
-            key = None if cache is None else key_of(identity, sample)
-            if cache is not None and key is not None:
-                if key in rows:
-                    spared.same[row] = rows[key]
+    def of(
+        cache: ScoreCache | None, identity: str, samples: Sequence[Sample], units: Iterable[tuple[int, ...]]
+    ) -> Spared:
+        """Looks up every sample; without a cache all are asked.
+
+        Args:
+            cache: Of the replica.
+            identity: Of the functions.
+            samples: By row.
+            units: Rows that are scored in one call: known only where all of them are.
+        """
+        spared, first = Spared(cache), dict[str, tuple[int, ...]]()
+        for unit in units:
+            keys = [None] * len(unit) if cache is None else keys_of(identity, [samples[row] for row in unit])
+            if cache is not None and keys[0] is not None:
+                if keys[0] in first:
+                    spared.same.update(zip(unit, first[keys[0]], strict=True))
                     continue
-                if (known := cache.get(key)) is not None:
-                    spared.found[row] = known
+                known = {row: cache.get(key) for row, key in zip(unit, keys, strict=True) if key is not None}
+                told = {row: outcomes for row, outcomes in known.items() if outcomes is not None}
+                if len(told) == len(unit):
+                    spared.found.update(told)
                     continue
-                rows[key] = row
-            spared.asked[row] = key
+                first[keys[0]] = unit
+            spared.asked.append(unit)
+            spared.keys.update(zip(unit, keys, strict=True))
         return spared
 
     def keep(self, row: int, outcomes: Sequence[Outcome]) -> None:
         """Takes what was computed for a row in `asked`."""
-        key = self.asked[row]
+        key = self.keys[row]
         if self.cache is not None and key is not None:
             self.cache.put(key, outcomes)
 

@@ -5,9 +5,10 @@ Owns the checks around a call; the trainer's process and the workers share them.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -59,6 +60,19 @@ class Outcome:
         return self.value if self.given else None
 
 
+@dataclass(frozen=True)
+class Way:
+    """How a function wants to be called.
+
+    Attributes:
+        lists: With the samples of a call in lists, otherwise with one sample.
+        waits: Several calls at the same time: it is a coroutine function.
+    """
+
+    lists: bool = False
+    waits: bool = False
+
+
 class RewardCall:
     """A reward function that the config names, ready to be called."""
 
@@ -86,18 +100,47 @@ class RewardCall:
         """See `source_of`."""
         return source_of(self._function)
 
-    def __call__(self, sample: Sample) -> Outcome:
-        """The value of a sample; whatever the function does wrong becomes `Outcome.error`.
+    @property
+    def way(self) -> Way:
+        """How it wants to be called."""
+        return Way(lists=self._signature.takes_lists, waits=self._signature.is_async)
+
+    def __call__(
+        self, samples: Sequence[Sample], wait: Callable[[Coroutine[Any, Any, Any]], Any] = asyncio.run
+    ) -> list[Outcome]:
+        """The value of a sample, or of each of several where it takes lists.
+
+        Whatever the function does wrong becomes `Outcome.error` of each.
+
+        Args:
+            samples: One, or more.
+            wait: Runs a coroutine to its end.
 
         Raises:
             MemoryError: Nobody knows then what the process still holds.
         """
         try:
-            value = self._signature(sample)
+            started = self._signature.start(samples)
+            awaited = inspect.isawaitable(started.returned)
+            values = started.values(wait(_result(started.returned)) if awaited else started.returned)
         except MemoryError:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything
-            return Outcome(math.nan, f"{type(error).__name__}: {error}")
+            return [Outcome(math.nan, f"{type(error).__name__}: {error}")] * len(samples)
+        return [self._outcome(value) for value in values]
+
+    async def later(self, samples: Sequence[Sample]) -> list[Outcome]:
+        """The same of a function that waits, beside others."""
+        try:
+            started = self._signature.start(samples)
+            values = started.values(await started.returned)
+        except MemoryError:
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - see `__call__`
+            return [Outcome(math.nan, f"{type(error).__name__}: {error}")] * len(samples)
+        return [self._outcome(value) for value in values]
+
+    def _outcome(self, value: Any) -> Outcome:
         if value is None and self._signature.style == "TRL":
             return Outcome(0.0, given=False)
         try:
@@ -107,6 +150,10 @@ class RewardCall:
             return Outcome(math.nan, f"it returned {error}")
         except Exception as error:  # noqa: BLE001 - and so may what it returned, such as a tensor of two elements
             return Outcome(math.nan, f"it returned {_shown(value)}: {type(error).__name__}: {error}")
+
+
+async def _result(value: Any) -> Any:
+    return await value
 
 
 def source_of(thing: object) -> str:

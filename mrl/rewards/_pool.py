@@ -1,20 +1,21 @@
 """Worker processes under a time limit per sample.
 
 Owns which worker gets which samples, and when one is replaced. A batch is sent in chunks, so that the cost of a message
-is shared, and answered sample by sample, so that each sample has its own clock.
+is shared, and answered sample by sample, so that each call has its own clock.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from mrl.errors import UserError
 from mrl.processes.channel import wait_for
-from mrl.rewards._call import Outcome
+from mrl.rewards._bundles import Task
+from mrl.rewards._call import Outcome, Way
 from mrl.rewards._remote import Worker
 from mrl.rewards._signatures import Sample
 
@@ -38,7 +39,8 @@ class WorkerPool:
         Args:
             calls: Name and arguments of each function.
             num_workers: At least 1.
-            time_limit_s: For one sample and all functions together, s.
+            time_limit_s: For one sample and all functions that are called with it together, s; a call with several
+                samples may take as many times as long.
             memory_limit_mb: For one worker and all that its functions start, MiB; 0: none.
 
         Raises:
@@ -58,47 +60,50 @@ class WorkerPool:
         """Digest of the source of each function."""
         return self._workers[0].sources
 
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """How each function is called."""
+        return self._workers[0].ways
+
     def run(
         self,
         samples: Sequence[Sample],
+        tasks: Iterable[Task],
         give_up_after: int,
         told_to_stop: Callable[[], bool] = lambda: False,
-        tell: Callable[[int, list[Outcome]], None] = lambda index, outcomes: None,
-    ) -> dict[int, list[Outcome]]:
+        tell: Callable[[Task, int, list[Outcome]], None] = lambda task, row, outcomes: None,
+    ) -> None:
         """Scores a batch.
 
         Args:
-            samples: In any number.
+            samples: By row.
+            tasks: What is to be called.
             give_up_after: Stop when more than this many samples have failed.
             told_to_stop: Stop when this is true; the pool is only good for `close` then.
-            tell: Called with each sample as soon as it is scored.
-
-        Returns:
-            Index of each sample -> one outcome for each function; complete unless it gave up.
+            tell: Called with each sample of a task as soon as it is scored: its row, and an outcome for each of the
+                task's functions. All are told unless it gave up.
 
         Raises:
             UserError: A worker that had to be replaced does not start again.
         """
-        todo = deque(range(len(samples)))
-        done: dict[int, list[Outcome]] = {}
-        num_failed = 0
-        while len(done) < len(samples) and num_failed <= give_up_after:
+        todo = deque(tasks)
+        failed: set[int] = set()
+        while (todo or any(worker.pending for worker in self._workers)) and len(failed) <= give_up_after:
             if told_to_stop():
-                return done
+                return
             self._feed(todo, samples)
             self._wait()
             for slot, worker in enumerate(self._workers):
-                for index, outcomes in worker.take():
-                    done[index] = outcomes
-                    tell(index, outcomes)
-                    num_failed += any(outcome.error for outcome in outcomes)
+                for task, row, outcomes in worker.take():
+                    tell(task, row, outcomes)
+                    if any(outcome.error for outcome in outcomes):
+                        failed.add(row)
                 if worker.lost:
-                    todo.extendleft(reversed(worker.pending))
+                    todo.extendleft(reversed(worker.unfinished()))
                     self._replace(slot)
         for slot, worker in enumerate(self._workers):
             if worker.pending:
                 self._replace(slot)
-        return done
 
     def close(self) -> None:
         """Ends the workers and all that their functions started."""
@@ -107,13 +112,15 @@ class WorkerPool:
         for worker in self._workers:
             worker.channel.stop()
 
-    def _feed(self, todo: deque[int], samples: Sequence[Sample]) -> None:
+    def _feed(self, todo: deque[Task], samples: Sequence[Sample]) -> None:
         """Gives each idle worker a chunk; one that died while idle is replaced, and no sample is blamed."""
         for slot in range(len(self._workers)):
             if self._workers[slot].pending or not todo:
                 continue
-            size = max(1, min(_MAX_CHUNK, len(todo) // (2 * len(self._workers))))
-            chunk = [todo.popleft() for _ in range(min(size, len(todo)))]
+            size = max(1, min(_MAX_CHUNK, sum(len(task.rows) for task in todo) // (2 * len(self._workers))))
+            chunk: list[Task] = []
+            while todo and sum(len(task.rows) for task in chunk) < size:
+                chunk.append(todo.popleft())
             while not self._workers[slot].send(chunk, samples):
                 self._replace(slot)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import deque
@@ -11,7 +12,8 @@ from typing import Any
 from mrl.errors import UserError
 from mrl.processes.channel import STARTUP_LIMIT_S, Channel, wait_for
 from mrl.rewards import _wire
-from mrl.rewards._call import Outcome
+from mrl.rewards._bundles import Task
+from mrl.rewards._call import Outcome, Way
 from mrl.rewards._signatures import Sample
 
 
@@ -20,10 +22,11 @@ class Worker:
 
     Attributes:
         channel: Its pipes and processes.
-        pending: The samples that it was sent and has not answered.
-        deadline: Of the first of them, monotonic s.
+        pending: The tasks that it was sent and has not answered; it works on the first.
+        deadline: Of the next answer, monotonic s.
         lost: It has ended, or cannot be believed.
         sources: Digest of the source of each function, once it is ready.
+        ways: How each function is called, once it is ready.
     """
 
     def __init__(
@@ -33,12 +36,14 @@ class Worker:
         self.channel = Channel(
             "mrl.rewards._worker", memory_limit_mb=memory_limit_mb, memory_name="reward.memory_limit_mb"
         )
-        self.pending: deque[int] = deque()
+        self.pending: deque[Task] = deque()
         self.lost = False
         self.sources: tuple[str, ...] = ()
+        self.ways: tuple[Way, ...] = ()
         self.deadline = 0.0
         self._num_calls = len(calls)
-        self._answered = 0
+        self._num_done = 0
+        self._left: list[int] = []  # places of the first task
         self._time_limit_s = time_limit_s
         self.channel.send([(name, dict(kwargs)) for name, kwargs in calls])
 
@@ -57,45 +62,83 @@ class Worker:
         if answer.refusal:
             self.channel.stop()
             raise UserError(answer.refusal)
-        self.sources = answer.sources
+        self.sources, self.ways = answer.sources, answer.ways
 
-    def send(self, indices: Sequence[int], samples: Sequence[Sample]) -> bool:
-        """Gives an idle worker its next samples; False where it is dead, or has said what it was not asked."""
+    def send(self, tasks: Sequence[Task], samples: Sequence[Sample]) -> bool:
+        """Gives an idle worker its next tasks; False where it is dead, or has said what it was not asked."""
         if not self.channel.silent():
             return False
-        self.channel.send([samples[index] for index in indices])
-        self.pending.extend(indices)
-        self.deadline = time.monotonic() + self._time_limit_s
+        self.channel.send([(task.calls, [[samples[row] for row in unit] for unit in task.units]) for task in tasks])
+        self.pending.extend(tasks)
+        self._begin()
         return True
 
-    def take(self) -> Iterator[tuple[int, list[Outcome]]]:
+    def take(self) -> Iterator[tuple[Task, int, list[Outcome]]]:
         """The samples that it has answered or failed, with their outcomes; it may be `lost` then. Does not wait."""
         late = time.monotonic() >= self.deadline
         while self.pending and not self.lost:
-            outcomes = self._outcomes(late)
-            if outcomes is None:
+            task, answer = self.pending[0], self._answer()
+            if answer is not None and self._is_for(task, answer):
+                outcomes, places = list(answer.outcomes), [answer.place]
+                self.lost = any(outcome.lost for outcome in outcomes)
+            elif problem := self._problem(task, answer, late=late):
+                outcomes, places = [Outcome(math.nan, problem, lost=True)] * len(task.calls), self._left[:1]
+                self.lost = True
+                if len(self._unit_of(task, places[0])) < len(self._left):
+                    return  # nobody knows which of them it was: each is tried alone
+            else:
                 return
             late = False
-            self.deadline = time.monotonic() + self._time_limit_s
-            self.lost = any(outcome.lost for outcome in outcomes)
-            self._answered += 1
-            yield self.pending.popleft(), outcomes
+            if self.lost:
+                places = self._unit_of(task, places[0])
+            self._left = [place for place in self._left if place not in places]
+            if not self._left:
+                self._num_done += 1
+                self.pending.popleft()
+            self._begin(task)
+            rows = task.rows
+            yield from ((task, rows[place], outcomes) for place in places)
 
-    def _outcomes(self, late: bool) -> list[Outcome] | None:
-        """Of the first pending sample; None: it may take longer."""
-        answer = self._answer()
-        if answer is not None and answer.outcomes and answer.serial == self._answered:
-            return list(answer.outcomes)
+    def unfinished(self) -> list[Task]:
+        """What a lost worker has not answered; what waited with something that failed is alone now."""
+        tasks = list(self.pending)
+        if tasks and self._left:
+            rows = tasks[0].rows
+            left = {rows[place] for place in self._left}
+            again = [tuple(row for row in unit if row in left) for unit in tasks[0].units]
+            tasks[:1] = [Task(tasks[0].calls, (unit,)) for unit in again if unit]
+        return tasks
+
+    def _begin(self, before: Task | None = None) -> None:
+        """The clock of the next answer, and what is to come of the first task, where it was not begun `before`."""
+        if self.pending:
+            if self.pending[0] is not before:
+                self._left = list(range(len(self.pending[0].rows)))
+            self.deadline = time.monotonic() + self._limit_s(self.pending[0])
+
+    def _limit_s(self, task: Task) -> float:
+        return self._time_limit_s * task.num_timed
+
+    def _is_for(self, task: Task, answer: _wire.Answer) -> bool:
+        told = answer.serial == self._num_done and answer.place in self._left
+        return told and 0 < len(answer.outcomes) == len(task.calls)
+
+    def _unit_of(self, task: Task, place: int) -> list[int]:
+        """The places to come of the call that this one belongs to."""
+        ends = list(itertools.accumulate(map(len, task.units)))
+        unit = next(index for index, end in enumerate(ends) if place < end)
+        return [other for other in self._left if ends[unit] - len(task.units[unit]) <= other < ends[unit]]
+
+    def _problem(self, task: Task, answer: _wire.Answer | None, *, late: bool) -> str:
+        """Why the first task gets no answer; "": it may take longer."""
         if answer is not None and answer.ended:
-            return self._failed(f"the worker process died over it ({answer.ended})")
+            return f"the worker process died over it ({answer.ended})"
         if answer is not None:
-            return self._failed("something else than the worker wrote into the pipe of its answers")
+            return "something else than the worker wrote into the pipe of its answers"
         if self.channel.closed:
-            return self._failed("the worker process died over it, and its keeper too")
-        return self._failed(f"it took longer than reward.time_limit_s={self._time_limit_s:g}") if late else None
-
-    def _failed(self, problem: str) -> list[Outcome]:
-        return [Outcome(math.nan, problem, lost=True)] * self._num_calls
+            return "the worker process died over it, and its keeper too"
+        many = f" for each of {task.num_timed} samples" if task.num_timed > 1 else ""
+        return f"it took longer than reward.time_limit_s={self._time_limit_s:g}{many}" if late else ""
 
     def _answer(self) -> _wire.Answer | None:
         """The next thing it said; what is no answer is an Answer that says nothing."""

@@ -3,15 +3,15 @@
 Owns the sample, what each of the three is given of it, and what it may return. verl 0.9.1
 (`reward_manager/naive.py` of its reward loop) calls `compute_score(data_source, solution_str, ground_truth,
 extra_info)`; TRL 1.16 (`GRPOTrainer._calculate_rewards`) calls `reward(prompts, completions, completion_ids,
-**columns)` with lists, here with lists of one. Imports no torch.
+**columns)` with lists, as verl's batch reward manager does. Imports no torch.
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 Arguments = dict[str, Any]
@@ -24,6 +24,9 @@ TURNS = 2
 
 UNKNOWN_HERE = ("trainer_state", "environments")
 """What TRL also gives, and a worker process cannot know."""
+
+_OWN = ("prompt", "completion", "completion_ids")
+"""Columns that TRL's functions get under another name."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,26 @@ class Sample:
     """All columns of the data row."""
 
 
+@dataclass(frozen=True)
+class Started:
+    """A call of a reward function.
+
+    Attributes:
+        returned: By the function, or what has to be awaited for that.
+        values: Makes of what was returned, for each sample, a number, a mapping with "score", or None for no opinion;
+            ValueError where it is no list with a value for each sample.
+    """
+
+    returned: Any
+    values: Callable[[Any], list[Any]]
+
+
 class Signature:
     """A function and how it wants to be called: `Signature.of` finds it out."""
 
     style = "mrl"
+    takes_lists = False
+    """Whether it is called with lists that hold several samples."""
 
     def __init__(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         """Args: kwargs: The config's; they win over what is given with a sample.
@@ -59,7 +78,7 @@ class Signature:
         self._kwargs = dict(kwargs)
         self.parameters = inspect.signature(function)
         self._takes_all = any(one.kind is one.VAR_KEYWORD for one in self.parameters.parameters.values())
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.is_async = _is_async(function)
         self.check()
 
     @staticmethod
@@ -72,7 +91,7 @@ class Signature:
         """
         names = set(inspect.signature(function).parameters)
         if "response" not in names:
-            for kind, mark in ((Verl, "solution_str"), (VerlBatch, "solution_strs"), (Trl, "completions")):
+            for mark, kind in _MARKS.items():
                 if mark in names:
                     return kind(function, kwargs)
         return Signature(function, kwargs)
@@ -81,26 +100,17 @@ class Signature:
         """Raises TypeError where the function does not take what it will be given."""
         self.parameters.bind(prompt="", response="", answer=None, extra={}, **self._kwargs)
 
-    def given(self, sample: Sample) -> Arguments:
-        """What the function is told of a sample, besides the config's arguments."""
-        return {
-            "prompt": sample.prompt,
-            "response": sample.response,
-            "answer": sample.answer,
-            "extra": dict(sample.extra),
-            **self._kwargs,
+    def given(self, samples: Sequence[Sample]) -> Arguments:
+        """What the function is told of one sample, or of several where it takes lists, without the config's."""
+        (sample,) = samples
+        return {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer} | {
+            "extra": dict(sample.extra)
         }
 
-    def __call__(self, sample: Sample) -> Any:
-        """What the function says of a sample: a number, a mapping with "score", or None for no opinion.
-
-        A coroutine is run to its end, in one loop for all samples.
-        """
-        value = self._function(**self.given(sample))
-        if inspect.isawaitable(value):
-            self._loop = self._loop or asyncio.new_event_loop()
-            value = self._loop.run_until_complete(_result(value))
-        return value
+    def start(self, samples: Sequence[Sample]) -> Started:
+        """Calls the function; what it raises is raised."""
+        returned = self._function(**{**self.given(samples), **self._kwargs})
+        return Started(returned, lambda value: _listed(value, len(samples)) if self.takes_lists else [value])
 
     def _taken(self, arguments: Arguments) -> Arguments:
         """Those that the function has a parameter for; all where it takes `**kwargs`."""
@@ -117,32 +127,25 @@ class Verl(Signature):
         """See `Signature.check`."""
         self.parameters.bind(**{**self._taken(dict.fromkeys(self.names)), **self._kwargs})
 
-    def given(self, sample: Sample) -> Arguments:
+    def given(self, samples: Sequence[Sample]) -> Arguments:
         """See `Signature.given`."""
-        values = (sample.data_source, sample.text, _ground_truth(sample), _extra_info(sample))
-        return {**self._taken(dict(zip(self.names, map(self._as_given, values), strict=True))), **self._kwargs}
-
-    def _as_given(self, value: Any) -> Any:
-        return value
+        columns = [(one.data_source, one.text, _ground_truth(one), _extra_info(one)) for one in samples]
+        values = [list(column) for column in zip(*columns, strict=True)] if self.takes_lists else columns[0]
+        return self._taken(dict(zip(self.names, values, strict=True)))
 
 
 class VerlBatch(Verl):
-    """The function of verl's batch reward manager: lists in, a list out; here of one."""
+    """The function of verl's batch reward manager: lists in, a list out."""
 
     names = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-
-    def _as_given(self, value: Any) -> Any:
-        return [value]
-
-    def __call__(self, sample: Sample) -> Any:
-        """See `Signature.__call__`."""
-        return _only(super().__call__(sample))
+    takes_lists = True
 
 
 class Trl(Signature):
-    """TRL's reward function; the other columns of the row go to it as lists of one, and the answer."""
+    """TRL's reward function; the other columns of the rows go to it as lists, and the answers."""
 
     style = "TRL"
+    takes_lists = True
 
     def check(self) -> None:
         """See `Signature.check`. Columns are known with the rows only."""
@@ -154,27 +157,30 @@ class Trl(Signature):
         if unknown := set(self._kwargs) - set(self._taken(self._kwargs)):
             raise TypeError(f"got an unexpected keyword argument '{min(unknown)}'")
 
-    def given(self, sample: Sample) -> Arguments:
+    def given(self, samples: Sequence[Sample]) -> Arguments:
         """See `Signature.given`."""
-        chat = not isinstance(sample.question, str)
-        said = [{"role": "assistant", "content": sample.text}] if chat else sample.text
-        names = {name for name in sample.row if name not in ("prompt", "completion", "completion_ids")}
-        many: Arguments = {"answer": [sample.answer]} | {name: [sample.row[name]] for name in names}
-        many |= {"prompts": [sample.question], "completions": [said], "completion_ids": [list(sample.response_ids)]}
-        many |= {"log_metric": self._log_metric, "log_extra": self._log_extra}
-        return {**self._taken(many), **self._kwargs}
+        names = {name: None for one in samples for name in one.row if name not in _OWN}
+        many: Arguments = {"answer": [one.answer for one in samples]}
+        many |= {name: [one.row.get(name) for one in samples] for name in names}
+        many |= {"prompts": [one.question for one in samples], "completions": [_said(one) for one in samples]}
+        many |= {"completion_ids": [list(one.response_ids) for one in samples]}
+        return self._taken(many)
 
-    def __call__(self, sample: Sample) -> Any:
-        """See `Signature.__call__`; numbers that the function logs come in the mapping."""
-        self._logged: dict[str, Any] = {}
-        value = _only(super().__call__(sample))
-        return {**self._logged, "score": value} if self._logged and value is not None else value
+    def start(self, samples: Sequence[Sample]) -> Started:
+        """See `Signature.start`; what the function logs comes with the values."""
+        logged: list[dict[str, Any]] = [{} for _ in samples]
+        tell = self._taken({"log_metric": partial(_log_metric, logged), "log_extra": partial(_log_extra, logged)})
+        returned = self._function(**{**self.given(samples), **tell, **self._kwargs})
 
-    def _log_metric(self, name: str, value: float) -> None:
-        self._logged[name] = value
+        def values(value: Any) -> list[Any]:
+            listed = zip(_listed(value, len(samples)), logged, strict=True)
+            return [one if one is None or not facts else {**facts, "score": one} for one, facts in listed]
 
-    def _log_extra(self, column: str, values: list[Any]) -> None:
-        self._logged[column] = _only(values)
+        return Started(returned, values)
+
+
+_MARKS = {"solution_str": Verl, "solution_strs": VerlBatch, "completions": Trl, "completion_ids": Trl}
+"""Parameters by which functions are known."""
 
 
 def _ground_truth(sample: Sample) -> Any:
@@ -192,13 +198,30 @@ def _extra_info(sample: Sample) -> dict[str, Any]:
     }
 
 
-def _only(values: Any) -> Any:
-    """The one value of a list, or of an array; ValueError where it is none."""
-    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__") or len(values) != 1:
-        shown = repr(values)[:80]
-        raise ValueError(f"it returned {type(values).__name__} {shown}, expected a list of one value for one response")
-    return values[0]
+def _said(sample: Sample) -> Any:
+    """The response as TRL gives it: a text, or the last message of a conversation."""
+    return sample.text if isinstance(sample.question, str) else [{"role": "assistant", "content": sample.text}]
 
 
-async def _result(value: Any) -> Any:
-    return await value
+def _log_metric(logged: list[dict[str, Any]], name: str, value: float) -> None:
+    for one in logged:
+        one[name] = value
+
+
+def _log_extra(logged: list[dict[str, Any]], column: str, values: Any) -> None:
+    for one, value in zip(logged, _listed(values, len(logged)), strict=True):
+        one[column] = value
+
+
+def _listed(values: Any, count: int) -> list[Any]:
+    """A list or an array of so many; ValueError where it is none."""
+    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__") or len(values) != count:
+        each = "one value for one response" if count == 1 else f"{count} values, one for each response"
+        raise ValueError(f"it returned {type(values).__name__} {repr(values)[:80]}, expected a list of {each}")
+    return [values[place] for place in range(count)]
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    """Whether it says of itself that what it returns has to be awaited."""
+    function = function.func if isinstance(function, partial) else function
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mrl.processes import wire
-from mrl.rewards._call import Outcome
+from mrl.rewards._call import Outcome, Way
 
 _MAX_ERROR_CHARS = 2000  # of what a function raised
 
@@ -19,42 +19,46 @@ class Answer:
 
     Attributes:
         refusal: Why it cannot start, "" where it is ready; None where the line says something else.
-        serial: Which of the samples that this worker was sent, counted from 0.
-        outcomes: Of that sample, one for each function.
+        serial: Which of the tasks that this worker was sent, counted from 0.
+        place: Which of the task's samples.
+        outcomes: Of that sample, one for each of the task's functions.
         ended: How the worker ended; "" where the line says something else.
         sources: Of a ready worker: the digest of the source of each function.
+        ways: Of a ready worker: how each function is called.
     """
 
     refusal: str | None = None
     serial: int = -1
+    place: int = -1
     outcomes: tuple[Outcome, ...] = ()
     ended: str = ""
     sources: tuple[str, ...] = ()
+    ways: tuple[Way, ...] = ()
 
 
-def ready(key: int, sources: Sequence[str]) -> bytes:
+def ready(key: int, sources: Sequence[str], ways: Sequence[Way]) -> bytes:
     """The worker's first line, once it has imported the functions."""
-    return wire.line(key, {"refusal": "", "sources": list(sources)})
+    return wire.line(key, {"refusal": "", "sources": list(sources), "ways": [asdict(way) for way in ways]})
 
 
-def answer(key: int, serial: int, outcomes: Sequence[Outcome]) -> bytes:
+def answer(key: int, serial: int, place: int, outcomes: Sequence[Outcome]) -> bytes:
     """A sample's outcomes."""
     short = [replace(outcome, error=outcome.error[:_MAX_ERROR_CHARS]) for outcome in outcomes]
-    return wire.line(key, {"serial": serial, "outcomes": [asdict(outcome) for outcome in short]})
+    return wire.line(key, {"serial": serial, "place": place, "outcomes": [asdict(outcome) for outcome in short]})
 
 
 def read(said: Mapping[str, Any], num_calls: int) -> Answer:
     """What a line says."""
     try:
         match said:
-            case {"refusal": str(refusal), "sources": [*sources]} if len(sources) == num_calls:
-                return Answer(refusal=refusal, sources=tuple(map(str, sources)))
+            case {"refusal": "", "sources": [*sources], "ways": [*ways]} if len(sources) == len(ways) == num_calls:
+                return Answer(refusal="", sources=tuple(map(str, sources)), ways=tuple(Way(**way) for way in ways))
             case {"refusal": str(refusal)} if refusal:
                 return Answer(refusal=refusal)
             case {"ended": str(ended)}:
                 return Answer(ended=ended)
-            case {"serial": int(serial), "outcomes": [*outcomes]} if len(outcomes) == num_calls:
-                return Answer(serial=serial, outcomes=tuple(map(_outcome, outcomes)))
+            case {"serial": int(serial), "place": int(place), "outcomes": [*outcomes]} if len(outcomes) <= num_calls:
+                return Answer(serial=serial, place=place, outcomes=tuple(map(_outcome, outcomes)))
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         pass
     return Answer()

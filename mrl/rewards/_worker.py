@@ -1,4 +1,4 @@
-"""The worker process: scores samples that its parent sends, one after the other.
+"""The worker process: calls reward functions for its parent, one task after the other.
 
 Started by `processes/channel.py` as a fresh interpreter, which keeps (`processes/keeper.py`) the process that works.
 It imports no torch and nothing of the parent's main module.
@@ -6,10 +6,12 @@ It imports no torch and nothing of the parent's main module.
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 from mrl.errors import UserError
@@ -26,35 +28,62 @@ def run() -> None:
 
 
 def _work(bounds: Bounds) -> None:
-    """In: a list of (name, kwargs), then lists of samples. Out: see `_wire.ready` and `_wire.answer`."""
+    """In: a list of (name, kwargs), then lists of tasks. Out: see `_wire.ready` and `_wire.answer`."""
     own = os.getpid()
     stream = open(bounds.commands, "rb", closefd=False)  # noqa: SIM115 -- to the end of the process
+    loop = asyncio.new_event_loop()
+
+    def tell(serial: int, first: int, by_call: Sequence[Sequence[Outcome]]) -> None:
+        """Of a unit, whose samples begin at this place of the task."""
+        if os.getpid() != own:
+            raise EOFError  # a process that a function forked, and that came back with it
+        for place, outcomes in enumerate(zip(*by_call, strict=True)):
+            _write(bounds, _wire.answer(bounds.key, serial, first + place, outcomes))
+
+    async def beside(calls: Sequence[RewardCall], units: Sequence[Sequence[Sample]], serial: int) -> None:
+        starts = itertools.accumulate(map(len, units), initial=0)
+        await asyncio.gather(*(one(calls, unit, serial, first) for unit, first in zip(units, starts, strict=False)))
+
+    async def one(calls: Sequence[RewardCall], unit: Sequence[Sample], serial: int, first: int) -> None:
+        try:
+            by_call = await asyncio.gather(*(call.later(unit) for call in calls))
+        except MemoryError:
+            by_call = [_no_memory(unit, bounds)] * len(calls)
+        tell(serial, first, by_call)
+
     try:
-        calls = [_load(name, kwargs) for name, kwargs in wire.read_command(stream)]
-        _write(bounds, _wire.ready(bounds.key, [call.source for call in calls]))
-        for serial, sample in enumerate(_samples(stream)):
-            outcomes = [_call(call, sample, bounds) for call in calls]
-            if os.getpid() != own:
-                return  # a process that a function forked, and that came back with it
-            _write(bounds, _wire.answer(bounds.key, serial, outcomes))
+        known = [_load(name, kwargs) for name, kwargs in wire.read_command(stream)]
+        _write(bounds, _wire.ready(bounds.key, [call.source for call in known], [call.way for call in known]))
+        for serial, (places, units) in enumerate(_tasks(stream)):
+            calls = [known[place] for place in places]
+            if all(call.way.waits for call in calls):
+                loop.run_until_complete(beside(calls, units, serial))
+                continue
+            for unit in units:
+                tell(serial, 0, [_call(call, unit, bounds, loop) for call in calls])
     except UserError as error:
         _write(bounds, wire.ready(bounds.key, str(error)))
     except (EOFError, ConnectionError):
         pass
 
 
-def _samples(stream: BinaryIO) -> Iterator[Sample]:
+def _tasks(stream: BinaryIO) -> Iterator[tuple[Sequence[int], Sequence[Sequence[Sample]]]]:
+    """Places of the functions to call, and the samples of each call."""
     while True:
         yield from wire.read_command(stream)
 
 
-def _call(call: RewardCall, sample: Sample, bounds: Bounds) -> Outcome:
-    """Its outcome; a process that ran out of memory may hold what it had, so it is not used again."""
+def _call(call: RewardCall, unit: Sequence[Sample], bounds: Bounds, loop: asyncio.AbstractEventLoop) -> list[Outcome]:
     try:
-        return call(sample)
+        return call(unit, loop.run_until_complete)
     except MemoryError:
-        limit = f": it may take reward.memory_limit_mb={bounds.memory_limit_mb}" if bounds.memory_limit_mb else ""
-        return Outcome(math.nan, f"MemoryError{limit}", lost=True)
+        return _no_memory(unit, bounds)
+
+
+def _no_memory(unit: Sequence[Sample], bounds: Bounds) -> list[Outcome]:
+    """A process that ran out of memory may hold what it had, so it is not used again."""
+    limit = f": it may take reward.memory_limit_mb={bounds.memory_limit_mb}" if bounds.memory_limit_mb else ""
+    return [Outcome(math.nan, f"MemoryError{limit}", lost=True)] * len(unit)
 
 
 def _write(bounds: Bounds, line: bytes) -> None:

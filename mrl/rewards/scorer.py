@@ -16,6 +16,7 @@ from types import TracebackType
 from mrl.config import RewardConfig
 from mrl.errors import UserError
 from mrl.rewards._asking import Asking, judge_of
+from mrl.rewards._bundles import Bundle, Order, Task, bundles_of, check_batch
 from mrl.rewards._cache import ScoreCache, Spared, identity_of
 from mrl.rewards._call import Outcome, RewardCall
 from mrl.rewards._endpoint import asked_of
@@ -26,6 +27,12 @@ from mrl.rewards.judge import Judge
 from mrl.schema import registry
 from mrl.schema.own_code import is_own
 from mrl.types import Rollout
+
+MODEL = "model"
+"""What the reward model is called beside the functions."""
+
+Key = tuple[int, int]
+"""A sample: its prompt's uid, and its index."""
 
 _EXCERPT_CHARS = 200
 
@@ -59,13 +66,14 @@ class Scorer:
         Raises:
             UserError: No function is named, or one cannot be imported or called with its kwargs.
         """
-        if not config.functions:
+        if not config.functions and config.model.path is None:
             raise UserError("reward.functions is empty: name at least one, such as [{name: exact_match}].")
         self._config = config
         self._decode = decode
         self._eos_ids = frozenset(eos_ids)
         self._special_ids = frozenset(special_ids)
-        self._labels = part_names(config)
+        self._labels, self._weights = part_names(config), list(part_weights(config).values())
+        self._has_model = config.model.path is not None
         self._local: dict[int, RewardCall] = {}
         self._remote: list[int] = []
         self._judges: dict[int, Judge] = {}
@@ -87,18 +95,38 @@ class Scorer:
                 time_limit_s=config.time_limit_s,
                 memory_limit_mb=config.memory_limit_mb,
             )
-        self._identities = (self._identity_of_judges(), self._identity_of_workers())
+        self._bundles = self._bundled()
+        self._identities = [self._identity_of_judges(), *map(self._identity_of_workers, self._bundles)]
+
+    def _bundled(self) -> list[Bundle]:
+        """The workers' functions by how they are called; UserError where one is to be called otherwise."""
+        functions = self._config.functions
+        for index in (*self._local, *self._judges):
+            check_batch(functions[index].name, functions[index].batch, lists=False)
+        if self._pool is None:
+            return []
+        named = [functions[index] for index in self._remote]
+        try:
+            return bundles_of([one.name for one in named], self._pool.ways, [one.batch for one in named])
+        except UserError:
+            self.close()
+            raise
 
     def _identity_of_judges(self) -> str:
         functions = [(self._config.functions[index], judge) for index, judge in self._judges.items()]
         return identity_of([(one.name, asked_of(one.kwargs), judge.source) for one, judge in functions])
 
-    def _identity_of_workers(self) -> str:
-        functions = [self._config.functions[index] for index in self._remote]
+    def _identity_of_workers(self, bundle: Bundle) -> str:
         sources = () if self._pool is None else self._pool.sources
-        return identity_of([(one.name, one.kwargs, source) for one, source in zip(functions, sources, strict=True)])
+        functions = [(self._config.functions[self._remote[place]], sources[place]) for place in bundle.calls]
+        return identity_of([(one.name, one.kwargs, source) for one, source in functions])
 
-    def score(self, rollouts: Sequence[Rollout], told_to_stop: Callable[[], bool] = lambda: False) -> None:
+    def score(
+        self,
+        rollouts: Sequence[Rollout],
+        told_to_stop: Callable[[], bool] = lambda: False,
+        by_model: Mapping[Key, Outcome] | None = None,
+    ) -> None:
         """Sets all `reward...` fields of each rollout, and `response_text` where it is empty.
 
         A failed sample's reward, and the failed function's part, is `reward.error_value`; where that is null, the
@@ -108,6 +136,7 @@ class Scorer:
         Args:
             rollouts: In any number.
             told_to_stop: Asked now and then; once it is true this returns with rollouts that have no reward.
+            by_model: What the reward model gave, where the config has one.
 
         Raises:
             UserError: More than `reward.max_failed_frac` of the rollouts failed; the first failure is named.
@@ -117,14 +146,17 @@ class Scorer:
         rollouts = [rollout for rollout in rollouts if rollout.reward_error is None]
         samples = [self._sample(rollout) for rollout in rollouts]
         allowed = math.floor(self._config.max_failed_frac * len(samples))
-        found, computed = self._elsewhere(samples, allowed, told_to_stop)
+        order = [(rollout.prompt.uid, rollout.sample_index) for rollout in rollouts]
+        found, computed = self._elsewhere(samples, order, allowed, told_to_stop)
         num_failed, first_failure = 0, ""
         for row, (rollout, sample) in enumerate(zip(rollouts, samples, strict=True)):
             if any(row not in by_row for by_row in found.values()):
                 continue  # given up: too many failed, or told to stop
-            outcomes = {index: call(sample) for index, call in self._local.items()}
+            outcomes = {index: call([sample])[0] for index, call in self._local.items()}
             for indices, by_row in found.items():
                 outcomes.update(zip(indices, by_row[row], strict=True))
+            if self._has_model:
+                outcomes[len(self._config.functions)] = (by_model or {})[order[row]]
             rollout.reward_cached = bool(found) and row not in computed
             self._set(rollout, outcomes)
             if rollout.reward_error is not None:
@@ -137,7 +169,7 @@ class Scorer:
             )
 
     def _elsewhere(
-        self, samples: Sequence[Sample], allowed: int, told_to_stop: Callable[[], bool]
+        self, samples: Sequence[Sample], order: Order, allowed: int, told_to_stop: Callable[[], bool]
     ) -> tuple[dict[tuple[int, ...], dict[int, list[Outcome]]], set[int]]:
         """What workers and judges say, both at the same time, and what they said before.
 
@@ -145,22 +177,35 @@ class Scorer:
             Their functions -> row -> an outcome for each; and the rows for which any of them was called.
         """
         found: dict[tuple[int, ...], dict[int, list[Outcome]]] = {}
-        judged, worked = (Spared.of(self._cache, identity, samples) for identity in self._identities)
+        of_judges, *of_bundles = self._identities
+        alone = [(row,) for row in range(len(samples))] if self._judges else []
+        judged = Spared.of(self._cache, of_judges, samples, alone)
+        worked = {
+            bundle.calls: (bundle, Spared.of(self._cache, identity, samples, bundle.units(order)))
+            for bundle, identity in zip(self._bundles, of_bundles, strict=True)
+        }
         with ExitStack() as stack:
             asking = None
             if self._judges:
-                asked = {row: samples[row] for row in judged.asked}
+                asked = {row: samples[row] for row in judged.keys}
                 asking = stack.enter_context(Asking(list(self._judges.values()), asked, allowed, judged.keep))
             if self._pool is not None:
-                rows = list(worked.asked)
-                todo = [samples[row] for row in rows]
-                said = self._pool.run(todo, allowed, told_to_stop, lambda place, by: worked.keep(rows[place], by))
-                found[tuple(self._remote)] = worked.joined({rows[place]: by for place, by in said.items()})
+                said: dict[tuple[int, ...], dict[int, list[Outcome]]] = {calls: {} for calls in worked}
+
+                def tell(task: Task, row: int, outcomes: list[Outcome]) -> None:
+                    said[task.calls][row] = outcomes
+                    worked[task.calls][1].keep(row, outcomes)
+
+                workers = max(1, self._config.num_workers)
+                tasks = [task for bundle, spared in worked.values() for task in bundle.tasks(spared.asked, workers)]
+                self._pool.run(samples, tasks, allowed, told_to_stop, tell)
+                for calls, (_, spared) in worked.items():
+                    found[tuple(self._remote[place] for place in calls)] = spared.joined(said[calls])
             if asking is not None:
                 given_up = any(len(by_row) < len(samples) for by_row in found.values())
                 answered = asking.done if given_up else asking.wait(told_to_stop)
                 found[tuple(self._judges)] = judged.joined(answered)
-        return found, {*(judged.asked if self._judges else ()), *(worked.asked if self._remote else ())}
+        return found, set(judged.keys).union(*(spared.keys for _, spared in worked.values()))
 
     def close(self) -> None:
         """Ends the worker processes."""
@@ -231,11 +276,11 @@ class Scorer:
         if failed or not given:
             rollout.reward = math.nan if instead is None or not failed else instead
         else:
-            functions = enumerate(self._config.functions)
-            rollout.reward = math.fsum(function.weight * outcomes[index].value for index, function in functions)
+            rollout.reward = math.fsum(weight * outcomes[i].value for i, weight in enumerate(self._weights))
 
     def _describe(self, rollout: Rollout, failed: dict[int, Outcome]) -> str:
-        names = " or ".join(f"'{self._config.functions[index].name}'" for index in failed)
+        known = [*(function.name for function in self._config.functions), MODEL]
+        names = " or ".join(f"'{known[index]}'" for index in failed)
         text = rollout.response_text
         excerpt = text if len(text) <= _EXCERPT_CHARS else f"{text[:_EXCERPT_CHARS]}..."
         return (
@@ -250,15 +295,16 @@ def _says_of_itself(name: str, attribute: str) -> bool:
 
 
 def part_names(config: RewardConfig) -> list[str]:
-    """Keys of `reward_parts`: each function's own name, with a number where it comes twice."""
-    labels: list[str] = []
+    """Keys of `reward_parts`: each function's own name, with a number where it comes twice; last the reward model's."""
+    labels: list[str] = [MODEL] if config.model.path is not None else []
     for function in config.functions:
         short = function.name.replace(":", ".").rpartition(".")[2]
         same = sum(label.partition("#")[0] == short for label in labels)
         labels.append(short if same == 0 else f"{short}#{same + 1}")
-    return labels
+    return labels if config.model.path is None else [*labels[1:], MODEL]
 
 
 def part_weights(config: RewardConfig) -> dict[str, float]:
-    """Factor of each function in the total, by its key in `reward_parts`."""
-    return dict(zip(part_names(config), (function.weight for function in config.functions), strict=True))
+    """Factor of each function and of the reward model in the total, by its key in `reward_parts`."""
+    weights = [*(function.weight for function in config.functions), config.model.weight]
+    return dict(zip(part_names(config), weights, strict=False))

@@ -5,7 +5,8 @@ where (`pack`). Nothing depends on which replica sampled: minibatches are cut fr
 
 A sample leaves its replica once: to the first rank of the data-parallel index that trains on it, which passes it on to
 the ranks that work on the same sequences. Where the engine's choices of experts travel too, each pipeline stage is sent
-those of its own layers; the ids that truncation kept go to the last stage, which alone scores.
+those of its own layers; the ids that truncation kept go to the last stage, which alone scores. Ranks that only sample
+send and get nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class StepBatch:
     Attributes:
         batch: This data-parallel index's sequences; all tp and pp ranks of the index hold the same, but for
             `routed_experts_P`, which has the layers of the rank's stage, and `support_R`, which the last stage has.
-        minibatches: Rows of `batch` for each optimizer step; a minibatch may be empty here.
+        minibatches: Rows of `batch` for each optimizer step; a minibatch may be empty here. A rank that does not train
+            has none.
         index_B: Where each row stands in the step's table, int64.
     """
 
@@ -110,7 +112,7 @@ def pack(
         routed_experts_P=None if routing is None else travel.routed_experts(routing),
         support_R=travel.support(table["kept_ids"].long().tolist()) if "kept_ids" in table.columns else None,
     )
-    return StepBatch(batch, _local_rows(rows, groups.coords.dp), index_B)
+    return StepBatch(batch, _local_rows(rows, groups.coords.dp) if groups.trains else [], index_B)
 
 
 class _Travel:
@@ -123,7 +125,7 @@ class _Travel:
     def __init__(self, rollouts: Sequence[Rollout], table: SampleTable, groups: ProcessGroups, rows: Rows) -> None:
         self._groups = groups
         self._wanted = [[row for minibatch in rows for row in minibatch[dp]] for dp in range(groups.grid.dp)]
-        self.mine = self._wanted[groups.coords.dp]
+        self.mine = self._wanted[groups.coords.dp] if groups.trains else []
         self._senders = table["rank"].long().tolist()
         self._responses = table["response_len"].long().tolist()
         self._lens = (table["prompt_len"] + table["response_len"]).long().tolist()
@@ -168,7 +170,7 @@ class _Travel:
             sizes: Kept ids of each row of the table.
         """
         last = self._groups.grid.pp - 1
-        on_last = self._groups.coords.pp == last
+        on_last = self._groups.trains and self._groups.coords.pp == last
         counts_at, ids_at = self._places(self._responses), self._places(sizes)
         mine = self.mine if on_last else []
         counts_R = torch.empty(sum(self._responses[row] for row in mine), dtype=torch.int32)
@@ -208,7 +210,7 @@ class _Travel:
         with together():
             records = {row: _record(rollout, routing) for row, rollout in self._held.items()}
         places = self._places(self._lens)
-        layers = routing.layers[self._groups.coords.pp]
+        layers = routing.layers[self._groups.coords.pp] if self._groups.trains else ()
         count = sum(self._lens[row] for row in self.mine)
         routed_P = torch.empty(count, len(layers), routing.top_k, dtype=routing.dtype)
         stages = len(routing.layers)
@@ -247,7 +249,10 @@ class _Travel:
 
     def _pass_on(self, tensor: Tensor, *, over_stages: bool) -> None:
         """Collective over the data-parallel index: all its ranks get what its first one has, or each stage's first."""
-        groups, coords = self._groups, self._groups.coords
+        groups = self._groups
+        if not groups.trains:
+            return
+        coords = groups.coords
         steps = [(groups.cp, replace(coords, cp=0), coords.tp == 0), (groups.tp, replace(coords, tp=0), True)]
         if over_stages:
             steps.insert(0, (groups.pp, replace(coords, pp=0), coords.tp == coords.cp == 0))

@@ -76,7 +76,10 @@ def generate(
     """Collective over the job: the rollouts of this rank's replica for its part of the prompts.
 
     All ranks pass the same prompts. The ranks of one replica get the same rollouts; `converse` makes episodes of them.
+    Ranks that do not sample get none.
     """
+    if not groups.samples:
+        return []
     mine = assign(prompts, groups.grid.num_replicas, sampling.n, history)[groups.grid.replica(groups.rank)]
     if not mine:
         return []

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.distributed.collectives import together
+from mrl.distributed.groups import ProcessGroups
 from mrl.formats.hf import load_from_hf
 from mrl.megatron.policy import Policy
 from mrl.megatron.replicas import first_here, share
@@ -24,6 +25,7 @@ from mrl.models.presets import initializer_range
 from mrl.refit.export import export_to_hf, write_model_folder
 from mrl.refit.refit import gather_layouts
 from mrl.run.prepare import Plan
+from mrl.run.roles import on_trainers
 from mrl.weights.init import random_init
 
 
@@ -50,30 +52,43 @@ def read_weights(model: Trainable, arch: ArchSpec, folder: str, tensors: Mapping
 class ActorWeights:
     """Of one run; every rank holds one and calls each method together with all of the job."""
 
-    def __init__(self, plan: Plan, policy: Policy, rank: int) -> None:
-        """Args: plan: The run's. policy: Of this rank. rank: Global."""
-        self._plan, self._policy, self._rank = plan, policy, rank
+    def __init__(self, plan: Plan, policy: Policy | None, groups: ProcessGroups) -> None:
+        """Args: plan: The run's. policy: Of this rank; None: it does not train. groups: Who sits where."""
+        self._plan, self._actor, self._groups = plan, policy, groups
+
+    @property
+    def _policy(self) -> Policy:
+        if self._actor is None:
+            raise RuntimeError(f"rank {self._groups.rank} only samples: it has no actor")
+        return self._actor
 
     def load_initial(self) -> None:
         """Collective over the job: fills the actor from the model folder, or at random."""
         config, arch = self._plan.config, self._plan.arch
-        tensors = self._policy.named_tensors()
-        if config.model.path is not None:
-            self._read(config.model.path, tensors)
-        else:
-            layout, deviation = self._policy.layout(), initializer_range(config.model.overrides)
-            with together():
-                random_init(arch, layout, tensors, config.run.seed, deviation)
-        self._policy.weights_changed()
+        with on_trainers(self._groups) as here:
+            if not here:
+                return
+            tensors = self._policy.named_tensors()
+            if config.model.path is not None:
+                self._read(config.model.path, tensors)
+            else:
+                layout, deviation = self._policy.layout(), initializer_range(config.model.overrides)
+                with together():
+                    random_init(arch, layout, tensors, config.run.seed, deviation)
+            self._policy.weights_changed()
 
     def load_reference(self, path: str) -> None:
         """Collective over the job: fills the reference's tensors from a Hugging Face folder."""
-        self._read(path, self._policy.reference_tensors())
+        with on_trainers(self._groups) as here:
+            if here:
+                self._read(path, self._policy.reference_tensors())
 
     def take_reference(self) -> None:
-        """Fills the reference's tensors from the actor of now."""
-        live = self._policy.named_tensors()
-        with torch.no_grad():
+        """Collective over the job: fills the reference's tensors from the actor of now."""
+        with on_trainers(self._groups) as here, torch.no_grad():
+            if not here:
+                return
+            live = self._policy.named_tensors()
             for name, tensor in self._policy.reference_tensors().items():
                 tensor.copy_(live[name])
 
@@ -82,21 +97,24 @@ class ActorWeights:
 
     def export(self, folder: Path) -> None:
         """Collective over the job: the actor as a Hugging Face folder; a rank of each host writes."""
-        layouts, model = gather_layouts(self._policy.layout()), self._plan.config.model
-        tensors = self._policy.named_tensors()
-        hosts = [""] * dist.get_world_size()
-        dist.all_gather_object(hosts, socket.gethostname())
-        writers = [rank for rank, host in enumerate(hosts) if hosts.index(host) == rank]
-        export_to_hf(folder, self._plan.arch, layouts, tensors, dtype=model.dtype, like=model.path, writers=writers)
-        with together():
-            if self._rank == 0:
-                self._plan.tokenizer.save(folder)
+        with on_trainers(self._groups) as here:
+            if not here:
+                return
+            layouts, model = gather_layouts(self._policy.layout()), self._plan.config.model
+            tensors = self._policy.named_tensors()
+            hosts = [""] * dist.get_world_size()
+            dist.all_gather_object(hosts, socket.gethostname())
+            writers = [rank for rank, host in enumerate(hosts) if hosts.index(host) == rank]
+            export_to_hf(folder, self._plan.arch, layouts, tensors, dtype=model.dtype, like=model.path, writers=writers)
+            with together():
+                if self._groups.rank == 0:
+                    self._plan.tokenizer.save(folder)
 
     def model_folder(self, further: Mapping[str, Any]) -> Path:
         """Collective over the job: config.json, with further keys, and tokenizer, written into the run folder."""
         plan, model = self._plan, self._plan.config.model
         folder, dtype = plan.run.root / "model", plan.config.rollout.dtype or model.dtype
         with together():
-            if self._rank == 0:
+            if self._groups.rank == 0:
                 write_model_folder(folder, plan.arch, dtype, plan.tokenizer, like=model.path, further=further)
         return folder

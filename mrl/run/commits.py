@@ -14,6 +14,7 @@ from typing import Any
 
 from mrl.config import CheckpointConfig
 from mrl.distributed.collectives import together
+from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.megatron import checkpoint as megatron_checkpoint
 from mrl.megatron.critic import Critic
@@ -23,6 +24,7 @@ from mrl.observe.run_log import RunLog
 from mrl.observe.timers import Timers
 from mrl.run.actor_weights import ActorWeights
 from mrl.run.progress import Progress
+from mrl.run.roles import on_trainers
 from mrl.run.training_state import Standing, TrainingState, not_of_a_run, resumed
 from mrl.run_folder.checkpoint import Checkpoints, Found, Unfinished
 from mrl.run_folder.commit import STATE, read_object
@@ -57,7 +59,8 @@ class Commits:
         checkpoints: Checkpoints,
         found: Found | None,
         *,
-        policy: Policy,
+        groups: ProcessGroups,
+        policy: Policy | None,
         critic: Critic | None,
         weights: ActorWeights,
         state: TrainingState,
@@ -65,9 +68,11 @@ class Commits:
         timers: Timers,
         log: RunLog,
     ) -> None:
-        """Args: config: What a commit has beside the actor. The others: the run's."""
+        """Args: config: What a commit has beside the actor. policy: None: not on this rank. The others: the run's."""
         self.checkpoints, self.found = checkpoints, found
-        self._models: dict[str, Trainable] = {"actor": policy} | ({} if critic is None else {"critic": critic})
+        models = {"actor": policy, "critic": critic}
+        self._models: dict[str, Trainable] = {name: model for name, model in models.items() if model is not None}
+        self._groups = groups
         self._config, self._weights, self._state = config, weights, state
         self._progress, self._timers, self._log = progress, timers, log
         self._savers = {name: megatron_checkpoint.Saver(model) for name, model in self._models.items()}
@@ -206,11 +211,12 @@ class Commits:
 
     def _load(self, path: Path, state: Mapping[str, Any]) -> None:
         """Models and optimizers of a commit, whose state and hashes were read."""
-        for name, model in self._models.items():
-            with together():
-                megatron_checkpoint.load(path / name, model)
-            if len(self._models) > 1:
-                model.offload()
+        with on_trainers(self._groups):
+            for name, model in self._models.items():  # none on the others
+                with together():
+                    megatron_checkpoint.load(path / name, model)
+                if len(self._models) > 1:
+                    model.offload()
         self._state.policy_version = int(state["policy_version"])
 
     def _drop_unused_references(self) -> None:

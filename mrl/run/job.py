@@ -6,16 +6,19 @@ job; the loop itself is in `train.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from mrl.data.steps import is_over
-from mrl.distributed.collectives import sum_over
+from mrl.distributed.collectives import from_first_rank, from_rank, sum_over
 from mrl.distributed.groups import ProcessGroups
 from mrl.distributed.launch import variables
 from mrl.episodes.episodes import Episodes
 from mrl.megatron.policy import Policy
-from mrl.observe.run_log import RunLog
+from mrl.observe.run_log import RunLog, sample_rows
 from mrl.observe.timers import Timers
 from mrl.preflight.megatron import forced
 from mrl.rewards.scorer import Scorer, part_weights
@@ -28,24 +31,29 @@ from mrl.run.prepare import Plan
 from mrl.run.progress import Progress
 from mrl.run.rates import Rates
 from mrl.run.reference import Reference
+from mrl.run.reward_model import RunRewardModel
+from mrl.run.roles import on_trainers
 from mrl.run.sampler import Sampler
 from mrl.run.teachers import RunTeachers
 from mrl.run.training_state import TrainingState
 from mrl.run_folder.checkpoint import Checkpoints, Found
+from mrl.types import Rollout
+
+T = TypeVar("T")
 
 
 class Job:
     """A job that has come up: ranks, actor, engine, and everything around them. `open_job` makes it.
 
     Attributes:
-        policy: The actor.
         weights: The actor's, from and to Hugging Face folders.
-        critic: Of an algorithm that has one.
-        teachers: Of a run with distillation.
+        critic: Of an algorithm that has one, on ranks that train.
+        teachers: Of a run with distillation, on ranks that train.
+        reward_model: Scores samples; None: the run has none.
         sampler: The engine and its refits.
         reward_weights: Factor of each reward function, by its name in `Rollout.reward_parts`.
         scorer: Scores this replica's rollouts; None on ranks that do not lead one.
-        episodes: Conversations with environments; None: a sample is one answer.
+        episodes: Conversations with environments; None: a sample is one answer, or this rank does not sample.
         state: What the loop moves on beside the weights.
         progress: The steps and phases that can be abandoned.
         commits: Written and taken up again.
@@ -70,15 +78,14 @@ class Job:
         self.tools = plan.tools
         for warning in forced(config, plan.arch, plan.grid):
             log.note(f"WARNING {warning}")
-        self.policy = Policy(config, plan.arch, groups, device)
-        self.policy.offload()  # before the engine reads how much memory is free
-        self.weights = ActorWeights(plan, self.policy, groups.rank)
-        self.critic = self.teachers = None  # an evaluation needs none
-        if plan.critic is not None and trains:
-            self.critic = RunCritic(plan, plan.critic, groups, device, self.policy)
-        if plan.teachers and trains:
-            self.teachers = RunTeachers(plan, groups, device, self.policy)
-        self.sampler = Sampler(plan, groups, device, self.policy, self.weights, log.note)
+        models: tuple[Policy | None, RunCritic | None, RunTeachers | None] = (None, None, None)
+        with on_trainers(groups) as here:
+            if here:
+                models = self._models(plan, trains=trains)
+        self._policy, self.critic, self.teachers = models
+        self.weights = ActorWeights(plan, self._policy, groups)
+        self.reward_model = RunRewardModel.of(plan, groups, device, self._policy)
+        self.sampler = Sampler(plan, groups, device, self._policy, self.weights, log.note)
         self.scorer = _scorer(plan, groups, keeps=trains) if groups.leads_replica else None
         self.reward_weights, self.timers = part_weights(config.reward), Timers(device, log.phase)
         self.state = TrainingState(
@@ -103,7 +110,8 @@ class Job:
             config.checkpoint,
             checkpoints,
             found,
-            policy=self.policy,
+            groups=groups,
+            policy=self._policy,
             critic=None if self.critic is None else self.critic.model,
             weights=self.weights,
             state=self.state,
@@ -113,8 +121,30 @@ class Job:
         )
         self.rates = Rates(plan, device, self.timers, self.sampler.engine)
 
+    def _models(self, plan: Plan, *, trains: bool) -> tuple[Policy, RunCritic | None, RunTeachers | None]:
+        """Collective over the ranks that train: what is on them; an evaluation needs only the actor."""
+        policy = Policy(self.config, plan.arch, self.groups, self.device)
+        policy.offload()  # before the engine reads how much memory is free
+        critic = teachers = None
+        if plan.critic is not None and trains:
+            critic = RunCritic(plan, plan.critic, self.groups, self.device, policy)
+        if plan.teachers and trains:
+            teachers = RunTeachers(plan, self.groups, self.device, policy)
+        return policy, critic, teachers
+
+    @property
+    def policy(self) -> Policy:
+        """The actor.
+
+        Raises:
+            RuntimeError: This rank has none: it only samples.
+        """
+        if self._policy is None:
+            raise RuntimeError(f"rank {self.groups.rank} only samples: it has no actor")
+        return self._policy
+
     def _episodes(self, plan: Plan) -> Episodes | None:
-        if not self.config.rollout.multi_turn.enable:
+        if not (self.config.rollout.multi_turn.enable and self.groups.samples):
             return None
         stop = self.progress.told_to_stop
         return Episodes(self.config.rollout, plan.tokenizer, plan.tools, self.groups.rollout_tp, told_to_stop=stop)
@@ -130,11 +160,13 @@ class Job:
 
     def resume(self) -> int | None:
         """Collective over the job: see `Commits.resume`; the optimizer is there for either."""
-        self.policy.start_optimizer(learning_rate(self.config))
-        if self.critic is not None:
-            self.critic.start_optimizer()
-        if self.teachers is not None:
-            self.teachers.load()
+        with on_trainers(self.groups) as here:
+            if here:
+                self.policy.start_optimizer(learning_rate(self.config))
+            if self.critic is not None:
+                self.critic.start_optimizer()
+            if self.teachers is not None:
+                self.teachers.load()
         return self.commits.resume()
 
     def begin(self, step: int) -> None:
@@ -144,8 +176,35 @@ class Job:
             step: Steps done.
         """
         self.state.reference.start(step)
-        if self.critic is not None:
-            self.critic.start()
+        with on_trainers(self.groups):
+            if self.critic is not None:
+                self.critic.start()
+
+    def on_trainers(self, work: Callable[[], T], *, may_stop: bool = False) -> T:
+        """Collective over the job: what the ranks that train make of it; the others wait for what rank 0 made.
+
+        Args:
+            work: Gives plain data.
+            may_stop: The step can still be abandoned: where the others wait, all ranks ask at the end.
+        """
+        if self.groups.trainers is None:
+            return work()
+        found: list[T] = []
+        with self.progress.apart(), on_trainers(self.groups) as here:
+            if here:
+                found.append(work())
+        told, self.state.policy_version = from_first_rank((found, self.state.policy_version))
+        if may_stop:
+            self.progress.ask()
+        made: T = (found or told)[0]
+        return made
+
+    def show(self, step: int, rollouts: Sequence[Rollout], phase: str) -> None:
+        """Collective over the job: logs the first samples of the first replica."""
+        rows = sample_rows(rollouts, phase=phase, num_samples=self.config.observe.num_samples)
+        if self.groups.trainers is not None:
+            rows = from_rank(self.groups.grid.samplers.start, rows)
+        self.log.samples(step, rows)
 
     def is_last(self, step: int) -> bool:
         """Whether the run ends after so many steps; not if the next one is done and has no line in the log yet."""

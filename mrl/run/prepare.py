@@ -37,7 +37,9 @@ from mrl.preflight.critic import check_critic
 from mrl.preflight.distillation import check_distillation, check_named, teacher_of
 from mrl.preflight.megatron import SWITCHES, check_switches
 from mrl.preflight.parallel import grid_of
+from mrl.preflight.reward_model import check_reward_model, reward_arch
 from mrl.rewards.scorer import Scorer
+from mrl.run.reward_text import Reader, reader_of
 from mrl.run.supervised import examples
 from mrl.run_folder.commit import has_record
 from mrl.run_folder.run_dir import RunDir
@@ -60,6 +62,8 @@ class Resolved:
         grid: Who sits where.
         critic: Its structure; None: the algorithm has none.
         teachers: Their structures, in the order of `distillation.teacher_models`; none without distillation.
+        reward: The reward model's; None: there is none.
+        reader: What the reward model reads.
     """
 
     config: Config
@@ -69,6 +73,13 @@ class Resolved:
     grid: Grid
     critic: ArchSpec | None
     teachers: tuple[ArchSpec, ...]
+    reward: ArchSpec | None
+    reader: Reader | None
+
+    @property
+    def needs_engine(self) -> bool:
+        """Whether anything is sampled: to train on, or from held-out prompts."""
+        return not self.algorithm.supervised or self.config.data.task is not None or bool(self.config.data.val_files)
 
 
 @dataclass
@@ -114,7 +125,7 @@ def prepare(config: Config, *, resumes: bool = True) -> Plan:
     check_switches(config, launch.variables(*SWITCHES))
     found = check_run(local_models(config, download=True), here.world_size, launcher=here.launcher)
     transformer_engine.check(found.config, found.arch, device)
-    if config.rollout.name == vllm.NAME and vllm_package.installed() is None and not found.algorithm.supervised:
+    if config.rollout.name == vllm.NAME and vllm_package.installed() is None and found.needs_engine:
         raise UserError(f"rollout.name=vllm needs vLLM, which is not installed. {vllm_package.ADVICE}")
     if resumes:
         check_run_folder(config)
@@ -141,23 +152,14 @@ def check_run(config: Config, world_size: int, *, launcher: str | None = None, t
     _check_engine(config.rollout.name)
     _check_loggers(config, tell)
     _check_output_dir(config.run.output_dir, tell)
-    for key, path in (("model.path", config.model.path), ("reference.path", config.reference.path)):
-        if path is not None:
-            _check_weights(key, path, found.arch, tell)
-    if config.critic.path is not None:
-        _check_weights("critic.path", config.critic.path, None, tell)
-    for index, (teacher, arch) in enumerate(zip(config.distillation.teacher_models, found.teachers, strict=False)):
-        if teacher.model_path is not None:
-            key = f"distillation.teacher_models[{index}].model_path"
-            _check_weights(key, teacher.model_path, arch, tell)
-            _check_tokens(key, teacher.model_path, found.tokenizer)
+    _check_models(config, found, tell)
     tokenizer, prompt_length = found.tokenizer, config.rollout.prompt_length
     tools = check_environment(config.rollout, tokenizer) if config.rollout.multi_turn.enable else []
     source = load_training(config.data, tokenizer, prompt_length=prompt_length, seed=config.run.seed, tools=tools)
     found.config, asked = with_num_steps(found.config, source.num_rows), found.config
     if found.config.train.num_steps != asked.train.num_steps:
         # again, with the steps that the epochs give
-        preflight.check_config(found.config, world_size, supervised=found.algorithm.supervised)
+        preflight.check_config(found.config, world_size, learns_from=found.algorithm.learns_from)
         check_critic(found.config, found.arch, found.critic, found.grid)
     validation = load_validation(config.data, tokenizer, prompt_length=prompt_length, tools=tools)
     best = config.checkpoint.best_metric
@@ -166,8 +168,12 @@ def check_run(config: Config, world_size: int, *, launcher: str | None = None, t
     peeked = source.peek(PEEKED_PROMPTS)
     for prompt in peeked if found.teachers else ():
         teacher_of(config.distillation, prompt)
-    if found.algorithm.supervised or config.train.warm_start.num_steps:
-        examples(peeked, tokenizer, config)
+    for prompt in peeked if found.reader is not None and found.reader.own is not None else ():
+        _check_rendered(found.reader, prompt)
+    if found.algorithm.supervised:
+        examples(peeked, tokenizer, config, tools, learns_from=found.algorithm.learns_from)
+    if config.train.warm_start.num_steps:
+        examples(peeked, tokenizer, config, tools)
     checked = replace(config.reward, num_workers=1)
     Scorer(checked, tokenizer.decode, tokenizer.eos_ids, variables=launch.variables).close()
     return Checked(**vars(found), source=source, validation=validation, peeked=peeked, tools=tools)
@@ -182,7 +188,7 @@ def resolve(config: Config, world_size: int) -> Resolved:
     algorithm = algorithms.build(config.algorithm, config.rollout)
     config = local_models(replace(config, algorithm=algorithm.config))
     arch, tokenizer = load_model_facts(config)
-    preflight.check(config, arch, world_size, tokenizer.vocab_size, supervised=algorithm.supervised)
+    preflight.check(config, arch, world_size, tokenizer.vocab_size, learns_from=algorithm.learns_from)
     grid = grid_of(config, world_size)
     critic = None
     if algorithm.needs_values:
@@ -190,7 +196,10 @@ def resolve(config: Config, world_size: int) -> Resolved:
     check_critic(config, arch, critic, grid)
     teachers = _teachers(config, arch)
     check_distillation(config, arch, teachers, grid, supervised=algorithm.supervised, critic=algorithm.needs_values)
-    return Resolved(config, arch, tokenizer, algorithm, grid, critic, teachers)
+    reward = reward_arch(config)
+    reader = None if reward is None else reader_of(config, tokenizer, reward)
+    check_reward_model(config, arch, reward, grid, retokenizes=reader is not None and reader.own is not None)
+    return Resolved(config, arch, tokenizer, algorithm, grid, critic, teachers, reward, reader)
 
 
 def _teachers(config: Config, arch: ArchSpec) -> tuple[ArchSpec, ...]:
@@ -282,6 +291,32 @@ def _check_output_dir(folder: str, tell: Tell | None) -> None:
         tell(f"run.output_dir={folder} is on no disk of this machine: not checked")
     else:
         RunDir(Path(folder)).check_writable()
+
+
+def _check_models(config: Config, found: Resolved, tell: Tell | None) -> None:
+    """The weights of every model that the config names, and the teachers' tokens."""
+    for key, path, arch in (
+        ("model.path", config.model.path, found.arch),
+        ("reference.path", config.reference.path, found.arch),
+        ("critic.path", config.critic.path, None),
+        ("reward.model.path", config.reward.model.path, found.reward),
+    ):
+        if path is not None:
+            _check_weights(key, path, arch, tell)
+    for index, (teacher, arch) in enumerate(zip(config.distillation.teacher_models, found.teachers, strict=False)):
+        if teacher.model_path is not None:
+            key = f"distillation.teacher_models[{index}].model_path"
+            _check_weights(key, teacher.model_path, arch, tell)
+            _check_tokens(key, teacher.model_path, found.tokenizer)
+
+
+def _check_rendered(reader: Reader | None, prompt: Prompt) -> None:
+    """That the reward model can read a prompt's samples."""
+    try:
+        if reader is not None:
+            reader.render(prompt, "")
+    except UserError as error:
+        raise UserError(f"{prompt.source}: the reward model cannot read it: {error}") from error
 
 
 def _check_tokens(key: str, folder: str, tokenizer: Tokenizer) -> None:

@@ -39,6 +39,7 @@ class Progress:
         self.stop: Stop | None = None
         self.standing: Standing | None = None
         self._commit_s = 0.0
+        self._is_apart = False
         self._steps_s: deque[float] = deque(maxlen=RECENT)
         self._timers = timers
         self._snapshot = snapshot
@@ -72,6 +73,20 @@ class Progress:
         """Collective over the job: a phase of a step that may still be abandoned; at its end the ranks ask."""
         with self._timers.phase(name):
             yield
+        if not self._is_apart:
+            self.ask()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, only some ranks work, and the end of a phase is no question: not all could answer it."""
+        self._is_apart = True
+        try:
+            yield
+        finally:
+            self._is_apart = False
+
+    def ask(self) -> None:
+        """Collective over the job: goes on, unless the ranks were told to stop."""
         if self.stop is not None:
             self.stop.ask()
 

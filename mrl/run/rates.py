@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mrl.distributed import launch
+from mrl.distributed.collectives import from_rank
 from mrl.engines.base import RolloutEngine
 from mrl.observe import metrics as measure
 from mrl.observe.timers import Timers
@@ -19,7 +20,7 @@ class Rates:
         plan: The run's.
         device: Of this rank.
         timers: Of the job.
-        engine: Tells what it did.
+        engine: Tells what it did; of the first rank that samples.
     """
 
     def __init__(self, plan: Plan, device: torch.device, timers: Timers, engine: RolloutEngine) -> None:
@@ -33,13 +34,13 @@ class Rates:
         self._num_response_tokens = int(response_lens_N.sum())
 
     def metrics(self) -> dict[str, float]:
-        """Of the step that just ran."""
-        timings, config, size = self._timers.metrics(), self._plan.config, self._plan.grid.world_size
+        """Collective over the job: of the step that just ran."""
+        timings, config, grid = self._timers.metrics(), self._plan.config, self._plan.grid
         rates = measure.throughput_metrics(
             timings,
             num_tokens=sum(self._seq_lens),
             num_response_tokens=self._num_response_tokens,
-            world_size=size,
+            world_size=grid.world_size,
         )
         known = self._device.type == "cuda" and config.model.dtype == "bfloat16"
         rates |= measure.mfu_metrics(
@@ -47,8 +48,11 @@ class Rates:
             self._seq_lens,
             update_s=timings.get("timing_s/update_actor", 0.0),
             num_passes=config.actor.ppo_epochs,
-            world_size=size,
+            world_size=len(grid.trainers),
             device_name=launch.device_name(self._device) if known else "",
         )
-        engine = {f"perf/rollout/{name}": value for name, value in self._engine.stats().items()}
+        stats = self._engine.stats()
+        if grid.has_roles:
+            stats = from_rank(grid.samplers.start, stats)
+        engine = {f"perf/rollout/{name}": value for name, value in stats.items()}
         return timings | rates | engine | self._timers.ledger.metrics()

@@ -1,6 +1,7 @@
-"""The engine in the run: built beside the actor, filled by refits, awake while it samples.
+"""The engine in the run: built beside the actor or on ranks of its own, filled by refits, awake while it samples.
 
-Owns who has the device when: the actor is away while the engine generates. What is sampled is `rollout/`'s.
+Owns who has the device when: the actor is away while the engine generates, where it is on the same ranks. What is
+sampled is `rollout/`'s.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import partial
 import torch
 
 from mrl.distributed.groups import ProcessGroups
+from mrl.engines._absent import NoEngine
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.megatron.policy import Policy
 from mrl.refit.refit import Refit
@@ -41,7 +43,7 @@ class Sampler:
         plan: Plan,
         groups: ProcessGroups,
         device: torch.device,
-        policy: Policy,
+        policy: Policy | None,
         weights: ActorWeights,
         tell: Callable[[str], None],
     ) -> None:
@@ -51,13 +53,15 @@ class Sampler:
             plan: The run's.
             groups: Who sits where.
             device: Of this rank.
-            policy: Offloaded, so that the engine sees how much memory is free.
+            policy: Offloaded, so that the engine sees how much memory is free; None: this rank does not train.
             weights: Know the model's folder.
             tell: Hears the engine's notes, and what the canary found.
         """
         config, rollout = plan.config, plan.config.rollout
         self._rollout, self._arch, self._device, self._policy, self._tell = rollout, plan.arch, device, policy, tell
-        self.engine: RolloutEngine = find("engines", rollout.name, "ENGINE")(
+        self._frees = rollout.free_cache_engine and not groups.grid.has_roles  # for nobody, on ranks of its own
+        engine = find("engines", rollout.name, "ENGINE") if groups.samples and plan.needs_engine else NoEngine
+        self.engine: RolloutEngine = engine(
             EngineSpec(
                 config=rollout,
                 arch=plan.arch,
@@ -73,11 +77,12 @@ class Sampler:
         for note in self.engine.notes:
             tell(note)
         try:
-            if rollout.free_cache_engine:  # before the actor's weights come back
+            if self._frees:  # before the actor's weights come back
                 self.engine.sleep()
                 self.engine.release()
             grids = grids_of(plan.arch, rollout.quantization)
-            self.refit = Refit(policy.layout(), policy.named_tensors(), self.engine, rollout.checkpoint_engine, grids)
+            held = (policy.layout(), policy.named_tensors()) if policy is not None else ({}, {})
+            self.refit = Refit(*held, self.engine, rollout.checkpoint_engine, grids)
         except Exception:
             self.engine.close()
             raise
@@ -93,15 +98,16 @@ class Sampler:
     @contextmanager
     def awake(self) -> Iterator[RolloutEngine]:
         """Inside, the actor is away and the engine generates; then `rollout.free_cache_engine` frees its KV cache."""
-        self._policy.offload()
+        if self._policy is not None:
+            self._policy.offload()
         self.engine.wake()
         yield self.engine
-        if self._rollout.free_cache_engine:
+        if self._frees:
             self.engine.sleep()
 
     def rest(self) -> None:
         """All is sampled, and an update follows: with `rollout.free_cache_engine` the engine's weights go too."""
-        if self._rollout.free_cache_engine:
+        if self._frees:
             self.engine.release()
 
     def refit_if_stale(self, policy_version: int) -> dict[str, float]:
@@ -125,8 +131,9 @@ class Sampler:
         return cost
 
     def _refit(self, policy_version: int) -> dict[str, float]:
-        self._policy.offload(keep=["weights"])
-        self._policy.bring("weights")
+        if self._policy is not None:
+            self._policy.offload(keep=["weights"])
+            self._policy.bring("weights")
         return self.refit(policy_version)
 
     def _generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:

@@ -20,7 +20,8 @@ from mrl.megatron.comparison import Comparison
 from mrl.megatron.policy import Policy
 from mrl.megatron.teacher import Guest, Lodger, Teacher
 from mrl.models.presets import initializer_range
-from mrl.preflight.distillation import teacher_config, teacher_of
+from mrl.preflight.distillation import teacher_of
+from mrl.preflight.guests import guest_config
 from mrl.run.actor_weights import read_weights
 from mrl.run.prepare import Plan
 from mrl.types import Prompt, RolloutBatch
@@ -46,7 +47,7 @@ class RunTeachers:
         self._teachers: list[Teacher] = [
             Lodger(policy, arch)
             if arch == plan.arch
-            else Guest(teacher_config(plan.config), arch, groups, device, policy)
+            else Guest(guest_config(plan.config), arch, groups, device, policy)
             for arch in plan.teachers
         ]
         policy.offload()  # before the engine reads how much memory is free

@@ -9,6 +9,7 @@ from mrl.data.prompts import PromptSource, load_training
 from mrl.distributed.collectives import together
 from mrl.run.job import Job
 from mrl.run.learning_rate import warm_start_learning_rate
+from mrl.run.roles import on_trainers
 from mrl.run.training_state import not_of_a_run
 
 
@@ -20,10 +21,14 @@ def begin_warm_start(job: Job) -> tuple[Algorithm, PromptSource, int]:
     source = load_training(config.data, job.tokenizer, prompt_length=rollout.prompt_length, seed=seed, tools=job.tools)
     standing = job.progress.standing
     if standing is None:
-        job.policy.start_optimizer(rate)
+        with on_trainers(job.groups) as here:
+            if here:
+                job.policy.start_optimizer(rate)
         return sft, source, 0
     begun = standing.state["warm_start"]
-    job.policy.follow(rate)
+    with on_trainers(job.groups) as here:
+        if here:
+            job.policy.follow(rate)
     with together(), not_of_a_run(job.commits.checkpoints.path(0)):
         source.load_state_dict(begun["source"])
     job.log.warm_start_resumed(begun["step"])

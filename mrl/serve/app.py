@@ -169,7 +169,7 @@ def _open(
         raise UserError(f"model '{asked.model}' is not served here; '{served.name}' is.")
     if asked.stream_options is not None and not asked.stream:
         raise UserError("stream_options has no effect without stream=true. Remove it, or stream.")
-    sizes = [_most_tokens(served, ids, max_tokens) for ids in prompts]
+    sizes = [_most_tokens(served, ids, max_tokens, asked.usual_tokens) for ids in prompts]
     loop, pieces = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Delta]]()
 
     def answer(place: int, ids: list[int], size: int) -> Answer:
@@ -187,7 +187,7 @@ def _open(
     return Opened(telling, prompts, answers, pieces)
 
 
-def _most_tokens(served: Served, ids: Sequence[int], max_tokens: int | None) -> int:
+def _most_tokens(served: Served, ids: Sequence[int], max_tokens: int | None, usual: int | None) -> int:
     """How long an answer to this prompt may become."""
     size = served.tokenizer.vocab_size
     if not ids:
@@ -198,10 +198,10 @@ def _most_tokens(served: Served, ids: Sequence[int], max_tokens: int | None) -> 
     if room < (max_tokens or 1):
         raise UserError(
             f"the prompt has {len(ids)} tokens and asks for {max_tokens or 1} more, together above the "
-            f"{served.longest} of this server. Shorten the prompt, ask for fewer, or serve with a longer "
+            f"{served.longest} of this server. Shorten the prompt, ask for fewer (max_tokens), or serve with a longer "
             "rollout.prompt_length."
         )
-    return max_tokens or room
+    return max_tokens or min(room, usual or room)
 
 
 async def _respond(opened: Opened, request: Request) -> Response:

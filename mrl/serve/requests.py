@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from typing import Annotated, Any, Literal, Optional, Union
+from typing import Annotated, Any, ClassVar, Literal, Optional, Union
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -59,6 +59,9 @@ class Request(BaseModel):
     metadata: Optional[dict[str, Any]] = None
     store: Optional[bool] = None
 
+    usual_tokens: ClassVar[Optional[int]] = None
+    """Length of an answer where the request says none and there is room for it; None: as much as there is room for."""
+
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings that are not empty."""
@@ -86,8 +89,10 @@ class Request(BaseModel):
 class CompletionRequest(Request):
     """POST /v1/completions."""
 
+    usual_tokens = 16
+
     prompt: Union[str, list[str], list[TokenId], list[list[TokenId]]]
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: Optional[int] = Field(None, ge=1)
     logprobs: Optional[Literal[0]] = None
     echo: Literal[False] = False
     suffix: Optional[Literal[""]] = None

@@ -21,6 +21,7 @@ from mrl.distributed.collectives import together
 from mrl.environments.formats import base as formats
 from mrl.errors import UserError
 from mrl.models.hf_config import read_json
+from mrl.preflight.roles import refuse_roles
 from mrl.run.job import Job
 from mrl.run.opening import open_job
 from mrl.run.prepare import prepare
@@ -138,6 +139,9 @@ def serve(config: Config, checkpoint: str | None, listen: Listen, say: Callable[
         UserError: A mistake in the config, no such checkpoint, or the port is taken.
     """
     check(listen)
+    refuse_roles(
+        config, "rank 0 answers, and would hold no engine", "Serve with rollout.num_ranks=0 and rollout.nnodes=0."
+    )
     with open_job(prepare(config, resumes=False), log=False, trains=False) as job:
         if checkpoint == INITIAL:
             job.weights.load_initial()

@@ -212,7 +212,7 @@ def megatron_layouts(arch: ArchSpec, grid: Grid, *, dtype: str, te: bool) -> dic
     """Rank -> `megatron_layout`; data- and context-parallel copies share one object."""
     shared: dict[tuple[int, ...], Layout] = {}
     found = {}
-    for rank in range(grid.world_size):
+    for rank in grid.trainers:
         coords, experts = grid.coords(rank), grid.expert_coords(rank)
         place = (coords.tp, coords.pp, *((experts.ep, experts.etp) if arch.moe else ()))
         if place not in shared:

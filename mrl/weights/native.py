@@ -124,4 +124,4 @@ def native_layouts(arch: ArchSpec, grid: Grid, dtype: str) -> dict[int, Layout]:
         native_layout(arch, grid.rollout_tp, position, dtype, ep_size=grid.rollout_ep)
         for position in range(grid.rollout_tp)
     ]
-    return {rank: shared[grid.rollout_tp_rank(rank)] for rank in range(grid.world_size)}
+    return {rank: shared[grid.rollout_tp_rank(rank)] for rank in grid.samplers}

@@ -12,6 +12,7 @@ FILES = (
     "data.train_files=[{folder}/rows.jsonl]",
     "data.val_files=[{folder}/rows.jsonl]",
 )
+PAIRS = (*FILES, "algorithm.name=dpo", "train.minibatch_size=null")
 CHAT = (
     *FILES,
     "data.prompt_key=chat",
@@ -39,6 +40,8 @@ COLUMNS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "data.prompt_key": (("data.prompt_key=question",), FILES, ""),
     "data.answer_key": (("data.answer_key=other",), FILES, ""),
     "data.response_key": (("data.response_key=other",), FILES, ""),
+    "data.chosen_key": (("data.chosen_key=other",), PAIRS, ""),
+    "data.rejected_key": (("data.rejected_key=other",), PAIRS, ""),
     "data.messages_key": (("data.messages_key=talk",), TALKS, ""),
     "data.overlong_responses": (("data.overlong_responses=error",), SHORT, "64 + rollout.response_length=1"),
     "data.source_key": (("data.source_key=other",), FILES, ""),
@@ -57,7 +60,7 @@ def write(folder: Path) -> Path:
         rows = [
             {
                 "prompt": f"<{i}+1>", "question": f"<1+{i}>", "chat": [{"role": "user", "content": f"{i}+1"}],
-                "answer": str(i + 1), "other": str(i),
+                "answer": str(i + 1), "other": str(i), "chosen": str(i + 1), "rejected": str(i + 3),
             }
             for i in range(first, first + 4)
         ]  # fmt: skip

@@ -109,24 +109,25 @@ def test_a_task_that_is_none_is_refused(name, message):
 
 
 def plays(game, low, high):
-    """Guesses and answers of a response, and whether each answer could be true of one number."""
-    said = re.findall(r"(\d+)(?:#(higher|lower)#?)?", game)
-    for guess, answer in said:
-        low, high = {"higher": (max(low, int(guess) + 1), high), "lower": (low, min(high, int(guess) - 1))}.get(
-            answer, (low, high)
-        )
-    return said, low <= high
+    """Whether each answer of a game could be true of one number."""
+    assert [message["role"] for message in game] == (["assistant", "user"] * len(game))[: len(game)]
+    for guess, answer in zip(game[::2], game[1::2], strict=False):
+        guess = int(guess["content"])
+        low, high = (max(low, guess + 1), high) if answer["content"] == "higher" else (low, min(high, guess - 1))
+    return low <= int(game[-1]["content"]) <= high or low <= high
 
 
 def test_games_can_be_true_and_some_halve_what_is_left():
     task = Guessing(low=1, high=15, num_guesses=4, right_frac=0.5)
     games = [task.train_row(index)["response"] for index in range(400)]
-    assert all(re.fullmatch(r"\d+(#(higher|lower)\d+){0,3}", game) for game in games)
-    assert all(plays(game, 1, 15)[1] for game in games)
-    assert 120 < sum(game.startswith("8") for game in games) < 280
+    assert {len(game) for game in games} == {1, 3, 5, 7}
+    assert all(plays(game, 1, 15) for game in games)
+    assert 120 < sum(game[0]["content"] == "8" for game in games) < 280
     assert {task.train_row(0)["prompt"], task.val_row(0)["prompt"]} == {"<1-15>"}
-    for game in (Guessing(right_frac=1.0).train_row(index)["response"] for index in range(50)):
-        assert plays(game, 1, 15)[0][-1][1] == ""  # the number was found
+    for game in (
+        Guessing(low=1, high=3, num_guesses=2, right_frac=1.0).train_row(index)["response"] for index in range(9)
+    ):
+        assert [message["content"] for message in game] in (["2"], ["2", "higher", "3"], ["2", "lower", "1"])
     assert games == [task.train_row(index)["response"] for index in range(400)]
 
 
@@ -136,21 +137,30 @@ def test_calculations_are_right_and_some_responses_call():
     for row in [*rows, *(task.val_row(index) for index in range(20))]:
         question = re.fullmatch(r"<(\d([+*]\d){2})>", row["prompt"])[1]
         assert row["answer"] == str(sum(math.prod(map(int, part.split("*"))) for part in question.split("+")))
-        if "<tool_call>" in row.get("response", ""):
-            call, said = re.fullmatch(r"<tool_call>(.*)</tool_call>#(.*)", row["response"]).groups()
+        if len(said := row.get("response", ())) > 1:
+            assert [message["role"] for message in said] == ["assistant", "tool", "assistant"]
+            call = re.fullmatch(r"<tool_call>(.*)</tool_call>", said[0]["content"])[1]
             assert json.loads(call) == {"name": "calculator", "arguments": {"expression": question}}
-            assert said == row["answer"] * 2
-    assert 100 < sum("<tool_call>" in row["response"] for row in rows) < 200
+            assert said[1]["content"] == said[2]["content"] == row["answer"]
+    assert 100 < sum(len(row["response"]) > 1 for row in rows) < 200
+
+
+def test_held_out_calculations_are_all_different_and_never_trained():
+    task = Calculating(num_terms=2, num_val=12, held_out_frac=0.2)
+    held_out = {task.val_row(index)["prompt"] for index in range(12)}
+    assert len(held_out) == 12
+    trained = {task.train_row(index)["prompt"] for index in range(3000)}
+    assert not held_out & trained and len(trained) > 0.7 * 162
+    with pytest.raises(UserError, match=r"num_val is 80, but only \d+ different held-out questions"):
+        Calculating(num_terms=2, num_val=80)
 
 
 @pytest.mark.parametrize(
     ("name", "kwargs", "said"),
     [
         ("guessing", {"low": 5, "high": 5}, "data.task_kwargs.high is 5"),
-        ("guessing", {"end": "##"}, "data.task_kwargs.end is '##'"),
         ("guessing", {"right_frac": 2}, "data.task_kwargs.right_frac is 2"),
         ("calculating", {"num_terms": 1}, "data.task_kwargs.num_terms is 1"),
-        ("calculating", {"end": ""}, "data.task_kwargs.end is ''"),
     ],
 )
 def test_episodes_of_no_sense_are_refused(name, kwargs, said):

@@ -8,7 +8,9 @@ import pytest
 from mrl.cli import main
 from tests.data.folders import byte_bpe_folder
 from tests.e2e import runs
+from tests.e2e.test_dpo import DPO
 from tests.e2e.test_episodes import GUESSING
+from tests.reward_models import write_reward_model
 from tests.source import PACKAGE, ROOT
 
 OWN_DATA = (ROOT / "mrl" / "docs" / "own_data.md").read_text(encoding="utf-8")
@@ -69,6 +71,7 @@ VARIANTS = [
         "distillation.distillation_loss={loss_mode: forward_kl_topk, topk: 4}",
     ],
     [*TEACHER, "distillation.distillation_loss={loss_mode: k1, use_policy_gradient: true}"],
+    DPO,
     [
         "algorithm={name: sft, kl_in: none, kl_coef: 0.001, entropy_coef: 0.0}",
         "~algorithm.clip_low",
@@ -82,7 +85,9 @@ VARIANTS = [
 def written(tmp_path_factory):
     """Names of all metrics that runs of these kinds write."""
     names = set()
-    for variant in VARIANTS:
+    reward = tmp_path_factory.mktemp("models") / "reward"
+    write_reward_model(reward, num_hidden_layers=4)
+    for variant in [*VARIANTS, [f"reward.model.path={reward}"]]:
         folder = tmp_path_factory.mktemp("variant")
         assert main(runs.arguments(folder, [*QUIET, "train.eval_interval=1", *variant])) == 0
         for file in ("metrics.jsonl", "timings.jsonl"):

@@ -1,13 +1,11 @@
 """A run of episodes: killed in the middle of one it repeats it, and two ranks of an engine have one rank's numbers."""
 
 import json
-import os
-import signal
-import time
+from pathlib import Path
 
 import pytest
 
-from tests.e2e import runs
+from tests.e2e import episode_kills, runs
 
 GUESSING = [
     *(f"~data.task_kwargs.{name}" for name in ("min_terms", "max_terms", "max_value")),
@@ -22,6 +20,8 @@ GUESSING = [
     "reward.functions=[{name: environment}]",
     "checkpoint.interval=1",
 ]
+ECHO = f"{Path(__file__).parents[1]}/episodes/worlds.py:Echo"
+WORK = ("prefill_tokens", "reread_tokens", "decode_steps", "decode_tokens", "max_running")
 WITHIN = 1e-6
 """Of two sums of the same numbers in fp32, over another number of ranks."""
 
@@ -61,19 +61,35 @@ def test_a_run_tells_of_its_episodes(uninterrupted):
     assert row["turns"][0]["text"] in row["response"]
 
 
-def test_a_run_that_is_killed_in_an_episode_repeats_it(uninterrupted, tmp_path):
-    whole, expected = uninterrupted
-    process = runs.fork(tmp_path, GUESSING)
-    file, end = tmp_path / "run" / "metrics.jsonl", time.monotonic() + runs.TIMEOUT_S
-    while time.monotonic() < end and process.is_alive():
-        if file.is_file() and len(file.read_text().splitlines()) >= 3:
-            break
-        time.sleep(0.01)
-    assert process.is_alive(), (tmp_path / "output.txt").read_text()
-    os.killpg(process.pid, signal.SIGKILL)
-    process.join()
-    assert told(runs.train_in_pool(tmp_path, GUESSING, 1)) == expected
-    assert samples(tmp_path) == samples(whole)
+@pytest.mark.parametrize(("task", "ranks", "kills"), [("guessing", 1, 2), ("guessing", 2, 1)])
+def test_a_run_that_is_killed_in_episodes_repeats_them_and_scores_nothing_twice(task, ranks, kills, tmp_path):
+    found = episode_kills.compare(task, tmp_path, kills=kills, ranks=ranks, seed=ranks)
+    assert found["holds"], found
+    assert found["turns_of_an_episode"] > 1 and found["scores_computed"][0] > 20
+
+
+def test_how_long_environments_take_changes_no_number(tmp_path):
+    """More conversations than rows, and of eight turns: who samples beside whom does not follow the clock."""
+    echo = [
+        *(line for line in GUESSING if "rollout.agent" not in line),
+        "train={num_steps: 2, eval_interval: 0, warm_start: {num_steps: 0}}",
+        "checkpoint.interval=0",
+        'rollout={response_length: 120, max_num_seqs: 3, stop: ["1", "2", "3", "5", "h", "e", "W", "n", "<"]}',
+        "rollout.multi_turn={max_assistant_turns: null}",
+        "rollout.agent={environment: " + ECHO + ", environment_kwargs: {most_s: 0}, num_workers: 4}",
+    ]
+    files = []
+    for folder, most_s in (("at_once", 0.0), ("late", 0.02), ("later", 0.05)):
+        rows = runs.train_in_pool(tmp_path / folder, [*echo, f"rollout.agent.environment_kwargs.most_s={most_s}"], 1)
+        timings = [json.loads(line) for line in (tmp_path / folder / "run" / "timings.jsonl").read_text().splitlines()]
+        work = [{name: row[f"perf/rollout/{name}"] for name in WORK} for row in timings if "perf/throughput" in row]
+        assert work
+        files.append((told(rows), work, samples(tmp_path / folder)))
+    assert files[0] == files[1] == files[2]
+    rows = [row for row in files[0][0] if "num_turns/mean" in row]
+    assert max(row["num_turns/max"] for row in rows) == 8
+    assert max(row["training/rollout_probs_diff_max"] for row in rows) < PROBABILITY
+    assert all(one["reread_tokens"] == 0 for one in files[0][1])
 
 
 def test_two_ranks_of_an_engine_have_the_episodes_of_one(uninterrupted, tmp_path):

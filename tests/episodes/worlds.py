@@ -1,9 +1,10 @@
 """Environments of the tests."""
 
 import os
+import random
 import time
 
-from mrl.environments.base import Observation
+from mrl.environments.base import Environment, Observation
 from mrl.environments.toolbox import ToolEnvironment
 
 
@@ -46,3 +47,20 @@ class Adder(ToolEnvironment):
 
     def answered(self, action):
         return Observation(reward=float("4" in action.text), terminated=True, info={"seed": float(self.seed % 997)})
+
+
+class Echo(Environment):
+    """Says what was said, for eight turns; each answer takes up to `most_s`, by no seed."""
+
+    def __init__(self, most_s=0.0):
+        self.most_s, self.turn = most_s, 0
+
+    def reset(self, seed, row):
+        return Observation()
+
+    def step(self, action):
+        self.turn += 1
+        time.sleep(random.SystemRandom().choice((0.0, 0.2, 1.0)) * self.most_s)
+        if self.turn == 8:
+            return Observation(reward=float(len(action.text) % 3), terminated=True)
+        return Observation.user(f"<{action.text[:2]}>")

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields
-from typing import get_args, get_origin
+from typing import get_args, get_origin, get_type_hints
 
 from mrl.config import Config, RewardFunctionConfig
 from mrl.schema.keys import dotted_keys
@@ -40,8 +39,7 @@ def all_cases() -> list[tuple[str, str]]:
     """Key and value as an override, of every field."""
     found = []
     kinds = dotted_keys(Config) | {
-        f"reward.functions[0].{item.name}": kind
-        for item, kind in zip(fields(RewardFunctionConfig), (str, float, dict[str, object]), strict=True)
+        f"reward.functions[0].{name}": kind for name, kind in get_type_hints(RewardFunctionConfig).items()
     }
     for key, kind in kinds.items():
         for value in _values(kind):

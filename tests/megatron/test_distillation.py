@@ -18,7 +18,7 @@ from mrl.megatron import parallel
 from mrl.megatron.comparison import Compared, Comparison
 from mrl.megatron.teacher import Guest, Lodger
 from mrl.models.hf_config import family_of
-from mrl.preflight.distillation import teacher_config
+from mrl.preflight.guests import guest_config
 from mrl.run.teachers import joined
 from mrl.schema.distillation import DistillationLossConfig
 from mrl.weights.init import random_init
@@ -65,7 +65,7 @@ def taught(grid, *, same=False):
         for name, tensor in policy.named_tensors().items():
             lodger.tensors()[name].copy_(tensor)
         return policy, [lodger]
-    guest = Guest(teacher_config(config_for(grid, **OPTIONS)), OTHER, groups, torch.device("cpu"), policy)
+    guest = Guest(guest_config(config_for(grid, **OPTIONS)), OTHER, groups, torch.device("cpu"), policy)
     for seed, teacher in enumerate((lodger, guest), start=21):
         random_init(teacher.arch, teacher.model.layout(), teacher.tensors(), seed)
         for name, tensor in teacher.tensors().items():

@@ -1,9 +1,12 @@
 """Megatron's groups are the grid's, again and again in one process."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from mrl.distributed.roles import as_whole_job
 from mrl.grid import Coords, Grid
 from mrl.megatron import parallel
 from tests.ranks import run_ranks
@@ -80,3 +83,57 @@ def test_a_group_waits_for_longer_than_was_asked_for(timeout_s):
     """The watchdog's alarm comes first: torch's own end of a collective names nobody."""
     for found in run_ranks(2, timeouts, timeout_s):
         assert timeout_s + 60 <= found <= timeout_s + 200
+
+
+ROLES = [Grid(4, tp=2, rollout_ranks=2), Grid(4, rollout_tp=2, rollout_ranks=2), Grid(4, pp=3, rollout_ranks=1)]
+
+
+def roles_of(grid):
+    groups = parallel.initialize(grid, seed=1)
+    names = ("tp", "cp", "dp", "pp", "rollout_tp")
+    named = {name: dist.get_process_group_ranks(getattr(groups, name)) for name in names}
+    whole = None
+    if groups.trains:
+        with groups.among_trainers():
+            total = torch.tensor(1)
+            dist.all_reduce(total)
+            whole = (dist.get_rank(), dist.get_world_size(), int(total))
+    total = torch.tensor(1)
+    dist.all_reduce(total)
+    assert (dist.get_world_size(), int(total)) == (4, 4)
+    return groups.trains, groups.samples, groups.leads_replica, named, whole
+
+
+def test_ranks_that_only_sample_have_no_part_in_megatron_and_the_others_are_its_whole_world():
+    for grid in [*ROLES, *GRIDS[:1], ROLES[0]]:  # groups that only some ranks made do not get in the way of later ones
+        found = run_ranks(4, roles_of, grid)
+        num_trainers = len(grid.trainers)
+        for rank, (trains, samples, leads, named, whole) in enumerate(found):
+            assert (trains, samples) == (rank in grid.trainers, rank in grid.samplers)
+            assert whole == ((rank, num_trainers, num_trainers) if trains else None)
+            if trains:
+                coords = grid.coords(rank)
+                for name in ("tp", "dp", "pp"):
+                    peers = [grid.rank(replace(coords, **{name: i})) for i in range(getattr(grid, name))]
+                    assert named[name] == peers
+            else:
+                assert all(named[name] == [rank] for name in ("tp", "cp", "dp", "pp"))
+            if samples:
+                start = rank - grid.rollout_rank(rank)
+                assert named["rollout_tp"] == list(range(start, start + grid.rollout_tp))
+                assert leads == (rank == start)
+            else:
+                assert (named["rollout_tp"], leads) == ([rank], False)
+
+
+def not_first():
+    group = dist.new_group([1])
+    if dist.get_rank() == 1:
+        with pytest.raises(RuntimeError, match=r"ranks \[1\] are not the first ones"), as_whole_job(group):
+            pass
+        assert dist.get_world_size() == 2
+        dist.destroy_process_group(group)
+
+
+def test_only_the_first_ranks_stand_for_the_job():
+    run_ranks(2, not_first)

@@ -18,6 +18,7 @@ from mrl.weights.megatron import megatron_layouts
 from mrl.weights.native import native_layouts
 from tests.megatron.actors import ARCHS, EXPERT_LAYOUTS, LAYOUTS, MIXTURES, config_for, make_policy, train
 from tests.ranks import run_ranks
+from tests.reward_models import write_reward_model
 
 RELATIVE = 0.02  # buffers are filled up so that data-parallel ranks own equal parts; Adam's step counters
 
@@ -318,6 +319,15 @@ def test_a_teachers_weights_wait_in_host_memory_and_have_a_turn_where_they_are_o
     assert wider.phases.keys() - plain.phases.keys() == {"score", "teacher"}
     assert wider.host == wider.phases["teacher"]["a teacher's weights"] > weights
     assert wider.phases["update"] == plain.phases["update"]
+
+
+def test_a_reward_models_weights_wait_in_host_memory_and_have_a_turn(tmp_path):
+    write_reward_model(tmp_path / "reward", "qwen3_tiny", hidden_size=256)
+    found = phases(tmp_path, f"reward.model.path={tmp_path}/reward", "reward.model.retokenize=true")
+    (plain,), (rewarded,) = phases(tmp_path), found
+    assert rewarded.phases.keys() - plain.phases.keys() == {"reward"}
+    assert rewarded.host - plain.host == rewarded.phases["reward"]["the reward model's weights"] > 0
+    assert rewarded.phases["update"] == plain.phases["update"]
 
 
 def test_whole_distributions_need_states_on_the_last_stage_and_output_weights_in_updates(tmp_path):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from mrl.config import Config
+from mrl.config import Config, LearnsFrom
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.models.presets import arch_from_preset
@@ -41,8 +41,12 @@ def make(*overrides: str) -> Config:
 
 
 def refusal(
-    config: Config, world_size: int = 1, arch: ArchSpec = ARCH, tokenizer_vocab_size: int = 12, supervised: bool = False
+    config: Config,
+    world_size: int = 1,
+    arch: ArchSpec = ARCH,
+    tokenizer_vocab_size: int = 12,
+    learns_from: LearnsFrom = "samples",
 ) -> str:
     with pytest.raises(UserError) as caught:
-        check(config, arch, world_size=world_size, tokenizer_vocab_size=tokenizer_vocab_size, supervised=supervised)
+        check(config, arch, world_size=world_size, tokenizer_vocab_size=tokenizer_vocab_size, learns_from=learns_from)
     return str(caught.value)

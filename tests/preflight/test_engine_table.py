@@ -82,6 +82,9 @@ CASES = [
     Case("quantization", "fp8", "trtllm_engine vllm", ("run.device=cpu",), BLOCKS),
     Case("quantization", "fp8_per_tensor", "trtllm trtllm_engine vllm", arch=BLOCKS),
     Case("tensor_model_parallel_size", 2, "trtllm_engine"),
+    Case("num_ranks", 2, "trtllm trtllm_engine vllm"),
+    Case("nnodes", 1, "trtllm trtllm_engine vllm", ("rollout.n_gpus_per_node=2",)),
+    Case("n_gpus_per_node", 2, "trtllm trtllm_engine vllm", ("rollout.nnodes=1",)),
     Case("pipeline_model_parallel_size", 2, "native trtllm trtllm_engine vllm"),
     Case("expert_parallel_size", 2, "trtllm_engine", TWO, MIXTURE),
     Case("expert_parallel_size", 2, "trtllm_engine vllm", (*TWO, "run.device=cpu"), MIXTURE),
@@ -256,6 +259,7 @@ SHARED = (
     "engines/base.py",
     "engines/_prompts.py",
     "preflight/parallel.py",
+    "preflight/roles.py",
 )
 """Of mrl, what reads fields for every engine."""
 

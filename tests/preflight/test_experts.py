@@ -75,7 +75,7 @@ def test_layouts_that_work_pass(overrides, world_size):
 def test_replay_is_refused_where_nothing_is_sampled(replay, more):
     replays = make(*more, f"actor.router_replay={replay}", "algorithm.name=sft")
     with pytest.raises(UserError, match=f"router_replay={replay} would have no effect because algorithm.name=sft"):
-        check(replays, MIXTURE, 1, tokenizer_vocab_size=12, supervised=True)
+        check(replays, MIXTURE, 1, tokenizer_vocab_size=12, learns_from="responses")
 
 
 IDLE = [

@@ -42,13 +42,13 @@ SUPERVISED = [
 @pytest.mark.parametrize(("overrides", "world_size", "said"), SUPERVISED, ids=[rule[2][:30] for rule in SUPERVISED])
 def test_what_supervised_steps_would_ignore_is_named(overrides, world_size, said):
     config = make("algorithm.name=sft", *overrides)
-    assert said in refusal(config, world_size, supervised=True)
+    assert said in refusal(config, world_size, learns_from="responses")
     check(config, ARCH, world_size=1, tokenizer_vocab_size=12)  # steps that sample have a use for them
 
 
 def test_a_batch_that_is_its_only_minibatch_is_no_mistake():
     config = make("algorithm.name=sft", "train.batch_size=8", "train.minibatch_size=8")
-    check(config, ARCH, world_size=1, tokenizer_vocab_size=12, supervised=True)
+    check(config, ARCH, world_size=1, tokenizer_vocab_size=12, learns_from="responses")
 
 
 def test_rewards_that_all_weigh_nothing_are_refused_and_one_of_several_is_only_measured():

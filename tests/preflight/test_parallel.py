@@ -27,6 +27,14 @@ RULES = [
     ([f"{VPP}=2"], 1, f"{VPP}=2 needs {PP} above 1"),
     (["parallel.sequence_parallel=true"], 1, f"parallel.sequence_parallel=true needs {TP} above 1"),
     (["parallel.context_parallel_size=2"], 3, "parallel.context_parallel_size=2 does not divide the 3 rank(s)"),
+    (["rollout.num_ranks=2"], 2, "rollout.num_ranks=2 of the 2 rank(s) of this job only sample: none is left to train"),
+    (["rollout.nnodes=1"], 4, "rollout.nnodes=1 x rollout.n_gpus_per_node=8 of the 4 rank(s) of this job only sample"),
+    (["rollout.num_ranks=2"], 2, "Start 2 ranks more than a multiple of 1: torchrun --nproc-per-node 3 "),
+    (["rollout.num_ranks=2"], 2, "or do with one process: rollout.num_ranks=0"),
+    ([f"{TP}=2", "rollout.num_ranks=1"], 4, f"{TP}=2 does not divide the 3 rank(s) of this job's 4 that train"),
+    ([f"{ROLLOUT_TP}=2", "rollout.num_ranks=1"], 3, "does not divide the 1 rank(s) of this job that sample"),
+    (["rollout.num_ranks=1", "rollout.nnodes=1"], 16, "both say how many ranks only sample. Set one of them."),
+    (["rollout.n_gpus_per_node=4"], 1, "would have no effect because rollout.nnodes is 0"),
     (["rollout.pipeline_model_parallel_size=2"], 2, "only built TensorRT-LLM engines have a pipeline"),
 ]  # fmt: skip
 

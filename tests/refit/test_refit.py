@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from mrl.config import CheckpointEngineConfig, RolloutConfig
 from mrl.distributed.groups import make_rollout_group
-from mrl.engines.base import SamplingConfig
+from mrl.engines._absent import NoEngine
+from mrl.engines.base import SamplingConfig, WeightSlice
 from mrl.engines.native.engine import NativeEngine
 from mrl.grid import Grid
 from mrl.refit.refit import Refit
@@ -17,6 +18,7 @@ from mrl.types import Prompt
 from mrl.weights.init import random_init
 from mrl.weights.megatron import megatron_layout
 from mrl.weights.native import native_layout
+from mrl.weights.regions import volume
 from mrl.weights.tensors import allocate
 from tests.engines.specs import spec_of
 from tests.ranks import run_ranks
@@ -29,9 +31,10 @@ SAMPLING = SamplingConfig(n=1, max_tokens=4, greedy=True, ignore_eos=True)
 
 
 @functools.cache
-def rollout_group(world, rollout_tp):
+def rollout_group(world, rollout_tp, rollout_ranks=0):
     """One group per layout and world: each costs threads for as long as the process lives."""
-    return make_rollout_group(Grid(world.size(), rollout_tp=rollout_tp), dist.get_rank())
+    grid = Grid(world.size(), rollout_tp=rollout_tp, rollout_ranks=rollout_ranks)
+    return make_rollout_group(grid, dist.get_rank())
 
 
 class Side:
@@ -40,7 +43,8 @@ class Side:
     def __init__(self, arch, grid, *, source_dtype="float32", target_dtype="float32", engine=NativeEngine):
         rank = dist.get_rank()
         self.arch, self.grid, self.dtype = arch, grid, target_dtype
-        self.layout = megatron_layout(arch, grid, rank, dtype=source_dtype, te=False)
+        trains, samples = rank in grid.trainers, rank in grid.samplers
+        self.layout = megatron_layout(arch, grid, rank, dtype=source_dtype, te=False) if trains else {}
         self.sources = allocate(self.layout)
         config = RolloutConfig(
             prompt_length=8,
@@ -49,8 +53,10 @@ class Side:
             gpu_memory_utilization=0.01,
             expert_parallel_size=grid.rollout_ep,
         )
-        group = rollout_group(dist.group.WORLD, grid.rollout_tp)
-        self.engine = engine(spec_of(config, arch, tp_group=group, dtype=getattr(torch, target_dtype)))
+        group = rollout_group(dist.group.WORLD, grid.rollout_tp, grid.rollout_ranks)
+        self.engine = (engine if samples else NoEngine)(
+            spec_of(config, arch, tp_group=group, dtype=getattr(torch, target_dtype))
+        )
         self.refit = Refit(
             self.layout, self.sources, self.engine, CheckpointEngineConfig(update_weights_bucket_megabytes=1)
         )
@@ -60,6 +66,8 @@ class Side:
         random_init(self.arch, self.layout, self.sources, seed)
 
     def assert_engine_holds(self, seed):
+        if dist.get_rank() not in self.grid.samplers:
+            return
         own = native_layout(
             self.arch,
             self.grid.rollout_tp,
@@ -75,14 +83,45 @@ class Side:
 
 def refits_twice(arch, grid, source_dtype, target_dtype):
     side = Side(arch, grid, source_dtype=source_dtype, target_dtype=target_dtype)
-    addresses = [tensor.data_ptr() for tensor in side.engine._weights.values()]
+    weights = {} if isinstance(side.engine, NoEngine) else side.engine._weights
+    addresses = [tensor.data_ptr() for tensor in weights.values()]
     for version in range(2):
         side.train_to(seed=version)
         metrics = side.refit(version)
         side.assert_engine_holds(seed=version)
         assert side.engine.policy_version == version
-    assert [tensor.data_ptr() for tensor in side.engine._weights.values()] == addresses
+    assert [tensor.data_ptr() for tensor in weights.values()] == addresses
     return metrics
+
+
+ROLES = [
+    (2, Grid(2, rollout_ranks=1)),
+    (3, Grid(3, tp=2, rollout_ranks=1)),
+    (3, Grid(3, rollout_tp=2, rollout_ranks=2)),
+    (4, Grid(4, pp=2, rollout_tp=2, rollout_ranks=2)),
+    (4, Grid(4, rollout_ranks=2)),
+]
+
+
+@pytest.mark.parametrize("name", [NAME, "q/k norm, head_dim apart, tied"])
+@pytest.mark.parametrize(("size", "grid"), ROLES, ids=str)
+def test_ranks_that_train_send_and_those_that_sample_receive(name, size, grid):
+    arch = ARCHS[name]
+    for metrics in run_ranks(size, refits_twice, arch, grid, "float32", "float32"):
+        assert metrics["refit/bytes_moved"] == metrics["refit/bytes_lower_bound"]
+        assert metrics["refit/bytes_local"] == 0
+        stored = sum(
+            4 * volume(piece.dst)
+            for rank in range(grid.rollout_size)
+            for tensor in native_layout(arch, grid.rollout_tp, rank, "float32").values()
+            for piece in tensor.pieces
+        )
+        assert metrics["refit/bytes_moved"] == grid.num_replicas * stored
+
+
+def test_a_rank_without_an_engine_takes_nothing():
+    with pytest.raises(RuntimeError, match="'w' was sent to a rank that holds no engine"):
+        NoEngine(spec_of(RolloutConfig(), ARCHS[NAME])).update_weights([WeightSlice("w", ((0, 1),), torch.zeros(1))])
 
 
 @pytest.mark.parametrize("name", ARCHS)

@@ -74,6 +74,9 @@ def test_every_config_passes_with_its_structure_kept(name, tmp_path):
     )
     assert "CUDA kernels" in str(report["not_covered"]) and not ranks_left()
     assert ("launch/mpirun.sh" in str(report["not_covered"])) == (name in OVER_MPI)
+    assert ("tool calls" in str(report["not_covered"])) == ("num_turns/mean" in report["metrics"])
+    if name == "guessing":
+        assert report["metrics"]["num_turns/mean"] > 1 and "turns of at most" in str(report["stages"])
 
 
 @pytest.mark.parametrize("name", OF_VLLM)

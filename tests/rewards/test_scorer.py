@@ -221,11 +221,12 @@ def test_workers_do_not_outlive_a_killed_parent(response):
     program = (
         "import sys, threading; sys.path.insert(0, '.')\n"
         "from mrl.rewards._signatures import Sample\n"
+        "from mrl.rewards._bundles import Task\n"
         "from mrl.rewards._pool import WorkerPool\n"
         f"calls = [('{HERE}:does_what_it_reads', {{}})]\n"
         "pool = WorkerPool(calls, num_workers=1, time_limit_s=600, memory_limit_mb=0)\n"
         "print(pool._workers[0].channel.process.pid, flush=True)\n"
-        f"pool.run([Sample('', {response!r}, None, {{}})], 0)\n"
+        f"pool.run([Sample('', {response!r}, None, {{}})], [Task((0,), ((0,),))], 0)\n"
         "threading.Event().wait()\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:

@@ -10,7 +10,7 @@ OUTCOME = {"value": 1.0, "error": "", "lost": False, "facts": {}}
 
 
 def line(**changed):
-    return {"serial": 0, "outcomes": [OUTCOME | changed]}
+    return {"serial": 0, "place": 0, "outcomes": [OUTCOME | changed]}
 
 
 def test_an_answer_is_read():

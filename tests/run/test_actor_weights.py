@@ -32,7 +32,7 @@ def read(folder, name, grid):
     expected = {key: torch.full_like(tensor, torch.nan) for key, tensor in policy.named_tensors().items()}
     load_from_hf(folder, arch, policy.layout(), expected)
     plan = SimpleNamespace(arch=arch, config=SimpleNamespace(model=SimpleNamespace(path=str(folder))))
-    weights = ActorWeights(plan, policy, policy._groups.rank)
+    weights = ActorWeights(plan, policy, policy.groups)
     num_bytes, original = [0], HfSource.read
 
     def counted(self, hf_name, region):
@@ -92,7 +92,7 @@ def for_the_engine(folder, root, dtype):
         model=SimpleNamespace(path=str(folder), dtype="float32"), rollout=SimpleNamespace(dtype=dtype)
     )
     plan = SimpleNamespace(arch=arch, config=settings, run=SimpleNamespace(root=root), tokenizer=tokenizer)
-    made = ActorWeights(plan, None, 0).model_folder({})
+    made = ActorWeights(plan, None, SimpleNamespace(rank=0)).model_folder({})
     read = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(made))
     return read_config(made), read.model.rotary_emb.inv_freq
 

@@ -16,6 +16,8 @@ NO_PATHS = {
     "data.answer_key": "a column",
     "data.response_key": "a column",
     "data.messages_key": "a column",
+    "data.chosen_key": "a column",
+    "data.rejected_key": "a column",
     "data.source_key": "a column",
     "data.system_prompt": "a text",
     "checkpoint.best_metric": "a metric",

@@ -245,6 +245,7 @@ def test_a_run_is_served_by_its_folder_with_a_key(tmp_path):
             started.client().models.list()
         client = started.client("secret")
         assert client.completions.create(model="qwen2_tiny", prompt="<1+2>", max_tokens=4, temperature=0).choices
+        assert client.completions.create(model="qwen2_tiny", prompt="<1+2>").choices  # 16 tokens where they fit
         with pytest.raises(openai.BadRequestError, match="has no chat template"):
             client.chat.completions.create(model="qwen2_tiny", messages=[{"role": "user", "content": "1"}])
     finally:

@@ -5,6 +5,7 @@
 `function` is a module-level function; the stand-in is on the path of the ranks.
 """
 
+import gc
 import os
 import pickle
 import subprocess
@@ -42,10 +43,13 @@ def run_mpi(size, function, *args, **variables):
 
 
 def main(folder):
+    gc.disable()  # what is imported is no garbage, now and later
     from mrl.distributed import launch
 
     launch.start("cpu", num_threads=1)
     function, args = pickle.loads((folder / "task").read_bytes())
+    gc.freeze()
+    gc.enable()
     (folder / str(launch.environment().rank)).write_bytes(pickle.dumps(function(*args)))
     launch.stop()
 

@@ -38,9 +38,11 @@ def shrunk(file, folder):
     return str(small), report.layout["all"][1]
 
 
-def assert_trained(folder):
+def assert_trained(folder, *, sampled=True):
     (line,) = (line for line in runs.metrics(folder) if "actor/grad_norm" in line)
-    assert line["actor/grad_norm"] > 0 and line["training/rollout_probs_diff_max"] < APART
+    assert line["actor/grad_norm"] > 0
+    if sampled:
+        assert line["training/rollout_probs_diff_max"] < APART
     assert load(folder / "run" / "config.yaml").rollout.name == "trtllm"
 
 
@@ -52,7 +54,7 @@ def test_every_config_samples_with_tensorrt_llm():
 def test_a_config_of_replicas_of_one_rank_trains_under_any_launcher(file, tmp_path):
     small, ranks = shrunk(file, tmp_path)
     assert run_ranks(ranks, _with_standin, ["train", small], [runs.free_port(), runs.free_port()], "1.2") == [0] * ranks
-    assert_trained(tmp_path)
+    assert_trained(tmp_path, sampled=load(file).algorithm.name != "dpo")
 
 
 @pytest.mark.mpi

@@ -1,8 +1,15 @@
-"""Imports what a rank with vLLM needs; the server that has it forks such ranks in no time."""
+"""Imports what a rank with vLLM needs; the server that has it forks such ranks in no time.
 
+vLLM freezes what it finds when it starts and lets go of all of it when it ends, so that each engine after the first
+looks through all that was imported six times. In these ranks what was imported stays frozen. vLLM also compiles its
+count of ranks, for seconds of every process; here that runs as it is written.
+"""
+
+import gc
 import importlib
 
 import torch
+import torch._dynamo
 
 from mrl.engines.vllm.process import kept
 
@@ -16,3 +23,9 @@ MODULES = (
 with kept(torch.device("cpu")):
     for module in MODULES:
         importlib.import_module(module)
+
+torch._dynamo.config.disable = True
+FREEZES = {name: getattr(gc, name) for name in ("freeze", "unfreeze", "get_freeze_count")}
+gc.freeze()
+gc.freeze = gc.unfreeze = lambda: None
+gc.get_freeze_count = lambda: 1  # it counts by walking through all of them

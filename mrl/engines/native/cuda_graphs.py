@@ -20,13 +20,13 @@ class DecodeGraphs:
 
     Args:
         step: (batch, length) -> logits; reads and writes the same addresses in every call.
-        num_rows: Largest batch.
+        num_rows: Largest batch; may be read.
         row_len: Largest length.
     """
 
     def __init__(self, step: Callable[[int, int], Tensor], num_rows: int, row_len: int) -> None:
         self._step = step
-        self._num_rows = num_rows
+        self.num_rows = num_rows
         self._row_len = row_len
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
@@ -34,7 +34,7 @@ class DecodeGraphs:
 
     def run(self, batch: int, length: int) -> Tensor:
         """Logits of the first `batch` rows; the buffer is overwritten by the next call."""
-        shape = (_bucket(batch, 1, self._num_rows), _bucket(length, MIN_LENGTH, self._row_len))
+        shape = (_bucket(batch, 1, self.num_rows), _bucket(length, MIN_LENGTH, self._row_len))
         if shape not in self._graphs:
             self._graphs[shape] = self._capture(*shape)
         graph, logits_BV = self._graphs[shape]
@@ -48,7 +48,7 @@ class DecodeGraphs:
             logits = self._step(batch, length)  # libraries initialise outside the capture
         torch.cuda.current_stream().wait_stream(side)
         if self._logits_SV is None:
-            self._logits_SV = logits.new_empty(self._num_rows, logits.size(1))
+            self._logits_SV = logits.new_empty(self.num_rows, logits.size(1))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # others ask the device
             logits_BV = self._logits_SV[:batch]

@@ -1,8 +1,8 @@
 """The embedded engine: generates on the training ranks themselves, in plain PyTorch.
 
 Owns the engine's life: weights that are replaced in place, and the KV cache that sleeps and wakes. The parts are one
-noun each: `generation` (the loop), `scheduler` (who runs where), `rows` (device state), `kv_cache`, `memory`, `model`,
-`attention`, `sampler`, `stopping`, `cuda_graphs`.
+noun each: `generation` (the loop), `sessions` (conversations in it), `scheduler` (who runs where), `parking` (who waits
+where), `rows` (device state), `kv_cache`, `memory`, `model`, `attention`, `sampler`, `stopping`, `cuda_graphs`.
 
 On CPU it is tested against transformers. On CUDA the same code runs, decoding through CUDA graphs unless
 `rollout.enforce_eager`; that path has not been run on real hardware.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,15 +21,18 @@ from torch import Tensor
 from mrl.engines._memory import kv_budget
 from mrl.engines._poll import Poll
 from mrl.engines._prompts import check_prompts
+from mrl.engines._talk import Talk
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
 from mrl.engines.native.attention import DecodeAttention
 from mrl.engines.native.cuda_graphs import DecodeGraphs
 from mrl.engines.native.generation import Generation
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.model import Decoder
+from mrl.engines.native.parking import Parking
 from mrl.engines.native.rows import Rows, record_of
 from mrl.engines.native.scales import Scales
 from mrl.engines.native.scheduler import Scheduler
+from mrl.engines.native.sessions import Session, pool_rows
 from mrl.engines.native.stopping import Stopping
 from mrl.errors import UserError
 from mrl.types import Prompt, Rollout
@@ -176,6 +180,18 @@ class NativeEngine(RolloutEngine):
             RuntimeError: The engine sleeps, its weights are not whole, or the model gives no distribution for a prompt.
             UserError: A prompt does not fit.
         """
+        return self._run(prompts, sampling, None)
+
+    def converse(self, prompts: Sequence[Prompt], sampling: SamplingConfig, talk: Talk) -> list[Rollout]:
+        """See `RolloutEngine.converse`; here a sequence that waits holds up no other (`sessions`).
+
+        Raises:
+            RuntimeError: As `generate`, or an answer does not fit.
+            UserError: As `generate`.
+        """
+        return self._run(prompts, sampling, talk)
+
+    def _run(self, prompts: Sequence[Prompt], sampling: SamplingConfig, talk: Talk | None) -> list[Rollout]:
         if self._asleep:
             raise RuntimeError("the engine sleeps: call wake before generate")
         if not self._whole:
@@ -183,24 +199,15 @@ class NativeEngine(RolloutEngine):
         if not prompts:
             return []
         check_prompts(prompts, self.spec, sampling)
-        limit = min(self.spec.config.max_num_seqs, self.spec.config.max_num_batched_tokens, len(prompts) * sampling.n)
-        longest = max(len(prompt.prompt_ids) for prompt in prompts)
-        self._rows = self._reserve(limit, longest + sampling.max_tokens, sampling.max_tokens)
+        config = self.spec.config
+        limit = min(config.max_num_seqs, config.max_num_batched_tokens, len(prompts) * sampling.n)
+        longest = max(len(prompt.prompt_ids) for prompt in prompts) + sampling.max_tokens
+        wanted = limit
+        if talk is not None:
+            wanted = pool_rows(limit, len(prompts), sampling.n, self._cache.fitting(longest))
+        self._rows = self._reserve(wanted, longest, sampling.max_tokens, limit)
         try:
-            generation = Generation(
-                model=self._model,
-                cache=self._cache,
-                rows=self._rows,
-                decode_step=self._graphs.run if self._graphs is not None else self._decode_eagerly,
-                scheduler=Scheduler(
-                    prompts, sampling.n, self._cache.num_rows, share_prefill=self.spec.config.enable_prefix_caching
-                ),
-                sampling=replace(sampling, with_support=sampling.with_support and self.spec.leads_replica),
-                stopping=Stopping(sampling, self.spec.decode, self.spec.device),
-                max_prefill_tokens=self.spec.config.max_num_batched_tokens,
-                cut_prompts=self.spec.config.enable_chunked_prefill,
-                abandoned=Poll(self.told_to_stop, self.spec.tp_group),
-            )
+            generation = self._generation(prompts, sampling, talk, min(limit, self._cache.num_rows), self._rows)
             rollouts = generation.run(self.policy_version)
         except (RuntimeError, UserError):
             self._drop_cache()  # what is not a number must not outlive the call in masked slots
@@ -208,8 +215,32 @@ class NativeEngine(RolloutEngine):
         self._stats = {**generation.stats, "kv_cache_bytes": float(self._cache.allocated_bytes)}
         return rollouts
 
-    def _reserve(self, wanted_rows: int, row_len: int, max_tokens: int) -> Rows:
-        """Cache and row state for the call; kept from the last call where the shape is the same."""
+    def _generation(
+        self, prompts: Sequence[Prompt], sampling: SamplingConfig, talk: Talk | None, num_rows: int, rows: Rows
+    ) -> Generation:
+        config = self.spec.config
+        return (Generation if talk is None else partial(Session, talk))(
+            sampling=replace(sampling, with_support=sampling.with_support and self.spec.leads_replica),
+            model=self._model,
+            cache=self._cache,
+            rows=rows,
+            decode_step=self._graphs.run if self._graphs is not None else self._decode_eagerly,
+            scheduler=Scheduler(
+                prompts,
+                sampling.n,
+                num_rows,
+                room=sampling.max_tokens,
+                share_prefill=config.enable_prefix_caching,
+                parking=Parking(self._cache.num_rows),
+            ),
+            stopping=Stopping(sampling, self.spec.decode, self.spec.device),
+            max_prefill_tokens=config.max_num_batched_tokens,
+            cut_prompts=config.enable_chunked_prefill,
+            abandoned=Poll(self.told_to_stop, self.spec.tp_group),
+        )
+
+    def _reserve(self, wanted_rows: int, row_len: int, max_tokens: int, limit: int) -> Rows:
+        """Cache and row state for the call, of whose rows `limit` decode; kept where the shape is the last call's."""
         before = (self._cache.num_rows, self._cache.row_len)
         record = record_of(self.spec.arch, self.spec.config)
         num_rows = self._cache.reserve(wanted_rows, row_len, row_len * record.token_bytes if record else 0)
@@ -217,9 +248,12 @@ class NativeEngine(RolloutEngine):
         if rows is None or rows.shape != (num_rows, max_tokens) or before != (num_rows, self._cache.row_len):
             rows = Rows(num_rows, max_tokens, self.spec.device, record)
             self._graphs = None
+        limit = min(limit, num_rows)
+        if self._graphs is not None and self._graphs.num_rows != limit:
+            self._graphs = None
         capture = self.spec.device.type == "cuda" and self._model.is_capturable and not self.spec.config.enforce_eager
         if self._graphs is None and capture:
-            self._graphs = DecodeGraphs(self._decode_eagerly, num_rows, self._cache.row_len)
+            self._graphs = DecodeGraphs(self._decode_eagerly, limit, self._cache.row_len)
         return rows
 
     def _decode_eagerly(self, batch: int, length: int) -> Tensor:

@@ -20,6 +20,8 @@ FIELDS: Fields = {
     "dtype": Use("of weights and KV cache; null: `model.dtype`"),
     "quantization": Use("`fp8`, `fp8_per_tensor`: linear layers are stored in FP8, and multiplied in `dtype`"),
     "tensor_model_parallel_size": Use("ranks of a replica, by any launcher"),
+    "num_ranks": Use("the last ranks of the job hold the engine and nothing else; 0: every rank does"),
+    "nnodes": Use("the same, in nodes"),
     "pipeline_model_parallel_size": refused(
         "only built TensorRT-LLM engines have a pipeline",
         lambda r: r.pipeline_model_parallel_size != 1,
@@ -36,5 +38,6 @@ FIELDS: Fields = {
     "enforce_eager": Use("true: no CUDA graphs; a CPU has none"),
     "enable_rollout_routing_replay": Use("true: the experts of each token are kept"),
     "engine_kwargs": refused("nothing would read it"),
+    "multi_turn.enable": Use("true: episodes; one that waits holds up no other, and keeps its cache"),
     "checkpoint_engine.canary": Use("true: refits twice at start and compares answers; null: no"),
 }

@@ -9,7 +9,7 @@ Shapes: B running rows, H hidden, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from mrl.engines._kept import add_step
+from mrl.engines._talk import Key
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native.attention import PrefillAttention
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.model import Decoder
+from mrl.engines.native.parking import Move
 from mrl.engines.native.rows import Rows
 from mrl.engines.native.sampler import Sampler
-from mrl.engines.native.scheduler import Group, Move, Sample, Scheduler, prefill_chunks
+from mrl.engines.native.scheduler import Group, Sample, Scheduler, prefill_chunks
 from mrl.engines.native.stopping import Stopping
 from mrl.errors import UserError
 from mrl.functional.sampling import stream_key
@@ -71,7 +73,7 @@ class Generation:
         self._chunks = partial(prefill_chunks, max_tokens=max_prefill_tokens, cut=cut_prompts)
         self._abandoned = abandoned
         self._num_steps = 0
-        self._finished: dict[tuple[int, int], Rollout] = {}
+        self._finished: dict[Key, Rollout] = {}
         names = ("prefill_tokens", "decode_steps", "decode_tokens", "prefill_s", "decode_s", "max_running")
         self.stats: dict[str, float] = dict.fromkeys(names, 0.0)
 
@@ -79,9 +81,9 @@ class Generation:
         """All rollouts, ordered by prompt, then sample index; if it was abandoned those that had ended."""
         scheduler, stats = self._scheduler, self.stats
         abandoned = self._abandoned()
-        while not scheduler.done and not abandoned:
+        while not self._done and not abandoned:
+            groups = self._admit()
             began = time.perf_counter()
-            groups = scheduler.admit()
             if groups:
                 self._prefill(groups)
             rows, moves = scheduler.start(groups, self._num_steps)
@@ -99,10 +101,19 @@ class Generation:
             stats["decode_s"] += time.perf_counter() - prefilled
         return [self._finished[key] for key in sorted(self._finished)]
 
+    @property
+    def _done(self) -> bool:
+        return self._scheduler.done
+
+    def _admit(self) -> list[Group]:
+        """What is to be read next, for the rows after the running ones."""
+        return self._scheduler.admit()
+
     def _prefill(self, groups: Sequence[Group]) -> None:
         """Fills the cache with the prompts and keeps the state after the last token of each."""
         first_row = len(self._scheduler.running)
-        for chunks in self._chunks([group.prompt_len for group in groups], first_row):
+        starts = [group.cached for group in groups]
+        for chunks in self._chunks([group.prompt_len for group in groups], first_row, starts=starts):
             ids = [groups[chunk.row - first_row].prompt.prompt_ids[chunk.start : chunk.stop] for chunk in chunks]
             tokens_P = torch.tensor([token for part in ids for token in part], device=self._rows.tokens_S.device)
             attention = PrefillAttention(self._cache, chunks)
@@ -133,6 +144,7 @@ class Generation:
                 rows,
                 [sample.group.prompt_len for sample in samples],
                 [stream_key(self._sampling.seed, s.group.prompt.uid, s.sample_index) for s in samples],
+                [sample.group.room for sample in samples],
             )
             hidden_BH = torch.stack([s.group.hidden_H for s in samples if s.group.hidden_H is not None])
             ended = self._take(index, self._model.logits(hidden_BH))
@@ -180,19 +192,24 @@ class Generation:
 
     def _retire(self, ended: Iterable[int], policy_version: int) -> list[int]:
         """Turns ended rows into rollouts and closes the gaps; returns rows in which a sample begins."""
-        ended = list(ended)
-        for row in ended:
-            self._finish(row, self._scheduler.running[row], policy_version)
-        begun, moves = self._scheduler.retire(ended, self._num_steps)
+        samples = {row: self._scheduler.running[row] for row in ended}
+        waiting = self._end({row: self._rollout(row, sample, policy_version) for row, sample in samples.items()})
+        begun, moves = self._scheduler.retire(samples, self._num_steps, waiting)
         for move in moves:
             self._move(move)
         return begun
+
+    def _end(self, rollouts: Mapping[int, Rollout]) -> dict[int, Key]:
+        """Takes what ended in each of these rows; returns the rows whose sequences go on later."""
+        for row, rollout in rollouts.items():
+            self._finished[self._scheduler.running[row].key] = rollout
+        return {}
 
     def _move(self, move: Move) -> None:
         self._cache.copy_row(move.source, move.target, move.length)
         self._rows.move(move.source, move.target)
 
-    def _finish(self, row: int, sample: Sample, policy_version: int) -> None:
+    def _rollout(self, row: int, sample: Sample, policy_version: int) -> Rollout:
         response = self._rows.response(row)
         rollout = Rollout(
             prompt=sample.group.prompt,
@@ -205,4 +222,4 @@ class Generation:
         )
         if self._sampling.with_support:
             sample.kept.give(rollout)
-        self._finished[sample.group.index, sample.sample_index] = rollout
+        return rollout

@@ -58,6 +58,10 @@ class KVCache:
         layers, heads, dim = self._shape
         return 2 * layers * heads * dim * self._dtype.itemsize
 
+    def fitting(self, row_len: int, other_row_bytes: int = 0) -> int:
+        """Rows for which the budget has room."""
+        return self.budget_bytes // (_slots(row_len) * self.token_bytes + other_row_bytes)
+
     def reserve(self, wanted_rows: int, row_len: int, other_row_bytes: int = 0) -> int:
         """Makes room for as many of `wanted_rows` rows as the budget allows; returns how many.
 
@@ -70,10 +74,10 @@ class KVCache:
             UserError: Not even one row fits.
         """
         layers, heads, dim = self._shape
-        slots = -(-row_len // SLOT_MULTIPLE) * SLOT_MULTIPLE
-        row_bytes = slots * self.token_bytes + other_row_bytes
-        rows = min(wanted_rows, self.budget_bytes // row_bytes)
+        slots = _slots(row_len)
+        rows = min(wanted_rows, self.fitting(row_len, other_row_bytes))
         if rows < 1:
+            row_bytes = slots * self.token_bytes + other_row_bytes
             raise UserError(
                 f"rollout.gpu_memory_utilization leaves {self.budget_bytes / 2**20:.1f} MiB for the KV cache, but one "
                 f"sequence of {row_len} tokens takes {row_bytes / 2**20:.1f} MiB. Raise it, shorten "
@@ -114,3 +118,7 @@ class KVCache:
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copies the first `length` slots of a row to another row, in all layers."""
         self._rows[:, :, target, :, :length] = self._rows[:, :, source, :, :length]
+
+
+def _slots(row_len: int) -> int:
+    return -(-row_len // SLOT_MULTIPLE) * SLOT_MULTIPLE

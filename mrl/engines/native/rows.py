@@ -53,6 +53,7 @@ class Rows:
         positions_S: Its position in its sequence.
         counts_S: Response tokens so far.
         keys_S: Random stream, from `stream_key`.
+        rooms_S: Response tokens at most.
         response_ST: Sampled tokens.
         logprobs_ST: Their log-probabilities, fp32.
         routed_SLK: Receives the experts of each row's newest token; None where they are not recorded.
@@ -61,8 +62,8 @@ class Rows:
     def __init__(self, num_rows: int, max_tokens: int, device: torch.device, record: Record | None = None) -> None:
         """Allocates; `record`: of experts, where they are recorded."""
         self.shape = (num_rows, max_tokens)
-        self._state_4S = torch.zeros(4, num_rows, dtype=torch.int64, device=device)
-        self.tokens_S, self.positions_S, self.counts_S, self.keys_S = self._state_4S.unbind()
+        self._state_5S = torch.zeros(5, num_rows, dtype=torch.int64, device=device)
+        self.tokens_S, self.positions_S, self.counts_S, self.keys_S, self.rooms_S = self._state_5S.unbind()
         self.response_ST = torch.zeros(num_rows, max_tokens, dtype=torch.int64, device=device)
         self.logprobs_ST = torch.zeros(num_rows, max_tokens, dtype=torch.float32, device=device)
         self._index_S = torch.arange(num_rows, device=device)
@@ -72,13 +73,16 @@ class Rows:
             self.routed_SLK = torch.zeros(num_rows, *shape_LK, dtype=record.dtype, device=device)
             self._routed_STLK = torch.zeros(num_rows, max_tokens, *shape_LK, dtype=record.dtype, device=device)
 
-    def begin(self, rows: Sequence[int], prompt_lens: Sequence[int], keys: Sequence[int]) -> Tensor:
+    def begin(
+        self, rows: Sequence[int], prompt_lens: Sequence[int], keys: Sequence[int], rooms: Sequence[int]
+    ) -> Tensor:
         """Rows in which a response begins; returns them as an index. `positions_S` is the last prompt token's."""
         device = self.tokens_S.device
         index = torch.tensor(rows, device=device)
         self.positions_S[index] = torch.tensor(prompt_lens, device=device) - 1
         self.counts_S[index] = 0
         self.keys_S[index] = torch.tensor(keys, device=device)
+        self.rooms_S[index] = torch.tensor(rooms, device=device)
         return index
 
     def take(self, index: Tensor | slice, tokens: Tensor, logprobs: Tensor) -> None:
@@ -100,7 +104,7 @@ class Rows:
         """Row `target` becomes row `source`."""
         if self.routed_SLK is not None:
             self._routed_STLK[target] = self._routed_STLK[source]
-        self._state_4S[:, target] = self._state_4S[:, source]
+        self._state_5S[:, target] = self._state_5S[:, source]
         self.response_ST[target] = self.response_ST[source]
         self.logprobs_ST[target] = self.logprobs_ST[source]
 

@@ -2,19 +2,22 @@
 
 Owns the waiting prompts, the running samples and the limits on both; it touches no tensor. Running samples fill rows
 0 .. num_running - 1. A prompt is prefilled into one row and copied to the rows of its other samples; samples for which
-no row is free start later in a row of the same prompt, whose first slots still hold it.
+no row is free start later in a row of the same prompt, whose first slots still hold it. A sequence that waits is parked
+in a row behind the running ones where there is one (`parking`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from mrl.engines._kept import Kept
+from mrl.engines._talk import Key
 from mrl.engines.native.attention import Chunk
+from mrl.engines.native.parking import Move, Parking
 from mrl.types import Prompt
 
 
@@ -26,6 +29,9 @@ class Group:
         index: Order in the call.
         prompt: What is sampled from.
         pending: Sample indices not yet started.
+        room: Tokens that each of its samples may have.
+        answered: The conversation that goes on with it; None: its samples begin one.
+        cached: Tokens whose keys and values lie in its row already.
         hidden_H: State from which each sample's first token is drawn; None before the prefill.
         routed: Experts of the prompt's tokens, where they are recorded: parts [tokens, layers, top_k], in order.
     """
@@ -33,6 +39,9 @@ class Group:
     index: int
     prompt: Prompt
     pending: deque[int]
+    room: int
+    answered: Key | None = None
+    cached: int = 0
     hidden_H: Tensor | None = None
     routed: list[Tensor] = field(default_factory=list)
 
@@ -51,14 +60,14 @@ class Sample:
     started: int
     kept: Kept = field(default_factory=Kept)
 
+    @property
+    def key(self) -> Key:
+        """Names it among all samples of the call."""
+        return self.group.answered or (self.group.index, self.sample_index)
 
-@dataclass(frozen=True)
-class Move:
-    """The first `length` slots of row `source` belong in row `target` too."""
-
-    source: int
-    target: int
-    length: int
+    def num_cached(self, step: int) -> int:
+        """Slots that it has filled after so many decode steps."""
+        return self.group.prompt_len + step - self.started
 
 
 class Scheduler:
@@ -68,33 +77,72 @@ class Scheduler:
         prompts: In the order in which they start.
         num_samples: Samples of each prompt.
         num_rows: Sequences that run at a time.
+        room: Tokens of a response.
         share_prefill: Prefill a prompt once for all its samples.
+        parking: For sequences that wait; None: none does.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], num_samples: int, num_rows: int, *, share_prefill: bool) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        num_rows: int,
+        *,
+        room: int,
+        share_prefill: bool,
+        parking: Parking | None = None,
+    ) -> None:
         self.num_rows = num_rows
+        self.parking = parking or Parking(num_rows)
         self.running: list[Sample] = []
         self._waiting: deque[Group] = deque()
         self._started: list[Group] = []
         for index, prompt in enumerate(prompts):
             samples = range(num_samples)
             for part in [samples] if share_prefill else [[sample] for sample in samples]:
-                self._waiting.append(Group(index, prompt, deque(part)))
+                self._waiting.append(Group(index, prompt, deque(part), room))
 
     @property
     def done(self) -> bool:
         """Nothing runs and nothing waits."""
         return not self.running and not self._waiting
 
-    def admit(self) -> list[Group]:
-        """Takes waiting prompts for which there are rows, to be prefilled into the rows after the running ones."""
+    @property
+    def num_due(self) -> int:
+        """Samples that start before any other: of prompts that were read."""
+        return sum(len(group.pending) for group in self._started)
+
+    def admit(self, most: int | None = None) -> list[Group]:
+        """Takes waiting prompts for which there are rows, to be prefilled into the rows after the running ones.
+
+        Args:
+            most: None is taken once so many samples have been; None: any number.
+        """
         admitted: list[Group] = []
-        free = self.num_rows - len(self.running) - sum(len(group.pending) for group in self._started)
-        while self._waiting and free > 0:
+        free = self.num_rows - len(self.running) - self.num_due
+        room = free if most is None else most
+        while self._waiting and free > 0 and room > 0:
             group = self._waiting.popleft()
             free -= len(group.pending)
+            room -= len(group.pending)
             admitted.append(group)
         return admitted
+
+    def resume(self, groups: Sequence[Group], admitted: Sequence[Group]) -> list[Move]:
+        """Makes the rows ready in which samples are to start; `cached` of the groups that go on is what is left.
+
+        Args:
+            groups: Conversations that go on; they start before the others.
+            admitted: From `admit`.
+        """
+        first = len(self.running)
+        others = self.num_due + sum(len(group.pending) for group in admitted)
+        needed = min(self.num_rows, first + len(groups) + others)
+        keys = [group.answered for group in groups if group.answered is not None]
+        moves, lengths = self.parking.leave(keys, first, needed)
+        for group, length in zip(groups, lengths, strict=True):
+            group.cached = length
+        return moves
 
     def start(self, groups: Sequence[Group], step: int) -> tuple[list[int], list[Move]]:
         """Starts samples of prefilled prompts, and of earlier prompts with samples left, in all rows that are free.
@@ -122,8 +170,10 @@ class Scheduler:
         self._started = [group for group in self._started if group.pending]
         return rows, moves
 
-    def retire(self, rows: Iterable[int], step: int) -> tuple[list[int], list[Move]]:
-        """Ends the samples in the given rows.
+    def retire(
+        self, rows: Iterable[int], step: int, waiting: Mapping[int, Key] | None = None
+    ) -> tuple[list[int], list[Move]]:
+        """Ends the samples in the given rows; `waiting`: those of them that are to be parked.
 
         A prompt with samples left keeps the row and begins the next one there; otherwise the last running row moves in.
 
@@ -135,6 +185,9 @@ class Scheduler:
         moves: list[Move] = []
         for row in sorted(rows, reverse=True):
             group = self.running[row].group
+            if waiting and row in waiting:
+                length = self.running[row].num_cached(step)
+                moves += self.parking.park(waiting[row], row, length, len(self.running))
             if group.pending:
                 self.running[row] = Sample(group, group.pending.popleft(), step)
                 begun.add(row)
@@ -143,7 +196,7 @@ class Scheduler:
             moved = self.running.pop()
             if row != last:
                 self.running[row] = moved
-                moves.append(Move(last, row, moved.group.prompt_len + step - moved.started))
+                moves.append(Move(last, row, moved.num_cached(step)))
                 if last in begun:
                     begun.remove(last)
                     begun.add(row)
@@ -151,23 +204,24 @@ class Scheduler:
 
     def longest(self, step: int) -> int:
         """Slots in use by the longest running sequence, once it has taken in its newest token."""
-        return max(sample.group.prompt_len + step - sample.started for sample in self.running) + 1
+        return max(sample.num_cached(step) for sample in self.running) + 1
 
 
 def prefill_chunks(
-    prompt_lens: Sequence[int], first_row: int, max_tokens: int, *, cut: bool = True
+    prompt_lens: Sequence[int], first_row: int, max_tokens: int, *, starts: Sequence[int] = (), cut: bool = True
 ) -> Iterable[list[Chunk]]:
     """Spreads prompts over forwards of at most `max_tokens` tokens; prompt i goes to row `first_row + i`.
 
     Whole prompts of similar length share a forward; a prompt is cut only where the forward is full, and without `cut`
-    it waits for the next one.
+    it waits for the next one. What comes before a prompt's place in `starts` is in its row already.
     """
-    order = sorted(range(len(prompt_lens)), key=lambda i: prompt_lens[i])
+    starts = starts or [0] * len(prompt_lens)
+    order = sorted(range(len(prompt_lens)), key=lambda i: prompt_lens[i] - starts[i])
     batch: list[Chunk] = []
     room = max_tokens
     for i in order:
-        start = 0
-        if not cut and batch and prompt_lens[i] > room:
+        start = starts[i]
+        if not cut and batch and prompt_lens[i] - start > room:
             yield sorted(batch, key=lambda chunk: chunk.extent)
             batch, room = [], max_tokens
         while start < prompt_lens[i]:

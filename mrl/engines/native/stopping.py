@@ -22,7 +22,7 @@ class Stopping:
     """The end of responses under one `SamplingConfig`.
 
     Args:
-        sampling: Stop tokens, stop strings, length.
+        sampling: Stop tokens, stop strings.
         decode: Token ids -> text.
         device: Where tokens are.
     """
@@ -32,14 +32,13 @@ class Stopping:
         self._stop_ids = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
         self._stop_set = set(ends)
         self._strings = () if sampling.ignore_eos else tuple(text for text in sampling.stop if text)
-        self._max_tokens = sampling.max_tokens
         self._decode = decode
         # each token of a stop string has at least one of its bytes
         self._tail = TAIL_TOKENS + max((len(text.encode()) for text in self._strings), default=0)
 
     def ended(self, rows: Rows, index: Tensor | slice) -> Tensor:
         """Which of the given rows ended with their newest token, bool."""
-        done = rows.counts_S[index] >= self._max_tokens
+        done = rows.counts_S[index] >= rows.rooms_S[index]
         if self._stop_ids.numel():
             done = done | torch.isin(rows.tokens_S[index], self._stop_ids)
         return done

@@ -137,6 +137,7 @@ class Host:
             UserError: vLLM is not installed, is one that mrl does not know, or refuses an argument.
         """
         self._device = spec.device
+        self._had_frozen = gc.get_freeze_count() > 0
         with kept(spec.device):
             self.version = find_version()
             check_build(spec.device, self.version)
@@ -199,6 +200,8 @@ class Host:
             self._core.shutdown()
         self.llm = self._core = self.experts = None
         gc.collect()
+        if self._had_frozen:  # vLLM lets go of what others froze too
+            gc.freeze()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -38,16 +38,20 @@ WATCHED: tuple[tuple[str, str], ...] = (
     ("grad norm", "actor/grad_norm"),
     ("clip frac", "actor/pg_clipfrac"),
     ("flat groups", "group/zero_variance_frac"),
+    ("preferred", "rewards/accuracies"),
     ("tokens/s/rank", "perf/throughput"),
     ("step s", "perf/time_per_step"),
     ("loss", "warm_start/loss"),
+    ("nll", "actor/nll"),
+    ("to teachers", "distillation/abs_loss"),
 )
 """(word in the panel, metric); a metric that a run does not have is not shown. `mrl/docs/metrics.md` explains them."""
 
 PLAIN: tuple[tuple[tuple[str, str], ...], ...] = (
     (("reward", "critic/score/mean"), ("length", "response_length/mean")),
+    (("preferred", "rewards/accuracies"), ("margin", "rewards/margins")),
     (("entropy", "actor/entropy"), ("kl", "actor/kl_loss"), ("grad", "actor/grad_norm")),
-    (("loss", "warm_start/loss"),),
+    (("loss", "warm_start/loss"), ("nll", "actor/nll"), ("to teachers", "distillation/abs_loss")),
     (("tokens/s/rank", "perf/throughput"), ("step s", "perf/time_per_step")),
 )
 """Groups of (word, metric) on a plain line: what changes with learning, what warns, how fast it goes."""

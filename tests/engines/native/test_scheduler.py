@@ -12,7 +12,7 @@ def simulate(prompt_lens, samples, num_rows, seed, share_prefill=True):
     """Runs random lengths; `held` says which prompt's tokens each row's first slots have, and how many slots follow."""
     rng = random.Random(seed)
     prompts = [Prompt(uid=i, prompt_ids=tuple(range(n)), text="") for i, n in enumerate(prompt_lens)]
-    scheduler = Scheduler(prompts, samples, num_rows, share_prefill=share_prefill)
+    scheduler = Scheduler(prompts, samples, num_rows, room=9, share_prefill=share_prefill)
     held, step, done, prefills = {}, 0, [], 0
 
     def begin(rows):

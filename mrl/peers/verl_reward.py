@@ -1,0 +1,64 @@
+"""What becomes of verl's keys of rewards: `custom_reward_function`, `reward_model`, and `reward` with both in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_MODEL = "a classifier with one label, in the place of functions"
+
+MAPS: dict[str, tuple[str, Any, str]] = {
+    **{f"{prefix}custom_reward_function.{name}": ("reward.functions", value, text) for prefix, name, value, text in (
+        ("", "path", None, "`path.py:name`, relative to the config or the working folder"),
+        ("", "name", None, ""),
+        ("", "reward_kwargs", None, "its `kwargs`"),
+        ("reward.", "path", None, "`path.py:name`, relative to the config or the working folder"),
+        ("reward.", "name", "compute_score", ""),
+        ("reward.", "reward_kwargs", None, "its `kwargs`"),
+    )},
+    "reward.reward_model.enable": ("reward.model.path", False, _MODEL),
+    "reward.reward_model.model_path": ("reward.model.path", None, ""),
+    "reward_model.enable": ("reward.model.path", None, _MODEL),
+    "reward_model.model_path": ("reward.model.path", None, ""),
+    "reward_model.model.path": ("reward.model.path", None, ""),
+    "reward_model.model.input_tokenizer": ("reward.model.retokenize", None, "null: the actor's token ids"),
+    **{f"{prefix}.overlong_buffer{rest}.{name}": (to, None, "of DAPO's manager") for prefix, rest in (
+        ("reward_model", ""), ("reward_model.reward_kwargs", "_cfg"), ("reward.reward_kwargs", "_cfg"))
+       for name, to in (
+        ("enable", "algorithm.overlong.buffer_length"), ("len", "algorithm.overlong.buffer_length"),
+        ("penalty_factor", "algorithm.overlong.penalty"))},
+}  # fmt: skip
+"""Key -> mrl's key, verl's default, how values differ."""
+
+_PLACE = "the reward model is scored on the actor's ranks, in its layout"
+
+MOOT: dict[str, str] = {
+    "reward.num_workers": "processes of one replica here, 1 unless `reward.num_workers` says more",
+    "reward_model.num_workers": "processes of one replica here, 1 unless `reward.num_workers` says more",
+    "reward_model.reward_manager": "`batch`: `batch: replica`; overlong: `algorithm.overlong.buffer_length`",
+    "reward.reward_manager.*": "`batch`: `batch: replica`; overlong: `algorithm.overlong.buffer_length`",
+    "reward_model.launch_reward_fn_async": "functions run in processes of their own",
+    "*reward_kwargs.max_resp_len": "`rollout.response_length`",
+    **dict.fromkeys(
+        [f"{prefix}.{name}" for prefix in ("reward.reward_model", "reward_model") for name in (
+            "rollout.*", "n_gpus_per_node", "nnodes", "enable_resource_pool")],
+        _PLACE),
+    **dict.fromkeys(
+        [f"reward_model.{name}" for name in (
+            "strategy", "model.fsdp_config.*", "model.use_*", "megatron.*", "ulysses_sequence_parallel_size",
+            "use_dynamic_bsz", "forward_max_token_len_per_gpu", "micro_batch_size*", "load_weight")],
+        _PLACE),
+    "*sandbox_fusion.max_concurrent": "of verl's sandbox service",
+    "*sandbox_fusion.memory_limit_mb": "of verl's sandbox service",
+}  # fmt: skip
+"""Pattern -> why no value of it needs a counterpart."""
+
+MISSING: dict[str, str] = {
+    "reward_model.model.external_lib": "no code of a model folder is run",
+    "reward_model.model.trust_remote_code": "no code of a model folder is run",
+    "reward_model.max_length": "a longer sample has no score; nothing is cut off",
+    "reward.reward_model.*": "of verl's reward server",
+    "reward_model.*": "of verl's reward workers",
+    "*sandbox_fusion.url": "no sandbox service; a function of yours may call one",
+    "reward.reward_kwargs*": "set them as `kwargs` of the function in `reward.functions`",
+}
+"""Pattern -> why there is no counterpart."""

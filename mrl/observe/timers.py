@@ -93,8 +93,10 @@ class Timers:
     @property
     def where(self) -> str:
         """What runs now, for people: "step 12, update_actor/forward"; the failed phase after an error."""
-        phase = self._failed or "/".join(self._stack) or "between phases"
-        return phase if self._step is None else f"step {self._step}, {phase}"
+        phase = self._failed or "/".join(self._stack)
+        if self._step is None:
+            return phase or "the start"
+        return f"step {self._step}, {phase or 'between phases'}"
 
     def _fail(self, path: str) -> None:
         if self._failed is None:

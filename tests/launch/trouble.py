@@ -3,7 +3,7 @@
     TROUBLE="KIND RANK UPDATE FILE"     KIND in the loss of rank RANK's update UPDATE, unless FILE is there; it is then
 
 The kinds: sleep (for ever), raise, mistake (a UserError of one rank), kill (this process), down (this host, which is a
-network namespace: all its processes), wait (in a collective that the others never enter).
+network namespace: all its processes, once it was heard here), wait (in a collective that the others never enter).
 """
 
 import os
@@ -46,6 +46,7 @@ def make_trouble(kind):
         os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1000)
     elif kind == "down":
+        time.sleep(3)  # three beats of the watchdog
         host = os.readlink("/proc/self/ns/net")
         others = [process.pid for process in psutil.process_iter() if is_on(process.pid, host)]
         for pid in [*sorted(set(others) - {os.getpid()}), os.getpid()]:

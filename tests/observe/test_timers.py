@@ -30,6 +30,7 @@ def test_phases_add_up_within_a_step_and_are_forgotten_after_it():
 def test_where_names_step_and_phase_and_tells_each_new_phase():
     told = []
     timers = Timers(on_phase=told.append)
+    assert timers.where == "the start"
     with timers.step(7):
         assert timers.where == "step 7, between phases"
         with timers.phase("update_actor"), timers.phase("forward"):

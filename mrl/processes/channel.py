@@ -97,6 +97,11 @@ class Channel:
         self.transfer()
         return not (self.closed or self._unread or self.process.poll() is not None)
 
+    @property
+    def has_line(self) -> bool:
+        """Whether `receive` has something that was read already: no selector tells of it."""
+        return b"\n" in self._unread
+
     def transfer(self) -> None:
         """Writes and reads what goes without waiting."""
         try:
@@ -141,6 +146,9 @@ class Channel:
 
 def wait_for(channels: Iterable[Channel], seconds: float) -> None:
     """Returns when one of the workers may have said something or takes in something, or after that time."""
+    channels = list(channels)
+    if any(channel.has_line for channel in channels):
+        return
     with selectors.DefaultSelector() as selector:
         for channel in channels:
             channel.register(selector)

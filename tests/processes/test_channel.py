@@ -12,7 +12,9 @@ NUM_SAMPLES = 40
 
 
 def pool_of_a_fast_function():
-    return _pool.WorkerPool([("length", {"target": 1, "limit": 9})], num_workers=1, time_limit_s=LIMIT_S, memory_limit_mb=0)
+    return _pool.WorkerPool(
+        [("length", {"target": 1, "limit": 9})], num_workers=1, time_limit_s=LIMIT_S, memory_limit_mb=0
+    )
 
 
 def samples_and_tasks():

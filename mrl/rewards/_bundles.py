@@ -41,6 +41,11 @@ class Task:
         return [row for unit in self.units for row in unit]
 
     @property
+    def num_rows(self) -> int:
+        """How many samples."""
+        return sum(map(len, self.units))
+
+    @property
     def num_timed(self) -> int:
         """As many samples' time may pass between two answers."""
         return max(map(len, self.units))

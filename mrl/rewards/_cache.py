@@ -12,7 +12,7 @@ import os
 import threading
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from mrl.rewards._call import Outcome
 from mrl.rewards._signatures import Sample
 
 MIB = 1 << 20
+
+_SAMPLE = [item.name for item in fields(Sample)]
 
 NEW, OLD = ".jsonl", ".old.jsonl"
 """Endings of a cache's two files: at half of its size the new one takes the place of the old one."""
@@ -68,7 +70,7 @@ class ScoreCache:
         """Keeps scores, unless one of them is a failure."""
         if not any(outcome.error for outcome in outcomes):
             with self._lock:
-                self._keep(key, json.dumps([asdict(outcome) for outcome in outcomes]))
+                self._keep(key, json.dumps([outcome.fields() for outcome in outcomes]))
 
     def close(self) -> None:
         """The files stay."""
@@ -137,7 +139,7 @@ def _read(path: Path) -> dict[str, str]:
 def keys_of(identity: str, samples: Sequence[Sample]) -> list[str | None]:
     """The names of the scores of samples that were scored in one call; None where a row cannot be told from another."""
     try:
-        told = [identity, *(getattr(sample, item.name) for sample in samples for item in fields(sample))]
+        told = [identity, *(getattr(sample, name) for sample in samples for name in _SAMPLE)]
         key = blake2b(json.dumps(told, sort_keys=True, default=repr).encode(), digest_size=16).hexdigest()
         return [f"{key}-{place}" if place else key for place in range(len(samples))]
     except (TypeError, ValueError, RecursionError):

@@ -59,6 +59,10 @@ class Outcome:
         """The value; None where the function has no opinion."""
         return self.value if self.given else None
 
+    def fields(self) -> dict[str, Any]:
+        """As JSON has it, by attribute."""
+        return dict(vars(self))
+
 
 @dataclass(frozen=True)
 class Way:

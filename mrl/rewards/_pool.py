@@ -117,10 +117,12 @@ class WorkerPool:
         for slot in range(len(self._workers)):
             if self._workers[slot].pending or not todo:
                 continue
-            size = max(1, min(_MAX_CHUNK, sum(len(task.rows) for task in todo) // (2 * len(self._workers))))
+            size = max(1, min(_MAX_CHUNK, sum(task.num_rows for task in todo) // (2 * len(self._workers))))
             chunk: list[Task] = []
-            while todo and sum(len(task.rows) for task in chunk) < size:
+            num_rows = 0
+            while todo and num_rows < size:
                 chunk.append(todo.popleft())
+                num_rows += chunk[-1].num_rows
             while not self._workers[slot].send(chunk, samples):
                 self._replace(slot)
 

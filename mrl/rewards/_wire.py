@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mrl.processes import wire
@@ -43,8 +43,8 @@ def ready(key: int, sources: Sequence[str], ways: Sequence[Way]) -> bytes:
 
 def answer(key: int, serial: int, place: int, outcomes: Sequence[Outcome]) -> bytes:
     """A sample's outcomes."""
-    short = [replace(outcome, error=outcome.error[:_MAX_ERROR_CHARS]) for outcome in outcomes]
-    return wire.line(key, {"serial": serial, "place": place, "outcomes": [asdict(outcome) for outcome in short]})
+    told = [outcome.fields() | {"error": outcome.error[:_MAX_ERROR_CHARS]} for outcome in outcomes]
+    return wire.line(key, {"serial": serial, "place": place, "outcomes": told})
 
 
 def read(said: Mapping[str, Any], num_calls: int) -> Answer:

@@ -228,7 +228,7 @@ class Scorer:
         """The text of a rollout; one whose environment failed is not scored."""
         if not rollout.response_text:
             ids, kept = rollout.response_ids, self._without_end(rollout.response_ids)
-            rollout.response_text = self._decode(kept) + self._decode(ids[len(kept) :])
+            rollout.response_text = self._decode(kept) + (self._decode(ids[-1:]) if len(kept) < len(ids) else "")
         rollout.reward_error = None if rollout.episode is None else rollout.episode.error
         if rollout.reward_error is not None:
             rollout.reward, rollout.reward_parts, rollout.reward_facts = math.nan, {}, {}

@@ -96,8 +96,8 @@ def pack(
     rows = _rows_of_ranks(table, (prompt_lens + response_lens).tolist(), groups.grid.dp, minibatch_size)
     travel = _Travel(rollouts, table, groups, rows)
     tokens_P, logprobs_R = travel.tokens_and_logprobs()
-    sampled_R = _take_off_marks(tokens_P, prompt_lens[travel.mine].tolist(), response_lens[travel.mine].tolist())
     index_B = torch.tensor(travel.mine, dtype=torch.int64)
+    sampled_R = _take_off_marks(tokens_P, prompt_lens[index_B], response_lens[index_B])
     batch = RolloutBatch(
         tokens_P=tokens_P,
         prompt_lens_B=prompt_lens[index_B],
@@ -268,16 +268,13 @@ def _marked(rollout: Rollout) -> Sequence[int]:
     return [token if own else ~token for token, own in zip(rollout.response_ids, rollout.sampled_mask, strict=True)]
 
 
-def _take_off_marks(tokens_P: Tensor, prompt_lens: Sequence[int], response_lens: Sequence[int]) -> Tensor:
+def _take_off_marks(tokens_P: Tensor, prompt_lens_B: Tensor, response_lens_B: Tensor) -> Tensor:
     """Makes all ids of travelled rows what they are, in place; True for each response token that was sampled."""
-    sampled_R = torch.empty(sum(response_lens), dtype=torch.bool)
-    ends_P, ends_R = 0, 0
-    for prompt_len, response_len in zip(prompt_lens, response_lens, strict=True):
-        ends_P, ends_R = ends_P + prompt_len + response_len, ends_R + response_len
-        ids = tokens_P[ends_P - response_len : ends_P]
-        sampled_R[ends_R - response_len : ends_R] = ids >= 0
-        ids ^= ids >> 63  # all bits of a negative number are turned
-    return sampled_R
+    sampled_P = tokens_P >= 0
+    tokens_P ^= tokens_P >> 63  # all bits of a negative number are turned
+    lens = torch.stack([prompt_lens_B, response_lens_B], dim=1).flatten()
+    is_response_P = (torch.arange(len(lens)) % 2 == 1).repeat_interleave(lens)
+    return sampled_P[is_response_P]
 
 
 def _rows_of_ranks(table: SampleTable, seq_lens: Sequence[int], dp: int, minibatch_size: int) -> Rows:

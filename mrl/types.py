@@ -163,6 +163,8 @@ class Rollout:
         support: What truncation kept at each response token; None unless `SamplingConfig.with_support`.
         log_kept_mass: With a support, log of the probability that it had before the others were dropped, of each
             response token, nats; 0 at observed ones.
+        version_runs: Of a response that weights of several versions sampled: (policy version, how many tokens), one
+            after the other; empty: all tokens have `policy_version`, which is the last one's.
     """
 
     prompt: Prompt
@@ -182,6 +184,12 @@ class Rollout:
     episode: Episode | None = None
     support: Support | None = field(default=None, repr=False, compare=False)
     log_kept_mass: list[float] = field(default_factory=list, repr=False, compare=False)
+    version_runs: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def versions(self) -> tuple[tuple[int, int], ...]:
+        """`version_runs`, of any response."""
+        return self.version_runs or ((self.policy_version, len(self.response_ids)),)
 
     @property
     def num_tokens(self) -> int:
@@ -200,6 +208,29 @@ class Rollout:
         starts = [i for i in range(len(mask)) if i == 0 or mask[i] != mask[i - 1]]
         ends = [*starts[1:], len(mask)][: len(starts)]
         return [Segment(start, end, mask[start]) for start, end in zip(starts, ends, strict=True)]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A response that is not whole: what was sampled of it, from which it is sampled on.
+
+    Attributes:
+        prompt: What was asked.
+        sample_index: 0 .. n-1 among the samples of this prompt.
+        response_ids: Sampled so far, at least one.
+        rollout_logprobs: Log-probability of each, captured at sampling time, nats.
+        version_runs: (policy version, how many tokens), one after the other.
+        support: What truncation kept at each token; None unless `SamplingConfig.with_support`.
+        log_kept_mass: As in `Rollout`.
+    """
+
+    prompt: Prompt
+    sample_index: int
+    response_ids: tuple[int, ...]
+    rollout_logprobs: tuple[float, ...]
+    version_runs: tuple[tuple[int, int], ...]
+    support: Support | None = field(default=None, repr=False, compare=False)
+    log_kept_mass: tuple[float, ...] = field(default=(), repr=False, compare=False)
 
 
 @dataclass

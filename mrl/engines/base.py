@@ -18,9 +18,10 @@ from torch import Tensor
 
 from mrl.config import RolloutConfig
 from mrl.engines import _rounds
+from mrl.engines._feed import Feed
 from mrl.engines._talk import Talk
 from mrl.models.base import ArchSpec
-from mrl.types import Prompt, Rollout
+from mrl.types import Begun, Prompt, Rollout
 from mrl.weights.layout import Layout, Region
 from mrl.weights.regions import slices
 
@@ -209,6 +210,28 @@ class RolloutEngine(ABC):
             limit=sampling.max_tokens,
             max_len=self.spec.max_len,
         )
+
+    def stream(self, feed: Feed, sampling: SamplingConfig) -> list[Begun]:
+        """Collective over all replicas: samples what `feed` hands out, until it says stop.
+
+        Here by calls of `generate`, between which the feed is asked: nothing is ever left unfinished. An engine that can
+        stop and go on between any two tokens overrides it. Which tokens are sampled does not depend on that.
+
+        Args:
+            feed: Hands out work, and takes what is whole.
+            sampling: As of `generate`; `n` samples of a prompt make it whole.
+
+        Returns:
+            Responses that are not whole, on every rank of the replica, in the order of (prompt uid, sample index).
+
+        Raises:
+            RuntimeError: As `generate`.
+            UserError: As `generate`.
+        """
+        finished: list[Rollout] = []
+        while (work := feed.pulse(finished, 0)) is not None:
+            finished = self.generate([one.prompt for one in work], sampling) if work else []
+        return []
 
     @abstractmethod
     def sleep(self) -> None:

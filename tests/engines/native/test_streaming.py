@@ -32,8 +32,10 @@ CUT = {"top_p": 0.9, "top_k": 30}
 NARROW = {"max_num_seqs": 6, "max_num_batched_tokens": 16}
 ALL = [(prompt, sample) for prompt in PROMPTS for sample in range(SAMPLING.n)]
 
-SLOW = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=40, derandomize=True)
+SLOW = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=25, derandomize=True)
 NUM_SCHEDULES = 200
+SHORT = replace(SAMPLING, n=2, max_tokens=8)
+UNEVEN = replace(SAMPLING, stop_token_ids=tuple(range(12)))
 
 
 class Parts(Feed):
@@ -68,9 +70,9 @@ def work_of(samples, begun=()):
     return [Work(p, tuple(new.get(p.uid, ())), tuple(old.get(p.uid, ()))) for p in PROMPTS if p.uid in {**new, **old}]
 
 
-def not_begun(*found):
+def not_begun(*found, samples=ALL):
     seen = {key_of(one) for part in found for one in part}
-    return [(prompt, sample) for prompt, sample in ALL if (prompt.uid, sample) not in seen]
+    return [(prompt, sample) for prompt, sample in samples if (prompt.uid, sample) not in seen]
 
 
 def undisturbed(engine, sampling=SAMPLING):
@@ -141,12 +143,17 @@ def cheap(tmp_path_factory):
     return make_engine(make_checkpoint(tmp_path_factory.mktemp("cheap"), "qwen2", **shape), **NARROW)
 
 
+@pytest.fixture(scope="module")
+def by_cheap(cheap):
+    return undisturbed(cheap)
+
+
 # one call -------------------------------------------------------------------------------------------------------------
 
 
 @SLOW
 @given(st.data())
-def test_work_in_any_parts_gives_what_generate_gives(cheap, data):
+def test_work_in_any_parts_gives_what_generate_gives(cheap, by_cheap, data):
     parts = [[]]
     for prompt, sample in data.draw(st.permutations(ALL)):
         how = data.draw(st.sampled_from(("same", "work", "pulse", "idle")))
@@ -157,7 +164,7 @@ def test_work_in_any_parts_gives_what_generate_gives(cheap, data):
         parts[-1].append(Work(prompt, (sample,)))
     feed = Parts(parts)
     assert cheap.stream(feed, SAMPLING) == []
-    assert_same(feed.whole, undisturbed(cheap))
+    assert_same(feed.whole, by_cheap)
     assert {r.version_runs for r in feed.whole} == {()}
 
 
@@ -168,7 +175,7 @@ def test_the_feed_is_asked_at_the_start_then_by_decode_steps_and_when_nothing_is
     num_steps = 3 * (sampling.max_tokens - 1)  # 15 samples in 6 rows; the first token of each needs no step
     assert engine.stats()["decode_steps"] == num_steps
     assert feed.num_pulses == 2 + -(-num_steps // streaming.PULSE)
-    assert feed.waiting == [0, 0, 9, 9, 3, 3, 3, 0, 0, 0]
+    assert feed.waiting == [0, 0, 9, 9, 3, 3, 0, 0, 0, 0]
     assert engine.stats()["max_running"] == NARROW["max_num_seqs"]
 
 
@@ -201,10 +208,9 @@ def test_what_the_feed_hands_out_late_needs_no_other_cache(folder):
 # stopped, and on ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pulse", [1, 3])
-@pytest.mark.parametrize("last", [2, 3, 4, 7])
+@pytest.mark.parametrize(("pulse", "last"), [(1, 2), (1, 3), (1, 7), (3, 2), (3, 4)])
 @pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
-def test_stopped_again_and_again_it_samples_the_same(monkeypatch, engine, cut, last, pulse):
+def test_stopped_again_and_again_it_samples_the_same(monkeypatch, engine, cut, pulse, last):
     monkeypatch.setattr(streaming, "PULSE", pulse)
     sampling = replace(SAMPLING, with_support=bool(cut), **cut)
     whole, left = disturbed(engine, sampling, last)
@@ -286,25 +292,25 @@ def test_what_is_begun_goes_first_and_what_had_no_room_is_given_back_as_it_came_
 
 
 def test_none_is_lost_or_doubled_whatever_is_stopped_when(monkeypatch, cheap):
-    """Each run hands out in three parts some of what has not begun, and what goes on; some is too old and begins anew."""
-    expected, num_calls, num_left = undisturbed(cheap), 0, 0
+    """Each call hands out in three parts some of what has not begun, and all that goes on but what is too old."""
+    samples = [(prompt, sample) for prompt, sample in ALL if sample < SHORT.n]
+    expected, num_calls, num_left = undisturbed(cheap, SHORT), 0, 0
     for seed in range(NUM_SCHEDULES):
         rng = random.Random(seed)
-        monkeypatch.setattr(streaming, "PULSE", rng.choice((1, 2, 4, 8)))
+        monkeypatch.setattr(streaming, "PULSE", rng.choice((1, 2, 4)))
         whole, begun = [], []
-        while begun or not_begun(whole):
+        while begun or not_begun(whole, samples=samples):
             begun = [one for one in begun if rng.random() < 0.9]
-            new = [(rng.randrange(4), sample) for sample in not_begun(whole, begun)]
+            new = [(rng.randrange(4), sample) for sample in not_begun(whole, begun, samples=samples)]
             old = [(rng.randrange(3), one) for one in begun]
-            parts = [
-                work_of([one for at, one in new if at == i], [one for at, one in old if at == i]) for i in range(3)
-            ]
+            parts = [work_of(*([one for at, one in some if at == part] for some in (new, old))) for part in range(3)]
             feed = Parts(parts, rng.choice((None, 2, 3, 4, 6)))
-            left = cheap.stream(feed, SAMPLING)
+            left = cheap.stream(feed, SHORT)
             late = [one for part in feed.parts for work in part for one in work.begun]
             whole, begun = [*whole, *feed.whole], [*left, *late]
-            assert len({key_of(one) for one in [*whole, *begun]}) == len(whole) + len(begun)
-            assert {key_of(one) for one in whole} >= {key_of(one) for _, one in old} - {key_of(one) for one in begun}
+            found = {key_of(one) for one in [*whole, *begun]}
+            assert len(found) == len(whole) + len(begun)
+            assert found >= {key_of(one) for _, one in old}
             num_calls, num_left = num_calls + 1, num_left + len(left)
         assert_same(whole, expected)
     assert num_calls > 3 * NUM_SCHEDULES and num_left > 5 * NUM_SCHEDULES
@@ -447,16 +453,18 @@ def _on_replicas(folder, seed):
         return decode(batch, length)
 
     engine._decode_eagerly = late
+    streaming.PULSE, usual = 1, streaming.PULSE
     whole, rounds, begun = [], [], []
     while len(whole) < len(ALL):
         known = {one[:2] for one in whole} | {key_of(one) for one in begun}
         queue = [*begun, *((prompt, sample) for prompt, sample in ALL if (prompt.uid, sample) not in known)]
         feed = Shared(queue, min(5, len(ALL) - len(whole)), 4, delay)
-        lefts = gathered(engine.stream(feed, SAMPLING))
+        lefts = gathered(engine.stream(feed, UNEVEN))
         late_ones = [one for one in feed.queue if isinstance(one, Begun)]
         begun = sorted([one for left in lefts for one in left] + late_ones, key=key_of)
         whole += [one for heard in feed.log for found, _ in heard for one in found]
         rounds.append((feed.log, [[exact(one) for one in left] for left in lefts]))
+    streaming.PULSE = usual
     return whole, rounds
 
 
@@ -464,8 +472,8 @@ def test_replicas_that_share_a_queue_do_the_same_whatever_is_late(folder, engine
     expected = run_ranks(2, _on_replicas, folder, 0)
     (whole, rounds), other = expected
     assert other == (whole, rounds)
-    assert len(rounds) == 3 and all(all(lefts) for _, lefts in rounds[:2])
-    samples = {key_of(r): tuple(r.response_ids) for r in undisturbed(engine)}
+    assert len(rounds) > 2 and all(any(lefts[rank] for _, lefts in rounds) for rank in range(2))
+    samples = {key_of(r): tuple(r.response_ids) for r in undisturbed(engine, UNEVEN)}
     assert sorted(one[:2] for one in whole) == sorted(samples)
     assert all(samples[one[:2]] == one[2] for one in whole)
     for seed in (1, 2, 3):

@@ -30,7 +30,7 @@ LONGEST = (
     "tools/test_bench_rollout.py", "te/test_actor.py", "launch/test_doctor.py", "vllm/test_acceptance.py",
     "trtllm/test_acceptance.py", "convert/test_convert_round_trips.py", "trtllm/test_configs.py",
     "launch/test_stop.py", "launch/test_strangers.py", "vllm/test_refit.py", "test_bad_input.py",
-    "engines/native/test_experts.py", "launch/test_mpirun.py", "vllm/test_runs.py", "refit/test_refit.py",
+    "engines/native/test_streaming.py", "engines/native/test_experts.py", "launch/test_mpirun.py", "vllm/test_runs.py", "refit/test_refit.py",
     "rewards/test_scorer.py", "megatron/test_checkpoint.py", "megatron/test_policy.py", "serve/test_serve.py",
     "trtllm/test_refit_bytes.py", "launch/test_hosts.py", "megatron/test_objectives.py", "vllm/test_rehearsal.py",
     "e2e/test_resume.py", "vllm/test_engine.py", "e2e/test_experts.py", "models/test_config_keys.py",

@@ -321,10 +321,10 @@ def test_none_is_lost_or_doubled_whatever_is_stopped_when(monkeypatch, cheap):
 
 def test_one_that_was_told_to_stop_samples_no_more_and_asks_until_it_may_leave(folder):
     engine, feed = make_engine(folder), Parts([work_of(ALL[:4]), [], work_of(ALL[4:])], 9)
-    engine.told_to_stop = lambda: feed.num_pulses > 1
+    engine.told_to_stop = lambda: feed.num_pulses == 2
     assert engine.stream(feed, replace(SAMPLING, ignore_eos=True)) == []
     assert feed.num_pulses == 9
-    assert engine.stats()["decode_steps"] <= 2 * streaming.PULSE
+    assert engine.stats()["decode_steps"] == streaming.PULSE
     engine.told_to_stop = lambda: False
     feed = Parts([work_of(ALL)])
     assert engine.stream(feed, SAMPLING) == []
@@ -404,6 +404,19 @@ def test_two_ranks_of_a_replica_stop_and_go_on_alike(folder, engine, cut):
     assert other == whole and other_left == left
     assert any(left)
     assert_same(whole, undisturbed(engine, sampling), LOGPROB_ATOL)
+
+
+def _one_rank_is_told(folder):
+    engine, feed = make_engine(folder, tp_group=dist.group.WORLD), Parts([work_of(ALL[:4]), work_of(ALL[4:])], 9)
+    engine.told_to_stop = lambda: dist.get_rank() == 1 and feed.num_pulses > 1
+    found = engine.stream(feed, replace(SAMPLING, max_tokens=60, ignore_eos=True))
+    return found, feed.num_pulses, engine.stats()["decode_steps"]
+
+
+def test_all_ranks_of_a_replica_stop_where_one_is_told(folder):
+    first, second = run_ranks(2, _one_rank_is_told, folder)
+    assert first == second
+    assert first[:2] == ([], 9) and first[2] < 3 * streaming.PULSE
 
 
 class Shared(Feed):

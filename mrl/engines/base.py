@@ -214,7 +214,7 @@ class RolloutEngine(ABC):
     def stream(self, feed: Feed, sampling: SamplingConfig) -> list[Begun]:
         """Collective over all replicas: samples what `feed` hands out, until it says stop.
 
-        Here by calls of `generate`, between which the feed is asked: nothing is ever left unfinished. An engine that can
+        Here by calls of `generate`, between which the feed is asked: nothing is left unfinished. An engine that can
         stop and go on between any two tokens overrides it. Which tokens are sampled does not depend on that.
 
         Args:

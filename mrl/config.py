@@ -87,6 +87,12 @@ class TrainConfig:
     critic_warmup: int = 0
     """First steps, in which the critic is trained and the actor is not (VAPO's value pretraining; verl's key of this
     name has one step fewer)."""
+    mode: Literal["sync", "async"] = "sync"
+    """sync: the weights that a step trains have sampled for it. async: older ones have, while the updates of the steps
+    before it ran, and runs stay as repeatable."""
+    max_off_policy_steps: Optional[int] = None
+    """Steps by which weights that sampled a token may be older than those it trains; 0 with async: the run of sync.
+    null: 1 with async, and any number with `rollout.over_sample_rate`."""
     eval_interval: int = 0
     """Steps between evaluations on the held-out prompts; 0: only before the first and after the last step."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -339,6 +345,14 @@ class RolloutConfig:
     """The same in nodes of `n_gpus_per_node` ranks; 0: see `num_ranks`."""
     n_gpus_per_node: int = 8
     """Ranks on a node of `nnodes`."""
+    over_sample_rate: float = 0.0
+    """Prompts begun beyond `train.batch_size`, as a part of it, [0, 1]. Sampling stops once a batch is whole; what is
+    not whole goes on in the next step, first, under the new weights."""
+    over_age: Literal["wait", "drop"] = "wait"
+    """What happens to a prompt that would become older than `train.max_off_policy_steps`, with `over_sample_rate`: its
+    step waits for it, or its samples are dropped and it begins again, once."""
+    mask_offpolicy: bool = False
+    """With `over_sample_rate`: do not train the tokens of a response that older weights sampled than its last ones."""
     pipeline_model_parallel_size: int = 1
     """Pipeline stages of a replica; above 1 with `trtllm_engine` only."""
     expert_parallel_size: int = 1

@@ -214,8 +214,8 @@ class RolloutEngine(ABC):
     def stream(self, feed: Feed, sampling: SamplingConfig) -> list[Begun]:
         """Collective over all replicas: samples what `feed` hands out, until it says stop.
 
-        Here by calls of `generate`, between which the feed is asked: nothing is left unfinished. An engine that can
-        stop and go on between any two tokens overrides it. Which tokens are sampled does not depend on that.
+        Here by calls of `generate`, between which the feed is asked: nothing is ever left unfinished. An engine that
+        can stop and go on between any two tokens overrides it. Which tokens are sampled does not depend on that.
 
         Args:
             feed: Hands out work, and takes what is whole.
@@ -225,12 +225,21 @@ class RolloutEngine(ABC):
             Responses that are not whole, on every rank of the replica, in the order of (prompt uid, sample index).
 
         Raises:
-            RuntimeError: As `generate`.
+            RuntimeError: As `generate`; or a begun sample is to go on and the engine samples only whole responses.
             UserError: As `generate`.
         """
         finished: list[Rollout] = []
         while (work := feed.pulse(finished, 0)) is not None:
-            finished = self.generate([one.prompt for one in work], sampling) if work else []
+            begun = sum(len(one.begun) for one in work)
+            if begun:
+                raise RuntimeError(
+                    f"{begun} samples are to go on where they stopped, and rollout.name={self.spec.config.name} "
+                    "samples whole responses only; an engine that can stop and go on left them: use that one"
+                )
+            asked = {(one.prompt.uid, sample) for one in work for sample in one.new}
+            prompts = {one.prompt.uid: one.prompt for one in work if one.new}
+            found = self.generate(list(prompts.values()), sampling) if prompts else []
+            finished = [one for one in found if (one.prompt.uid, one.sample_index) in asked]
         return []
 
     @abstractmethod

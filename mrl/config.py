@@ -18,10 +18,12 @@ from typing import Any, Literal, Optional
 from omegaconf import OmegaConf
 
 from mrl.errors import UserError, shown
+from mrl.schema.controllers import EntropyCtrlConfig, KlCtrlConfig
 from mrl.schema.distillation import DistillationConfig
 from mrl.schema.multi_turn import AgentConfig, MultiTurnConfig
 from mrl.schema.paths import FilePath, TokenizerPath
 from mrl.schema.policy_losses import ClipCovConfig, DppoConfig, DroConfig, KlCovConfig, SapoConfig, VespoConfig
+from mrl.schema.preferences import DpoConfig
 from mrl.schema.reward_model import RewardModelConfig
 from mrl.schema.rollout_correction import RolloutCorrectionConfig
 from mrl.schema.values import Values
@@ -406,49 +408,6 @@ class OverlongConfig:
     """Penalty at full length, subtracted from the reward."""
     mask_truncated: bool = False
     """Do not train on responses cut at `rollout.response_length`."""
-
-
-@dataclass(frozen=True)
-class KlCtrlConfig:
-    """The coefficient of a KL in the reward (verl's `kl_ctrl`)."""
-
-    type: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: `kl_coef` is where it begins; after each step it moves towards `target_kl`."""
-    target_kl: float = 0.1
-    """Mean over the responses of their mean KL per token, nats, above 0."""
-    horizon: int = 10000
-    """Responses in which the coefficient changes by a fifth at most."""
-
-
-@dataclass(frozen=True)
-class EntropyCtrlConfig:
-    """The coefficient of the entropy bonus (TRL's `use_adaptive_entropy`)."""
-
-    type: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: `entropy_coef` is where it begins; it moves after each optimizer step, and there is no bonus while the
-    entropy is above its target."""
-    target_entropy: float = 0.2
-    """Mean over the trained tokens, nats, above 0."""
-    delta: float = 0.005
-    """What an optimizer step adds or takes away, above 0."""
-    min_coef: float = 0.0
-    """Lower bound of the coefficient."""
-    max_coef: float = 1.0
-    """Upper bound, not below the lower one."""
-
-
-@dataclass(frozen=True)
-class DpoConfig:
-    """Of `algorithm.name=dpo`, with TRL's names."""
-
-    loss_type: Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero"] = "sigmoid"
-    """Loss of a pair. sigmoid_norm and ipo divide each response's log ratio by its length."""
-    beta: float = 0.1
-    """How strongly the policy is held to the reference, above 0; of ipo it is the paper's tau."""
-    label_smoothing: float = 0.0
-    """Part of the pairs whose labels are taken to be the wrong way round, [0, 0.5); of robust."""
-    sft_loss_weight: float = 0.0
-    """Factor of the mean negative log-likelihood of the chosen responses' tokens, which is added to the loss."""
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrl.data.schedule import Schedule
 from mrl.grid import Grid
-from mrl.rollout.schedule import Schedule
 from mrl.types import Begun, Prompt, Rollout, SampleTable
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.data.schedule import Schedule
 from mrl.data.steps import is_over
 from mrl.distributed.collectives import everyone, from_first_rank, from_rank, sum_over
 from mrl.distributed.groups import ProcessGroups
@@ -29,7 +30,6 @@ from mrl.preflight.megatron import forced
 from mrl.rewards.scorer import Scorer, part_weights
 from mrl.rollout.in_flight import InFlight
 from mrl.rollout.replicas import LengthHistory
-from mrl.rollout.schedule import Schedule
 from mrl.run.actor_weights import ActorWeights
 from mrl.run.commits import Commits
 from mrl.run.critic import RunCritic
@@ -98,15 +98,7 @@ class Job:
         self.state = TrainingState(
             plan.source,
             LengthHistory(config.rollout.response_length),
-            Reference(
-                config.reference,
-                plan.run.checkpoints,
-                needed=plan.algorithm.needs_reference,
-                initial=None if config.train.warm_start.num_steps else config.model.path,
-                load=self.weights.load_reference,
-                take=self.weights.take_reference,
-                export=self.weights.export,
-            ),
+            self._reference(plan),
             plan.algorithm.kl_control,
             plan.algorithm.entropy_control,
             InFlight(Schedule.of(config), plan.source.at),
@@ -139,6 +131,18 @@ class Job:
         if plan.teachers and trains:
             teachers = RunTeachers(plan, self.groups, self.device, policy)
         return policy, critic, teachers
+
+    def _reference(self, plan: Plan) -> Reference:
+        config = plan.config
+        return Reference(
+            config.reference,
+            plan.run.checkpoints,
+            needed=plan.algorithm.needs_reference,
+            initial=None if config.train.warm_start.num_steps else config.model.path,
+            load=self.weights.load_reference,
+            take=self.weights.take_reference,
+            export=self.weights.export,
+        )
 
     @property
     def policy(self) -> Policy:

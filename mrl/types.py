@@ -357,7 +357,8 @@ class SampleTable:
     `table["reward"]` is a column, fp64 [N], NaN where a sample has no score. Columns are FACTS (`rank` is the one that
     holds the tokens; `correct`, `failed`, `truncated` and `cached` are 0 or 1; `token_crc` is the CRC-32 of the
     response ids; `sampled_len` of `response_len` tokens were sampled; `end` is a place in `EPISODE_ENDS`, -1 where
-    there was no episode) and "reward/<function>" for each reward function, NaN where it gave none; with supports also
+    there was no episode; `version`: policy version of the last token, `num_versions` sampled the response) and
+    "reward/<function>" for each reward function, NaN where it gave none; with supports also
     KEPT: sums over the sample's tokens, and extremes.
     """
 
@@ -378,6 +379,9 @@ class SampleTable:
         "failed_calls",
         "end",
         "cached",
+        "version",
+        "oldest_version",
+        "num_versions",
     )
     KEPT: ClassVar = ("kept_ids", "kept_ids/max", "kept_mass", "kept_mass/min")
 

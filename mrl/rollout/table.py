@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from mrl.algorithms.base import Outcomes
 from mrl.distributed.collectives import all_gather_ragged, everyone, together
@@ -25,15 +26,21 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def gather_table(
-    rollouts: Sequence[Rollout], groups: ProcessGroups, reward_names: Sequence[str], *, supports: bool = False
+    rollouts: Sequence[Rollout],
+    groups: ProcessGroups,
+    reward_names: Sequence[str],
+    *,
+    supports: bool = False,
+    over: dist.ProcessGroup | None = None,
 ) -> SampleTable:
-    """Collective over the job: the facts of all samples; the first rank of each replica speaks for it.
+    """Collective over `over`: the facts of all samples; the first rank of each replica speaks for it.
 
     Args:
         rollouts: Scored, on the first rank of each replica; ignored on the others.
         groups: Who sits where.
         reward_names: Keys of `Rollout.reward_parts`, in the config's order.
         supports: Whether rollouts have a support: the columns `SampleTable.KEPT` are there too.
+        over: Who hears of them, the ranks that sample at least; None: the job.
 
     Raises:
         RuntimeError: A rollout has no support, or not one for each of its tokens.
@@ -41,7 +48,7 @@ def gather_table(
     speaks_for = rollouts if groups.leads_replica else ()
     kept: list[list[float]] = [[] for _ in speaks_for]
     if supports:
-        with together():
+        with together(over):
             kept = [_kept(rollout) for rollout in speaks_for]
     rows = [
         [
@@ -58,6 +65,9 @@ def gather_table(
             rollout.num_sampled,
             *_of_episode(rollout),
             float(rollout.reward_cached),
+            rollout.policy_version,
+            min(version for version, _ in rollout.versions),
+            len(rollout.versions),
             *(rollout.reward_parts.get(name, math.nan) for name in reward_names),
             *own,
         ]
@@ -69,7 +79,7 @@ def gather_table(
         *(SampleTable.KEPT if supports else ()),
     )
     local = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(columns))
-    return SampleTable(columns, all_gather_ragged(local, everyone()))
+    return SampleTable(columns, all_gather_ragged(local, over or everyone()))
 
 
 def _of_episode(rollout: Rollout) -> tuple[int, int, int, int]:
@@ -80,13 +90,16 @@ def _of_episode(rollout: Rollout) -> tuple[int, int, int, int]:
     return episode.num_turns, episode.num_tool_calls, episode.num_failed_calls, EPISODE_ENDS.index(episode.end)
 
 
-def gather_failures(rollouts: Sequence[Rollout], table: SampleTable, groups: ProcessGroups) -> str:
-    """Collective over the job: how many samples could not be scored, and why the first could not; "" for none.
+def gather_failures(
+    rollouts: Sequence[Rollout], table: SampleTable, groups: ProcessGroups, over: dist.ProcessGroup | None = None
+) -> str:
+    """Collective over `over`: how many samples could not be scored, and why the first could not; "" for none.
 
     Args:
         rollouts: Scored, on the first rank of each replica; ignored on the others.
         table: Of all of them.
         groups: Who sits where.
+        over: As of `gather_table`.
 
     Raises:
         UserError: No sample has a score, so that there is nothing to train on or to report.
@@ -97,7 +110,7 @@ def gather_failures(rollouts: Sequence[Rollout], table: SampleTable, groups: Pro
     mine = [rollout.reward_error for rollout in (rollouts if groups.leads_replica else ()) if rollout.reward_error]
     line = json.dumps(mine[0]).encode() + b"\n" if mine else b""
     own = torch.frombuffer(bytearray(line), dtype=torch.uint8) if line else _NOTHING
-    lines = bytes(all_gather_ragged(own, everyone()).tolist()).splitlines()
+    lines = bytes(all_gather_ragged(own, over or everyone()).tolist()).splitlines()
     first = json.loads(lines[0]) if lines else "no reward function has an opinion on them"
     if missing == len(table):
         raise UserError(f"none of the {missing} samples has a score: {first}")

@@ -48,5 +48,6 @@ class Feed(ABC):
             num_waiting: Samples that were handed to this replica and for which it has had no room yet.
 
         Returns:
-            What this replica is to sample besides; None: it stops now, and gives back what is begun.
+            What this replica is to sample besides; None: it stops now, and gives back what is begun. A replica of which
+            a rank was told to stop samples no more and asks on, with the others, until None comes.
         """

@@ -223,6 +223,7 @@ class RolloutEngine(ABC):
 
         Returns:
             Responses that are not whole, on every rank of the replica, in the order of (prompt uid, sample index).
+            Where a rank was told to stop, nothing of use.
 
         Raises:
             RuntimeError: As `generate`; or a begun sample is to go on and the engine samples only whole responses.

@@ -1,121 +1,43 @@
 """Work that comes in parts, stops between two tokens and goes on: the tokens are those of one undisturbed call."""
 
 import random
-import time
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mrl.engines._feed import Feed, Work
-from mrl.engines.base import RolloutEngine, SamplingConfig
+from mrl.engines._feed import Work
+from mrl.engines.base import RolloutEngine
 from mrl.engines.native import streaming
 from mrl.engines.native.streaming import merged
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder
 from mrl.types import Begun
+from tests.engines.native.streams import (
+    ALL,
+    CUT,
+    LENGTHS,
+    NARROW,
+    PROMPTS,
+    SAMPLING,
+    Parts,
+    assert_same,
+    disturbed,
+    key_of,
+    not_begun,
+    told,
+    undisturbed,
+    work_of,
+)
 from tests.engines.native.test_engine import LOGPROB_ATOL, reference, score
 from tests.engines.native.test_experts import FAMILIES as EXPERTS
 from tests.engines.native.tiny import make_checkpoint, make_engine, make_prompts, refit
-from tests.ranks import run_ranks
-
-SAME_WEIGHTS_ATOL = 1e-5
-"""Keys and values that were read together or one by one differ by roundings of fp32."""
-
-LENGTHS = (3, 9, 20, 9, 5)
-PROMPTS = make_prompts(LENGTHS)
-SAMPLING = SamplingConfig(n=3, max_tokens=14, temperature=0.9, stop_token_ids=(5, 6, 7), seed=1)
-CUT = {"top_p": 0.9, "top_k": 30}
-NARROW = {"max_num_seqs": 6, "max_num_batched_tokens": 16}
-ALL = [(prompt, sample) for prompt in PROMPTS for sample in range(SAMPLING.n)]
 
 SLOW = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=25, derandomize=True)
 NUM_SCHEDULES = 200
 SHORT = replace(SAMPLING, n=2, max_tokens=8)
-UNEVEN = replace(SAMPLING, stop_token_ids=tuple(range(12)))
-
-
-class Parts(Feed):
-    """Hands out one part of the work at each pulse, and says stop at the `last`, or once all is whole."""
-
-    def __init__(self, parts, last=None):
-        self.parts, self.last = list(parts), last
-        self.num_pulses, self.num_asked, self.whole, self.waiting = 0, 0, [], []
-
-    def pulse(self, finished, num_waiting):
-        self.whole += finished
-        self.waiting.append(num_waiting)
-        self.num_pulses += 1
-        if self.num_pulses == self.last or (not self.parts and len(self.whole) == self.num_asked):
-            return None
-        part = self.parts.pop(0) if self.parts else []
-        self.num_asked += sum(work.num_samples for work in part)
-        return part
-
-
-def key_of(one):
-    return one.prompt.uid, one.sample_index
-
-
-def work_of(samples, begun=()):
-    """Of each prompt the samples that begin and those that go on."""
-    new, old = {}, {}
-    for prompt, sample in samples:
-        new.setdefault(prompt.uid, []).append(sample)
-    for one in begun:
-        old.setdefault(one.prompt.uid, []).append(one)
-    return [Work(p, tuple(new.get(p.uid, ())), tuple(old.get(p.uid, ()))) for p in PROMPTS if p.uid in {**new, **old}]
-
-
-def not_begun(*found, samples=ALL):
-    seen = {key_of(one) for part in found for one in part}
-    return [(prompt, sample) for prompt, sample in samples if (prompt.uid, sample) not in seen]
-
-
-def undisturbed(engine, sampling=SAMPLING):
-    return engine.generate(PROMPTS, sampling)
-
-
-def disturbed(engine, sampling=SAMPLING, last=3, between=lambda num_calls: None):
-    """Whole responses of calls that stop at their `last` pulse, and what each left; `between` is told how many were."""
-    whole, begun, left = [], [], []
-    while begun or not_begun(whole):
-        feed = Parts([work_of(not_begun(whole, begun), begun)], last)
-        begun = engine.stream(feed, sampling)
-        assert begun == sorted(begun, key=key_of)
-        whole += feed.whole
-        left.append(begun)
-        between(len(left))
-    return whole, left
-
-
-def assert_same(found, expected, atol=SAME_WEIGHTS_ATOL):
-    """Each sample once; its floats to `atol`."""
-    others = {key_of(one): one for one in expected}
-    assert sorted(map(key_of, found)) == sorted(others)
-    for one in found:
-        other = others[key_of(one)]
-        for name in ("prompt", "response_ids", "finish_reason"):
-            assert getattr(one, name) == getattr(other, name)
-        for name in ("rollout_logprobs", "log_kept_mass"):
-            mine, its = (torch.tensor(getattr(each, name)) for each in (one, other))
-            torch.testing.assert_close(mine, its, atol=atol, rtol=0)
-        assert told(one.support) == told(other.support)
-
-
-def told(support):
-    return support and (support.ids_K.tolist(), support.counts_R.tolist())
-
-
-def exact(one):
-    """All of a whole or begun response, comparable bit for bit."""
-    return (
-        *key_of(one), tuple(one.response_ids), tuple(one.rollout_logprobs), one.version_runs, told(one.support),
-        tuple(one.log_kept_mass),
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -284,11 +206,13 @@ def test_what_is_begun_goes_first_and_what_had_no_room_is_given_back_as_it_came_
     assert [len(one.response_ids) for one in begun] == [3] * 7
     assert {one.version_runs for one in begun} == {((0, 3),)}
     feed = Parts([work_of(ALL[::2], begun)], 2)
-    left = make_engine(folder, max_num_seqs=2).stream(feed, sampling)
+    narrow = make_engine(folder, max_num_seqs=2)
+    left = narrow.stream(feed, sampling)
     assert [key_of(one) for one in left] == [key_of(one) for one in begun]
     assert [len(one.response_ids) for one in left[:2]] == [6, 6]
     assert all(one is old for one, old in zip(left[2:], begun[2:], strict=True))
     assert feed.waiting == [0, 8 + 5] and not feed.whole
+    assert narrow.stats()["reread_tokens"] == sum(len(one.prompt.prompt_ids) + 3 for one in begun[:2])
 
 
 def test_none_is_lost_or_doubled_whatever_is_stopped_when(monkeypatch, cheap):
@@ -383,111 +307,3 @@ def test_an_engine_that_only_generates_streams_whole_responses(engine):
     begun = engine.stream(Parts([work_of(ALL)], 2), SAMPLING)
     with pytest.raises(RuntimeError, match=rf"{len(begun)} samples are to go on.*rollout\.name=native"):
         RolloutEngine.stream(engine, Parts([work_of([], begun)]), SAMPLING)
-
-
-# ranks ----------------------------------------------------------------------------------------------------------------
-
-
-def _on_ranks_of_a_replica(folder, sampling, settings):
-    engine = make_engine(folder, tp_group=dist.group.WORLD, **settings)
-    streaming.PULSE, usual = 3, streaming.PULSE
-    whole, left = disturbed(engine, sampling)
-    streaming.PULSE = usual
-    return whole, left
-
-
-@pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
-def test_two_ranks_of_a_replica_stop_and_go_on_alike(folder, engine, cut):
-    sampling = replace(SAMPLING, with_support=bool(cut), **cut)
-    (whole, left), (other, other_left) = run_ranks(2, _on_ranks_of_a_replica, folder, sampling, NARROW)
-    assert [r.support is None for r in other] == [True] * len(other)  # of the first rank's alone
-    assert other == whole and other_left == left
-    assert any(left)
-    assert_same(whole, undisturbed(engine, sampling), LOGPROB_ATOL)
-
-
-def _one_rank_is_told(folder):
-    engine, feed = make_engine(folder, tp_group=dist.group.WORLD), Parts([work_of(ALL[:4]), work_of(ALL[4:])], 9)
-    engine.told_to_stop = lambda: dist.get_rank() == 1 and feed.num_pulses > 1
-    found = engine.stream(feed, replace(SAMPLING, max_tokens=60, ignore_eos=True))
-    return found, feed.num_pulses, engine.stats()["decode_steps"]
-
-
-def test_all_ranks_of_a_replica_stop_where_one_is_told(folder):
-    first, second = run_ranks(2, _one_rank_is_told, folder)
-    assert first == second
-    assert first[:2] == ([], 9) and first[2] < 3 * streaming.PULSE
-
-
-class Shared(Feed):
-    """The queue of all replicas: the next goes to the replica that has the fewest; stop once `enough` are whole.
-
-    What a replica says is heard by all at the same pulse.
-    """
-
-    def __init__(self, queue, enough, most, delay):
-        self.queue, self.enough, self.most, self.delay = list(queue), enough, most, delay
-        self.has, self.log = [0] * dist.get_world_size(), []
-
-    def pulse(self, finished, num_waiting):
-        self.delay()
-        heard = gathered(([exact(one) for one in finished], num_waiting))
-        self.log.append(heard)
-        self.has = [has - len(whole) for has, (whole, _) in zip(self.has, heard, strict=True)]
-        self.enough -= sum(len(whole) for whole, _ in heard)
-        if self.enough <= 0:
-            return None
-        mine = []
-        while self.queue and min(self.has) < self.most:
-            rank = self.has.index(min(self.has))
-            self.has[rank] += 1
-            one = self.queue.pop(0)
-            mine += [one] * (rank == dist.get_rank())
-        new = [one for one in mine if not isinstance(one, Begun)]
-        return work_of(new, [one for one in mine if isinstance(one, Begun)])
-
-
-def gathered(one):
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, one)
-    return found
-
-
-def _on_replicas(folder, seed):
-    """Rounds that end when five samples more are whole, the others going on first; delays by `seed`."""
-    engine, rng = make_engine(folder, max_num_seqs=3), random.Random(100 * seed + dist.get_rank())
-    decode = engine._decode_eagerly
-
-    def delay():
-        time.sleep(rng.choice((0, 0, 0.001, 0.005)) if seed else 0)
-
-    def late(batch, length):
-        delay()
-        return decode(batch, length)
-
-    engine._decode_eagerly = late
-    streaming.PULSE, usual = 1, streaming.PULSE
-    whole, rounds, begun = [], [], []
-    while len(whole) < len(ALL):
-        known = {one[:2] for one in whole} | {key_of(one) for one in begun}
-        queue = [*begun, *((prompt, sample) for prompt, sample in ALL if (prompt.uid, sample) not in known)]
-        feed = Shared(queue, min(5, len(ALL) - len(whole)), 4, delay)
-        lefts = gathered(engine.stream(feed, UNEVEN))
-        late_ones = [one for one in feed.queue if isinstance(one, Begun)]
-        begun = sorted([one for left in lefts for one in left] + late_ones, key=key_of)
-        whole += [one for heard in feed.log for found, _ in heard for one in found]
-        rounds.append((feed.log, [[exact(one) for one in left] for left in lefts]))
-    streaming.PULSE = usual
-    return whole, rounds
-
-
-def test_replicas_that_share_a_queue_do_the_same_whatever_is_late(folder, engine):
-    expected = run_ranks(2, _on_replicas, folder, 0)
-    (whole, rounds), other = expected
-    assert other == (whole, rounds)
-    assert len(rounds) > 2 and all(any(lefts[rank] for _, lefts in rounds) for rank in range(2))
-    samples = {key_of(r): tuple(r.response_ids) for r in undisturbed(engine, UNEVEN)}
-    assert sorted(one[:2] for one in whole) == sorted(samples)
-    assert all(samples[one[:2]] == one[2] for one in whole)
-    for seed in (1, 2, 3):
-        assert run_ranks(2, _on_replicas, folder, seed) == expected

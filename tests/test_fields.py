@@ -61,7 +61,8 @@ WEIGHED = (*FAR, f"{CORRECTION}.loss_type=reinforce", f"{CORRECTION}.rollout_is=
 REJECTED = (*FAR, f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=1.01")
 SAMPLED = ("rollout.val_kwargs.do_sample=true",)
 VAL = "rollout.val_kwargs"
-STEPS = ("train.num_steps=4", "rollout.response_length=24", "rollout.max_num_seqs=4", "rollout.ignore_eos=false")
+STEPS = ("train.num_steps=4", "train.batch_size=2", "train.minibatch_size=null", "rollout.max_num_seqs=6",
+         "rollout.response_length=40")  # fmt: skip
 OVER = (*STEPS, "rollout.over_sample_rate=1")
 NARROW = ("rollout.max_num_batched_tokens=13",)
 SINGLE = ("rollout.n=1", "algorithm.singleton_group=reward")

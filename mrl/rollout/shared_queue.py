@@ -18,7 +18,6 @@ from mrl.engines._feed import Feed, Work
 from mrl.grid import Grid
 from mrl.types import Rollout
 
-
 STOP = -1
 """In place of a uid: a rank was told to stop."""
 

@@ -191,7 +191,7 @@ def sample(job: Job, step: int, over: dist.ProcessGroup, *, beside: bool = False
     for _ in range(config.algorithm.max_sampling_rounds if dynamic else 1):
         flight.draw(job.state.source.next(flight.room(step, beside=beside)))
         groups = flight.unfinished(step, beside=beside)
-        if not groups:
+        if not groups or flight.enough((), step, least):
             return
         with job.progress.phase("gen"), together(over), job.sampler.awake() as engine:
             if flight.schedule.by_parts:

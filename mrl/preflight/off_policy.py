@@ -52,6 +52,12 @@ def off_policy_rules(config: Config, *, supervised: bool) -> Iterator[str]:
             f"{over} with rollout.multi_turn.enable: a conversation cannot stop and go on later. Leave one out, "
             "or take train.mode=async."
         )
+    tokens = rollout.max_num_batched_tokens
+    if Schedule.of(config).by_parts and not rollout.enable_chunked_prefill and tokens < rollout.longest:
+        yield (
+            f"rollout.enable_chunked_prefill=false with rollout.max_num_batched_tokens={tokens}: a response that "
+            f"goes on is read with its prompt, up to {rollout.longest} tokens at once. Raise the one, or set the other."
+        )
     if rollout.enable_rollout_routing_replay and Schedule.of(config).by_parts:
         key = over if rate else f"train.mode=async with train.max_off_policy_steps={most}"
         yield (

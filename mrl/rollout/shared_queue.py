@@ -18,6 +18,9 @@ from mrl.engines._feed import Feed, Work
 from mrl.grid import Grid
 from mrl.types import Rollout
 
+STOP = -1
+"""In place of a uid: a rank was told to stop."""
+
 
 class SharedQueue(Feed):
     """Of one call.
@@ -40,6 +43,7 @@ class SharedQueue(Feed):
         grid: Grid,
         rank: int,
         over: dist.ProcessGroup,
+        told_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """The same on every rank, but for the samples in `own`.
 
@@ -53,7 +57,9 @@ class SharedQueue(Feed):
             grid: Who sits where.
             rank: This one.
             over: The ranks that sample, at least.
+            told_to_stop: Whether this rank was told to: then all replicas stop, and the result is not used.
         """
+        self._told_to_stop = told_to_stop
         self.rollouts: dict[int, list[Rollout]] = {}
         self.whole: list[int] = []
         self.replica_of = dict(held)
@@ -73,7 +79,10 @@ class SharedQueue(Feed):
         for rollout in finished:
             self.rollouts.setdefault(rollout.prompt.uid, []).append(rollout)
         mine = [[rollout.prompt.uid, self._replica] for rollout in (finished if self._speaks else ())]
+        mine += [[STOP, 0]] if self._told_to_stop() else []
         told = all_gather_ragged(torch.tensor(mine, dtype=torch.int64).reshape(-1, 2), self._over).tolist()
+        if any(uid == STOP for uid, _ in told):
+            return None
         for uid, replica in told:
             self._missing[uid] -= 1
             self._load[replica] -= 1

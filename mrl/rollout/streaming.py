@@ -67,6 +67,7 @@ def stream(
         grid=ranks.grid,
         rank=ranks.rank,
         over=over,
+        told_to_stop=engine.told_to_stop,
     )
     begun = engine.stream(queue, sampling)
     for group in groups:

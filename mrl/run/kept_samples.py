@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from mrl.errors import UserError
@@ -53,17 +53,20 @@ def write(folder: Path, kept: KeptSamples, *, replica: int | None, first: bool) 
         kept: The rank's.
         replica: Whose samples this rank writes; None: nobody's.
         first: This rank writes the tables.
+
+    Raises:
+        OSError: The disk does not take it. It names the file.
     """
     if not kept.tables:
         return
     (folder / FOLDER).mkdir(exist_ok=True)
     if first:
         tensors = {name: rows.clone() for name, rows in kept.tables.items()}  # a file's may share no memory
-        save_file(tensors, folder / FOLDER / "table.safetensors", {"columns": json.dumps(kept.columns)})
+        write_file(folder / FOLDER / "table.safetensors", save(tensors, {"columns": json.dumps(kept.columns)}))
     if replica is not None:
         records, tensors = _packed([*kept.rollouts, *kept.begun])
         write_file(folder / FOLDER / f"replica-{replica}.json", json.dumps(records).encode())
-        save_file(tensors, folder / FOLDER / f"replica-{replica}.safetensors")
+        write_file(folder / FOLDER / f"replica-{replica}.safetensors", save(tensors))
 
 
 def read(folder: Path, *, replica: int | None, num_replicas: int, prompt_at: Callable[[int], Prompt]) -> KeptSamples:

@@ -12,6 +12,7 @@ from mrl.errors import UserError
 from mrl.run import kept_samples
 from mrl.run.kept_samples import KeptSamples
 from mrl.types import Begun, Episode, Prompt, Rollout, SampleTable, Support
+from tests.full_disk import full_disk
 
 TALK = Episode(
     "finished", 2, 3, 1, 0.5, "fine", None, {"rounds": 2.0, "tool": "search"}, (("policy", "a"), ("environment", "b\n"))
@@ -163,6 +164,14 @@ def test_a_table_alone_comes_back_without_samples(tmp_path):
     kept_samples.write(tmp_path, KeptSamples(SampleTable.FACTS, TABLES), replica=0, first=True)
     found = read(tmp_path, 0, 1)
     assert (found.rollouts, found.begun) == ([], [])
+
+
+def test_a_full_disk_is_named(tmp_path):
+    with full_disk(tmp_path / "disk", "64k") as fill:
+        fill()
+        (tmp_path / "disk" / kept_samples.FOLDER).mkdir()
+        with pytest.raises(OSError, match=r"No space left.*in_flight/table\.safetensors"):
+            written(tmp_path / "disk", {})
 
 
 def cut(data):

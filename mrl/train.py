@@ -109,7 +109,6 @@ def reinforcement_step(job: Job, step: int) -> Metrics:
             job.groups,
             config.train.minibatch_size or config.train.batch_size,
             routing=job.sampler.routing,
-            policy_version=job.state.policy_version,
             only_newest=config.rollout.mask_offpolicy,
         )
     if flight.schedule.lead:
@@ -242,14 +241,11 @@ def update(job: Job, data: StepBatch) -> Metrics:
     stats: list[Metrics] = []
     for _ in range(job.config.actor.ppo_epochs):
         for rows in data.minibatches:
-            first, part = not stats, data.batch.select(rows)
-            stats.append(optimizer_step(job, part, job.algorithm, first=first, on_policy=first and data.on_policy))
+            stats.append(optimizer_step(job, data.batch.select(rows), job.algorithm, first=not stats))
     return measure.combine(stats)
 
 
-def optimizer_step(
-    job: Job, minibatch: RolloutBatch, algorithm: Algorithm, *, first: bool = False, on_policy: bool = False
-) -> Metrics:
+def optimizer_step(job: Job, minibatch: RolloutBatch, algorithm: Algorithm, *, first: bool = False) -> Metrics:
     """One step of the optimizer on a minibatch.
 
     Args:
@@ -257,13 +253,12 @@ def optimizer_step(
         minibatch: Of the step's samples.
         algorithm: Weighs them.
         first: No update of this step has moved the weights.
-        on_policy: The weights are still those that sampled.
     """
     if algorithm.needs_current and not (first and minibatch.current_logprobs_R is not None):
         minibatch.current_logprobs_R, minibatch.current_entropy_R = job.policy.score(minibatch)
     algorithm.weigh(minibatch, job.sum_over_dp)
     job.state.policy_version += 1
-    metrics = job.policy.update(minibatch, algorithm, on_policy=on_policy)
+    metrics = job.policy.update(minibatch, algorithm, compare=first)
     return metrics | algorithm.entropy_control.follow(metrics["actor/entropy"])
 
 

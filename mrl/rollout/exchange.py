@@ -62,13 +62,11 @@ class StepBatch:
         minibatches: Rows of `batch` for each optimizer step; a minibatch may be empty here. A rank that does not train
             has none.
         index_B: Where each row stands in the step's table, int64.
-        on_policy: The weights of now sampled all tokens.
     """
 
     batch: RolloutBatch
     minibatches: list[list[int]]
     index_B: Tensor
-    on_policy: bool = True
 
 
 def pack(
@@ -78,7 +76,6 @@ def pack(
     minibatch_size: int,
     *,
     routing: RoutingRecord | None = None,
-    policy_version: int | None = None,
     only_newest: bool = False,
 ) -> StepBatch:
     """Collective over the job: moves every sample of `table` to the ranks that train on it.
@@ -92,7 +89,6 @@ def pack(
         groups: Who sits where.
         minibatch_size: Prompts per optimizer step.
         routing: Where the rollouts have `routed_experts`, the same on every rank.
-        policy_version: Of the weights of now; None: those that sampled.
         only_newest: Tokens that older weights than a response's last ones sampled are not trained.
 
     Raises:
@@ -119,8 +115,7 @@ def pack(
         support_R=travel.support(table["kept_ids"].long().tolist()) if "kept_ids" in table.columns else None,
     )
     minibatches = _local_rows(rows, groups.coords.dp) if groups.trains else []
-    oldest = int(table["oldest_version"].min()) if len(table) else policy_version
-    return StepBatch(batch, minibatches, index_B, on_policy=policy_version in (None, oldest))
+    return StepBatch(batch, minibatches, index_B)
 
 
 class _Travel:

@@ -65,6 +65,7 @@ def test_ranks_of_their_own_give_the_run_of_ranks_that_do_both(name, tmp_path):
     assert worst <= BOUNDS.get(name, worst)
     assert worst > 0 or BOUNDS[name] == 0
     assert (max(row[SPANS] for row in steps) > 1) == (name not in WHOLE)
+    assert all("training/rollout_probs_diff_mean" in row for row in steps)
 
 
 NUM_SLEEPS = 200

@@ -354,7 +354,8 @@ class RolloutConfig:
     """What happens to a prompt that would become older than `train.max_off_policy_steps`, with `over_sample_rate`: its
     step waits for it, or its samples are dropped and it begins again, once."""
     mask_offpolicy: bool = False
-    """With `over_sample_rate`: do not train the tokens of a response that older weights sampled than its last ones."""
+    """Do not train the tokens of a response that older weights sampled than its last ones; with `over_sample_rate`, or
+    `train.max_off_policy_steps` above 1."""
     pipeline_model_parallel_size: int = 1
     """Pipeline stages of a replica; above 1 with `trtllm_engine` only."""
     expert_parallel_size: int = 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 from mrl.config import Config
 
@@ -41,7 +42,7 @@ class Schedule:
         """The run's."""
         train, rollout, age = config.train, config.rollout, max_off_policy_steps(config)
         lead = (age or 0) if train.mode == "async" else 0
-        extra = math.ceil(rollout.over_sample_rate * train.batch_size)
+        extra = math.ceil(Fraction(str(rollout.over_sample_rate)) * train.batch_size)
         return Schedule(
             batch_size=train.batch_size,
             num_samples=rollout.n,

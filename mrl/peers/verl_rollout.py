@@ -78,14 +78,20 @@ MAPS: Mapping[str, tuple[str, Any, str]] = {
     "nnodes": (
         "rollout.nnodes",
         0,
-        "beside `trainer.nnodes`, whose ranks then only train; sampling and updates wait for each other",
+        "beside `trainer.nnodes`, whose ranks then only train; `train.mode` says whether both work at once",
     ),
     "n_gpus_per_node": ("rollout.n_gpus_per_node", "${oc.select:trainer.n_gpus_per_node,8}", "of `rollout.nnodes`"),
+    "over_sample_rate": (
+        "rollout.over_sample_rate",
+        0.0,
+        "nothing of verl 0.9.1 reads it; as its comment has it, what is not whole in time is dropped: "
+        "`rollout.over_age=drop`, and here a batch is begun so much larger",
+    ),
     "moe_tensor_parallel_size": ("rollout.moe_tensor_parallel_size", 1, "1 there is null here: what EP leaves"),
 }
 """Field -> mrl's key, the default of verl's trainer config, and how values differ."""
 
-_ONE_MODE = "sampling and updates take turns, on the same ranks or with `rollout.nnodes` on others"
+_ONE_MODE = "the engine is in the ranks, without servers; `train.mode` says whether it samples beside the updates"
 _REPLICAS = "replicas are the ranks that tensor and pipeline parallelism, `rollout.*_model_parallel_size`, leave"
 _MICROBATCH = "log-probabilities are computed in the actor's microbatches, `actor.max_tokens_per_microbatch`"
 _TOOLS = "of conversations with tools, which need an environment here: `rollout.agent.environment`"
@@ -181,7 +187,6 @@ NEEDLESS: Mapping[str, str] = {
 """Field -> why no value of it needs a counterpart, and what acts in its place."""
 
 ABSENT: Mapping[str, str] = {
-    "over_sample_rate": "all samples that were begun are used; `algorithm.dynamic_sampling` asks for more prompts",
     "custom": "nothing reads it; an engine of your own goes by its path in `rollout.name`",
     "checkpoint_manager_class": "checkpoints are the trainer's own, section `checkpoint`",
     "quantization_config_file": "what is quantised follows from `rollout.quantization`",

@@ -36,8 +36,12 @@ def off_policy_rules(config: Config, *, supervised: bool) -> Iterator[str]:
         yield _idle(f"rollout.over_age={rollout.over_age}", "rollout.over_sample_rate is 0")
     elif rollout.over_age != "wait" and most is None:
         yield _idle(f"rollout.over_age={rollout.over_age}", "train.max_off_policy_steps is null: there is no bound")
-    if rollout.mask_offpolicy and not rate:
-        yield _idle("rollout.mask_offpolicy", "rollout.over_sample_rate is 0: no response has tokens of two versions")
+    if rollout.mask_offpolicy and not Schedule.of(config).by_parts:
+        yield _idle(
+            "rollout.mask_offpolicy",
+            "no response has tokens of two versions without rollout.over_sample_rate, or train.mode=async with "
+            "train.max_off_policy_steps above 1",
+        )
     if rate and most == 0 and rollout.over_age == "wait":
         yield (
             f"{over} with train.max_off_policy_steps=0: each step would wait for all that was begun. Raise "

@@ -195,7 +195,7 @@ class InFlight:
             return len(just_whole) >= least and not any(group.uid in awaited for group in left)
         if len(self._groups) - len(left) < plan.batch_size:
             return False
-        return not any(self._is_due(group, step) and (plan.waits or group.restarted) for group in left)
+        return not any(self._must_go(group, step) for group in left)
 
     def age(self, step: int) -> None:
         """Before sampling for `step`: what it could not take any more begins again, or is waited for."""
@@ -211,9 +211,13 @@ class InFlight:
                 self._rows.pop(group.uid, None)
 
     def _is_due(self, group: Group, step: int) -> bool:
-        """Whether no step after this one could take it."""
-        most = self.schedule.max_age
-        return most is not None and group.born is not None and step - 1 - group.born >= most
+        """Whether no step after this one could take it, where it is sampled for this one at the latest."""
+        most, born = self.schedule.max_age, step - 1 if group.born is None else group.born
+        return most is not None and step - 1 - born >= most
+
+    def _must_go(self, group: Group, step: int) -> bool:
+        """Whether this step is to take it: it is due, and does not begin again."""
+        return self._is_due(group, step) and (self.schedule.waits or group.restarted)
 
     def became_whole(
         self,
@@ -281,7 +285,7 @@ class InFlight:
             raise RuntimeError(f"step {step} has nothing to train on: nothing was sampled")
         whole = [(group.place, group) for group in self._groups.values() if group.place is not None]
         if not plan.in_order:
-            whole.sort(key=lambda each: (not self._is_due(each[1], step), each[0]))
+            whole.sort(key=lambda each: (not self._must_go(each[1], step), not self._is_due(each[1], step), each[0]))
         taken = [group for _, group in whole[: plan.batch_size]]
         rollouts, rows = [*self._rejected], []
         for group in taken:
@@ -341,7 +345,7 @@ class InFlight:
             return (), {}
         found = {"last": self._last.rows_NC}
         if self._rows:
-            found["rows"] = torch.cat(list(self._rows.values()))
+            found["rows"] = torch.cat([self._rows[uid] for uid in sorted(self._rows)])
         if self.tally.drawn is not None:
             found["drawn"] = self.tally.drawn.rows_NC
         return self._last.columns, found

@@ -10,16 +10,18 @@ Owns the files. Which prompts are in flight is in state.json (`rollout/in_flight
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
+from mrl.errors import UserError
 from mrl.files.durable import write_file
 from mrl.types import Begun, Episode, Prompt, Rollout, Support
 
@@ -51,17 +53,20 @@ def write(folder: Path, kept: KeptSamples, *, replica: int | None, first: bool) 
         kept: The rank's.
         replica: Whose samples this rank writes; None: nobody's.
         first: This rank writes the tables.
+
+    Raises:
+        OSError: The disk does not take it. It names the file.
     """
     if not kept.tables:
         return
     (folder / FOLDER).mkdir(exist_ok=True)
     if first:
         tensors = {name: rows.clone() for name, rows in kept.tables.items()}  # a file's may share no memory
-        save_file(tensors, folder / FOLDER / "table.safetensors", {"columns": json.dumps(kept.columns)})
+        write_file(folder / FOLDER / "table.safetensors", save(tensors, {"columns": json.dumps(kept.columns)}))
     if replica is not None:
         records, tensors = _packed([*kept.rollouts, *kept.begun])
         write_file(folder / FOLDER / f"replica-{replica}.json", json.dumps(records).encode())
-        save_file(tensors, folder / FOLDER / f"replica-{replica}.safetensors")
+        write_file(folder / FOLDER / f"replica-{replica}.safetensors", save(tensors))
 
 
 def read(folder: Path, *, replica: int | None, num_replicas: int, prompt_at: Callable[[int], Prompt]) -> KeptSamples:
@@ -72,6 +77,9 @@ def read(folder: Path, *, replica: int | None, num_replicas: int, prompt_at: Cal
         replica: Of this rank; None: it does not sample.
         num_replicas: Of the job now: what replica k had, replica k modulo this number has.
         prompt_at: The prompt with a uid.
+
+    Raises:
+        UserError: A file cannot be read, or has something else than a run leaves there.
     """
     if not (folder / FOLDER).is_dir():
         return KeptSamples()
@@ -80,21 +88,42 @@ def read(folder: Path, *, replica: int | None, num_replicas: int, prompt_at: Cal
     parts = {int(path.stem.split("-")[1]): path for path in (folder / FOLDER).glob("replica-*.json")}
     for number, path in sorted(parts.items()):
         if number % num_replicas == replica:
-            records = json.loads(path.read_text())
-            for sample in _unpacked(records, _tensors(path.with_suffix(".safetensors")), prompt_at):
-                if isinstance(sample, Rollout):
-                    rollouts.append(sample)
-                else:
-                    begun.append(sample)
-    with safe_open(folder / FOLDER / "table.safetensors", "pt") as file:
-        columns = tuple(map(str, json.loads(file.metadata()["columns"])))
-        tables = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- it is no mapping
+            with _left_by_a_run(folder, path):
+                records = json.loads(path.read_bytes())
+                tensors, _ = _tensors(path.with_suffix(".safetensors"), _DTYPES)
+                found = _unpacked(records, tensors, prompt_at)
+            rollouts += [sample for sample in found if isinstance(sample, Rollout)]
+            begun += [sample for sample in found if isinstance(sample, Begun)]
+    table = folder / FOLDER / "table.safetensors"
+    with _left_by_a_run(folder, table):
+        tables, told = _tensors(table, {})
+        columns = tuple(map(str, json.loads(told["columns"])))
+        for name, rows in tables.items():
+            if rows.dtype != torch.float64 or rows.dim() != 2 or rows.size(1) != len(columns):
+                raise ValueError(f"{name} is {rows.dtype} {list(rows.shape)}, expected float64 [rows, {len(columns)}]")
     return KeptSamples(columns, tables, rollouts, begun)
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
+@contextmanager
+def _left_by_a_run(folder: Path, path: Path) -> Iterator[None]:
+    """Inside, a file that cannot be read, or does not fit, is a UserError."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, OSError, SafetensorError, TypeError, ValueError) as error:
+        raise UserError(
+            f"checkpoint '{folder}' is of no run of mrl: its {FOLDER}/{path.stem}.* cannot be read, or has something "
+            f"else than a run leaves there ({type(error).__name__}: {error}). Give another checkpoint."
+        ) from error
+
+
+def _tensors(path: Path, dtypes: Mapping[str, torch.dtype]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """A file's tensors, and what it says besides."""
     with safe_open(path, "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- it is no mapping
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- it is no mapping
+        for name, tensor in found.items():
+            if tensor.dtype != dtypes.get(name, tensor.dtype):
+                raise ValueError(f"{name} is {tensor.dtype}, expected {dtypes[name]}")
+        return found, file.metadata() or {}
 
 
 def _packed(samples: Sequence[Rollout | Begun]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
@@ -144,6 +173,17 @@ _PLAIN = (
 """Fields of a rollout that are JSON as they are."""
 
 
+_DTYPES = {
+    "ids": torch.int64,
+    "logprobs": torch.float64,
+    "mask": torch.bool,
+    "log_kept_mass": torch.float64,
+    "support_ids": torch.int32,
+    "support_counts": torch.int32,
+}
+"""Of the joined tensors; experts have the smallest that holds them."""
+
+
 class _Reader:
     """Takes parts of joined tensors, one after the other."""
 
@@ -179,6 +219,8 @@ def _unpacked(
             log_mass = reader.next("log_kept_mass", count).tolist()
         ids, logprobs = reader.next("ids", count).tolist(), reader.next("logprobs", count).tolist()
         runs = tuple((int(version), int(length)) for version, length in record["version_runs"])
+        if runs and sum(length for _, length in runs) != count:
+            raise ValueError(f"sample {record['sample_index']} of prompt {uid} has {count} tokens, versions of {runs}")
         index, whole = int(record["sample_index"]), record.get("whole")
         if whole is None:
             found.append(Begun(prompts[uid], index, tuple(ids), tuple(logprobs), runs, support, tuple(log_mass)))

@@ -20,8 +20,7 @@ IN_YAML_ONLY = {"engine_kwargs.vllm", "engine_kwargs.sglang", "engine_kwargs.trt
 """Of verl's config files, beside its dataclass."""
 
 NAMED = {
-    "mode": ("async", "take turns"),
-    "over_sample_rate": (0.1, "`algorithm.dynamic_sampling`"),
+    "mode": ("async", "`train.mode` says whether it samples beside the updates"),
     "data_parallel_size": (2, "replicas are the ranks that"),
     "log_prob_micro_batch_size": (4, "`actor.max_tokens_per_microbatch`"),
     "log_prob_micro_batch_size_per_gpu": (4, "`actor.max_tokens_per_microbatch`"),

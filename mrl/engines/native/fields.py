@@ -22,6 +22,9 @@ FIELDS: Fields = {
     "tensor_model_parallel_size": Use("ranks of a replica, by any launcher"),
     "num_ranks": Use("the last ranks of the job hold the engine and nothing else; 0: every rank does"),
     "nnodes": Use("the same, in nodes"),
+    "over_sample_rate": Use("sampling stops between two tokens; what is begun is read again under the next weights"),
+    "over_age": Use("what happens to a prompt that would become too old"),
+    "mask_offpolicy": Use("true: of a response, only what its last weights sampled is trained"),
     "pipeline_model_parallel_size": refused(
         "only built TensorRT-LLM engines have a pipeline",
         lambda r: r.pipeline_model_parallel_size != 1,

@@ -1,4 +1,4 @@
-"""For every environment and tool format: what the engine saw is what is trained, turn by turn, and both score it alike."""
+"""For every environment and tool format: what the engine saw is trained, turn by turn, and both score it alike."""
 
 import json
 import os
@@ -55,7 +55,8 @@ def arguments(folder, form, more=()):
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()))
     kwargs = json.dumps({"worlds": {name: list(given) for name, given in worlds(folder).items()}})
     words = [
-        f"model.tokenizer={tokens}", "model.overrides={num_hidden_layers: 2, max_position_embeddings: 5000}", "~data.task", "~data.task_kwargs",
+        f"model.tokenizer={tokens}", "model.overrides={num_hidden_layers: 2, max_position_embeddings: 5000}",
+        "~data.task", "~data.task_kwargs",
         f"data.train_files=[{folder}/rows.jsonl]", "data.prompt_key=prompt",
         f"train={{num_steps: 1, batch_size: {len(rows())}, minibatch_size: {len(rows())}, eval_interval: 0}}",
         "train.warm_start.num_steps=0", "actor.max_tokens_per_microbatch=5000",

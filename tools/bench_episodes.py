@@ -2,7 +2,7 @@
 
     python tools/bench_episodes.py                            # some minutes on two cores
     python tools/bench_episodes.py --conversations 64 --rows 32 --repeats 5
-    python tools/bench_episodes.py --ways native --sleep-s 2
+    python tools/bench_episodes.py --ways native --step-s 0.02     # a busy machine, or steps as long as a GPU's
 
 The engine samples as in training, and environments answer in worker processes. Each answer takes `--sleep-s` (0.5) or
 no time, with equal odds, by its place in its episode alone: all ways sample the very same tokens. Each way is a process
@@ -23,6 +23,7 @@ import argparse
 import functools
 import json
 import tempfile
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mrl.config import RolloutConfig
 from mrl.data.tokenizer import CharTokenizer
@@ -93,12 +95,14 @@ class Work:
         conversations: Episodes.
         rows: That the engine decodes at a time.
         sleep_s: Of every second answer.
+        step_s: That a decode step takes at least.
         device: Where.
     """
 
     conversations: int
     rows: int
     sleep_s: float
+    step_s: float
     device: str
 
 
@@ -108,13 +112,16 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=48)
     parser.add_argument("--rows", type=int, default=16, help="rollout.max_num_seqs")
     parser.add_argument("--sleep-s", type=float, default=0.5)
+    parser.add_argument("--step-s", type=float, default=0.0, help="that a decode step takes at least")
     parser.add_argument("--ways", choices=WAYS, nargs="*", default=list(WAYS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
     add_device(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.num_threads)
-    found = measured(Work(args.conversations, args.rows, args.sleep_s, args.device), args.ways, args.repeats)
+    found = measured(
+        Work(args.conversations, args.rows, args.sleep_s, args.step_s, args.device), args.ways, args.repeats
+    )
     print(json.dumps(found), flush=True)
 
 
@@ -146,6 +153,7 @@ def measured(work: Work, ways: list[str], repeats: int, model: Mapping[str, Any]
         "conversations": work.conversations,
         "rows": work.rows,
         "sleep_s": work.sleep_s,
+        "step_s": work.step_s,
         "tokens": tokens,
         "turns": turns,
         "ways": {
@@ -200,6 +208,15 @@ def runner(work: Work, way: str, model: Mapping[str, Any], world: Path, told: Pa
     engine.begin_update()
     engine.update_weights([WeightSlice(name, whole(value.shape), value) for name, value in weights.items()])
     engine.finish_update(0)
+    decode = engine._decode_eagerly
+
+    def step(batch: int, length: int) -> Tensor:
+        ends = time.perf_counter() + work.step_s
+        logits_BV = decode(batch, length)
+        time.sleep(max(0.0, ends - time.perf_counter()))
+        return logits_BV
+
+    engine._decode_eagerly = step  # type: ignore[method-assign]
     if way == "rounds":
         engine.converse = functools.partial(RolloutEngine.converse, engine)
     episodes = Episodes(config, tokenizer, [], None, told_to_stop=lambda: False)

@@ -22,10 +22,11 @@ from mrl.files.durable import replace_file
 from mrl.files.step_file import Row, number, read_rows
 from mrl.observe.charts import Point, Series, colour, line_chart, stacked_bars
 from mrl.observe.data_sources import headlines
-from mrl.observe.page import card, cell, grid, header, page, section, table
+from mrl.observe.page import card, cell, grid, header, page, section, table, turns_cell
 from mrl.observe.words import clock, short
 from mrl.run_folder.run_dir import RunDir, flat, read_facts
 from mrl.schema import registry
+from mrl.types import EPISODE_ENDS
 
 EDGE_STEPS = 5
 """Headline rewards are means over this many first and last steps."""
@@ -50,6 +51,15 @@ LEARNING: tuple[Drawing, ...] = (
         "Groups and cut responses, fraction",
         (("groups with equal rewards", "group/zero_variance_frac"), ("responses cut", "response_length/clip_ratio")),
     ),
+)
+EPISODES: tuple[Drawing, ...] = (
+    ("Turns of the policy", (("mean", "num_turns/mean"), ("max", "num_turns/max"))),
+    ("Tool calls of an episode", (("mean", "tool_calls/mean"), ("max", "tool_calls/max"))),
+    (
+        "Fractions",
+        (("sampled, of response tokens", "episode/sampled_frac"), ("unread, of tool calls", "tool_calls/unread_frac")),
+    ),
+    ("Why episodes ended, fraction", tuple((end.replace("_", " "), f"episode/{end}_frac") for end in EPISODE_ENDS)),
 )
 POLICY: tuple[Drawing, ...] = (
     ("KL to the policy that sampled (ppo_kl)", (("ppo_kl", "actor/ppo_kl"),)),
@@ -100,6 +110,7 @@ def write_report(run_dir: Path) -> Path:
             _headline(name, history, config, facts, run.committed_steps()),
             section("Learning", _drawings(history.steps, LEARNING)),
             section("By data set", _drawings(history.steps, by_data_set(history.steps))),
+            section("Episodes", _drawings(history.steps, EPISODES), "Conversations with environments."),
             section("Before and after", _samples(read_rows(run.samples)), "The same held-out prompts."),
             section("Policy", _drawings(history.steps, POLICY)),
             section(
@@ -341,7 +352,15 @@ def _answered(row: Row) -> str:
     cut = " ⋯ (cut at the length limit)" if row.get("finish_reason") == "length" else ""
     tone = "good" if reward is not None and reward > 0 else "poor"
     value = "" if reward is None else short(reward)
-    return cell(str(row.get("response", "")) + cut, "text") + cell(value, f"num {tone}")
+    turns = [(str(turn["by"]), _said(turn)) for turn in row.get("turns") or ()]
+    said = turns_cell(turns, cut) if turns else cell(str(row.get("response", "")) + cut, "text")
+    return said + cell(value, f"num {tone}")
+
+
+def _said(turn: Row) -> str:
+    """A turn's text, and what the environment gave for it."""
+    reward = number(turn.get("reward"))
+    return f"{turn['text']}  [{short(reward)}]" if reward else str(turn["text"])
 
 
 def _defaults(algorithm: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from mrl.errors import UserError, shown
 from mrl.schema.distillation import DistillationConfig
+from mrl.schema.dpo import DpoConfig
 from mrl.schema.multi_turn import AgentConfig, MultiTurnConfig
 from mrl.schema.paths import FilePath, TokenizerPath
 from mrl.schema.policy_losses import ClipCovConfig, DppoConfig, DroConfig, KlCovConfig, SapoConfig, VespoConfig
@@ -421,20 +422,6 @@ class EntropyCtrlConfig:
     """Lower bound of the coefficient."""
     max_coef: float = 1.0
     """Upper bound, not below the lower one."""
-
-
-@dataclass(frozen=True)
-class DpoConfig:
-    """Of `algorithm.name=dpo`, with TRL's names."""
-
-    loss_type: Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero"] = "sigmoid"
-    """Loss of a pair. sigmoid_norm and ipo divide each response's log ratio by its length."""
-    beta: float = 0.1
-    """How strongly the policy is held to the reference, above 0; of ipo it is the paper's tau."""
-    label_smoothing: float = 0.0
-    """Part of the pairs whose labels are taken to be the wrong way round, [0, 0.5); of robust."""
-    sft_loss_weight: float = 0.0
-    """Factor of the mean negative log-likelihood of the chosen responses' tokens, which is added to the loss."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ One JSON line:
     ratio            tokens/s of the native engine with tools that sleep, over those with tools that answer at once
     rounds_ratio     the same where all turns of a round are waited for, as in engines that go by rounds
     ways             name -> its times and tokens_per_s; cores, the processors that it kept busy
+    waited_s         of a call of the native engine with tools that sleep: while it sampled nothing because an answer
+                     was missing. It takes as many decode steps as with the others, so that on a quiet machine
+                     ratio = 1 - waited_s / s; a busy one disturbs the ratio, this not
     tokens, turns    of all episodes
 """
 
@@ -119,10 +122,8 @@ def main() -> None:
     add_device(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.num_threads)
-    found = measured(
-        Work(args.conversations, args.rows, args.sleep_s, args.step_s, args.device), args.ways, args.repeats
-    )
-    print(json.dumps(found), flush=True)
+    work = Work(args.conversations, args.rows, args.sleep_s, args.step_s, args.device)
+    print(json.dumps(measured(work, args.ways, args.repeats)), flush=True)
 
 
 def measured(work: Work, ways: list[str], repeats: int, model: Mapping[str, Any] = MODEL) -> dict[str, Any]:
@@ -138,10 +139,12 @@ def measured(work: Work, ways: list[str], repeats: int, model: Mapping[str, Any]
             for how, sleep_s in (("at once", 0.0), ("that sleep", work.sleep_s))
         }
         times = take_turns(makers, repeats, torch.device(work.device), torch.get_num_threads())
-        counts = set(told.read_text(encoding="utf-8").splitlines())
+        calls = [json.loads(line) for line in told.read_text(encoding="utf-8").splitlines()]
+    counts = {tuple(call["counts"]) for call in calls}
     if len(counts) != 1:
         raise RuntimeError(f"the ways sampled other tokens: {sorted(counts)}")
-    tokens, turns, _ = json.loads(counts.pop())
+    tokens, turns, _ = counts.pop()
+    waited = [call["waited_s"] for call in calls if call["sleep_s"] and call["waited_s"] is not None]
     ratios = {
         name: round(times[f"{way}, tools at once"].median_s / times[f"{way}, tools that sleep"].median_s, 3)
         for name, way in (("ratio", "native"), ("rounds_ratio", "rounds"))
@@ -154,6 +157,7 @@ def measured(work: Work, ways: list[str], repeats: int, model: Mapping[str, Any]
         "rows": work.rows,
         "sleep_s": work.sleep_s,
         "step_s": work.step_s,
+        "waited_s": spread(waited) if waited else None,
         "tokens": tokens,
         "turns": turns,
         "ways": {
@@ -170,19 +174,8 @@ def measured(work: Work, ways: list[str], repeats: int, model: Mapping[str, Any]
     }
 
 
-@contextmanager
-def runner(work: Work, way: str, model: Mapping[str, Any], world: Path, told: Path) -> Iterator[Action]:
-    """An engine, the environments' workers, and all episodes.
-
-    Args:
-        work: Its answers sleep so long.
-        way: One of `WAYS`.
-        model: Of the engine, but for the vocabulary.
-        world: The environment's file.
-        told: Gets a line of each call: tokens, turns, and a checksum of the tokens.
-    """
-    launch.start(work.device, num_threads=torch.get_num_threads())
-    tokenizer = CharTokenizer(ALPHABET)
+def make_engine(work: Work, way: str, model: Mapping[str, Any], world: Path) -> NativeEngine:
+    """Its config knows the environment; see `runner`."""
     config = RolloutConfig(
         prompt_length=PROMPT_LEN,
         response_length=LONGEST,
@@ -199,7 +192,7 @@ def runner(work: Work, way: str, model: Mapping[str, Any], world: Path, told: Pa
     engine = NativeEngine(
         EngineSpec(
             config=config, arch=arch, tp_group=None, device=torch.device(work.device), dtype=torch.float32,
-            decode=tokenizer.decode, model_folder=lambda _: Path(), timeout_s=60.0, trains_on_logprobs=False,
+            decode=str, model_folder=lambda _: Path(), timeout_s=60.0, trains_on_logprobs=False,
         )
     )  # fmt: skip
     layout = engine.layout()
@@ -216,24 +209,38 @@ def runner(work: Work, way: str, model: Mapping[str, Any], world: Path, told: Pa
         time.sleep(max(0.0, ends - time.perf_counter()))
         return logits_BV
 
-    engine._decode_eagerly = step  # type: ignore[method-assign]
-    if way == "rounds":
-        engine.converse = functools.partial(RolloutEngine.converse, engine)
-    episodes = Episodes(config, tokenizer, [], None, told_to_stop=lambda: False)
-    prompts = [
-        Prompt(number, tuple(tokenizer.encode(f"Question {number}")), "", question=f"Question {number}")
-        for number in range(work.conversations)
-    ]
+    changed = {"_decode_eagerly": step} if work.step_s else {}
+    changed |= {"converse": functools.partial(RolloutEngine.converse, engine)} if way == "rounds" else {}
+    vars(engine).update(changed)
+    return engine
+
+
+@contextmanager
+def runner(work: Work, way: str, model: Mapping[str, Any], world: Path, told: Path) -> Iterator[Action]:
+    """An engine, the environments' workers, and all episodes.
+
+    Args:
+        work: Its answers sleep so long.
+        way: One of `WAYS`.
+        model: Of the engine, but for the vocabulary.
+        world: The environment's file.
+        told: Gets a line of each call: tokens, turns, and a checksum of the tokens; and how long was waited.
+    """
+    launch.start(work.device, num_threads=torch.get_num_threads())
+    tokenizer, engine = CharTokenizer(ALPHABET), make_engine(work, way, model, world)
+    episodes = Episodes(engine.spec.config, tokenizer, [], None, told_to_stop=lambda: False)
+    texts = [f"Question {number}" for number in range(work.conversations)]
+    prompts = [Prompt(number, tuple(tokenizer.encode(text)), "", question=text) for number, text in enumerate(texts)]
     ends = tuple(range(len(ALPHABET) - len(ALPHABET) // TURN_TOKENS, len(ALPHABET)))
 
     def run() -> None:
         found = episodes.run(engine, prompts, SamplingConfig(n=1, max_tokens=LONGEST, stop_token_ids=ends))
-        sampled = [one.response_ids for one in found]
-        turns = sum(one.episode.num_turns for one in found if one.episode is not None)
-        failed = [one.episode for one in found if one.episode is None or one.episode.error]
-        if failed:
+        talks = [one.episode for one in found if one.episode is not None]
+        if failed := [one for one in talks if one.error]:
             raise RuntimeError(f"an episode failed: {failed[0]}")
-        line = [sum(map(len, sampled)), turns, zlib.crc32(json.dumps(sampled).encode())]
+        ids = [one.response_ids for one in found]
+        counts = [sum(map(len, ids)), sum(one.num_turns for one in talks), zlib.crc32(json.dumps(ids).encode())]
+        line = {"counts": counts, "sleep_s": work.sleep_s, "waited_s": engine.stats().get("waited_s")}
         with told.open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(line)}\n")
 

@@ -22,11 +22,11 @@ from mrl.files.durable import replace_file
 from mrl.files.step_file import Row, number, read_rows
 from mrl.observe.charts import Point, Series, colour, line_chart, stacked_bars
 from mrl.observe.data_sources import headlines
+from mrl.observe.drawings import ACCURACY, EPISODES, LEARNING, MISMATCH, POLICY, SPEED, Drawing
 from mrl.observe.page import card, cell, grid, header, page, section, table, turns_cell
 from mrl.observe.words import clock, short
 from mrl.run_folder.run_dir import RunDir, flat, read_facts
 from mrl.schema import registry
-from mrl.types import EPISODE_ENDS
 
 EDGE_STEPS = 5
 """Headline rewards are means over this many first and last steps."""
@@ -34,60 +34,8 @@ EDGE_STEPS = 5
 FEWEST_DRAWN = 3
 """Points of a metric that stands in no chart of its own: fewer are written, not drawn."""
 
-ACCURACY = "val/accuracy"
 ROUNDING = 1e-6
 """Two lines that are closer everywhere are drawn as one."""
-
-Drawing = tuple[str, tuple[tuple[str, str], ...]]
-"""Title, and (legend, metric) of each line."""
-
-LEARNING: tuple[Drawing, ...] = (
-    ("Reward", (("mean", "critic/score/mean"), ("shaped mean", "critic/rewards/mean"))),
-    ("Held-out accuracy", (("accuracy", ACCURACY),)),
-    ("Pairs whose better response is preferred, fraction", (("accuracy", "rewards/accuracies"),)),
-    ("Implicit rewards of pairs", (("better", "rewards/chosen"), ("worse", "rewards/rejected"))),
-    ("Response length, tokens", (("mean", "response_length/mean"), ("max", "response_length/max"))),
-    (
-        "Groups and cut responses, fraction",
-        (("groups with equal rewards", "group/zero_variance_frac"), ("responses cut", "response_length/clip_ratio")),
-    ),
-)
-EPISODES: tuple[Drawing, ...] = (
-    ("Turns of the policy", (("mean", "num_turns/mean"), ("max", "num_turns/max"))),
-    ("Tool calls of an episode", (("mean", "tool_calls/mean"), ("max", "tool_calls/max"))),
-    (
-        "Fractions",
-        (("sampled, of response tokens", "episode/sampled_frac"), ("unread, of tool calls", "tool_calls/unread_frac")),
-    ),
-    ("Why episodes ended, fraction", tuple((end.replace("_", " "), f"episode/{end}_frac") for end in EPISODE_ENDS)),
-)
-POLICY: tuple[Drawing, ...] = (
-    ("KL to the policy that sampled (ppo_kl)", (("ppo_kl", "actor/ppo_kl"),)),
-    ("KL to the reference", (("kl_loss", "actor/kl_loss"), ("in reward", "actor/reward_kl_penalty"))),
-    ("Distance to the teachers, nats", (("mean of a token", "distillation/abs_loss"),)),
-    ("Entropy, nats", (("entropy", "actor/entropy"),)),
-    ("Gradient norm", (("before clipping", "actor/grad_norm"),)),
-    ("Clipped tokens, fraction", (("upper", "actor/pg_clipfrac"), ("lower (dual)", "actor/pg_clipfrac_lower"))),
-    ("Loss", (("policy gradient", "actor/pg_loss"), ("total", "actor/loss"))),
-    ("Loss of the critic", (("value loss", "critic/vf_loss"),)),
-    ("Variance of the returns that the critic explains, fraction", (("explained", "critic/vf_explained_var"),)),
-)
-MISMATCH: tuple[Drawing, ...] = (
-    (
-        "|p engine - p actor|",
-        (("max", "training/rollout_probs_diff_max"), ("mean", "training/rollout_probs_diff_mean")),
-    ),
-    ("Correlation of the two", (("pearson", "training/rollout_actor_probs_pearson_corr"),)),
-)
-SPEED: tuple[Drawing, ...] = (
-    ("Tokens per second and rank", (("throughput", "perf/throughput"),)),
-    ("Response tokens per second, generation", (("tokens/s", "perf/gen_tokens_per_s"),)),
-    ("Model FLOPs utilisation", (("update", "perf/mfu/actor"),)),
-    (
-        "Memory, GiB",
-        (("host", "perf/cpu_memory_used_gb"), ("device, peak", "perf/max_memory_allocated_gb")),
-    ),
-)
 
 
 def write_report(run_dir: Path) -> Path:

@@ -1,8 +1,8 @@
 """How long the phases of a step take on stated hardware: floating-point operations and bytes over rates.
 
 Owns the predictions and what they assume: every response has its full length, ranks of a kind wait for nobody,
-communication hides behind computation except where a line below says otherwise. The parts of the peak rates that are reached are
-assumptions of `observe/hardware.py`, not measurements.
+communication hides behind computation except where a line below says otherwise. The parts of the peak rates that are
+reached are assumptions of `observe/hardware.py`, not measurements.
 """
 
 from __future__ import annotations

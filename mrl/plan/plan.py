@@ -1,8 +1,8 @@
 """What a run would cost on a cluster of any size, without running it: `mrl plan CONFIG --world-size N`.
 
 Owns the text. Memory comes from `memory.py` and is refused by `fit.py`, times come from `durations.py` and `refits.py`,
-all of it from shapes (`weights/traffic.py`) and stated figures (`observe/hardware.py`): nothing is measured. Which ranks
-should train and which sample is `splits.py`'s answer.
+all of it from shapes (`weights/traffic.py`) and stated figures (`observe/hardware.py`): nothing is measured. Which
+ranks should train and which sample is `splits.py`'s answer.
 """
 
 from __future__ import annotations

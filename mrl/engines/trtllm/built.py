@@ -49,7 +49,7 @@ class BuiltEngine(RolloutEngine):
     """One rank of a replica, in TensorRT-LLM's order of ranks."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Collective over the job.
+        """Collective over the ranks that sample.
 
         Args:
             spec: Its dtype is the engines', as preflight made sure.

@@ -48,7 +48,7 @@ class LlmEngine(RolloutEngine):
     """One rank of a replica."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Collective over the job: starts TensorRT-LLM in this process.
+        """Collective over the ranks that sample: starts TensorRT-LLM in this process.
 
         Args:
             spec: The replica's.

@@ -30,7 +30,7 @@ def hidden(launcher: str) -> tuple[str, ...]:
 
 
 def communicator_of(replica: Replica, name: str) -> Any:
-    """Collective over the job: MPI's communicator of the replica; None where MPI did not start the ranks.
+    """Collective over the replica: MPI's communicator of it; None where MPI did not start the ranks.
 
     Args:
         replica: Of this rank.
@@ -44,7 +44,8 @@ def communicator_of(replica: Replica, name: str) -> Any:
         if replica.size > 1:
             raise UserError(not_over_mpi(name, environment.launcher, replica.size))
         return None
-    communicator = mpi.split(replica.first_rank, replica.rank, environment)
+    ranks = range(replica.first_rank, replica.first_rank + replica.size)
+    communicator = mpi.among(ranks, environment)
     mpi.check_threads()  # TensorRT-LLM talks in a thread of its own
     return communicator
 

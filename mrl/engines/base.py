@@ -136,6 +136,15 @@ class RolloutEngine(ABC):
     policy_version: int
     """Optimizer steps in the weights now held; -1 before the first refit."""
 
+    @classmethod
+    def start_beside(cls) -> None:
+        """Collective over the job, on ranks that hold no engine while others start theirs: their part in that, if any.
+
+        Raises:
+            UserError: It cannot be done here.
+        """
+        return
+
     notes: tuple[str, ...] = ()
     """What the installed engine cannot do as the config has it, and does otherwise; told at the start."""
 

@@ -64,7 +64,7 @@ class Sampler:
         self._groups = groups
         self._rollout, self._arch, self._device, self._policy, self._tell = rollout, plan.arch, device, policy, tell
         self._frees = rollout.free_cache_engine and not groups.grid.has_roles  # for nobody, on ranks of its own
-        engine = find("engines", rollout.name, "ENGINE") if groups.samples and plan.needs_engine else NoEngine
+        engine = find("engines", rollout.name, "ENGINE") if plan.needs_engine else NoEngine
         spec = EngineSpec(
             config=replace(rollout, free_cache_engine=self._frees),
             arch=plan.arch,
@@ -77,7 +77,9 @@ class Sampler:
             trains_on_logprobs=config.algorithm.rollout_correction.takes_sampled,
         )
         with together() if groups.grid.has_roles else nullcontext():  # else all ranks are in the start together
-            self.engine: RolloutEngine = engine(spec)
+            if not groups.samples:
+                engine.start_beside()
+            self.engine: RolloutEngine = (engine if groups.samples else NoEngine)(spec)
         for note in of_samplers(groups, self.engine.notes):
             tell(note)
         try:

@@ -201,7 +201,10 @@ def _missing(found: Resolved, hardware: Hardware) -> int:
     device = device_of(hardware, found.grid)
     stages = memory_by_stage(found, device)
     capacity = device.capacity or 0
-    missing = sum(max(0, *(stage.total(phase) - capacity for stage in stages)) for phase in stages[0].phases)
+    phases = dict.fromkeys(phase for stage in stages for phase in stage.phases)
+    missing = sum(
+        max(0, *(stage.total(phase) - capacity for stage in stages if phase in stage.phases)) for phase in phases
+    )
     for stage in stages:
         if not stage.kv_rows:
             missing += stage.phases.get("rollout", {}).get("KV cache", 0)

@@ -45,7 +45,7 @@ def describe(config: Config, world_size: int, hardware: Hardware) -> str:
     refit = predict_refit(found.config, found.arch, found.grid, hardware)
     # a rank may send more than it gets: without knowing who sends, the bound is all of an engine's weights
     stages = memory_by_stage(found, device, moved_bytes=None if refit.staging_bytes else 0)
-    splits = None if found.algorithm.supervised else find_splits(found, hardware)
+    splits = None if found.algorithm.supervised else find_splits(found, hardware, refit)
     try:
         check_fits(found, hardware, stages)
     except UserError as error:

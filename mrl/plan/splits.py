@@ -44,6 +44,7 @@ class Split:
         hardware: Of its GPUs.
         stages: Its memory.
         durations: Of its phases.
+        known: Its refit, where that was predicted before.
     """
 
     found: Resolved
@@ -51,6 +52,7 @@ class Split:
     hardware: Hardware
     stages: list[StageMemory]
     durations: Durations
+    known: RefitPrediction | None = None
 
     @property
     def grid(self) -> Grid:
@@ -59,8 +61,8 @@ class Split:
 
     @cached_property
     def refit(self) -> RefitPrediction:
-        """Of its layouts; it takes longer than all the rest."""
-        return predict_refit(self.found.config, self.found.arch, self.grid, self.hardware)
+        """Of its layouts; to predict it takes longer than all the rest."""
+        return self.known or predict_refit(self.found.config, self.found.arch, self.grid, self.hardware)
 
     def step(self, *, overlaps: bool) -> StepTime:
         """A step of it."""
@@ -108,12 +110,13 @@ class Splits:
         return sorted(timed, key=lambda split: split.step(overlaps=overlaps).step)
 
 
-def find_splits(found: Resolved, hardware: Hardware) -> Splits:
+def find_splits(found: Resolved, hardware: Hardware, refit: RefitPrediction | None = None) -> Splits:
     """All splits of the run's ranks into those that train and those that sample, its own and the undivided job too.
 
     Args:
         found: The run, which samples.
         hardware: Its cluster.
+        refit: Of the run as it is, where it is known.
     """
     fitting: list[Split] = []
     left_out: Counter[str] = Counter()
@@ -133,7 +136,8 @@ def find_splits(found: Resolved, hardware: Hardware) -> Splits:
             left_out[f"{where_of(short.stage, other.grid)} lacks memory in its {short.phase}"] += 1
             continue
         durations = predict_durations(other, hardware, rows_of(stages))
-        fitting.append(Split(other, _differing(found, overrides), hardware, stages, durations))
+        known = refit if other.grid == found.grid else None
+        fitting.append(Split(other, _differing(found, overrides), hardware, stages, durations, known))
     return Splits(fitting, left_out)
 
 

@@ -20,7 +20,7 @@ FILES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if NAME.full
 
 OF_TRTLLM = [path for path in FILES if not NAME.fullmatch(path.name)["engine"]]
 OF_VLLM = [path for path in FILES if path not in OF_TRTLLM]
-"""A config's name tells its engine, where that is not TensorRT-LLM; and `roles`, where rollouts have their own ranks."""
+"""A config's name tells its engine, if not TensorRT-LLM, and `roles` where rollouts have ranks of their own."""
 
 FEW_ROWS = 16
 """Sequences of full length that a replica has room for; with fewer, passes over its weights serve hardly any."""

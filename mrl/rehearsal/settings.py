@@ -212,8 +212,7 @@ def other_layout(
                 config,
                 parallel=parallel,
                 rollout=replace(
-                    config.rollout,
-                    **_own_ranks(own),
+                    _with_ranks(config.rollout, own),
                     tensor_model_parallel_size=rollout_tp,
                     expert_parallel_size=1,
                     moe_tensor_parallel_size=None,
@@ -287,7 +286,7 @@ def _rollout(rollout: RolloutConfig, sizes: Sizes) -> RolloutConfig:
     if rollout.multi_turn.enable:
         rollout = _episodes(rollout)
     return replace(
-        rollout,
+        _with_ranks(rollout, grid.rollout_ranks),
         name=sizes.engine.name,
         engine_dir=None,
         engine_kwargs={},
@@ -296,7 +295,6 @@ def _rollout(rollout: RolloutConfig, sizes: Sizes) -> RolloutConfig:
         response_length=response,
         max_model_len=None if rollout.max_model_len is None else prompt + response + longer,
         tensor_model_parallel_size=grid.rollout_tp,
-        **_own_ranks(grid.rollout_ranks),
         pipeline_model_parallel_size=1,
         expert_parallel_size=grid.rollout_ep,
         moe_tensor_parallel_size=None if rollout.moe_tensor_parallel_size is None else grid.rollout_moe_tp,
@@ -308,9 +306,9 @@ def _rollout(rollout: RolloutConfig, sizes: Sizes) -> RolloutConfig:
     )
 
 
-def _own_ranks(count: int) -> dict[str, int]:
-    """The fields that give rollouts so many ranks."""
-    return {"num_ranks": count, "nnodes": 0, "n_gpus_per_node": RolloutConfig.n_gpus_per_node}
+def _with_ranks(rollout: RolloutConfig, count: int) -> RolloutConfig:
+    """With so many ranks of their own."""
+    return replace(rollout, num_ranks=count, nnodes=0, n_gpus_per_node=RolloutConfig.n_gpus_per_node)
 
 
 def _episodes(rollout: RolloutConfig) -> RolloutConfig:

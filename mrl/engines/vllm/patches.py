@@ -93,7 +93,7 @@ class _Distributed:
         return self._size if group is None else torch.distributed.get_world_size(group)
 
     def new_group(self, *given: Any, **named: Any) -> Any:
-        return torch.distributed.new_group(*given, **named, use_local_synchronization=True)
+        return torch.distributed.new_group(*given, **{**named, "use_local_synchronization": True})
 
 
 class _Torch:

@@ -1,4 +1,4 @@
-"""Ranks of their own for rollouts by each launcher, on two hosts; trouble on one of either kind ends the job in time."""
+"""Ranks of their own for rollouts by each launcher, on two hosts; trouble on one of either kind ends the job."""
 
 import json
 import os

@@ -85,11 +85,8 @@ def make_rollout_group(grid: Grid, rank: int) -> dist.ProcessGroup:
     return alone(rank)
 
 
-Roles = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
-
-
-def make_role_groups(grid: Grid, timeout_s: float) -> Roles:
-    """Collective over the job: the group of the ranks that train and that of those that sample; None where all do both.
+def make_role_groups(grid: Grid, timeout_s: float) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Collective over the job: the groups of the ranks that train and of those that sample; None where all do both.
 
     Args:
         grid: The layout.
@@ -97,8 +94,8 @@ def make_role_groups(grid: Grid, timeout_s: float) -> Roles:
     """
     if not grid.has_roles:
         return None, None
-    longest = timedelta(seconds=timeout_s)
-    trainers, samplers = (dist.new_group(list(ranks), timeout=longest) for ranks in (grid.trainers, grid.samplers))
+    timeout = timedelta(seconds=timeout_s)
+    trainers, samplers = (dist.new_group(list(ranks), timeout=timeout) for ranks in (grid.trainers, grid.samplers))
     return trainers, samplers
 
 

@@ -42,9 +42,9 @@ def initialize(grid: Grid, *, seed: int, timeout_s: float = 600.0) -> ProcessGro
     trainers, samplers = make_role_groups(grid, longest_s)
     rollout_tp = make_rollout_group(grid, rank)
     _own_groups.append(rollout_tp)
-    of_role = trainers if rank in grid.trainers else samplers
-    if of_role is not None:
-        _own_groups.append(of_role)
+    role = trainers if rank in grid.trainers else samplers
+    if role is not None:
+        _own_groups.append(role)
     if rank in grid.trainers:
         with as_whole_job(trainers):
             _make_megatrons(grid, seed, timeout_s)

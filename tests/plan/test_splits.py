@@ -162,6 +162,13 @@ def test_the_command_shows_memory_and_times_of_each_kind_and_the_splits(capsys):
     assert "ranks that train wait " in printed and "  this config" in printed and "  best: " in printed
 
 
+def test_the_page_shows_what_the_command_says(capsys):
+    page = (ROOT / "mrl" / "docs" / "cluster.md").read_text()
+    (shown,) = (block for block in page.split("```") if block.startswith("\nsplits of "))
+    assert main(["plan", str(ROOT / "configs" / "grpo_qwen3-8b_2x8_tp2_vllm_roles.yaml")]) == 0
+    assert shown.strip() in capsys.readouterr().out
+
+
 def test_a_run_that_does_not_fit_is_told_of_a_split_that_does(capsys):
     resident = [f"~actor.{part}_offload" for part in ("param", "grad", "optimizer")]
     words_of = ["plan", str(DENSE), "rollout.name=vllm", "--world-size", "16", *resident]

@@ -227,7 +227,13 @@ def _unpacked(
             continue
         shape, episode = whole["routed"], whole["episode"]
         if episode is not None:
-            episode = Episode(**{**episode, "turns": tuple(map(tuple, episode["turns"]))})
+            episode = Episode(
+                **{
+                    **episode,
+                    "turns": tuple(map(tuple, episode["turns"])),
+                    "turn_rewards": tuple(episode["turn_rewards"]),
+                }
+            )
         found.append(
             Rollout(
                 prompts[uid],

@@ -378,7 +378,8 @@ class SampleTable:
     response ids; `sampled_len` of `response_len` tokens were sampled; `end` is a place in `EPISODE_ENDS`, -1 where
     there was no episode; `version`: policy version of the last token, `num_versions` sampled the response) and
     "reward/<function>" for each reward function, NaN where it gave none; with supports also KEPT: sums over the
-    sample's tokens, and extremes. `turn_rewards` has the environment's by (uid, sample index), where turns are credited.
+    sample's tokens, and extremes. `turn_rewards` has the environment's by (uid, sample index), where turns are
+    credited.
     """
 
     FACTS: ClassVar = (

@@ -395,9 +395,8 @@ class InFlight:
         named = {name: SampleTable(tuple(columns), rows, turns) for name, rows in tables.items()}
         self._last, self.tally.drawn = named.get("last"), named.get("drawn")
         rows = named.get("rows")
-        self._tables = (
-            {} if rows is None else {int(uid): _of_prompt(rows, int(uid)) for uid in set(rows["uid"].tolist())}
-        )
+        uids = set() if rows is None else set(rows["uid"].long().tolist())
+        self._tables = {uid: _of_prompt(rows, uid) for uid in uids if rows is not None}
 
 
 def _of_prompt(table: SampleTable, uid: int) -> SampleTable:

@@ -20,10 +20,10 @@ from omegaconf import OmegaConf
 from mrl.errors import UserError, shown
 from mrl.schema.controllers import EntropyCtrlConfig, KlCtrlConfig
 from mrl.schema.distillation import DistillationConfig
+from mrl.schema.dpo import DpoConfig
 from mrl.schema.multi_turn import AgentConfig, MultiTurnConfig
 from mrl.schema.paths import FilePath, TokenizerPath
 from mrl.schema.policy_losses import ClipCovConfig, DppoConfig, DroConfig, KlCovConfig, SapoConfig, VespoConfig
-from mrl.schema.preferences import DpoConfig
 from mrl.schema.reward_model import RewardModelConfig
 from mrl.schema.rollout_correction import RolloutCorrectionConfig
 from mrl.schema.values import Values
@@ -423,6 +423,9 @@ class AlgorithmConfig:
     """Added to the deviation (ppo, vapo: to the variance), above 0."""
     advantage_std_over: Literal["group", "batch"] = "group"
     """Whose deviation: that of the prompt's rewards, or of all rewards of the step (TRL's `scale_rewards=batch`)."""
+    credit: Literal["episode", "turn"] = "episode"
+    """Which rewards a turn of an episode answers for: episode: all; turn: all but those that the environment gave for
+    the turns before it, and it is compared with the same turn of the prompt's other samples."""
     gamma: Optional[float] = None
     """Discount of the reward of later tokens, (0, 1]; with a critic."""
     lam: Optional[float] = None

@@ -24,6 +24,7 @@ from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.errors import UserError
 from mrl.observe import data_sources
 from mrl.observe import metrics as measure
+from mrl.rollout import turns
 from mrl.rollout.exchange import StepBatch, pack
 from mrl.rollout.replicas import generate
 from mrl.rollout.streaming import stream
@@ -153,9 +154,12 @@ def judge(job: Job, data: StepBatch, table: SampleTable) -> Metrics:
     with phase("adv"):
         facts = outcomes(table, job.reward_weights)
         facts = replace(facts, rewards_N=algorithm.shape_rewards(facts))
-        advantages_N = algorithm.outcome_advantages(facts)
         data.batch.rewards_B = facts.rewards_N[data.index_B].float()
-        algorithm.advantages(data.batch, advantages_N[data.index_B], job.sum_over_dp)
+        credited, index_U = facts, data.index_B
+        if algorithm.config.credit == "turn":
+            credited, index_U = turns.credited(facts, table, data, job.config.reward)
+        advantages_N = algorithm.outcome_advantages(credited)
+        algorithm.advantages(data.batch, advantages_N[index_U], job.sum_over_dp)
     return measure.outcome_metrics(table, rewards_N=facts.rewards_N, advantages_N=advantages_N)
 
 
@@ -230,7 +234,8 @@ def score(
     with job.progress.phase("reward"), together(over):
         if job.scorer is not None:
             job.scorer.score(rollouts, job.progress.told_to_stop, scores)
-    table = gather_table(rollouts, job.groups, list(job.reward_weights), supports=sampling.with_support, over=over)
+    asked = {"supports": sampling.with_support, "turns": job.algorithm.config.credit == "turn"}
+    table = gather_table(rollouts, job.groups, list(job.reward_weights), over=over, **asked)
     if told := gather_failures(rollouts, table, job.groups, over):
         tell(f"WARNING {told}")
     return table

@@ -117,7 +117,7 @@ def _ahead(verl: VerlRun) -> int:
             "with it no response may go on under other weights: train.max_off_policy_steps=1 is taken"
         )
         return 1
-    return steps
+    return int(steps)
 
 
 def _bound(verl: VerlRun) -> int | None:

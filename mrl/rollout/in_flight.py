@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mrl.data.schedule import Schedule
@@ -118,7 +117,7 @@ class InFlight:
         self.rollouts: dict[int, list[Rollout]] = {}
         self.begun: dict[int, list[Begun]] = {}
         self._groups: dict[int, Group] = {}
-        self._rows: dict[int, Tensor] = {}
+        self._tables: dict[int, SampleTable] = {}
         self._prompts: dict[int, Prompt] = {}
         self._prompt_at = prompt_at
         self._num_whole = 0
@@ -208,7 +207,7 @@ class InFlight:
                 self.tally.restarted += 1
                 self.rollouts.pop(group.uid, None)
                 self.begun.pop(group.uid, None)
-                self._rows.pop(group.uid, None)
+                self._tables.pop(group.uid, None)
 
     def _is_due(self, group: Group, step: int) -> bool:
         """Whether no step after this one could take it, where it is sampled for this one at the latest."""
@@ -253,7 +252,7 @@ class InFlight:
                 group.place, self._num_whole = self._num_whole, self._num_whole + 1
                 group.born = steps if group.born is None else group.born
                 group.replica = grid.replica(holder[uid])
-                self._rows[uid] = teaching.rows_NC[teaching["uid"].long() == uid]
+                self._tables[uid] = _of_prompt(teaching, uid)
             else:
                 self._forget(uid)
                 self._rejected += self.rollouts.pop(uid, [])
@@ -287,16 +286,16 @@ class InFlight:
         if not plan.in_order:
             whole.sort(key=lambda each: (not self._must_go(each[1], step), not self._is_due(each[1], step), each[0]))
         taken = [group for _, group in whole[: plan.batch_size]]
-        rollouts, rows = [*self._rejected], []
+        rollouts, tables = [*self._rejected], []
         for group in taken:
             rollouts += self.rollouts.pop(group.uid, [])
-            rows.append(self._rows.pop(group.uid))
+            tables.append(self._tables.pop(group.uid))
             self._forget(group.uid)
         self.tally, self._rejected = Tally(), []
         return Taken(
             rollouts,
-            SampleTable(last.columns, torch.cat(rows)) if rows else last.scored,
-            {group.uid: group.data_source for group in taken} if rows else tally.names,
+            SampleTable.join(tables) if tables else last.scored,
+            {group.uid: group.data_source for group in taken} if tables else tally.names,
             tally,
             sum(group.born is not None for group in self._groups.values()),
         )
@@ -331,11 +330,14 @@ class InFlight:
     def state_dict(self) -> dict[str, Any]:
         """JSON-able: all but samples and tables."""
         tally = {name: value for name, value in vars(self.tally).items() if name != "drawn"}
+        held = [*self._tables.values(), *([] if self._last is None else [self._last])]
+        turns = {key: list(rewards) for table in held for key, rewards in table.turn_rewards.items()}
         return {
             "schedule": asdict(replace(self.schedule, num_steps=None)),
             "groups": [asdict(group) for group in self._groups.values()],
             "num_whole": self._num_whole,
             "steps_of": sorted(self._steps_of.items()),
+            "turn_rewards": [[*key, rewards] for key, rewards in turns.items()],
             "tally": tally,
         }
 
@@ -344,8 +346,8 @@ class InFlight:
         if self._last is None:
             return (), {}
         found = {"last": self._last.rows_NC}
-        if self._rows:
-            found["rows"] = torch.cat([self._rows[uid] for uid in sorted(self._rows)])
+        if self._tables:
+            found["rows"] = SampleTable.join(list(self._tables.values())).rows_NC
         if self.tally.drawn is not None:
             found["drawn"] = self.tally.drawn.rows_NC
         return self._last.columns, found
@@ -372,14 +374,14 @@ class InFlight:
         for group in self._groups.values():
             if group.replica is not None:
                 group.replica %= len(rank_of)
-                if group.uid in self._rows:
-                    self._rows[group.uid][:, place] = rank_of[group.replica]
+                if group.uid in self._tables:
+                    self._tables[group.uid].rows_NC[:, place] = rank_of[group.replica]
 
     def begin_again(self) -> None:
         """All prompts in flight are sampled from the start: what they had does not fit the run any more."""
         for group in self._groups.values():
             group.born = group.place = group.replica = None
-        self.rollouts, self.begun, self._rows = {}, {}, {}
+        self.rollouts, self.begun, self._tables = {}, {}, {}
         self.tally, self._last = Tally(), None
 
     def follow(self, state: Mapping[str, Any], columns: Sequence[str], tables: Mapping[str, Tensor]) -> None:
@@ -389,9 +391,15 @@ class InFlight:
         self._steps_of = {int(version): int(steps) for version, steps in state["steps_of"]}
         self.tally = Tally(**state["tally"])
         self.tally.whole = [(int(uid), str(source), str(name)) for uid, source, name in self.tally.whole]
-        named = {name: SampleTable(tuple(columns), rows) for name, rows in tables.items()}
+        turns = {(int(uid), int(sample)): list(rewards) for uid, sample, rewards in state["turn_rewards"]}
+        named = {name: SampleTable(tuple(columns), rows, turns) for name, rows in tables.items()}
         self._last, self.tally.drawn = named.get("last"), named.get("drawn")
-        self._rows = {}
-        if "rows" in named:
-            uids = named["rows"]["uid"].long()
-            self._rows = {uid: named["rows"].rows_NC[uids == uid] for uid in set(uids.tolist())}
+        rows = named.get("rows")
+        uids = set() if rows is None else set(rows["uid"].long().tolist())
+        self._tables = {uid: _of_prompt(rows, uid) for uid in uids if rows is not None}
+
+
+def _of_prompt(table: SampleTable, uid: int) -> SampleTable:
+    """The rows of a prompt."""
+    turns = {key: rewards for key, rewards in table.turn_rewards.items() if key[0] == uid}
+    return SampleTable(table.columns, table.rows_NC[table["uid"] == uid], turns)

@@ -20,6 +20,7 @@ from mrl.distributed.collectives import all_gather_ragged, everyone, together
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.observe.metrics import is_correct
+from mrl.rollout.turns import gather_turn_rewards
 from mrl.types import EPISODE_ENDS, Rollout, SampleTable
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -31,6 +32,7 @@ def gather_table(
     reward_names: Sequence[str],
     *,
     supports: bool = False,
+    turns: bool = False,
     over: dist.ProcessGroup | None = None,
 ) -> SampleTable:
     """Collective over `over`: the facts of all samples; the first rank of each replica speaks for it.
@@ -40,6 +42,7 @@ def gather_table(
         groups: Who sits where.
         reward_names: Keys of `Rollout.reward_parts`, in the config's order.
         supports: Whether rollouts have a support: the columns `SampleTable.KEPT` are there too.
+        turns: Whether they are episodes whose turns are credited: `turn_rewards` are there too.
         over: Who hears of them, the ranks that sample at least; None: the job.
 
     Raises:
@@ -79,7 +82,8 @@ def gather_table(
         *(SampleTable.KEPT if supports else ()),
     )
     local = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(columns))
-    return SampleTable(columns, all_gather_ragged(local, over or everyone()))
+    rewards = gather_turn_rewards(speaks_for, over or everyone()) if turns else None
+    return SampleTable(columns, all_gather_ragged(local, over or everyone()), rewards)
 
 
 def _of_episode(rollout: Rollout) -> tuple[int, int, int, int]:

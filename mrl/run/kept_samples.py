@@ -227,7 +227,8 @@ def _unpacked(
             continue
         shape, episode = whole["routed"], whole["episode"]
         if episode is not None:
-            episode = Episode(**{**episode, "turns": tuple(map(tuple, episode["turns"]))})
+            turns, rewards = tuple(map(tuple, episode["turns"])), tuple(map(float, episode["turn_rewards"]))
+            episode = Episode(**{**episode, "turns": turns, "turn_rewards": rewards})
         found.append(
             Rollout(
                 prompts[uid],

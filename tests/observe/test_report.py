@@ -252,3 +252,25 @@ def test_phases_that_ran_beside_each_other_are_told(gen_s, tmp_path):
         log.step(1, metrics_of(1) | {"timing_s/gen": gen_s})
     write_report(run.root)
     assert ("worked at once" in Page(run.report).words) == (gen_s == 0.3)
+
+
+def test_episodes_are_told_turn_by_turn_and_what_was_observed_stands_apart(tmp_path):
+    turns = [
+        {"by": "policy", "text": "is it <4>?", "tokens": 5, "reward": 0.25},
+        {"by": "environment", "text": "higher", "tokens": 2, "reward": None},
+        {"by": "policy", "text": "5", "tokens": 2, "reward": 0.0},
+    ]
+    with logging(tmp_path / "talks") as (run, log):
+        log.samples(1, [row("train", response="is it <4>?#higher5#", turns=turns)])
+        for step in range(1, 5):
+            told = {"num_turns/mean": 1.0 + step, "num_turns/max": 6.0, "episode/finished_frac": step / 4}
+            log.step(step, metrics_of(step) | told)
+    write_report(run.root)
+    page = Page(run.report)
+    assert {"Turns of the policy", "Why episodes ended, fraction"} <= set(page.figures())
+    assert "Tool calls of an episode" not in page.figures()
+    assert [attrs["class"] for tag, attrs in page.tags if tag == "p" and attrs.get("class") in ("said", "seen")] == [
+        "said", "seen", "said",
+    ]  # fmt: skip
+    said = [text.strip() for text in page.text if text.strip() in ("is it <4>?  [0.25]", "higher", "5")]
+    assert said == ["is it <4>?  [0.25]", "higher", "5"]

@@ -20,8 +20,6 @@ FIELDS: Fields = {
     "dtype": Use("of weights and KV cache; null: `model.dtype`"),
     "quantization": Use("`fp8`, `fp8_per_tensor`: linear layers are stored in FP8, and multiplied in `dtype`"),
     "tensor_model_parallel_size": Use("ranks of a replica, by any launcher"),
-    "num_ranks": Use("the last ranks of the job hold the engine and nothing else; 0: every rank does"),
-    "nnodes": Use("the same, in nodes"),
     "over_sample_rate": Use("sampling stops between two tokens; what is begun is read again under the next weights"),
     "over_age": Use("what happens to a prompt that would become too old"),
     "mask_offpolicy": Use("true: of a response, only what its last weights sampled is trained"),

@@ -8,7 +8,6 @@ from mrl.config import RolloutConfig
 from mrl.engines._fields import (
     ANOTHERS,
     ENGINE_DIR,
-    ON_ALL_RANKS,
     WHOLE_RESPONSES,
     Fields,
     Refusal,
@@ -26,7 +25,6 @@ _COOLER = f"vLLM would sample at {LEAST_TEMPERATURE}"
 _ORDER = "with `top_p` vLLM drops by `min_p` first, mrl's other engines last: vLLM may keep fewer tokens"
 
 FIELDS: Fields = {
-    **ON_ALL_RANKS,
     **WHOLE_RESPONSES,
     "engine_dir": ENGINE_DIR,
     "n": Use("each sample is a request of its own"),

@@ -1,4 +1,7 @@
-"""`algorithm.dpo`, a part of the config."""
+"""The section `algorithm.dpo`.
+
+Owns its fields and defaults. What they do is `mrl/algorithms/dpo.py`'s.
+"""
 
 from __future__ import annotations
 

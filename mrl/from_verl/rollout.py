@@ -120,5 +120,3 @@ def without_refused(config: Config, notes: dict[str, str]) -> Iterator[tuple[str
     for field, refusal in _fields.broken(REFUSING[name], config.rollout, on_a_cpu=False):
         notes[f"{ROLLOUT}{field}"] = f"refused with rollout.name={name}: {refusal.why}. {refusal.instead}"
         yield f"rollout.{field}", None
-        if field == "nnodes":
-            yield "rollout.n_gpus_per_node", None

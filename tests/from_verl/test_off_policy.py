@@ -78,8 +78,6 @@ def test_a_colocated_trainer_begins_beyond_a_batch_and_stops_for_the_updates(tmp
         ({**COLOCATED, WARMUP["colocate"]: 2}, f"{WARMUP['colocate']}=2: at most a batch beyond the step's own"),
         ({**COLOCATED, THRESHOLD: 1, STRATEGY: "wait"}, f"{STRATEGY}=wait: each step would wait for all"),
         ({MODE: "fast"}, f"{MODE}=fast: mrl has sync, separate_async, colocate_async; sync is taken"),
-        ({**SEPARATE, f"{ROLLOUT}name": "vllm"}, f"{ROLLOUT}nnodes=2: refused with rollout.name=vllm"),
-        ({**SEPARATE, f"{ROLLOUT}name": "trtllm"}, f"{ROLLOUT}nnodes=2: refused with rollout.name=trtllm"),
         ({**SEPARATE, "trainer.v1.separate_async.hybrid_rollout.enable_switch": True}, "keeps its role for the whole"),
         ({f"{SAMPLER}custom_sampler.path": "s.py"}, "in the order of their prompts, or of their ends"),
         ({**SEPARATE, f"{ROLLOUT}over_sample_rate": 0.1}, "prompts of later steps are begun anyway"),
@@ -94,9 +92,16 @@ def test_what_cannot_be_is_listed(given, told, tmp_path):
 
 
 def test_sampling_ahead_without_ranks_of_its_own_is_told_to_gain_nothing():
-    train, rollout, found = made({**SEPARATE, f"{ROLLOUT}name": "vllm"})
+    train, rollout, found = made({**SEPARATE, f"{ROLLOUT}nnodes": 0})
     assert train["mode"] == "async" and "nnodes" not in rollout
     assert [one for one in found.differs if "nothing runs beside the updates" in one]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "trtllm"])
+def test_other_engines_sample_ahead_on_ranks_of_their_own_too(engine):
+    train, rollout, found = made({**SEPARATE, f"{ROLLOUT}name": engine, WARMUP["separate"]: 2})
+    assert (train["mode"], train["max_off_policy_steps"], rollout["nnodes"]) == ("async", 2, 2)
+    assert not [one for one in found.missing if "nnodes" in one or "v1" in one]
 
 
 def test_the_older_trainer_takes_turns():

@@ -127,6 +127,10 @@ def stage_memory(config: Config, arch: ArchSpec, grid: Grid) -> list[Memory]:
     return found
 
 
+NO_ENGINE = EngineMemory(held={}, cache=0, rows=0)
+"""On a rank that only trains."""
+
+
 def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None = None) -> list[StageMemory]:
     """Every phase of a run, on a rank of each pipeline stage; then on one that only samples, where there are such.
 
@@ -149,8 +153,7 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
         away, parts = offloaded(config, own), own.parts
         staying = sum(parts[part] for part in ("weights", "gradients") if part not in away)
         staying += sum(critic.staying.values())
-        none = EngineMemory(held={}, cache=0, rows=0)
-        engine = engine_memory(found, device, weights=own.engine, actor=staying) if samples else none
+        engine = engine_memory(found, device, weights=own.engine, actor=staying) if samples else NO_ENGINE
         always = {
             **{part: size for part, size in parts.items() if part not in away},
             **engine.held,

@@ -15,9 +15,17 @@ from mrl.types import Begun, Episode, Prompt, Rollout, SampleTable, Support
 from tests.full_disk import full_disk
 
 TALK = Episode(
-    "finished", 2, 3, 1, 0.5, "fine", None, {"rounds": 2.0, "tool": "search"}, (("policy", "a"), ("environment", "b\n"))
+    "finished",
+    2,
+    3,
+    1,
+    (0.25, 0.25),
+    "fine",
+    None,
+    {"rounds": 2.0, "tool": "search"},
+    (("policy", "a"), ("environment", "b\n")),
 )
-FAILED = Episode("environment_failed", 1, 0, 0, 0.0, "", "it died", {}, ())
+FAILED = Episode("environment_failed", 1, 0, 0, (0.0,), "", "it died", {}, ())
 
 
 def prompt_at(uid):

@@ -14,13 +14,13 @@ from tests.source import ROOT
 
 NAME = re.compile(
     r"(?P<algorithm>[a-z]+)(?P<agent>-agent)?_(?P<model>[^_]+)_(?P<nodes>\d+)x(?P<gpus>\d+)"
-    r"(?:_(?P<layout>[a-z0-9]*\d))?(?:_(?P<engine>[a-z]+))?\.yaml"
+    r"(?:_(?P<layout>[a-z0-9]*\d))?(?:_(?P<engine>(?!roles)[a-z]+))?(?P<roles>_roles)?\.yaml"
 )
 FILES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if NAME.fullmatch(path.name)]
 
 OF_TRTLLM = [path for path in FILES if not NAME.fullmatch(path.name)["engine"]]
 OF_VLLM = [path for path in FILES if path not in OF_TRTLLM]
-"""A config's name ends in its engine, where that is not TensorRT-LLM."""
+"""A config's name tells its engine, if not TensorRT-LLM, and `roles` where rollouts have ranks of their own."""
 
 FEW_ROWS = 16
 """Sequences of full length that a replica has room for; with fewer, passes over its weights serve hardly any."""
@@ -52,6 +52,7 @@ def test_a_config_is_allowed_at_its_world_size_and_named_after_its_layout(file):
     name = NAME.fullmatch(file.name)
     assert (name["layout"] or "") == layout_name(found.grid)
     assert found.config.rollout.name == (name["engine"] or "trtllm")
+    assert bool(name["roles"]) == found.grid.has_roles
     assert name["algorithm"] == ("opd" if found.teachers else found.config.algorithm.name)
     assert bool(name["agent"]) == found.config.rollout.multi_turn.enable
     assert re.sub("[-_]", "", name["model"]) == re.sub("[-_]", "", found.config.model.preset)
@@ -77,7 +78,8 @@ def test_a_config_has_the_room_that_its_comments_tell(file, capsys):
     told = re.search(
         r"# of what is free at vLLM's start: (\d+) GB are in use while it samples, of (\d+) that can be\n", text
     )
-    in_use = re.search(r"all of it +[\d.]+ +([\d.]+)", printed)[1]
+    of_samplers = printed.rpartition("a rank that samples")[2]
+    in_use = re.search(r"all of it +[\d.]+ +([\d.]+)", of_samplers)[1]
     can_be = re.search(r"([\d.]+) of \d+ GB can be filled", printed)[1]
     assert [round(float(in_use)), round(float(can_be))] == [int(told[1]), int(told[2])]
     rows = re.search(r"room for (\d+) sequence", printed)[1]
@@ -115,6 +117,14 @@ def test_a_config_whose_replicas_need_mpi_has_the_lines_that_start_it(file):
     if by_mpirun and by_slurm:
         assert (int(by_mpirun[1]), int(by_slurm[1])) == (world_size(file), nodes)
     assert "rollout.name=native" in text
+
+
+def test_roles_take_whole_nodes_and_split_no_replica_over_two():
+    files = [path for path in FILES if path.stem.endswith("_roles")]
+    assert {load(file).rollout.name for file in files} == {"trtllm", "vllm"}
+    for file in files:
+        grid = resolve(load(file), world_size(file)).grid
+        assert grid.samplers.start % 8 == 0 and load(file).rollout.nnodes * 8 == len(grid.samplers)
 
 
 def test_the_largest_has_the_room_that_its_first_lines_tell(capsys):

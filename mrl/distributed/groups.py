@@ -30,6 +30,7 @@ class ProcessGroups:
         pp: Pipeline stages of this rank's replica of the actor.
         rollout_tp: Ranks of this rank's rollout replica.
         trainers: Ranks that train, where others sample; None: all ranks do both.
+        samplers: Ranks that sample, where others train; None: all ranks do both.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class ProcessGroups:
     pp: dist.ProcessGroup
     rollout_tp: dist.ProcessGroup
     trainers: dist.ProcessGroup | None = None
+    samplers: dist.ProcessGroup | None = None
 
     @property
     def trains(self) -> bool:
@@ -83,17 +85,18 @@ def make_rollout_group(grid: Grid, rank: int) -> dist.ProcessGroup:
     return alone(rank)
 
 
-def make_trainers_group(grid: Grid, timeout_s: float) -> dist.ProcessGroup | None:
-    """Collective over the job: the group of the ranks that train; None where all do.
+def make_role_groups(grid: Grid, timeout_s: float) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Collective over the job: the groups of the ranks that train and of those that sample; None where all do both.
 
     Args:
         grid: The layout.
         timeout_s: A collective that waits longer fails, s.
     """
     if not grid.has_roles:
-        return None
-    made: dist.ProcessGroup = dist.new_group(list(grid.trainers), timeout=timedelta(seconds=timeout_s))
-    return made
+        return None, None
+    timeout = timedelta(seconds=timeout_s)
+    trainers, samplers = (dist.new_group(list(ranks), timeout=timeout) for ranks in (grid.trainers, grid.samplers))
+    return trainers, samplers
 
 
 def alone(rank: int) -> dist.ProcessGroup:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -59,13 +60,14 @@ def tell(value: Any, environment: Environment) -> Any:
     return json.loads(words)
 
 
-def split(color: int, key: int, environment: Environment) -> Any:
-    """Collective over the job: the communicator of the ranks with this `color`, in the order of their `key`.
+def among(ranks: Sequence[int], environment: Environment) -> Any:
+    """Collective over `ranks`: their communicator, in this order; other ranks of the job take no part.
 
     Raises:
         UserError: There is no mpi4py, or its MPI library is not that of the launcher.
     """
-    return _whole_world(environment).Split(color, key)
+    world = _whole_world(environment)
+    return world.Create_group(world.Get_group().Incl(list(ranks)))
 
 
 def is_alone() -> bool:

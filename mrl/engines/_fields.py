@@ -75,6 +75,8 @@ def refused(why: str, holds: Callable[[RolloutConfig], bool] | None = None, inst
 
 EVERYWHERE: Fields = {
     "name": Use("chooses the engine"),
+    "num_ranks": Use("the last ranks of the job hold the engine and nothing else; 0: every rank does"),
+    "nnodes": Use("the same, in nodes"),
     "n_gpus_per_node": Use("ranks of each of `nnodes`"),
     "val_kwargs.n": Use("as `n`, in evaluations"),
     "val_kwargs.do_sample": Use("as `do_sample`, in evaluations"),
@@ -103,14 +105,6 @@ ENGINE_DIR = refused(
     "only rollout.name=trtllm_engine has a folder of engines", lambda r: r.engine_dir is not None, "Leave it out."
 )
 """Of engines that are not built."""
-
-_HELD_BY_ALL = "its start takes all ranks of the job, and it was not run on some of them only"
-_NATIVE = "Use rollout.name=native, or leave it out: then all ranks train and sample in turns."
-ON_ALL_RANKS: Fields = {
-    "num_ranks": refused(_HELD_BY_ALL, lambda r: r.num_ranks > 0, _NATIVE),
-    "nnodes": refused(_HELD_BY_ALL, lambda r: r.nnodes > 0, _NATIVE),
-}
-"""Of engines that cannot have ranks of their own yet."""
 
 ANOTHERS = Refusal("of another engine", "nothing would read it")
 """Arguments in `engine_kwargs`."""

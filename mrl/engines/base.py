@@ -97,9 +97,9 @@ class EngineSpec:
         device: Where weights and cache are.
         dtype: Of the stored weights.
         decode: Token ids -> text, for stop strings.
-        model_folder: Collective over the job: a Hugging Face folder with the model's config.json, with these further
-            keys, and tokenizer, which every rank can read; it is written when it is called, for the versions of
-            transformers in mrl's range.
+        model_folder: Collective over the ranks that sample: a Hugging Face folder with the model's config.json, with
+            these further keys, and tokenizer, which every rank can read; it is written when it is called, for the
+            versions of transformers in mrl's range.
         timeout_s: Longest wait for another rank or process, s.
         trains_on_logprobs: Whether the loss reads `rollout_logprobs`; False where only metrics do.
     """
@@ -135,6 +135,15 @@ class RolloutEngine(ABC):
 
     policy_version: int
     """Optimizer steps in the weights now held; -1 before the first refit."""
+
+    @classmethod
+    def start_beside(cls) -> None:
+        """Collective over the job, on ranks that hold no engine while others start theirs: their part in that, if any.
+
+        Raises:
+            UserError: It cannot be done here.
+        """
+        return
 
     notes: tuple[str, ...] = ()
     """What the installed engine cannot do as the config has it, and does otherwise; told at the start."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from mrl.distributed.groups import ProcessGroups, alone, make_rollout_group, make_trainers_group
+from mrl.distributed.groups import ProcessGroups, alone, make_role_groups, make_rollout_group
 from mrl.distributed.roles import as_whole_job, level_names
 from mrl.grid import Grid
 
@@ -39,11 +39,12 @@ def initialize(grid: Grid, *, seed: int, timeout_s: float = 600.0) -> ProcessGro
         raise RuntimeError(f"the job has {dist.get_world_size()} ranks, the grid {grid.world_size}")
     destroy()
     rank, longest_s = dist.get_rank(), timeout_s + 60 * MARGIN_MINUTES
-    trainers = make_trainers_group(grid, longest_s)
+    trainers, samplers = make_role_groups(grid, longest_s)
     rollout_tp = make_rollout_group(grid, rank)
     _own_groups.append(rollout_tp)
-    if trainers is not None and rank in grid.trainers:
-        _own_groups.append(trainers)
+    role = trainers if rank in grid.trainers else samplers
+    if role is not None:
+        _own_groups.append(role)
     if rank in grid.trainers:
         with as_whole_job(trainers):
             _make_megatrons(grid, seed, timeout_s)
@@ -52,7 +53,7 @@ def initialize(grid: Grid, *, seed: int, timeout_s: float = 600.0) -> ProcessGro
     if rank not in grid.trainers:
         only = alone(rank)
         _own_groups.append(only)
-        return ProcessGroups(rank, grid, only, only, only, only, only, rollout_tp, trainers)
+        return ProcessGroups(rank, grid, only, only, only, only, only, rollout_tp, trainers, samplers)
     groups = ProcessGroups(
         rank=rank,
         grid=grid,
@@ -63,6 +64,7 @@ def initialize(grid: Grid, *, seed: int, timeout_s: float = 600.0) -> ProcessGro
         pp=parallel_state.get_pipeline_model_parallel_group(),
         rollout_tp=rollout_tp,
         trainers=trainers,
+        samplers=samplers,
     )
     _check_order(grid, rank)
     return groups

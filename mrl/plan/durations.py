@@ -1,8 +1,8 @@
 """How long the phases of a step take on stated hardware: floating-point operations and bytes over rates.
 
-Owns the predictions and what they assume: every response has its full length, ranks wait for nobody, communication
-hides behind computation except where a line below says otherwise. The parts of the peak rates that are reached are
-assumptions of `observe/hardware.py`, not measurements.
+Owns the predictions and what they assume: every response has its full length, ranks of a kind wait for nobody,
+communication hides behind computation except where a line below says otherwise. The parts of the peak rates that are
+reached are assumptions of `observe/hardware.py`, not measurements.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def predict_durations(found: Resolved, hardware: Hardware, kv_rows: int) -> Dura
         scorings += int(found.algorithm.needs_proximal)
         scorings += config.actor.ppo_epochs * int(found.algorithm.needs_current)
         prefill, decode, steps, bound_by = _rollout(config, arch, grid, hardware, kv_rows)
-    rate = grid.world_size * hardware.bf16_flops * hardware.train_flops_frac
+    rate = len(grid.trainers) * hardware.bf16_flops * hardware.train_flops_frac
     forward = forward_flops(arch, lens) / rate
     bubble = _bubble(found)
     score, update = scorings * forward, passes * (3 + recompute_of(config).forwards(arch)) * forward
@@ -90,6 +90,42 @@ def predict_durations(found: Resolved, hardware: Hardware, kv_rows: int) -> Dura
         update=update / (1 - bubble),
         bubble_frac=bubble,
     )
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step as a whole, and what each kind of rank does in it; seconds.
+
+    Attributes:
+        refit: Of all ranks.
+        rollouts: Of the ranks that sample.
+        training: Of the ranks that train: scoring and updates.
+        step: From one step to the next.
+        idle_trainers: Part of the step in which ranks that train wait for the others; 0 where all do both.
+        idle_samplers: The same of ranks that sample.
+    """
+
+    refit: float
+    rollouts: float
+    training: float
+    step: float
+    idle_trainers: float
+    idle_samplers: float
+
+
+def step_time(times: Durations, refit_s: float, *, has_roles: bool, overlaps: bool) -> StepTime:
+    """Of a run.
+
+    Args:
+        times: Of its phases.
+        refit_s: Of a refit, in which nobody samples or trains.
+        has_roles: Some ranks train and the others sample.
+        overlaps: They do so at the same time.
+    """
+    rollouts, training = times.prefill + times.decode, times.score + times.update
+    step = refit_s + (max(rollouts, training) if has_roles and overlaps else rollouts + training)
+    idle = [(step - refit_s - own) / step if has_roles else 0.0 for own in (training, rollouts)]
+    return StepTime(refit_s, rollouts, training, step, *idle)
 
 
 def _bubble(found: Resolved) -> float:
@@ -133,7 +169,8 @@ def _decode_pass(config: Config, arch: ArchSpec, grid: Grid, hardware: Hardware,
     mean_len = rollout.prompt_length + rollout.response_length / 2
     cache = rows * mean_len * token_elements(arch, grid.rollout_tp) * cache_item_bytes(config)
     flops = rows * (forward_flops(arch, [1]) + 4 * arch.num_layers * arch.num_heads * arch.head_dim * mean_len)
-    inside = grid.rollout_tp <= hardware.gpus_per_node
+    per_node, tp = hardware.gpus_per_node, grid.rollout_tp
+    inside = all(first // per_node == (first + tp - 1) // per_node for first in grid.samplers[::tp])
     link = hardware.intra_node_bytes_per_s if inside else hardware.inter_node_bytes_per_s
     others = 2 * (grid.rollout_tp - 1) / grid.rollout_tp  # a ring: each byte is sent and received so many times
     reduced = 2 * arch.num_layers * rows * arch.hidden_size * size

@@ -96,7 +96,7 @@ def check_fits(found: Resolved, hardware: Hardware, stages: list[StageMemory]) -
     if short is None:
         return
     terms = sorted(short.stage.phases[short.phase].items(), key=lambda item: -item[1])
-    where = f"stage {short.stage.stage} (rank {short.stage.rank} and others)" if found.grid.pp > 1 else "every rank"
+    where = where_of(short.stage, found.grid)
     if short.phase == "rollout" and not short.stage.kv_rows:
         problem = (
             f"{where} has no room for one sequence in its KV cache: the cache may take "
@@ -113,6 +113,15 @@ def check_fits(found: Resolved, hardware: Hardware, stages: list[StageMemory]) -
         f"the run does not fit GPUs of {hardware.memory_bytes / GB:g} GB, of which {capacity / GB:.4g} GB can be "
         f"filled: {problem}. Terms, GB: {every}. {_advice(found, hardware)}"
     )
+
+
+def where_of(stage: StageMemory, grid: Grid) -> str:
+    """Which ranks hold that, in words."""
+    if stage.stage is None:
+        return "every rank that samples"
+    if grid.pp > 1:
+        return f"stage {stage.stage} (rank {stage.rank} and others)"
+    return "every rank that trains" if grid.has_roles else "every rank"
 
 
 def _advice(found: Resolved, hardware: Hardware) -> str:
@@ -150,10 +159,10 @@ def smallest_change(found: Resolved, hardware: Hardware) -> Overrides | None:
     useful: list[tuple[int, int, Overrides]] = []  # (knob, cost, overrides)
     for knob, alternatives in enumerate(_knobs(found.config, found.grid, hardware)):
         for cost, overrides in enumerate(alternatives):
-            changed = _changed(found, overrides)
-            if changed is None:
+            other = _changed(found, overrides)
+            if other is None:
                 continue
-            missing = _missing(changed, hardware)
+            missing = _missing(other, hardware)
             if missing == 0:
                 return overrides
             if missing < start:
@@ -164,8 +173,8 @@ def smallest_change(found: Resolved, hardware: Hardware) -> Overrides | None:
         ]
         for parts in sorted(together, key=lambda parts: sum(knob + cost for knob, cost, _ in parts)):
             overrides = {key: value for _, _, part in parts for key, value in part.items()}
-            changed = _changed(found, overrides)
-            if changed is not None and _missing(changed, hardware) == 0:
+            other = _changed(found, overrides)
+            if other is not None and _missing(other, hardware) == 0:
                 return overrides
     return _step_by_step(found, hardware)
 
@@ -176,10 +185,10 @@ def _step_by_step(found: Resolved, hardware: Hardware) -> Overrides | None:
     while missing:
         best: tuple[int, Overrides, Resolved] | None = None
         for overrides in itertools.chain(*_knobs(found.config, found.grid, hardware)):
-            changed = _changed(found, overrides)
-            left = None if changed is None else _missing(changed, hardware)
-            if changed is not None and left is not None and left < (missing if best is None else best[0]):
-                best = (left, overrides, changed)
+            other = _changed(found, overrides)
+            left = None if other is None else _missing(other, hardware)
+            if other is not None and left is not None and left < (missing if best is None else best[0]):
+                best = (left, overrides, other)
         if best is None:
             return None
         missing, overrides, found = best
@@ -192,7 +201,10 @@ def _missing(found: Resolved, hardware: Hardware) -> int:
     device = device_of(hardware, found.grid)
     stages = memory_by_stage(found, device)
     capacity = device.capacity or 0
-    missing = sum(max(0, *(stage.total(phase) - capacity for stage in stages)) for phase in stages[0].phases)
+    phases = dict.fromkeys(phase for stage in stages for phase in stage.phases)
+    missing = sum(
+        max(0, *(stage.total(phase) - capacity for stage in stages if phase in stage.phases)) for phase in phases
+    )
     for stage in stages:
         if not stage.kv_rows:
             missing += stage.phases.get("rollout", {}).get("KV cache", 0)
@@ -245,18 +257,32 @@ def _knobs(config: Config, grid: Grid, hardware: Hardware) -> Iterator[list[Over
     yield [{"parallel.pipeline_model_parallel_size": grid.pp * factor, **even} for factor in wider]
 
 
-def _changed(found: Resolved, overrides: Overrides, world_size: int | None = None) -> Resolved | None:
-    """The run with other settings, None where preflight refuses it."""
+def changed(found: Resolved, overrides: Overrides, world_size: int | None = None) -> Resolved:
+    """The run with other settings.
+
+    Args:
+        found: The run.
+        overrides: What is set.
+        world_size: Ranks; None: as many as it has.
+
+    Raises:
+        UserError: Preflight refuses it.
+    """
     config = found.config
     for key, value in overrides.items():
         config = _with(config, key.split("."), value)
     ranks = world_size or found.grid.world_size
-    try:
-        preflight.check(config, found.arch, ranks, found.tokenizer.vocab_size, learns_from=found.algorithm.learns_from)
-    except UserError:
-        return None
+    preflight.check(config, found.arch, ranks, found.tokenizer.vocab_size, learns_from=found.algorithm.learns_from)
     own = {item.name: getattr(found, item.name) for item in fields(Resolved)}
     return Resolved(**{**own, "config": config, "grid": grid_of(config, ranks)})
+
+
+def _changed(found: Resolved, overrides: Overrides, world_size: int | None = None) -> Resolved | None:
+    """The same, None where preflight refuses it."""
+    try:
+        return changed(found, overrides, world_size)
+    except UserError:
+        return None
 
 
 def _with(section: Any, path: list[str], value: Any) -> Any:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mrl.config import Config
 from mrl.distributed.transformer_engine import asked_for
 from mrl.grid import Grid
-from mrl.models.base import ArchSpec
+from mrl.models.base import ArchSpec, MoeSpec
 from mrl.plan import optimizer_memory, recompute
 from mrl.plan.activations import Activations, ActorShape
 from mrl.plan.critic_memory import CriticMemory
@@ -70,10 +71,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What a rank of a pipeline stage holds.
+    """What a rank of a pipeline stage holds, or one that only samples.
 
     Attributes:
-        stage: Pipeline stage; its ranks hold equal shards.
+        stage: Pipeline stage; its ranks hold equal shards. None: of the ranks that only sample.
         rank: The first of them.
         phases: "refit" and "rollout" where an engine samples, "score" where something is scored without training,
             "teacher" where one with layers of its own does, "reward" where there is a reward model, "critic" where
@@ -85,7 +86,7 @@ class StageMemory:
         replayed: Bytes of the experts to replay, which wait in host memory wherever the model is.
     """
 
-    stage: int
+    stage: int | None
     rank: int
     phases: dict[str, dict[str, int]]
     kv_rows: int
@@ -127,19 +128,21 @@ def stage_memory(config: Config, arch: ArchSpec, grid: Grid) -> list[Memory]:
 
 
 def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None = None) -> list[StageMemory]:
-    """Every phase of a run, on a rank of each pipeline stage.
+    """Every phase of a run, on a rank of each pipeline stage; then on one that only samples, where there are such.
 
     Args:
         found: The run.
         device: Of a rank.
-        moved_bytes: Most that a rank sends or gets in a refit; None: all that its engine gets.
+        moved_bytes: Most that a rank sends or gets in a refit; None: all that an engine gets, and of ranks that send
+            to several engines so many times that.
     """
     config, arch, grid, algorithm = found.config, found.arch, found.grid, found.algorithm
     shape = ActorShape(config, arch, grid, te=device.te and asked_for(config), learns_from=algorithm.learns_from)
     held = stage_memory(config, arch, grid)
     scored = any((algorithm.needs_reference, algorithm.needs_proximal, algorithm.needs_current, found.teachers))
     arriving = arriving_bytes(config, arch, grid) if moved_bytes is None else moved_bytes
-    samples = found.needs_engine
+    refits, samples = found.needs_engine, found.needs_engine and not grid.has_roles
+    leaving = arriving if samples else arriving * math.ceil(len(grid.samplers) / len(grid.trainers))
     stages, critics, teachers, rewards = [], _critics(found, device), _teachers(found), _reward_models(found)
     for stage, (own, critic, teacher, reward) in enumerate(zip(held, critics, teachers, rewards, strict=True)):
         replayed = replayed_bytes(config, arch, grid, stage)
@@ -151,7 +154,7 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
         always = {
             **{part: size for part, size in parts.items() if part not in away},
             **engine.held,
-            "refit staging": staging_bytes(config, grid, arriving) if samples else 0,
+            "refit staging": staging_bytes(config, grid, leaving) if refits else 0,
             "reference": own.weights if device.is_host and algorithm.needs_reference else 0,
             **(teacher.in_host if device.is_host else {}),
             "reward model": reward if device.is_host else 0,
@@ -177,15 +180,46 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
             "update": {**actor, **always, **kept, **teacher.compared, **_update(used, own.states.step)},
         }
         phases["update"]["experts to replay"] = replayed if device.is_host else 0
-        phases = {phase: terms for phase, terms in phases.items() if samples or phase not in ("refit", "rollout")}
-        phases = {phase: {term: size for term, size in terms.items() if size} for phase, terms in phases.items()}
+        phases = _some(phases, without=[*([] if refits else ["refit"]), *([] if samples else ["rollout"])])
         host = 0
         if not device.is_host:
             host = sum(away.values()) + _sets_in_host(found, own) + sum(teacher.in_host.values()) + engine.host
             host += commit_bytes(config, grid, own) + own.states.host + replayed
             host += critic.copies + critic.saved + critic.host + reward
         stages.append(StageMemory(stage, stage * len(grid.trainers) // grid.pp, phases, engine.rows, host, replayed))
-    return stages
+    return [*stages, _sampler(found, device, arriving)] if grid.has_roles and refits else stages
+
+
+def _sampler(found: Resolved, device: Device, arriving: int) -> StageMemory:
+    """A rank that only samples: its engine keeps its weights and its cache, for nobody else needs the room."""
+    grid = found.grid
+    config = replace(found.config, rollout=replace(found.config.rollout, free_cache_engine=False))
+    engine = engine_memory(
+        replace(found, config=config), device, weights=weight_bytes(config, found.arch, grid), actor=0
+    )
+    always = {
+        **engine.held,
+        **engine.awake,
+        "KV cache": engine.cache,
+        "refit staging": staging_bytes(config, grid, arriving),
+        "context and communicators": device.allowance,
+    }
+    told = told_bytes(config, found.arch, grid)
+    phases = {
+        "refit": {**always, **engine.refit},
+        "rollout": {**always, **engine.rollout, "experts to replay": told if device.is_host else 0},
+    }
+    host = 0 if device.is_host else engine.host + told
+    return StageMemory(None, grid.samplers.start, _some(phases), engine.rows, host, 0 if device.is_host else told)
+
+
+def _some(phases: dict[str, dict[str, int]], without: Sequence[str] = ()) -> dict[str, dict[str, int]]:
+    """The other phases, each with its terms that are there."""
+    return {
+        phase: {term: size for term, size in terms.items() if size}
+        for phase, terms in phases.items()
+        if phase not in without
+    }
 
 
 def _critics(found: Resolved, device: Device) -> list[CriticMemory]:
@@ -266,16 +300,27 @@ def replayed_bytes(config: Config, arch: ArchSpec, grid: Grid, stage: int) -> in
     """The experts to replay on a rank of a stage, if every response has its full length.
 
     Those of its data-parallel index's samples, in the layers of the stage; those of a minibatch twice more, as they are
-    cut into microbatches; and the engine's, of all layers, on the rank that sends a replica's samples on.
+    cut into microbatches; and the engine's (`told_bytes`), where the rank has one.
     """
-    replay, moe, samples = config.actor.router_replay, arch.moe, config.train.batch_size * config.rollout.n
-    if replay == "none" or moe is None:
+    samples = config.train.batch_size * config.rollout.n
+    if config.actor.router_replay == "none" or arch.moe is None:
         return 0
-    each = config.rollout.longest * moe.top_k * choice_dtype(moe.num_experts).itemsize
     in_minibatch = (config.train.minibatch_size or config.train.batch_size) * config.rollout.n
     own = (math.ceil(samples / grid.dp) + 2 * math.ceil(in_minibatch / grid.dp)) * len(stage_layers(arch, grid)[stage])
-    told = math.ceil(samples / grid.num_replicas) * arch.num_layers if replay == "rollout" else 0
-    return (own + told) * each
+    return own * _choice_bytes(config, arch.moe) + (0 if grid.has_roles else told_bytes(config, arch, grid))
+
+
+def told_bytes(config: Config, arch: ArchSpec, grid: Grid) -> int:
+    """What an engine tells of its experts, of all layers, on the rank that sends a replica's samples on."""
+    if config.actor.router_replay != "rollout" or arch.moe is None:
+        return 0
+    samples = math.ceil(config.train.batch_size * config.rollout.n / grid.num_replicas)
+    return samples * arch.num_layers * _choice_bytes(config, arch.moe)
+
+
+def _choice_bytes(config: Config, moe: MoeSpec) -> int:
+    """Of a sequence in one layer."""
+    return config.rollout.longest * moe.top_k * choice_dtype(moe.num_experts).itemsize
 
 
 def staging_bytes(config: Config, grid: Grid, moved_bytes: int) -> int:

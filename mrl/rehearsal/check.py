@@ -14,7 +14,6 @@ from mrl.observe.hardware import Hardware
 from mrl.observe.words import counted
 from mrl.plan.fit import check_fits, device_of
 from mrl.plan.memory import memory_by_stage
-from mrl.preflight.roles import refuse_roles
 from mrl.preflight.world_size import world_size
 from mrl.rehearsal.report import Report
 from mrl.rehearsal.settings import NUM_VAL
@@ -55,11 +54,6 @@ def check_real_run(
     Raises:
         UserError: A mistake in the config, the model folder, the data, the rewards or the run folder.
     """
-    refuse_roles(
-        config,
-        "`mrl rehearse` shrinks layouts in which all ranks train and sample in turns, not yet ranks of each kind",
-        "Rehearse with rollout.num_ranks=0 and rollout.nnodes=0.",
-    )
     missing = missing_paths(config)
     if missing and stand_ins:
         config, told = with_stand_ins(config)

@@ -47,7 +47,7 @@ def sizes(grid: Grid, *, experts: bool) -> dict[str, int]:
         found |= {
             "expert parallel": grid.ep,
             "expert tensor parallel": grid.expert_tp,
-            "expert data parallel": grid.world_size // grid.pp // (grid.ep * grid.expert_tp),
+            "expert data parallel": len(grid.trainers) // grid.pp // (grid.ep * grid.expert_tp),
             "rollout expert parallel": grid.rollout_ep,
             "rollout expert tensor parallel": grid.rollout_moe_tp,
         }
@@ -58,13 +58,15 @@ def smallest_like(asked: Grid, max_ranks: int, *, experts: bool) -> Grid:
     """`asked` itself where it has no more ranks than that, else the smallest layout that is most like it.
 
     Where it shrinks, pipeline stages lose their own numbers of layers: the model's depth is not known here
-    (`model.py`). Replicas have no pipeline: they are the native engine's.
+    (`model.py`). Replicas have no pipeline: they are the native engine's. Ranks of their own for rollouts stay that:
+    it takes two ranks at least.
 
     Args:
         asked: The layout of a config at its world size.
         max_ranks: At least 1.
         experts: Whether the model has any.
     """
+    max_ranks = max(max_ranks, 2) if asked.has_roles else max_ranks
     if asked.world_size <= max_ranks:
         return replace(asked, rollout_pp=1)
     goal = sizes(asked, experts=experts)
@@ -92,22 +94,31 @@ def compared(one: int, other: int) -> int:
 
 
 def _candidates(asked: Grid, max_ranks: int, *, experts: bool) -> Iterator[Grid]:
-    most = max_ranks
+    most = max_ranks - 1 if asked.has_roles else max_ranks
     for tp, cp, pp in itertools.product(_smaller(asked.tp, most), _smaller(asked.cp, most), _smaller(asked.pp, most)):
         model = tp * cp * pp
         for dp in _smaller(asked.dp, most // model) if model <= most else ():
-            world, stage = model * dp, tp * cp * dp
+            train, stage = model * dp, tp * cp * dp
             base = replace(
                 asked,
-                world_size=world, tp=tp, cp=cp, pp=pp, vpp=min(asked.vpp, 2) if pp > 1 else 1,
+                tp=tp, cp=cp, pp=pp, vpp=min(asked.vpp, 2) if pp > 1 else 1,
                 ep=1, etp=None, rollout_tp=1, rollout_ep=1, rollout_pp=1,
                 first_stage_layers=None, last_stage_layers=None,
             )  # fmt: skip
-            for rollout_tp in _smaller(asked.rollout_tp, world):
-                if world % rollout_tp:
-                    continue
-                dense = replace(base, rollout_tp=rollout_tp)
+            for world, rollout_tp, own in _replicas(asked, train, max_ranks):
+                dense = replace(base, world_size=world, rollout_tp=rollout_tp, rollout_ranks=own)
                 yield from _spread(asked, dense, stage) if experts else (dense,)
+
+
+def _replicas(asked: Grid, train: int, max_ranks: int) -> Iterator[tuple[int, int, int]]:
+    """(ranks of the job, size of a replica, ranks that only sample) beside so many ranks that train."""
+    if not asked.has_roles:
+        yield from ((train, size, 0) for size in _smaller(asked.rollout_tp, train) if train % size == 0)
+        return
+    left = max_ranks - train
+    for size in _smaller(asked.rollout_tp, left):
+        for count in _smaller(asked.num_replicas, left // size):
+            yield train + count * size, size, count * size
 
 
 def _spread(asked: Grid, dense: Grid, stage: int) -> Iterator[Grid]:

@@ -58,6 +58,8 @@ from mrl.run_folder.run_dir import RunDir, flat
 
 FIRST, RESUME = "first.yaml", "resume.yaml"
 """The shrunk configs of the two runs, in the rehearsal's folder."""
+SAMPLING = "only sample"
+"""Of a report's layout: ranks of their own for rollouts."""
 MAX_RANKS = 8
 RANK_BYTES = 500_000_000
 """A rank with a vocabulary of a few tokens; measured 0.25 to 0.4 GB."""
@@ -169,6 +171,7 @@ class _Rehearsal:
         asked, used = sizes(found.grid, experts=experts), sizes(grid, experts=experts)
         report.layout = {
             ALL: (found.grid.world_size, grid.world_size),
+            **({SAMPLING: (found.grid.rollout_ranks, grid.rollout_ranks)} if grid.has_roles else {}),
             **{name: (asked[name], used[name]) for name in asked if asked[name] > 1},
         }
         stages = ("vpp", "first_stage_layers", "last_stage_layers")
@@ -394,4 +397,5 @@ def _layout(grid: Grid) -> str:
     rollout = {"tp": grid.rollout_tp, "ep": grid.rollout_ep}
     actor = " x ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "one rank"
     replica = " x ".join(f"{name} {size}" for name, size in rollout.items() if size > 1) or "tp 1"
-    return f"actor {actor}, {grid.num_replicas} replica(s) of {replica}"
+    own = f" on {counted(grid.rollout_ranks, 'rank')} of their own" if grid.has_roles else ""
+    return f"actor {actor}, {grid.num_replicas} replica(s) of {replica}{own}"

@@ -206,13 +206,13 @@ def other_layout(
         tokenizer_size: Ids that the tokenizer can give.
         learns_from: What its algorithm learns from.
     """
-    for parallel, world_size in _others(config, arch, used):
+    for parallel, world_size, own in _others(config, arch, used):
         for rollout_tp in (2, 1) if used.rollout_tp == 1 else (1,):
             changed = replace(
                 config,
                 parallel=parallel,
                 rollout=replace(
-                    config.rollout,
+                    _with_ranks(config.rollout, own),
                     tensor_model_parallel_size=rollout_tp,
                     expert_parallel_size=1,
                     moe_tensor_parallel_size=None,
@@ -227,15 +227,18 @@ def other_layout(
     raise RuntimeError(f"no other layout of the small model is allowed than {used}")
 
 
-def _others(config: Config, arch: ArchSpec, used: Grid) -> Iterator[tuple[ParallelConfig, int]]:
+def _others(config: Config, arch: ArchSpec, used: Grid) -> Iterator[tuple[ParallelConfig, int, int]]:
+    """(layout of the actor, ranks, of which so many only sample)."""
+    if used.has_roles and used.world_size > 2:
+        yield ParallelConfig(), 2, 1
     if arch.moe is not None and used.ep == 1:
-        yield ParallelConfig(expert_model_parallel_size=2), 2
+        yield ParallelConfig(expert_model_parallel_size=2), 2, 0
     if used.pp == 1:
-        yield ParallelConfig(pipeline_model_parallel_size=2), 2
+        yield ParallelConfig(pipeline_model_parallel_size=2), 2, 0
     if used.tp == 1:
-        yield ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=arch.moe is not None), 2
-    yield ParallelConfig(), 2 if used.world_size != 2 or used.dp != 2 else 1
-    yield ParallelConfig(), 1
+        yield ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=arch.moe is not None), 2, 0
+    yield ParallelConfig(), 2 if used.world_size != 2 or used.dp != 2 else 1, 0
+    yield ParallelConfig(), 1, 0
 
 
 def _train(config: Config, grid: Grid, rollout: RolloutConfig) -> TrainConfig:
@@ -283,7 +286,7 @@ def _rollout(rollout: RolloutConfig, sizes: Sizes) -> RolloutConfig:
     if rollout.multi_turn.enable:
         rollout = _episodes(rollout)
     return replace(
-        rollout,
+        _with_ranks(rollout, grid.rollout_ranks),
         name=sizes.engine.name,
         engine_dir=None,
         engine_kwargs={},
@@ -301,6 +304,11 @@ def _rollout(rollout: RolloutConfig, sizes: Sizes) -> RolloutConfig:
         val_kwargs=replace(rollout.val_kwargs, n=min(rollout.val_kwargs.n, 2)),
         checkpoint_engine=CheckpointEngineConfig(update_weights_bucket_megabytes=1),
     )
+
+
+def _with_ranks(rollout: RolloutConfig, count: int) -> RolloutConfig:
+    """With so many ranks of their own."""
+    return replace(rollout, num_ranks=count, nnodes=0, n_gpus_per_node=RolloutConfig.n_gpus_per_node)
 
 
 def _episodes(rollout: RolloutConfig) -> RolloutConfig:

@@ -111,10 +111,10 @@ class ActorWeights:
                     self._plan.tokenizer.save(folder)
 
     def model_folder(self, further: Mapping[str, Any]) -> Path:
-        """Collective over the job: config.json, with further keys, and tokenizer, written into the run folder."""
+        """Collective over the ranks that sample: config.json, with further keys, and tokenizer, in the run folder."""
         plan, model = self._plan, self._plan.config.model
         folder, dtype = plan.run.root / "model", plan.config.rollout.dtype or model.dtype
-        with together():
-            if self._groups.rank == 0:
+        with together(self._groups.samplers):
+            if self._groups.rank == self._groups.grid.samplers.start:
                 write_model_folder(folder, plan.arch, dtype, plan.tokenizer, like=model.path, further=further)
         return folder

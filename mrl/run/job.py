@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mrl.data.steps import is_over
-from mrl.distributed.collectives import from_first_rank, from_rank, sum_over
+from mrl.distributed.collectives import from_first_rank, sum_over
 from mrl.distributed.groups import ProcessGroups
 from mrl.distributed.launch import variables
 from mrl.episodes.episodes import Episodes
@@ -32,7 +32,7 @@ from mrl.run.progress import Progress
 from mrl.run.rates import Rates
 from mrl.run.reference import Reference
 from mrl.run.reward_model import RunRewardModel
-from mrl.run.roles import on_trainers
+from mrl.run.roles import of_samplers, on_trainers
 from mrl.run.sampler import Sampler
 from mrl.run.teachers import RunTeachers
 from mrl.run.training_state import TrainingState
@@ -202,9 +202,7 @@ class Job:
     def show(self, step: int, rollouts: Sequence[Rollout], phase: str) -> None:
         """Collective over the job: logs the first samples of the first replica."""
         rows = sample_rows(rollouts, phase=phase, num_samples=self.config.observe.num_samples)
-        if self.groups.trainers is not None:
-            rows = from_rank(self.groups.grid.samplers.start, rows)
-        self.log.samples(step, rows)
+        self.log.samples(step, of_samplers(self.groups, rows))
 
     def is_last(self, step: int) -> bool:
         """Whether the run ends after so many steps; not if the next one is done and has no line in the log yet."""

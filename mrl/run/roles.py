@@ -1,15 +1,18 @@
-"""What only the ranks that train do, where rollouts have ranks of their own.
+"""What only ranks of one kind do, where rollouts have ranks of their own.
 
-Owns the one way in: the others skip it, hear of its errors, and wait.
+Owns the ways in: the others skip it, hear of its errors, and wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import TypeVar
 
-from mrl.distributed.collectives import together
+from mrl.distributed.collectives import from_rank, together
 from mrl.distributed.groups import ProcessGroups
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -23,3 +26,11 @@ def on_trainers(groups: ProcessGroups) -> Iterator[bool]:
         return
     with together(), groups.among_trainers() if groups.trains else nullcontext():
         yield groups.trains
+
+
+def of_samplers(groups: ProcessGroups, value: T) -> T:
+    """Collective over the job: what the first rank that samples has, where rank 0, which logs, is none; plain data."""
+    if groups.samplers is None:
+        return value
+    found: T = from_rank(groups.grid.samplers.start, value)
+    return found

@@ -7,11 +7,13 @@ sampled is `rollout/`'s.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
 
+from mrl.distributed.collectives import together
 from mrl.distributed.groups import ProcessGroups
 from mrl.engines._absent import NoEngine
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
@@ -22,6 +24,7 @@ from mrl.rollout.sampling import held_out_sampling, training_sampling
 from mrl.run import canary
 from mrl.run.actor_weights import ActorWeights
 from mrl.run.prepare import Plan
+from mrl.run.roles import of_samplers
 from mrl.schema.registry import find
 from mrl.types import Prompt, Rollout
 from mrl.weights.fp8 import grids_of
@@ -58,23 +61,26 @@ class Sampler:
             tell: Hears the engine's notes, and what the canary found.
         """
         config, rollout = plan.config, plan.config.rollout
+        self._groups = groups
         self._rollout, self._arch, self._device, self._policy, self._tell = rollout, plan.arch, device, policy, tell
         self._frees = rollout.free_cache_engine and not groups.grid.has_roles  # for nobody, on ranks of its own
-        engine = find("engines", rollout.name, "ENGINE") if groups.samples and plan.needs_engine else NoEngine
-        self.engine: RolloutEngine = engine(
-            EngineSpec(
-                config=rollout,
-                arch=plan.arch,
-                tp_group=groups.rollout_tp,
-                device=device,
-                dtype=DTYPES[rollout.dtype or config.model.dtype],
-                decode=plan.tokenizer.decode,
-                model_folder=weights.model_folder,
-                timeout_s=config.run.collective_timeout_s,
-                trains_on_logprobs=config.algorithm.rollout_correction.takes_sampled,
-            )
+        engine = find("engines", rollout.name, "ENGINE") if plan.needs_engine else NoEngine
+        spec = EngineSpec(
+            config=replace(rollout, free_cache_engine=self._frees),
+            arch=plan.arch,
+            tp_group=groups.rollout_tp,
+            device=device,
+            dtype=DTYPES[rollout.dtype or config.model.dtype],
+            decode=plan.tokenizer.decode,
+            model_folder=weights.model_folder,
+            timeout_s=config.run.collective_timeout_s,
+            trains_on_logprobs=config.algorithm.rollout_correction.takes_sampled,
         )
-        for note in self.engine.notes:
+        with together() if groups.grid.has_roles else nullcontext():  # else all ranks are in the start together
+            if not groups.samples:
+                engine.start_beside()
+            self.engine: RolloutEngine = (engine if groups.samples else NoEngine)(spec)
+        for note in of_samplers(groups, self.engine.notes):
             tell(note)
         try:
             if self._frees:  # before the actor's weights come back
@@ -126,8 +132,9 @@ class Sampler:
             moved = canary.check(
                 partial(self._refit, policy_version), self._generate, self._arch, self._rollout, self._device
             )
-            if moved is not None:
-                self._tell(f"canary: a second refit of the same weights: {moved}")
+            said = of_samplers(self._groups, None if moved is None else str(moved))
+            if said is not None:
+                self._tell(f"canary: a second refit of the same weights: {said}")
         return cost
 
     def _refit(self, policy_version: int) -> dict[str, float]:

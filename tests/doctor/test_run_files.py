@@ -30,6 +30,8 @@ def test_a_config_is_held_against_its_ranks(config):
     assert level == "ok" and "its layout was not looked at" in found
     level, found = told(check_config(config("parallel.tensor_model_parallel_size=2"), Environment(world_size=4)))
     assert level == "ok" and found.endswith("fits 4 ranks: tp 2 x cp 1 x dp 2 x pp 1")
+    level, found = told(check_config(config("rollout.num_ranks=1"), Environment(world_size=4)))
+    assert level == "ok" and found.endswith("fits 4 ranks: tp 1 x cp 1 x dp 3 x pp 1, and 1 that only sample")
     mistake = config("parallel.tensor_model_parallel_size=3")
     level, found = told(findings_of("config", lambda: check_config(mistake, Environment(world_size=4))))
     assert level == "problem" and "tensor_model_parallel_size" in found

@@ -35,11 +35,11 @@ BY = [
 class Job:
     """A run of two ranks that gets into trouble in update 3, which is in step 2."""
 
-    def __init__(self, folder, kind, rank):
+    def __init__(self, folder, kind, rank, update=3):
         self.folder, self.file = folder, folder / "trouble"
         self.environment = {
             **os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT),
-            "TROUBLE": f"{kind} {rank} 3 {self.file}",
+            "TROUBLE": f"{kind} {rank} {update} {self.file}",
         }  # fmt: skip
 
     def run(self, script, overrides=OVERRIDES, **variables):

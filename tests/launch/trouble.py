@@ -1,6 +1,9 @@
-"""GRPO that makes trouble once: `algorithm.name=tests.launch.trouble:Trouble`, with what and where in TROUBLE.
+"""GRPO, or an engine, that makes trouble once; what and where is in TROUBLE.
 
     TROUBLE="KIND RANK UPDATE FILE"     KIND in the loss of rank RANK's update UPDATE, unless FILE is there; it is then
+
+That is `algorithm.name=tests.launch.trouble:Trouble`. `rollout.name=tests.launch.trouble:Sampling` does so in its
+UPDATE'th `generate`, `:Refitting` in its UPDATE'th refit, when half of the first bucket is stored.
 
 The kinds: sleep (for ever), raise, mistake (a UserError of one rank), kill (this process), down (this host, which is a
 network namespace: all its processes, once it was heard here), wait (in a collective that the others never enter).
@@ -16,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mrl.algorithms.grpo import Grpo
+from mrl.engines.native.engine import NativeEngine
 from mrl.errors import UserError
 
 
@@ -27,11 +31,38 @@ class Trouble(Grpo):
         super().weigh(minibatch, reduce)
 
     def loss(self, logprobs_R, entropy_R, microbatch):
-        kind, rank, update, file = os.environ["TROUBLE"].split()
-        if dist.get_rank() == int(rank) and self.updates == int(update) and not Path(file).exists():
-            Path(file).touch()
-            make_trouble(kind)
+        maybe_make_trouble(self.updates)
         return super().loss(logprobs_R, entropy_R, microbatch)
+
+
+class Sampling(NativeEngine):
+    calls = 0
+
+    def generate(self, prompts, sampling):
+        self.calls += 1
+        maybe_make_trouble(self.calls)
+        return super().generate(prompts, sampling)
+
+
+class Refitting(NativeEngine):
+    refits = 0
+
+    def begin_update(self):
+        self.refits += 1
+        super().begin_update()
+
+    def update_weights(self, bucket):
+        super().update_weights(bucket[: len(bucket) // 2])
+        if len(bucket) > 1:
+            maybe_make_trouble(self.refits)
+        super().update_weights(bucket[len(bucket) // 2 :])
+
+
+def maybe_make_trouble(count):
+    kind, rank, update, file = os.environ["TROUBLE"].split()
+    if dist.get_rank() == int(rank) and count == int(update) and not Path(file).exists():
+        Path(file).touch()
+        make_trouble(kind)
 
 
 def make_trouble(kind):

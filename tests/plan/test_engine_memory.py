@@ -16,7 +16,8 @@ from mrl.plan.engine_memory import Device
 from mrl.plan.engine_weights import arriving_bytes, engine_layouts
 from mrl.plan.fit import device_of
 from mrl.plan.memory import memory_by_stage
-from mrl.plan.plan import describe, predict_refit
+from mrl.plan.plan import describe
+from mrl.plan.refits import predict_refit
 from mrl.run.prepare import resolve
 from mrl.weights.hf import hf_layout
 from mrl.weights.native import native_layout

@@ -11,7 +11,8 @@ from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.models.presets import arch_from_preset
 from mrl.observe.hardware import HARDWARE, load_hardware
-from mrl.plan.plan import describe, one_layer_of_each, predict_refit
+from mrl.plan.plan import describe
+from mrl.plan.refits import one_layer_of_each, predict_refit
 from mrl.preflight.parallel import grid_of
 from mrl.weights.megatron import megatron_layouts
 from mrl.weights.native import native_layouts

@@ -13,6 +13,10 @@ CUT_EXPERTS = Grid(256, tp=4, cp=2, pp=2, ep=4, etp=2, rollout_tp=8, rollout_ep=
 CONTEXT = Grid(64, tp=4, cp=2, pp=4, vpp=2, rollout_tp=2)
 
 
+ROLES = Grid(16, tp=2, rollout_tp=1, rollout_ranks=8)
+EXPERT_ROLES = Grid(32, tp=2, ep=8, etp=1, rollout_tp=4, rollout_ep=4, rollout_ranks=16)
+
+
 def lost(asked, used, *, experts):
     before, after = sizes(asked, experts=experts), sizes(used, experts=experts)
     assert all(after[name] == 1 for name in before if before[name] == 1), "nothing is split that was not"
@@ -53,6 +57,17 @@ def test_every_layout_found_is_one_that_ranks_can_take(asked, max_ranks):
     assert stage % (used.ep * used.expert_tp) == 0 and used.world_size % used.rollout_tp == 0
     assert used.rollout_tp % used.rollout_ep == 0 and (used.pp > 1 or used.vpp == 1)
     assert used.ep > 1 or used.expert_tp == used.tp
+
+
+@pytest.mark.parametrize("asked", [ROLES, EXPERT_ROLES])
+@pytest.mark.parametrize("max_ranks", [1, 2, 3, 6, 8, 12])
+def test_ranks_of_their_own_stay_so(asked, max_ranks):
+    used = smallest_like(asked, max_ranks, experts=asked.ep > 1)
+    assert used.has_roles and used.world_size <= max(2, max_ranks)
+    assert used.tp * used.dp == len(used.trainers) and len(used.samplers) == used.num_replicas * used.rollout_tp
+    assert len(used.trainers) % (used.ep * used.expert_tp) == 0 and used.rollout_tp % used.rollout_ep == 0
+    if max_ranks >= 8:
+        assert lost(asked, used, experts=asked.ep > 1) == set()
 
 
 def test_replicas_lose_their_pipeline():

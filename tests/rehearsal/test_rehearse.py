@@ -22,12 +22,17 @@ from tests.data.folders import byte_bpe_folder
 from tests.source import ROOT, modules, tree_of
 
 CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.yaml"))}
-OF_VLLM = [name for name in CONFIGS if name.endswith("_vllm")]
+OF_VLLM = [name for name in CONFIGS if "_vllm" in name]
 ALONE = [name for name in CONFIGS if name not in OF_VLLM]
+OF_ROLES = [name for name in CONFIGS if name.endswith("_roles")]
 NAMED = ("grpo_qwen2.5-0.5b", "grpo_qwen3-8b", "grpo_llama3.1-70b", "dapo_qwen3-30b", "dapo_qwen3-235b")
-SMALL, DENSE, STAGED, EXPERTS, LARGE = (name for start in NAMED for name in ALONE if name.startswith(start))
+SMALL, DENSE, STAGED, EXPERTS, LARGE = (
+    name for start in NAMED for name in ALONE if name.startswith(start) and name not in OF_ROLES
+)
 
-OVER_MPI = (STAGED, EXPERTS, LARGE, *(name for name in ALONE if name.startswith("gspo")))
+OVER_MPI = (
+    STAGED, EXPERTS, LARGE, *(name for name in ALONE if name.startswith("gspo") or name in OF_ROLES)
+)  # fmt: skip
 
 LIMIT_S = 240
 MAX_GB = 4
@@ -75,6 +80,9 @@ def test_every_config_passes_with_its_structure_kept(name, tmp_path):
     assert "CUDA kernels" in str(report["not_covered"]) and not ranks_left()
     assert ("launch/mpirun.sh" in str(report["not_covered"])) == (name in OVER_MPI)
     assert ("tool calls" in str(report["not_covered"])) == ("num_turns/mean" in report["metrics"])
+    assert ("only sample" in report["layout"]) == (name in OF_ROLES)
+    if name in OF_ROLES:
+        assert report["metrics"]["refit/bytes_local"] == 0 and "of their own" in str(report["stages"][1])
     if name == "guessing":
         assert report["metrics"]["num_turns/mean"] > 1 and "turns of at most" in str(report["stages"])
 

@@ -23,6 +23,7 @@ REPLICAS = {
     "tp2": (2, TrtllmMapping(2), "rollout.tensor_model_parallel_size=2"),
     "pp2": (2, TrtllmMapping(1, 2), "rollout.pipeline_model_parallel_size=2"),
     "two of tp2": (4, TrtllmMapping(2), "rollout.tensor_model_parallel_size=2"),
+    "tp2, on ranks of its own": (3, TrtllmMapping(2), "rollout={tensor_model_parallel_size: 2, num_ranks: 2}"),
 }
 """Ranks of the job, spread of an engine, the setting of its size."""
 

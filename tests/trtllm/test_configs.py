@@ -6,6 +6,7 @@ from rich.console import Console
 from mrl.config import load, to_yaml
 from mrl.engines.trtllm.fields import needs_mpi
 from mrl.observe.hardware import HARDWARE
+from mrl.preflight.roles import own_ranks
 from mrl.rehearsal.rehearse import FIRST, Options, rehearse
 from tests.e2e import runs
 from tests.ranks import run_ranks
@@ -14,7 +15,7 @@ from tests.trtllm import mpi_ranks
 from tests.trtllm.test_runs import _with_standin
 
 RANKS = 2
-"""Enough for a replica of several, and for experts on several."""
+"""Enough for a replica of several, and for experts on several; and one more where that has ranks of its own."""
 APART = 0.05
 """Most that a token's probability of engine and actor differ by: both round to bfloat16, in another order."""
 OVER_MPI = [file for file in FILES if needs_mpi(load(file).rollout)]
@@ -30,7 +31,8 @@ sys.exit(max(main(["train", file]) for file in sys.argv[1:]))
 
 def shrunk(file, folder):
     """The config that a rehearsal would start, with the engine that it has, and its ranks."""
-    options = Options(HARDWARE["h100"], max_ranks=RANKS, output_dir=str(folder / "rehearsal"), dry_run=True)
+    most = RANKS + (own_ranks(load(file).rollout) > 0)
+    options = Options(HARDWARE["h100"], max_ranks=most, output_dir=str(folder / "rehearsal"), dry_run=True)
     report = rehearse(str(file), [], options, Console(quiet=True))
     small = folder / "small.yaml"
     changes = ["rollout.name=trtllm", f"run.output_dir={folder}/run", "train.eval_interval=0"]
@@ -60,9 +62,11 @@ def test_a_config_of_replicas_of_one_rank_trains_under_any_launcher(file, tmp_pa
 @pytest.mark.mpi
 def test_the_configs_of_larger_replicas_train_over_mpi(tmp_path):
     found = {file.stem: shrunk(file, tmp_path / file.stem) for file in OVER_MPI}
-    assert {ranks for _, ranks in found.values()} == {RANKS}
     assert all(needs_mpi(load(small).rollout) for small, _ in found.values())
-    done = mpi_ranks.mpirun(RANKS, "-c", ONE_JOB, *(small for small, _ in found.values()))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-4000:]
+    for size in (RANKS, RANKS + 1):
+        of_size = [small for small, ranks in found.values() if ranks == size]
+        assert of_size
+        done = mpi_ranks.mpirun(size, "-c", ONE_JOB, *of_size)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-4000:]
     for name in found:
         assert_trained(tmp_path / name)

@@ -50,9 +50,9 @@ def _with_standin(words, ports, flavour):
         forget()
 
 
-def trained(folder, words, flavour="1.2"):
-    """metrics.jsonl of a run of one rank that has the stand-in."""
-    assert run_ranks(1, _with_standin, words, [runs.free_port(), runs.free_port()], flavour) == [0]
+def trained(folder, words, flavour="1.2", ranks=1):
+    """metrics.jsonl of a run whose ranks have the stand-in."""
+    assert run_ranks(ranks, _with_standin, words, [runs.free_port(), runs.free_port()], flavour) == [0] * ranks
     return runs.metrics(folder)
 
 
@@ -65,6 +65,11 @@ def assert_same_run(found, expected, tolerance=TOLERANCE):
                 assert line[key] == value, key
             else:
                 assert line[key] == pytest.approx(value, rel=tolerance, abs=tolerance), key
+
+
+def apart(lines):
+    """Without how far a refit went, which is where ranks of their own differ."""
+    return [{key: value for key, value in line.items() if not key.startswith("refit/")} for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +91,14 @@ def test_grpo_in_process_has_the_native_engines_rewards(tmp_path, expected, flav
     assert (tmp_path / "run" / "model" / "config.json").is_file()
 
 
+@pytest.mark.parametrize("flavour", ["1.2", "1.3"])
+def test_grpo_on_a_rank_of_its_own_has_them_and_its_canary_is_told(tmp_path, expected, flavour):
+    words = runs.arguments(tmp_path, [*SHORT, "rollout.name=trtllm", "rollout.num_ranks=1"])
+    assert_same_run(apart(trained(tmp_path, words, flavour, ranks=2)), apart(expected))
+    assert (tmp_path / "run" / "model" / "config.json").is_file()
+    assert "canary: a second refit of the same weights: " in (tmp_path / "run" / "notes.jsonl").read_text()
+
+
 def test_grpo_on_a_built_engine_in_process_has_its_numbers(standin, tmp_path, expected):
     words = runs.arguments(tmp_path, [*SHORT, *SETTINGS, f"rollout.engine_dir={tmp_path}/built/engines"])
     arch, _ = load_model_facts(load(words[1], words[2:]))
@@ -104,17 +117,21 @@ def test_grpo_in_fp8_of_a_replica_over_mpi_has_them_too(tmp_path, in_fp8):
     words = [*FP8, "rollout.name=trtllm", "rollout.tensor_model_parallel_size=2"]
     done = mpirun(tmp_path, *runs.arguments(tmp_path, words), PYTHONPATH=PATHS, **{FLAVOUR_VARIABLE: "1.3"})
     assert done.returncode == 0, done.stdout + done.stderr
-    found, expected = (
-        [{key: value for key, value in line.items() if not key.startswith("refit/")} for line in lines]
-        for lines in (runs.metrics(tmp_path), in_fp8)
-    )
-    assert_same_run(found, expected, FP8_TOLERANCE)
+    assert_same_run(apart(runs.metrics(tmp_path)), apart(in_fp8), FP8_TOLERANCE)
 
 
 @pytest.mark.mpi
 def test_grpo_of_two_replicas_over_mpi_has_the_native_engines_numbers(tmp_path, expected):
     words = [*SHORT, "rollout.name=trtllm", "rollout.tensor_model_parallel_size=2"]
     done = mpirun(tmp_path, *runs.arguments(tmp_path, words), ranks=4, PYTHONPATH=PATHS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_numbers(runs.metrics(tmp_path), expected)
+
+
+@pytest.mark.mpi
+def test_replicas_on_ranks_of_their_own_over_mpi_have_the_native_engines_numbers(tmp_path, expected):
+    words = [*SHORT, "rollout.name=trtllm", "rollout.tensor_model_parallel_size=2", "rollout.num_ranks=2"]
+    done = mpirun(tmp_path, *runs.arguments(tmp_path, words), ranks=3, PYTHONPATH=PATHS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert_same_numbers(runs.metrics(tmp_path), expected)
 

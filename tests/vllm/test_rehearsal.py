@@ -9,7 +9,7 @@ from mrl.rehearsal.engine import engine_for
 from mrl.rehearsal.rehearse import FIRST
 from tests.rehearsal.test_rehearse import CONFIGS, OF_VLLM, run
 
-DENSE, EXPERTS = (next(name for name in OF_VLLM if part in name) for part in ("8b_1x8", "30b"))
+DENSE, EXPERTS, ROLES = (next(name for name in OF_VLLM if part in name) for part in ("8b_1x8", "30b", "_roles"))
 APART = 0.05
 """Most that a token's probability of engine and actor differ by: both round to bfloat16, in another order."""
 
@@ -25,6 +25,15 @@ def test_a_config_of_vllm_is_rehearsed_with_vllm(tmp_path):
     assert report["not_covered"][0] == "vllm on GPUs: its build for CPUs sampled"
     small = load(tmp_path / "out" / FIRST).rollout
     assert (small.name, small.tensor_model_parallel_size) == ("vllm", 2)
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("own_ranks")
+def test_a_config_of_vllm_with_ranks_of_its_own_is_rehearsed_with_vllm(tmp_path):
+    """Trainers of tensor parallel 2 and a replica of one rank; it goes on with other ranks of each kind."""
+    report = run(tmp_path, ROLES, "train.eval_interval=0", max_ranks=3)
+    assert report["passed"] and report["engine"] == "vllm" and report["layout"]["only sample"] == [8, 1]
+    assert report["ranks"] == [3, 2] and report["metrics"]["training/rollout_probs_diff_max"] < APART
 
 
 @pytest.mark.parametrize(

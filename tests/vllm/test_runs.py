@@ -40,3 +40,8 @@ def test_four_ranks_train_to_the_same_numbers(tmp_path, expected):
 def test_a_killed_run_continues_as_if_nothing_had_happened(tmp_path, expected):
     kill_after(runs.fork(tmp_path, SHORT), tmp_path, 2)
     assert runs.train_in_pool(tmp_path, SHORT, 1) == expected
+
+
+def test_replicas_on_ranks_of_their_own_train_to_the_same_numbers(tmp_path, expected):
+    layout = ("rollout.num_ranks=2", "rollout.tensor_model_parallel_size=2", "parallel.tensor_model_parallel_size=2")
+    assert_same(runs.train_in_pool(tmp_path, [*SHORT, *layout], 4), expected)

@@ -20,8 +20,6 @@ FIELDS: Fields = {
     "dtype": Use("of weights and KV cache; null: `model.dtype`"),
     "quantization": Use("`fp8`, `fp8_per_tensor`: linear layers are stored in FP8, and multiplied in `dtype`"),
     "tensor_model_parallel_size": Use("ranks of a replica, by any launcher"),
-    "num_ranks": Use("the last ranks of the job hold the engine and nothing else; 0: every rank does"),
-    "nnodes": Use("the same, in nodes"),
     "pipeline_model_parallel_size": refused(
         "only built TensorRT-LLM engines have a pipeline",
         lambda r: r.pipeline_model_parallel_size != 1,

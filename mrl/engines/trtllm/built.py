@@ -34,6 +34,7 @@ from mrl.engines.trtllm.rows import Sample, end_rows, to_rollouts
 from mrl.engines.trtllm.runner import Answers, Runner
 from mrl.engines.trtllm.scoring import check_raw, kept_steps, score_steps
 from mrl.engines.trtllm.side_by_side import side_by_side
+from mrl.engines.trtllm.world import start_beside
 from mrl.errors import UserError
 from mrl.formats.trtllm_engine import read_engine_folder
 from mrl.functional.sampling import stream_key
@@ -49,7 +50,7 @@ class BuiltEngine(RolloutEngine):
     """One rank of a replica, in TensorRT-LLM's order of ranks."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Collective over the job.
+        """Collective over the ranks that sample.
 
         Args:
             spec: Its dtype is the engines', as preflight made sure.
@@ -81,6 +82,11 @@ class BuiltEngine(RolloutEngine):
         self._asleep = False
         self._whole = False
         self._stats: dict[str, float] = {}
+
+    @classmethod
+    def start_beside(cls) -> None:
+        """Imports TensorRT-LLM where that takes all ranks."""
+        start_beside()
 
     # weights ----------------------------------------------------------------------------------------------------------
 

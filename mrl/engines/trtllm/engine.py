@@ -33,6 +33,7 @@ from mrl.engines.trtllm.parts import Parts
 from mrl.engines.trtllm.replica import Replica
 from mrl.engines.trtllm.requests import Requests
 from mrl.engines.trtllm.sampling import arguments, experts_of, logits_of, logprobs_of, to_rollout
+from mrl.engines.trtllm.world import start_beside
 from mrl.functional.sampling import stream_key
 from mrl.types import Prompt, Rollout
 from mrl.weights.checksum import MODULUS
@@ -48,7 +49,7 @@ class LlmEngine(RolloutEngine):
     """One rank of a replica."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Collective over the job: starts TensorRT-LLM in this process.
+        """Collective over the ranks that sample: starts TensorRT-LLM in this process.
 
         Args:
             spec: The replica's.
@@ -95,6 +96,11 @@ class LlmEngine(RolloutEngine):
         self._stats: dict[str, float] = {}
         self._routed: list[Tensor] = []
         self._kept: list[Kept] = []
+
+    @classmethod
+    def start_beside(cls) -> None:
+        """Imports TensorRT-LLM where that takes all ranks."""
+        start_beside()
 
     # weights ----------------------------------------------------------------------------------------------------------
 

@@ -162,7 +162,7 @@ class Host:
         timeout_s: float,
         trains_on_logprobs: bool,
     ) -> None:
-        """Collective over the job: starts this rank's part.
+        """Collective over the ranks that sample: starts this rank's part.
 
         Args:
             config: `rollout` section.

@@ -43,7 +43,7 @@ class VllmEngine(RolloutEngine):
     """One rank of a replica."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Collective over the job: starts vLLM in this process, with weights that mean nothing.
+        """Collective over the ranks that sample: starts vLLM in this process, with weights that mean nothing.
 
         Args:
             spec: The replica's.

@@ -126,7 +126,7 @@ class Host:
     """
 
     def __init__(self, spec: EngineSpec, folder: Path, *, budget: int) -> None:
-        """Collective over the job: starts this rank's part.
+        """Collective over the ranks that sample: starts this rank's part.
 
         Args:
             spec: The replica's.
@@ -136,17 +136,23 @@ class Host:
         Raises:
             UserError: vLLM is not installed, is one that mrl does not know, or refuses an argument.
         """
+        group = spec.tp_group
         self._device = spec.device
+        self._place = {"place": 0, "size": 1}
+        ranks = [dist.get_rank()] if group is None and dist.is_initialized() else [0]
+        if group is not None:
+            self._place = {"place": dist.get_rank(group), "size": dist.get_world_size(group)}
+            ranks = dist.get_process_group_ranks(group)
         self._had_frozen = gc.get_freeze_count() > 0
-        with kept(spec.device):
+        with kept(spec.device, **self._place):
             self.version = find_version()
             check_build(spec.device, self.version)
             patches.ranks_of_the_trainer(self.version)
-            patches.no_message_queues(self.version)
+            patches.world_of_the_replica(self.version, ranks)
             if spec.device.type == "cpu":
                 patches.plain_linears(self.version)
                 patches.rewound_numbers(self.version)
-                patches.shared_memory(self.version, _job())
+                patches.shared_memory(self.version, _name(group))
                 patches.memory_stays(self.version)
                 patches.kernels_of_vllm(self.version)
             self.supports = Supports(self.version)
@@ -196,7 +202,7 @@ class Host:
 
     def close(self) -> None:
         """Ends the engine, and gives its memory back; the trainer's process groups stay."""
-        with kept(self._device):
+        with kept(self._device, **self._place):
             self._core.shutdown()
         self.llm = self._core = self.experts = None
         gc.collect()
@@ -213,7 +219,7 @@ def _refused(error: ValueError, config: RolloutConfig, version: str) -> str:
     return f"vLLM {version} does not start with {given}: {why.rstrip('.')}. Change these, or leave them out."
 
 
-def _job() -> str:
-    """Collective over the job: a name that no other job has."""
+def _name(group: dist.ProcessGroup | None) -> str:
+    """Collective over the replica: a name that no other replica or job has."""
     own = f"mrl-{uuid.uuid4().hex[:12]}-"
-    return str(from_rank(0, own)) if dist.is_initialized() else own
+    return own if group is None else str(from_rank(dist.get_global_rank(group, 0), own, group))

@@ -7,7 +7,8 @@ the place is refused by its name.
 - `ranks_of_the_trainer`: vLLM's end would destroy torch.distributed, which is the trainer's.
 - `rewound_numbers`: a token that is sampled behind a part of a prompt is thrown away, and its random numbers are taken
   back in a way that only GPUs know; on a CPU vLLM ends there.
-- `no_message_queues`: each group would open sockets and shared memory for Python objects, which nothing here sends.
+- `world_of_the_replica`: it takes all ranks of the job for its own, and some may only train; and each group would open
+  sockets and shared memory for Python objects, which nothing here sends.
 - `told_of_the_cache`: what is bound to the model must be there before its graphs are captured.
 - `shared_memory`: the files by which ranks on CPUs talk have the same names in every job of a host, and outlive it.
 - `memory_stays`: on a CPU vLLM would move the trainer's memory to one NUMA node, and bind it there for good.
@@ -22,7 +23,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import wraps
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -80,16 +80,57 @@ def ranks_of_the_trainer(version: str) -> None:
     core.cleanup_dist_env_and_memory = cleanup
 
 
-def no_message_queues(version: str) -> None:
-    """Groups have no queues for objects; what vLLM still sends goes through torch.distributed, data only."""
-    state = place("vllm.distributed", "parallel_state", version)
-    original = getattr(state.init_model_parallel_group, "__wrapped__", state.init_model_parallel_group)
+class _Distributed:
+    """`torch.distributed` for `parallel_state`: the job is the replica, and only who is in a group makes it."""
 
-    @wraps(original)
-    def make(*args: Any, **given: Any) -> Any:
-        return original(*args, **{**given, "use_message_queue_broadcaster": False})
+    def __init__(self, size: int) -> None:
+        self._size = size
 
-    state.init_model_parallel_group = make
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.distributed, name)
+
+    def get_world_size(self, group: Any = None) -> int:
+        return self._size if group is None else torch.distributed.get_world_size(group)
+
+    def new_group(self, *given: Any, **named: Any) -> Any:
+        return torch.distributed.new_group(*given, **{**named, "use_local_synchronization": True})
+
+
+class _Torch:
+    """`torch` for `parallel_state`."""
+
+    def __init__(self, size: int) -> None:
+        self.distributed = _Distributed(size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def world_of_the_replica(version: str, ranks: Sequence[int]) -> None:
+    """Groups are made of the replica's ranks, by their numbers in the job, and by nobody else; they have no queues.
+
+    What vLLM still sends of Python's goes through torch.distributed, data only.
+
+    Args:
+        version: Of the installed vLLM.
+        ranks: Of the job, in the order of the replica.
+    """
+    for name in ("torch.distributed", "init_world_group", "init_model_parallel_group"):
+        place("vllm.distributed.parallel_state", name, version)
+    from vllm.distributed import parallel_state
+
+    module: Any = parallel_state
+    make_world, make = _own(module, "init_world_group"), _own(module, "init_model_parallel_group")
+
+    def init_world_group(places: Sequence[int], *given: Any, **named: Any) -> Any:
+        return make_world([ranks[place] for place in places], *given, **named)
+
+    def init_model_parallel_group(groups: Sequence[Sequence[int]], *given: Any, **named: Any) -> Any:
+        numbers = [[ranks[place] for place in places] for places in groups]
+        return make(numbers, *given, **{**named, "use_message_queue_broadcaster": False})
+
+    module.torch = _Torch(len(ranks))
+    module.init_world_group, module.init_model_parallel_group = init_world_group, init_model_parallel_group
 
 
 def shared_memory(version: str, job: str) -> None:
@@ -199,7 +240,7 @@ def told_of_the_cache(version: str, listeners: Sequence[Callable[[Any, Any], Non
 
 
 def _own(kind: Any, name: str) -> Any:
-    """The method of a class, vLLM's own also after it was replaced."""
+    """The method of a class or function of a module, vLLM's own also after it was replaced."""
     originals: dict[str, Any] = kind.__dict__.get("_mrl_originals") or {}
     originals.setdefault(name, getattr(kind, name))
     kind._mrl_originals = originals

@@ -49,14 +49,20 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 @contextmanager
-def kept(device: torch.device) -> Iterator[None]:
-    """After the block, random numbers, cores, threads, the device, TF32, the log and the environment are as before."""
+def kept(device: torch.device, *, place: int = 0, size: int = 1) -> Iterator[None]:
+    """After the block, random numbers, cores, threads, the device, TF32, the log and the environment are as before.
+
+    Args:
+        device: Of this rank.
+        place: Of it in its replica, which is the whole job for vLLM.
+        size: Ranks of the replica.
+    """
     launch.give_variables(ALWAYS, unless_set=OWN)
     if device.type == "cpu":
         quieten()
     here = launch.environment()
     local = device.index if device.type == "cuda" else here.local_rank  # vLLM takes the device of that number
-    given = {"RANK": here.rank, "WORLD_SIZE": here.world_size, "LOCAL_RANK": local}
+    given = {"RANK": place, "WORLD_SIZE": size, "LOCAL_RANK": local}
     precision = torch.get_float32_matmul_precision()
     cores, set_threads, threads = os.sched_getaffinity(0), torch.set_num_threads, torch.get_num_threads()
     log = logging.getLogger()

@@ -28,6 +28,7 @@ OWN_WAY = (
     "name", "dtype", "quantization", "prompt_length", "response_length", "expert_parallel_size",
     "moe_tensor_parallel_size", "repetition_penalty", "calculate_log_probs", "engine_kwargs", "engine_kwargs.trtllm",
     "engine_kwargs.vllm", "cudagraph_capture_sizes", "do_sample", "nnodes", "n_gpus_per_node",
+    "multi_turn.tool_config_path",
 )  # fmt: skip
 """Of `rollout`, besides `val_kwargs`: what is not simply taken over."""
 
@@ -48,6 +49,9 @@ def rollout(verl: VerlRun) -> Iterator[Pair]:
     for name in verl_rollout.MAPS:
         if "val_kwargs" not in name and name not in OWN_WAY and (episodes or not name.startswith(EPISODES)):
             yield f"rollout.{name}", verl[f"{ROLLOUT}{name}"]
+    if episodes and (tools := verl[f"{ROLLOUT}multi_turn.tool_config_path"]):
+        yield "rollout.agent.environment", "verl_tools"
+        yield "rollout.agent.environment_kwargs", {"tool_config_path": tools}
     if verl[f"{ROLLOUT}nnodes"]:
         yield "rollout.nnodes", verl[f"{ROLLOUT}nnodes"]
         given = verl[f"{ROLLOUT}n_gpus_per_node"]

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from mrl.errors import UserError, shown
 from mrl.schema.distillation import DistillationConfig
+from mrl.schema.dpo import DpoConfig
 from mrl.schema.multi_turn import AgentConfig, MultiTurnConfig
 from mrl.schema.paths import FilePath, TokenizerPath
 from mrl.schema.policy_losses import ClipCovConfig, DppoConfig, DroConfig, KlCovConfig, SapoConfig, VespoConfig
@@ -424,20 +425,6 @@ class EntropyCtrlConfig:
 
 
 @dataclass(frozen=True)
-class DpoConfig:
-    """Of `algorithm.name=dpo`, with TRL's names."""
-
-    loss_type: Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero"] = "sigmoid"
-    """Loss of a pair. sigmoid_norm and ipo divide each response's log ratio by its length."""
-    beta: float = 0.1
-    """How strongly the policy is held to the reference, above 0; of ipo it is the paper's tau."""
-    label_smoothing: float = 0.0
-    """Part of the pairs whose labels are taken to be the wrong way round, [0, 0.5); of robust."""
-    sft_loss_weight: float = 0.0
-    """Factor of the mean negative log-likelihood of the chosen responses' tokens, which is added to the loss."""
-
-
-@dataclass(frozen=True)
 class AlgorithmConfig:
     """Advantages and loss. null means "what the named algorithm defines" (`mrl/algorithms/<name>.py`)."""
 
@@ -449,6 +436,9 @@ class AlgorithmConfig:
     """Added to the deviation (ppo, vapo: to the variance), above 0."""
     advantage_std_over: Literal["group", "batch"] = "group"
     """Whose deviation: that of the prompt's rewards, or of all rewards of the step (TRL's `scale_rewards=batch`)."""
+    credit: Literal["episode", "turn"] = "episode"
+    """Which rewards a turn of an episode answers for: episode: all; turn: all but those that the environment gave for
+    the turns before it, and it is compared with the same turn of the prompt's other samples."""
     gamma: Optional[float] = None
     """Discount of the reward of later tokens, (0, 1]; with a critic."""
     lam: Optional[float] = None

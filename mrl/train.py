@@ -22,6 +22,7 @@ from mrl.engines.base import SamplingConfig
 from mrl.errors import UserError
 from mrl.observe import data_sources
 from mrl.observe import metrics as measure
+from mrl.rollout import turns
 from mrl.rollout.exchange import StepBatch, pack
 from mrl.rollout.replicas import generate
 from mrl.rollout.table import gather_facts, gather_failures, gather_table, outcomes
@@ -129,9 +130,12 @@ def judge(job: Job, data: StepBatch, table: SampleTable) -> Metrics:
     with phase("adv"):
         facts = outcomes(table, job.reward_weights)
         facts = replace(facts, rewards_N=algorithm.shape_rewards(facts))
-        advantages_N = algorithm.outcome_advantages(facts)
         data.batch.rewards_B = facts.rewards_N[data.index_B].float()
-        algorithm.advantages(data.batch, advantages_N[data.index_B], job.sum_over_dp)
+        credited, index_U = facts, data.index_B
+        if algorithm.config.credit == "turn":
+            credited, index_U = turns.credited(facts, table, data, job.config.reward)
+        advantages_N = algorithm.outcome_advantages(credited)
+        algorithm.advantages(data.batch, advantages_N[index_U], job.sum_over_dp)
     return measure.outcome_metrics(table, rewards_N=facts.rewards_N, advantages_N=advantages_N)
 
 
@@ -200,7 +204,8 @@ def sample_and_score(
     with job.progress.phase("reward"), together():
         if job.scorer is not None:
             job.scorer.score(rollouts, job.progress.told_to_stop, scores)
-    table = gather_table(rollouts, job.groups, list(job.reward_weights), supports=sampling.with_support)
+    by_turn = job.algorithm.config.credit == "turn"
+    table = gather_table(rollouts, job.groups, list(job.reward_weights), supports=sampling.with_support, turns=by_turn)
     if told := gather_failures(rollouts, table, job.groups):
         job.log.note(f"WARNING {told}")
     return rollouts, table

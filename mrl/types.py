@@ -13,7 +13,8 @@ itself given everything before it in its sequence. Logarithms are natural; log-p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
@@ -81,22 +82,28 @@ class Episode:
         num_turns: Turns that the policy took.
         num_tool_calls: Calls that it made.
         num_failed_calls: Messages to it about calls that could not be read or were too many.
-        reward: Sum of the environment's rewards.
+        turn_rewards: What the environment gave for each of the policy's turns; 0 where it gave nothing.
         final_text: The policy's last turn, without its end token: what reward functions read as the response.
         error: What went wrong in the environment; None: nothing did. Such a sample is counted and not trained.
         facts: What the environment says besides, numbers or texts.
         turns: Who said what, in order: ("policy" or "environment", text); the environment's with the template's words.
+            One for each segment of the response.
     """
 
     end: str
     num_turns: int
     num_tool_calls: int
     num_failed_calls: int
-    reward: float
+    turn_rewards: tuple[float, ...]
     final_text: str
     error: str | None = None
     facts: dict[str, float | str] = field(default_factory=dict)
     turns: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def reward(self) -> float:
+        """Sum of the environment's rewards."""
+        return math.fsum(self.turn_rewards)
 
 
 @dataclass(frozen=True)
@@ -241,6 +248,8 @@ class RolloutBatch:
             trained; set by `Algorithm.weigh`, fp32.
         truncated_B: True where the response was cut at its length limit, bool; needed by
             `algorithm.overlong.mask_truncated`.
+        turn_R: With `algorithm.credit=turn`, which of all turns of the batch each response token belongs to, int64: a
+            turn is what the policy sampled and what it observed after that.
         routed_experts_P: The experts that the engine, or the actor before its updates, chose for each token in the
             layers of this rank's pipeline stage, [P, layers, top_k], integers as in `Rollout`; -1 for a token that went
             nowhere (the last of a response). None unless they are replayed.
@@ -275,6 +284,7 @@ class RolloutBatch:
     importance_mean_B: Tensor | None = None
     metric_weights_R: Tensor | None = None
     truncated_B: Tensor | None = None
+    turn_R: Tensor | None = None
     routed_experts_P: Tensor | None = None
     support_R: Support | None = None
 
@@ -299,6 +309,11 @@ class RolloutBatch:
         rows = torch.arange(self.num_sequences, device=self.response_lens_B.device)
         return rows.repeat_interleave(self.response_lens_B, output_size=self.response_mask_R.numel())
 
+    @property
+    def credited_R(self) -> Tensor:
+        """Which advantage each response token has, int64: that of its turn, else that of its sequence."""
+        return self.sequence_R if self.turn_R is None else self.turn_R
+
     def select(self, rows: list[int]) -> RolloutBatch:
         """The given sequences, in the given order; every tensor is a copy."""
         chosen: dict[str, Any] = {}
@@ -320,6 +335,10 @@ class RolloutBatch:
         return replace(self, **chosen)
 
 
+TurnRewards = Mapping[tuple[int, int], Sequence[float]]
+"""Of each turn of an episode, by (uid, sample index)."""
+
+
 class SampleTable:
     """A few numbers for every sample of the job, ordered by (uid, sample index), the same on every rank.
 
@@ -327,7 +346,8 @@ class SampleTable:
     holds the tokens; `correct`, `failed`, `truncated` and `cached` are 0 or 1; `token_crc` is the CRC-32 of the
     response ids; `sampled_len` of `response_len` tokens were sampled; `end` is a place in `EPISODE_ENDS`, -1 where
     there was no episode) and "reward/<function>" for each reward function, NaN where it gave none; with supports also
-    KEPT: sums over the sample's tokens, and extremes.
+    KEPT: sums over the sample's tokens, and extremes. `turn_rewards` has the environment's by (uid, sample index),
+    where turns are credited.
     """
 
     FACTS: ClassVar = (
@@ -350,7 +370,8 @@ class SampleTable:
     )
     KEPT: ClassVar = ("kept_ids", "kept_ids/max", "kept_mass", "kept_mass/min")
 
-    def __init__(self, columns: tuple[str, ...], rows_NC: Tensor) -> None:
+    def __init__(self, columns: tuple[str, ...], rows_NC: Tensor, turn_rewards: TurnRewards | None = None) -> None:
+        self.turn_rewards = dict(turn_rewards or {})
         uid, sample = columns.index("uid"), columns.index("sample_index")
         keys = [(row[uid], row[sample]) for row in rows_NC.tolist()]
         self.columns = columns
@@ -374,9 +395,10 @@ class SampleTable:
 
     def keep(self, mask_N: Tensor) -> SampleTable:
         """The rows where the mask is True."""
-        return SampleTable(self.columns, self.rows_NC[mask_N])
+        return SampleTable(self.columns, self.rows_NC[mask_N], self.turn_rewards)
 
     @staticmethod
     def join(tables: list[SampleTable]) -> SampleTable:
         """The rows of all tables, which have the same columns."""
-        return SampleTable(tables[0].columns, torch.cat([table.rows_NC for table in tables]))
+        turn_rewards = {key: rewards for table in tables for key, rewards in table.turn_rewards.items()}
+        return SampleTable(tables[0].columns, torch.cat([table.rows_NC for table in tables]), turn_rewards)

@@ -315,6 +315,7 @@ ELSEWHERE = {
     "rollout.agent.time_limit_s": EPISODES,
     "rollout.agent.memory_limit_mb": EPISODES,
     "rollout.checkpoint_engine.update_weights_bucket_megabytes": ("refit/test_refit.py", "a small model fits one"),
+    "algorithm.credit": ("rollout/test_turns.py", "needs an environment in processes of its own"),
     "reward.functions[].batch": ("rewards/test_batches.py", "needs a function of lists, in a process of its own"),
     "reward.model.path": ("e2e/test_reward_model.py", "needs a second model"),
     "reward.model.weight": ("e2e/test_reward_model.py", "needs a second model"),

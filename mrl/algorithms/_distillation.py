@@ -12,7 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from mrl.algorithms.base import LARGEST, required
+from mrl.algorithms._policy_gradient import PolicyGradient
+from mrl.algorithms._rollout_correction import Corrected
+from mrl.algorithms.base import LARGEST, Algorithm, required
 from mrl.functional.importance import at_least_fp32
 from mrl.functional.kl import Estimator, kl_penalty
 from mrl.functional.losses import clipped_surrogate
@@ -21,6 +23,7 @@ from mrl.types import RolloutBatch
 
 Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
+NOTHING = Corrected(None, None, None, {})
 DUAL_CLIP = 3.0
 """Of the policy gradient's surrogate; verl's."""
 
@@ -32,35 +35,45 @@ class Distillation:
         """Args: config: Checked by `preflight/distillation.py`."""
         self._config = config
 
-    def beside(self, task: Loss) -> Loss:
+    def beside(self, task: Algorithm) -> Loss:
         """The loss that is minimised.
 
         Args:
-            task: `Algorithm.loss`; only measured where `use_task_rewards` is false.
+            task: Its loss is only measured where `use_task_rewards` is false. What its rollout correction rejects
+                leaves the divergence too; the weights of a decoupled one multiply the policy gradient, as in verl.
 
         Returns:
             (logprobs_R, entropy_R, *`Comparison.num_scores` numbers of each token, microbatch) -> loss sum and metrics,
             as `Algorithm.loss`; the microbatch has `teacher_logprobs_R` where nothing is compared.
         """
+        correction = task.correction if isinstance(task, PolicyGradient) else None
 
         def loss(logprobs_R: Tensor, entropy_R: Tensor, *rest: Any) -> tuple[Tensor, dict[str, Tensor]]:
             *compared, microbatch = rest
             alone = not self._config.use_task_rewards
             # what is measured alone gets no gradient
-            of_task = (each.detach() if alone else each for each in (logprobs_R, entropy_R))
-            total, metrics = task(*of_task, microbatch)
-            drawn, more = self._drawn(logprobs_R, compared, microbatch)
+            of_task = (logprobs_R.detach(), entropy_R.detach()) if alone else (logprobs_R, entropy_R)
+            total, metrics = task.loss(*of_task, microbatch)
+            corrected = NOTHING if correction is None else correction.of(microbatch, logprobs_R)
+            weights_R = corrected.weights_R if correction is not None and correction.spec.decoupled else None
+            drawn, more = self._drawn(logprobs_R, compared, microbatch, corrected.kept_R, weights_R)
             total = drawn if alone else total + self._config.distillation_loss_coef * drawn
             return total, metrics | more | {"actor/loss": total.detach().double()}
 
         return loss
 
     def _drawn(
-        self, logprobs_R: Tensor, compared: list[Tensor], microbatch: RolloutBatch
+        self,
+        logprobs_R: Tensor,
+        compared: list[Tensor],
+        microbatch: RolloutBatch,
+        kept_R: Tensor | None,
+        importance_R: Tensor | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss sum of the tokens' divergences, and metrics."""
+        """Loss sum of the tokens' divergences, of those that are kept, and metrics."""
         config, mask_R = self._config, microbatch.response_mask_R
         weights_R = required(microbatch.weights_R, "weights_R")
+        weights_R = weights_R if kept_R is None else torch.where(kept_R, weights_R, 0.0)
         logprobs_R = torch.where(mask_R, at_least_fp32(logprobs_R), 0.0)
         if config.is_sampled:
             teacher_R = required(microbatch.teacher_logprobs_R, "teacher_logprobs_R")
@@ -85,7 +98,7 @@ class Distillation:
                 clip_high=config.clip_ratio_high,
                 dual_clip=DUAL_CLIP,
             )
-            loss_R = surrogate.loss_R
+            loss_R = surrogate.loss_R if importance_R is None else surrogate.loss_R * importance_R
             metrics["distillation/pg_clipfrac"] = _mean(surrogate.clipped_R, microbatch)
             metrics["distillation/pg_clipfrac_lower"] = _mean(surrogate.clipped_lower_R, microbatch)
             metrics["distillation/ppo_kl"] = _mean(-surrogate.log_ratio_R, microbatch)

@@ -80,13 +80,13 @@ class PolicyGradient(Algorithm):
         )
 
     def advantages(self, batch: RolloutBatch, outcome_advantages_B: Tensor, reduce: SumReduce) -> None:
-        """Collective over data-parallel: every token of a response gets its outcome's advantage.
+        """Collective over data-parallel: every token of a response, or of a turn, gets its outcome's advantage.
 
         With KL in the reward, minus its coefficient times the KL of this token and those after it, estimated at the
         log-probabilities that sampled. Narrows the mask by `overlong.mask_truncated` first.
         """
         mask_R = self._narrowed(batch, reduce)
-        advantages_R = outcome_advantages_B.double()[batch.sequence_R]
+        advantages_R = outcome_advantages_B.double()[batch.credited_R]
         if self.config.kl_in == "reward":
             advantages_R = advantages_R - reward_to_go(self._charge_R(batch, reduce), batch.response_lens_B)
         if self.whitens:

@@ -105,7 +105,9 @@ LOSSES: dict[str, PolicyLoss] = {
         losses.clipped_surrogate, (*CLIPS, "dual_clip"), {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0}
     ),
     "gspo": PolicyLoss(sequence_losses.gspo, (*CLIPS, "dual_clip"), GSPO | BY_SEQUENCE),
-    "luspo": PolicyLoss(sequence_losses.gspo, (*CLIPS, "dual_clip"), GSPO | {"loss_aggregation": "seq_mean_token_sum"}),
+    "luspo": PolicyLoss(
+        sequence_losses.luspo, (*CLIPS, "dual_clip"), GSPO | {"loss_aggregation": "seq_mean_token_sum"}
+    ),
     "cispo": PolicyLoss(losses.cispo, CLIPS, {"clip_low": 1.0, "clip_high": 4.0}),
     "sapo": PolicyLoss(losses.sapo, ("sapo.tau_pos", "sapo.tau_neg"), BY_SEQUENCE),
     "gmpo": PolicyLoss(sequence_losses.gmpo, CLIPS, {"clip_low": 0.4, "clip_high": 0.4} | BY_SEQUENCE),

@@ -21,10 +21,11 @@ from mrl.algorithms import _correction_config as correction
 from mrl.algorithms._entropy_control import EntropyControl
 from mrl.algorithms._kl_control import KlControl
 from mrl.algorithms._policy_loss import LOSSES, READ
-from mrl.config import AlgorithmConfig, DpoConfig, LearnsFrom, RolloutConfig
+from mrl.config import AlgorithmConfig, LearnsFrom, RolloutConfig
 from mrl.errors import UserError
 from mrl.functional import advantages as advantage_maths
 from mrl.functional.aggregation import token_weights
+from mrl.schema.dpo import DpoConfig
 from mrl.schema.registry import find
 from mrl.types import RolloutBatch
 
@@ -39,7 +40,7 @@ SumReduce = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Outcomes:
-    """One row for each sample of the step, over all ranks, ordered by (group, sample index).
+    """One row for each sample of the step, over all ranks, ordered by (group, sample index); or for each turn.
 
     Attributes:
         rewards_N: Total reward, fp64.
@@ -48,6 +49,8 @@ class Outcomes:
         truncated_N: True where the response was cut at its length limit.
         parts: Each reward function's own value, fp64 [N], NaN where it gave none; by its name.
         part_weights: Factor of each of these in the total.
+        own_N: With `algorithm.credit=turn` the rows are turns, and this is the reward of each by itself, fp64, where
+            `rewards_N` has that of those after it too; None: the rows are samples.
     """
 
     rewards_N: Tensor
@@ -56,6 +59,7 @@ class Outcomes:
     truncated_N: Tensor
     parts: Mapping[str, Tensor] = field(default_factory=dict)
     part_weights: Mapping[str, float] = field(default_factory=dict)
+    own_N: Tensor | None = None
 
 
 class Algorithm(ABC):
@@ -131,7 +135,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def outcome_advantages(self, outcomes: Outcomes) -> Tensor:
-        """One advantage per sample from the whole step's rewards, fp64 [N]. Every rank computes the same.
+        """One advantage per sample, or turn, from the whole step's rewards, fp64 [N]. Every rank computes the same.
 
         `outcomes.rewards_N` are the shaped rewards.
         """
@@ -140,7 +144,8 @@ class Algorithm(ABC):
     def advantages(self, batch: RolloutBatch, outcome_advantages_B: Tensor, reduce: SumReduce) -> None:
         """Collective over data-parallel: sets `batch.advantages_R` (and narrows `batch.response_mask_R`).
 
-        Of an algorithm with a critic also `batch.returns_R`.
+        The outcome's are one for each number in `batch.credited_R`. Of an algorithm with a critic also
+        `batch.returns_R`.
         """
 
     def weigh(self, minibatch: RolloutBatch, reduce: SumReduce) -> None:
@@ -283,6 +288,7 @@ def _idle(config: AlgorithmConfig, algorithm: type[Algorithm]) -> dict[str, str]
             config.advantage_std == "none",
             "algorithm.advantage_std is 'none'",
         ),
+        (("credit",), algorithm.learns_from != "samples", by_name),
         (
             ("loss_norm_length",),
             config.loss_aggregation != "seq_mean_token_sum_norm",

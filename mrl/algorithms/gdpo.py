@@ -19,7 +19,7 @@ from mrl.functional.advantages import decoupled, informative_groups
 class Gdpo(Grpo):
     """S = weighted sum of (R_f - mean of the group) / (sigma + eps); (S - mean) / (sigma + eps) over the batch."""
 
-    unused = frozenset({"advantage_std_over"})
+    unused = frozenset({"advantage_std_over", "credit"})
     defaults: ClassVar[dict[str, Any]] = dict(Grpo.defaults)
 
     def informative_groups(self, outcomes: Outcomes) -> Tensor:

@@ -1,7 +1,7 @@
 """PPO with a critic: generalised advantage estimates, normalised over the global batch.
 
-Source: arXiv 1707.06347; the estimates: arXiv 1506.02438. The reward is that of the last trained token, minus the KL of
-each token where `kl_in` is "reward".
+Source: arXiv 1707.06347; the estimates: arXiv 1506.02438. The reward is that of the last trained token (with
+`credit=turn` of the last of each turn), minus the KL of each token where `kl_in` is "reward".
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms._policy_gradient import PolicyGradient
-from mrl.algorithms.base import SumReduce, required
+from mrl.algorithms.base import Outcomes, SumReduce, required
 from mrl.functional.advantages import StdKind, whiten
 from mrl.functional.values import gae, length_adaptive_lam
 from mrl.types import RolloutBatch
@@ -39,6 +39,10 @@ class Ppo(PolicyGradient):
         "dynamic_sampling": False,
     }
 
+    def outcome_advantages(self, outcomes: Outcomes) -> Tensor:
+        """The reward of each sample; of each turn its own, which the estimates carry to those before it."""
+        return super().outcome_advantages(outcomes) if outcomes.own_N is None else outcomes.own_N
+
     def advantages(self, batch: RolloutBatch, outcome_advantages_B: Tensor, reduce: SumReduce) -> None:
         """Collective over data-parallel: sets advantages and returns, from the rewards and `batch.values_R`.
 
@@ -48,7 +52,7 @@ class Ppo(PolicyGradient):
         config, mask_R = self.config, self._narrowed(batch, reduce)
         batch.critic_mask_R = self.correction.accepted_R(batch)
         valued_R, values_R = batch.valued_R, required(batch.values_R, "values_R")
-        rewards_R = _at_last(valued_R, outcome_advantages_B, batch.sequence_R)
+        rewards_R = _at_last(valued_R, outcome_advantages_B, batch.credited_R)
         if config.kl_in == "reward":
             rewards_R = rewards_R - self._charge_R(batch, reduce)
         lens_B = torch.zeros(batch.num_sequences, dtype=torch.float64)
@@ -74,7 +78,7 @@ class Ppo(PolicyGradient):
 
 
 def _at_last(mask_R: Tensor, rewards_B: Tensor, sequence_R: Tensor) -> Tensor:
-    """The reward of each sequence at the last of its tokens in the mask, fp64 [R]."""
+    """The reward of each sequence, or turn, at the last of its tokens in the mask, fp64 [R]."""
     rewards_R = torch.zeros(mask_R.numel(), dtype=torch.float64)
     trained = mask_R.nonzero().squeeze(1)
     owners = sequence_R[trained]

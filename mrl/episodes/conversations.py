@@ -6,7 +6,6 @@ turns in and observations out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +61,7 @@ class Conversation:
         self.ledger.sampled(ids)
         self._turn = tuple(ids)
         self._num_turns += 1
+        self._rewards.append(0.0)
         self._final_text = self.rendering.text_of(ids)
         self._turns.append(("policy", self._final_text))
         if self.end is None and reason == "length":
@@ -78,7 +78,7 @@ class Conversation:
 
         The last turn's observation counts for its reward too.
         """
-        self._rewards += [] if observation.reward is None else [observation.reward]
+        self._rewards[-1] = observation.reward or 0.0
         self._facts |= observation.info
         most, answers = self.limits.max_assistant_turns, self.limits.max_user_turns
         if observation.done:
@@ -109,7 +109,7 @@ class Conversation:
             num_turns=self._num_turns,
             num_tool_calls=self._num_calls,
             num_failed_calls=self._num_unread,
-            reward=math.fsum(self._rewards),
+            turn_rewards=tuple(self._rewards),
             final_text=self._final_text,
             error=self._error,
             facts=self._facts,

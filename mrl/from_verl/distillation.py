@@ -5,11 +5,12 @@ Owns how the values of `distillation.*` are translated; verl reads none of them 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mrl.from_verl.verl_run import VerlRun
 from mrl.peers.verl_distillation import TEACHERS
+from mrl.preflight.distillation import TASK
 from mrl.schema.distillation import TOP_K
 
 ROOT = "distillation."
@@ -41,6 +42,21 @@ def distillation(verl: VerlRun) -> Iterator[tuple[str, Any]]:
     read += ["clip_ratio_low", "clip_ratio_high"] if by_gradient else []
     yield from ((f"{LOSS}{name}", verl[f"{LOSS}{name}"]) for name in read)
     yield f"{LOSS}use_policy_gradient", by_gradient
+
+
+def without_the_task(verl: VerlRun, pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Keys of mrl and their values, but for those that a loss reads which is not minimised: verl computes none then."""
+    if not verl[f"{ROOT}enabled"] or verl[f"{LOSS}use_task_rewards"]:
+        yield from pairs
+        return
+    idle = (*TASK, "kl_in", "kl_coef", "kl_estimator", "kl_ctrl", "entropy_coef", "rollout_correction.loss_type")
+    weights = "algorithm.rollout_correction.rollout_is"
+    for key, value in pairs:
+        weighs = key.startswith(weights) and not verl[f"{LOSS}use_policy_gradient"]
+        if not weighs and not any(f"{key}.".startswith(f"algorithm.{name}.") for name in idle):
+            yield key, value
+        elif value and key in ("algorithm.policy_loss", "algorithm.kl_in", "algorithm.entropy_coef", weights):
+            verl.notes[key] = "left out: nothing but the distillation is minimised (use_task_rewards is false)"
 
 
 def _teachers(verl: VerlRun) -> list[dict[str, str]]:

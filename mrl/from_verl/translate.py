@@ -16,7 +16,7 @@ from mrl.config import Config
 from mrl.engines.trtllm.fields import needs_mpi
 from mrl.errors import UserError
 from mrl.from_verl.critic import SCHEDULES, critic
-from mrl.from_verl.distillation import distillation
+from mrl.from_verl.distillation import distillation, without_the_task
 from mrl.from_verl.line import Settings
 from mrl.from_verl.objective import objective
 from mrl.from_verl.reward import reward
@@ -224,6 +224,11 @@ def _parallel(verl: VerlRun) -> Iterator[Pair]:
 
 
 def _algorithm(verl: VerlRun) -> Iterator[Pair]:
+    yield from without_the_task(verl, _task(verl))
+    yield from distillation(verl)
+
+
+def _task(verl: VerlRun) -> Iterator[Pair]:
     yield from objective(verl)
     if verl["algorithm.adv_estimator"] == "gae":
         yield from critic(verl, partial(_warmup, verl))
@@ -233,7 +238,6 @@ def _algorithm(verl: VerlRun) -> Iterator[Pair]:
         yield "algorithm.dynamic_sampling", True
         yield "algorithm.max_sampling_rounds", verl["algorithm.filter_groups.max_num_gen_batches"] or None
     yield from rollout_correction(verl.given, verl.notes)
-    yield from distillation(verl)
 
 
 def _kl(verl: VerlRun) -> Iterator[Pair]:

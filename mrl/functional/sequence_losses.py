@@ -94,6 +94,31 @@ def gspo(
     )
 
 
+def luspo(
+    logprobs_R: Tensor,
+    old_logprobs_R: Tensor,
+    advantages_R: Tensor,
+    sequences: Sequences,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float = 0.0,
+) -> Surrogate:
+    """LUSPO: `gspo`'s loss, whose sequences weigh as much as they are long: seq_mean_token_sum in place of the mean.
+
+    Source: arXiv 2602.05261. TRL's `luspo` has the sequence form; verl has none.
+    """
+    return gspo(
+        logprobs_R,
+        old_logprobs_R,
+        advantages_R,
+        sequences,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
+
+
 def gmpo(
     logprobs_R: Tensor,
     old_logprobs_R: Tensor,

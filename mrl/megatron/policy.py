@@ -178,7 +178,7 @@ class Policy(Trainable):
         if algorithm.supervised:
             distribution = self._whole
         elif self._distillation is not None:
-            loss = self._distillation.beside(algorithm.loss)
+            loss = self._distillation.beside(algorithm)
             self._schedule.comparison = self.comparison.on(self.device) if self.comparison else None
         try:
             metrics = self._step(

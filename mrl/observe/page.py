@@ -53,6 +53,8 @@ td.num + td.text, th.num + th:not(.num) { padding-left:36px }
 td.when { width:1%; white-space:nowrap; color:var(--soft) }
 td.text { font:12.5px/1.5 ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mono",monospace; white-space:pre-wrap;
   overflow-wrap:anywhere; min-width:90px }
+td.text p { margin:0 }
+td.text p.seen { color:var(--soft); padding-left:14px }
 .good { color:var(--good) }
 .poor { color:var(--bad) }
 .share { display:flex; height:18px; border-radius:5px; overflow:hidden; margin:14px 12px 4px }
@@ -127,6 +129,12 @@ def card(name: str, value: str, more: str = "", before: str = "") -> str:
     start = f"<small>{markup(before)} → </small>" if before else ""
     below = f"<em>{markup(more)}</em>" if more else ""
     return f'<div class="card"><span>{markup(name)}</span><b>{start}{markup(value)}</b>{below}</div>'
+
+
+def turns_cell(turns: Sequence[tuple[str, str]], more: str = "") -> str:
+    """A table cell of an episode, turn by turn: (who, text) in order, and what stands behind them."""
+    lines = "".join(f'<p class="{"seen" if by == "environment" else "said"}">{markup(text)}</p>' for by, text in turns)
+    return f'<td class="text">{lines}{markup(more)}</td>'
 
 
 def cell(text: str, kind: str = "") -> str:

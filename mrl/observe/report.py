@@ -22,7 +22,8 @@ from mrl.files.durable import replace_file
 from mrl.files.step_file import Row, number, read_rows
 from mrl.observe.charts import Point, Series, colour, line_chart, stacked_bars
 from mrl.observe.data_sources import headlines
-from mrl.observe.page import card, cell, grid, header, page, section, table
+from mrl.observe.drawings import ACCURACY, EPISODES, LEARNING, MISMATCH, POLICY, SPEED, Drawing
+from mrl.observe.page import card, cell, grid, header, page, section, table, turns_cell
 from mrl.observe.words import clock, short
 from mrl.run_folder.run_dir import RunDir, flat, read_facts
 from mrl.schema import registry
@@ -33,51 +34,8 @@ EDGE_STEPS = 5
 FEWEST_DRAWN = 3
 """Points of a metric that stands in no chart of its own: fewer are written, not drawn."""
 
-ACCURACY = "val/accuracy"
 ROUNDING = 1e-6
 """Two lines that are closer everywhere are drawn as one."""
-
-Drawing = tuple[str, tuple[tuple[str, str], ...]]
-"""Title, and (legend, metric) of each line."""
-
-LEARNING: tuple[Drawing, ...] = (
-    ("Reward", (("mean", "critic/score/mean"), ("shaped mean", "critic/rewards/mean"))),
-    ("Held-out accuracy", (("accuracy", ACCURACY),)),
-    ("Pairs whose better response is preferred, fraction", (("accuracy", "rewards/accuracies"),)),
-    ("Implicit rewards of pairs", (("better", "rewards/chosen"), ("worse", "rewards/rejected"))),
-    ("Response length, tokens", (("mean", "response_length/mean"), ("max", "response_length/max"))),
-    (
-        "Groups and cut responses, fraction",
-        (("groups with equal rewards", "group/zero_variance_frac"), ("responses cut", "response_length/clip_ratio")),
-    ),
-)
-POLICY: tuple[Drawing, ...] = (
-    ("KL to the policy that sampled (ppo_kl)", (("ppo_kl", "actor/ppo_kl"),)),
-    ("KL to the reference", (("kl_loss", "actor/kl_loss"), ("in reward", "actor/reward_kl_penalty"))),
-    ("Distance to the teachers, nats", (("mean of a token", "distillation/abs_loss"),)),
-    ("Entropy, nats", (("entropy", "actor/entropy"),)),
-    ("Gradient norm", (("before clipping", "actor/grad_norm"),)),
-    ("Clipped tokens, fraction", (("upper", "actor/pg_clipfrac"), ("lower (dual)", "actor/pg_clipfrac_lower"))),
-    ("Loss", (("policy gradient", "actor/pg_loss"), ("total", "actor/loss"))),
-    ("Loss of the critic", (("value loss", "critic/vf_loss"),)),
-    ("Variance of the returns that the critic explains, fraction", (("explained", "critic/vf_explained_var"),)),
-)
-MISMATCH: tuple[Drawing, ...] = (
-    (
-        "|p engine - p actor|",
-        (("max", "training/rollout_probs_diff_max"), ("mean", "training/rollout_probs_diff_mean")),
-    ),
-    ("Correlation of the two", (("pearson", "training/rollout_actor_probs_pearson_corr"),)),
-)
-SPEED: tuple[Drawing, ...] = (
-    ("Tokens per second and rank", (("throughput", "perf/throughput"),)),
-    ("Response tokens per second, generation", (("tokens/s", "perf/gen_tokens_per_s"),)),
-    ("Model FLOPs utilisation", (("update", "perf/mfu/actor"),)),
-    (
-        "Memory, GiB",
-        (("host", "perf/cpu_memory_used_gb"), ("device, peak", "perf/max_memory_allocated_gb")),
-    ),
-)
 
 
 def write_report(run_dir: Path) -> Path:
@@ -100,6 +58,7 @@ def write_report(run_dir: Path) -> Path:
             _headline(name, history, config, facts, run.committed_steps()),
             section("Learning", _drawings(history.steps, LEARNING)),
             section("By data set", _drawings(history.steps, by_data_set(history.steps))),
+            section("Episodes", _drawings(history.steps, EPISODES), "Conversations with environments."),
             section("Before and after", _samples(read_rows(run.samples)), "The same held-out prompts."),
             section("Policy", _drawings(history.steps, POLICY)),
             section(
@@ -341,7 +300,15 @@ def _answered(row: Row) -> str:
     cut = " ⋯ (cut at the length limit)" if row.get("finish_reason") == "length" else ""
     tone = "good" if reward is not None and reward > 0 else "poor"
     value = "" if reward is None else short(reward)
-    return cell(str(row.get("response", "")) + cut, "text") + cell(value, f"num {tone}")
+    turns = [(str(turn["by"]), _said(turn)) for turn in row.get("turns") or ()]
+    said = turns_cell(turns, cut) if turns else cell(str(row.get("response", "")) + cut, "text")
+    return said + cell(value, f"num {tone}")
+
+
+def _said(turn: Row) -> str:
+    """A turn's text, and what the environment gave for it."""
+    reward = number(turn.get("reward"))
+    return f"{turn['text']}  [{short(reward)}]" if reward else str(turn["text"])
 
 
 def _defaults(algorithm: str) -> dict[str, Any]:

@@ -134,9 +134,13 @@ def sample_rows(rollouts: Sequence[Rollout], *, phase: str, num_samples: int) ->
 
 
 def _of_episode(rollout: Rollout) -> dict[str, Any]:
-    """Why an episode ended, what went wrong in it, what its environment says, and who said what."""
+    """Why an episode ended, what its environment says, and its segments: who said what, and what it was worth."""
     episode = rollout.episode
     if episode is None:
         return {}
-    turns = [{"by": by, "text": text} for by, text in episode.turns]
+    rewards = iter(episode.turn_rewards)
+    turns = [
+        {"by": by, "text": text, "tokens": part.end - part.start, "reward": next(rewards) if by == "policy" else None}
+        for (by, text), part in zip(episode.turns, rollout.segments, strict=True)
+    ]
     return {"episode_end": episode.end, "episode_facts": episode.facts, "turns": turns}

@@ -8,10 +8,10 @@ from __future__ import annotations
 import itertools
 import os.path
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING
 
-from mrl.config import Config
+from mrl.config import AlgorithmConfig, Config
 from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 
 DATA_SOURCE = "data_source"
 """The default of `teacher_key`: the name of a row's data set, also where the row does not say it."""
+
+
+TASK = (
+    "policy_loss", "clip_low", "clip_high", "dual_clip", "sapo", "vespo", "dppo", "clip_cov", "kl_cov", "dro",
+    "advantage_std", "advantage_eps", "advantage_std_over",
+)  # fmt: skip
+"""Fields of `algorithm` that only its advantages and its loss read."""
 
 
 def teacher_of(config: DistillationConfig, prompt: Prompt) -> int:
@@ -44,7 +51,14 @@ def teacher_of(config: DistillationConfig, prompt: Prompt) -> int:
 
 
 def check_distillation(
-    config: Config, arch: ArchSpec, teachers: Sequence[ArchSpec], grid: Grid, *, supervised: bool, critic: bool
+    config: Config,
+    arch: ArchSpec,
+    teachers: Sequence[ArchSpec],
+    grid: Grid,
+    own: AlgorithmConfig,
+    *,
+    supervised: bool,
+    critic: bool,
 ) -> None:
     """Every rule of `distillation`.
 
@@ -53,6 +67,7 @@ def check_distillation(
         arch: The student.
         teachers: Their structures, in the config's order; none where it is not enabled.
         grid: The layout of all.
+        own: The algorithm's section with nothing asked for but its name.
         supervised: The algorithm samples nothing.
         critic: It has one.
 
@@ -61,7 +76,7 @@ def check_distillation(
     """
     distilled = config.distillation
     rules = (
-        [_enabled_rules(config, supervised=supervised, critic=critic), _loss_rules(distilled.distillation_loss)]
+        [_enabled_rules(config, own, supervised=supervised, critic=critic), _loss_rules(distilled.distillation_loss)]
         if distilled.enabled
         else [_idle(distilled)]
     )
@@ -123,7 +138,7 @@ def _idle(distilled: DistillationConfig) -> Iterator[str]:
             )
 
 
-def _enabled_rules(config: Config, *, supervised: bool, critic: bool) -> Iterator[str]:
+def _enabled_rules(config: Config, own: AlgorithmConfig, *, supervised: bool, critic: bool) -> Iterator[str]:
     distilled, algorithm = config.distillation, config.algorithm
     if supervised:
         yield (
@@ -141,22 +156,34 @@ def _enabled_rules(config: Config, *, supervised: bool, critic: bool) -> Iterato
                     "prompts. Remove it, or add another teacher."
                 )
     if not distilled.distillation_loss.use_task_rewards:
-        correction = algorithm.rollout_correction.acting
-        corrects = correction.rollout_is or correction.rollout_rs or correction.off_policy_mask_threshold is not None
-        for name, is_set in (
-            ("kl_in", algorithm.kl_in != "none"),
-            ("entropy_coef", algorithm.entropy_coef != 0),
-            ("entropy_ctrl.type", algorithm.entropy_ctrl.type != "fixed"),
-            ("positive_example_nll_weight", algorithm.positive_example_nll_weight != 0),
-            ("top_entropy_quantile", algorithm.top_entropy_quantile != 1),
-            ("rollout_correction", bool(corrects)),
-            (f"name={algorithm.name}", critic),
-        ):
-            if is_set:
-                yield (
-                    f"algorithm.{name} belongs to a loss that is not minimised: "
-                    "distillation.distillation_loss.use_task_rewards is false. Remove it, or change that."
-                )
+        for name in _of_the_task(config, own, critic=critic):
+            yield (
+                f"algorithm.{name} belongs to a loss that is not minimised: "
+                "distillation.distillation_loss.use_task_rewards is false. Remove it, or change that."
+            )
+
+
+def _of_the_task(config: Config, own: AlgorithmConfig, *, critic: bool) -> Iterator[str]:
+    """What is asked of the algorithm's loss alone: fields of `algorithm`, and the name of one with a critic."""
+    algorithm, by_gradient = config.algorithm, config.distillation.distillation_loss.use_policy_gradient
+    correction = algorithm.rollout_correction.acting
+    for name, is_set in (
+        ("kl_in", algorithm.kl_in != "none"),
+        ("entropy_coef", algorithm.entropy_coef != 0),
+        ("entropy_ctrl.type", algorithm.entropy_ctrl.type != "fixed"),
+        ("positive_example_nll_weight", algorithm.positive_example_nll_weight != 0),
+        ("top_entropy_quantile", algorithm.top_entropy_quantile != 1),
+        ("rollout_correction.loss_type", correction.bypass_mode and correction.loss_type == "reinforce"),
+        ("rollout_correction.rollout_is", correction.rollout_is is not None and not by_gradient),
+        ("rollout_correction.off_policy_mask_threshold", correction.off_policy_mask_threshold is not None),
+        (f"name={algorithm.name}", critic),
+    ):
+        if is_set:
+            yield name
+    for name in TASK:
+        value = getattr(algorithm, name)
+        if value != getattr(own, name):
+            yield name if is_dataclass(value) else f"{name}={value}"
 
 
 def _loss_rules(loss: DistillationLossConfig) -> Iterator[str]:

@@ -50,6 +50,13 @@ def episode_rules(config: Config) -> Iterator[str]:
             f"{rollout.max_num_batched_tokens} is refused: a later turn reads up to {rollout.longest} tokens in one "
             "pass. Raise it to that, or leave rollout.enable_chunked_prefill out."
         )
+    if config.algorithm.credit == "turn" and not any(
+        function.name == REWARD and function.weight for function in config.reward.functions
+    ):
+        yield (
+            f"algorithm.credit=turn would have no effect because reward.functions has no '{REWARD}': of all rewards "
+            "only the environment's are those of a turn. Add it, or leave algorithm.credit out."
+        )
     if rollout.ignore_eos:
         yield ("rollout.ignore_eos=true with rollout.multi_turn.enable is refused: no turn would end. Leave it out.")
 
@@ -64,6 +71,11 @@ def _idle(config: Config) -> Iterator[str]:
                     f"rollout.{section}.{item.name} is set, but would have no effect because rollout.multi_turn.enable "
                     "is false. Remove it, or change that."
                 )
+    if config.algorithm.credit == "turn":
+        yield (
+            "algorithm.credit=turn is set, but would have no effect because rollout.multi_turn.enable is false. Remove "
+            "it, or turn episodes on."
+        )
     if any(function.name == REWARD for function in config.reward.functions):
         yield (
             f"reward.functions has '{REWARD}', but rollout.multi_turn.enable is false: there is no environment that "

@@ -17,17 +17,28 @@ from mrl.algorithms._policy_loss import LOSSES
 from mrl.algorithms.base import Algorithm, resolve
 from mrl.config import AlgorithmConfig
 from mrl.peers.objectives import TRL_LOSSES, VERL_ESTIMATORS, VERL_LOSSES
+from mrl.peers.verl_presets import PRESETS
 from mrl.schema.registry import find, names
 
 LOSS_HEAD = ("`algorithm.policy_loss`", "what it is", "verl", "TRL", "brings, reads", "source, and what differs")
+PRESET_HEAD = ("`preset`", "`bypass_mode`", "`loss_type`", "`rollout_is`", "`rollout_rs`")
 NAME_HEAD = ("`algorithm.name`", "advantage; loss", "verl", "loss", "otherwise than `grpo`", "source, and what differs")
 
 
 def tables() -> str:
-    """Both tables as Markdown: policy losses, then algorithms."""
+    """All tables as Markdown: presets of the rollout correction, policy losses, algorithms."""
+    presets = _table(PRESET_HEAD, map(_preset, PRESETS))
     losses = _table(LOSS_HEAD, map(_loss, LOSSES))
     algorithms = _table(NAME_HEAD, map(_algorithm, names("algorithms")))
-    return f"## Policy losses\n\n{losses}\n\n## Algorithms\n\n{algorithms}\n"
+    return f"## Presets\n\n{presets}\n\n## Policy losses\n\n{losses}\n\n## Algorithms\n\n{algorithms}\n"
+
+
+def _preset(name: str) -> Sequence[str]:
+    """With the bounds behind the weights and the tests."""
+    fields = PRESETS[name]
+    pairs = (("rollout_is", "rollout_is_threshold"), ("rollout_rs", "rollout_rs_threshold"))
+    told = [f"`{fields[key]}` {fields[bound]}" if key in fields else "" for key, bound in pairs]
+    return (f"`{name}`", str(fields["bypass_mode"]).lower(), str(fields.get("loss_type", "")), *told)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

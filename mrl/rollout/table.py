@@ -19,13 +19,19 @@ from mrl.distributed.collectives import all_gather_ragged, everyone, together
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.observe.metrics import is_correct
+from mrl.rollout.turns import gather_turn_rewards
 from mrl.types import EPISODE_ENDS, Rollout, SampleTable
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def gather_table(
-    rollouts: Sequence[Rollout], groups: ProcessGroups, reward_names: Sequence[str], *, supports: bool = False
+    rollouts: Sequence[Rollout],
+    groups: ProcessGroups,
+    reward_names: Sequence[str],
+    *,
+    supports: bool = False,
+    turns: bool = False,
 ) -> SampleTable:
     """Collective over the job: the facts of all samples; the first rank of each replica speaks for it.
 
@@ -34,6 +40,7 @@ def gather_table(
         groups: Who sits where.
         reward_names: Keys of `Rollout.reward_parts`, in the config's order.
         supports: Whether rollouts have a support: the columns `SampleTable.KEPT` are there too.
+        turns: Whether they are episodes whose turns are credited: `turn_rewards` are there too.
 
     Raises:
         RuntimeError: A rollout has no support, or not one for each of its tokens.
@@ -69,7 +76,8 @@ def gather_table(
         *(SampleTable.KEPT if supports else ()),
     )
     local = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(columns))
-    return SampleTable(columns, all_gather_ragged(local, everyone()))
+    rewards = gather_turn_rewards(speaks_for) if turns else None
+    return SampleTable(columns, all_gather_ragged(local, everyone()), rewards)
 
 
 def _of_episode(rollout: Rollout) -> tuple[int, int, int, int]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mrl.algorithms import base as algorithms
 from mrl.algorithms.base import Algorithm
-from mrl.config import Config, DataConfig, ModelConfig
+from mrl.config import AlgorithmConfig, Config, DataConfig, ModelConfig
 from mrl.data.prompts import PromptSource, load_training, load_validation
 from mrl.data.steps import with_num_steps
 from mrl.data.tokenizer import Tokenizer, load_tokenizer
@@ -195,7 +195,10 @@ def resolve(config: Config, world_size: int) -> Resolved:
         critic = critic_of(arch if config.critic.path is None else arch_from_folder(config.critic.path))
     check_critic(config, arch, critic, grid)
     teachers = _teachers(config, arch)
-    check_distillation(config, arch, teachers, grid, supervised=algorithm.supervised, critic=algorithm.needs_values)
+    own = algorithms.resolve(AlgorithmConfig(name=config.algorithm.name))
+    check_distillation(
+        config, arch, teachers, grid, own, supervised=algorithm.supervised, critic=algorithm.needs_values
+    )
     reward = reward_arch(config)
     reader = None if reward is None else reader_of(config, tokenizer, reward)
     check_reward_model(config, arch, reward, grid, retokenizes=reader is not None and reader.own is not None)

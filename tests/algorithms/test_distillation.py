@@ -9,13 +9,14 @@ from mrl.algorithms._distillation import Distillation
 from mrl.algorithms.base import build
 from mrl.config import AlgorithmConfig, RolloutConfig
 from mrl.schema.distillation import DistillationLossConfig
+from mrl.schema.rollout_correction import RolloutCorrectionConfig
 from tests.megatron.actors import make_batch
 
 EXACT = 1e-12  # float64
 TASK = build(AlgorithmConfig(name="grpo"), RolloutConfig(n=2))
 
 
-def losses(config, *compared):
+def losses(config, *compared, task=TASK):
     """Total, metrics and the gradient of the log-probabilities, float64."""
     batch = make_batch(6)
     for name in ("rollout_logprobs_R", "advantages_R", "weights_R", "metric_weights_R"):
@@ -24,12 +25,13 @@ def losses(config, *compared):
     noise = torch.randn(2, batch.response_mask_R.numel(), generator=generator, dtype=torch.float64)
     batch.teacher_logprobs_R = batch.rollout_logprobs_R + noise[0]
     logprobs = (batch.rollout_logprobs_R + 0.1 * noise[1]).requires_grad_()
-    total, metrics = Distillation(config).beside(TASK.loss)(logprobs, noise[0].exp(), *compared, batch)
+    batch.proximal_logprobs_R = (batch.rollout_logprobs_R + 0.2 * noise[0]) if task.needs_proximal else None
+    total, metrics = Distillation(config).beside(task)(logprobs, noise[0].exp(), *compared, batch)
     total.backward()
-    task = logprobs.detach().clone().requires_grad_()
-    value, _ = TASK.loss(task, noise[0].exp(), batch)
+    alone = logprobs.detach().clone().requires_grad_()
+    value, _ = task.loss(alone, noise[0].exp(), batch)
     value.backward()
-    return total.detach(), metrics, logprobs.grad, (value.detach(), task.grad), batch
+    return total.detach(), metrics, logprobs.grad, (value.detach(), alone.grad), batch
 
 
 @pytest.mark.parametrize("mode", ["k2", "k3", "abs"])
@@ -68,3 +70,49 @@ def test_what_a_token_that_is_not_trained_holds_is_not_read():
     torch.testing.assert_close(total, (batch.weights_R[mask] * kept.clamp(max=0.5)).sum(), rtol=EXACT, atol=EXACT)
     assert metrics["distillation/loss_max"] == kept.max() and metrics["distillation/loss_min"] == kept.min()
     assert torch.equal(divergence.grad, torch.where(mask & (divergence <= 0.5), batch.weights_R, 0.0))
+
+
+CORRECTED = {
+    "tests": {"rollout_rs": "token_k1", "rollout_rs_threshold": "1.15"},
+    "weights": {"rollout_is": "token", "rollout_is_threshold": "1.1"},
+    "both": {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": "0.01", "rollout_is": "sequence"},
+}
+
+
+@pytest.mark.parametrize("correction", CORRECTED)
+@pytest.mark.parametrize("mode", ["k1", "k3", "reverse_kl"])
+def test_a_decoupled_correction_rejects_and_weighs_as_in_verl(mode, correction):
+    """What is rejected leaves every mode; weights multiply the policy gradient's surrogate."""
+    gradient = mode == "k1"
+    config = DistillationLossConfig(loss_mode=mode, use_policy_gradient=gradient, use_task_rewards=False)
+    section = RolloutCorrectionConfig(bypass_mode=False, **CORRECTED[correction])
+    task = build(AlgorithmConfig(name="grpo", rollout_correction=section), RolloutConfig(n=2))
+    plain = build(
+        AlgorithmConfig(name="grpo", rollout_correction=RolloutCorrectionConfig(bypass_mode=False)), RolloutConfig(n=2)
+    )
+    compared = [] if mode != "reverse_kl" else [torch.rand(make_batch(6).response_mask_R.shape, dtype=torch.float64)]
+    compared = [each.requires_grad_() for each in compared]
+    _, _, gradient_R, _, batch = losses(config, *compared, task=task)
+    found_R = compared[0].grad.clone() if compared else gradient_R
+    if compared:
+        compared[0].grad = None
+    _, _, whole_R, _, _ = losses(config, *compared, task=plain)
+    whole_R = compared[0].grad if compared else whole_R
+    corrected = task.correction.of(batch, batch.proximal_logprobs_R)
+    factor_R = torch.ones_like(found_R)
+    if corrected.kept_R is not None:
+        assert 0 < corrected.kept_R[batch.response_mask_R].double().mean() < 1
+        factor_R = factor_R * corrected.kept_R
+    if gradient and corrected.weights_R is not None:
+        factor_R = factor_R * corrected.weights_R
+    torch.testing.assert_close(found_R, whole_R * factor_R, rtol=EXACT, atol=EXACT)
+
+
+def test_in_bypass_mode_the_ratio_is_the_weight():
+    """Tests reject by the policy in training; `rollout_is` belongs to the algorithm's own loss."""
+    section = RolloutCorrectionConfig(loss_type="reinforce", bypass_mode=True, rollout_is="token")
+    task = build(AlgorithmConfig(name="grpo", rollout_correction=section), RolloutConfig(n=2))
+    config = DistillationLossConfig(loss_mode="k1", use_policy_gradient=True, use_task_rewards=False)
+    total, _, gradient, _, _ = losses(config, task=task)
+    same, _, plain, _, _ = losses(config)
+    assert torch.equal(total, same) and torch.equal(gradient, plain)

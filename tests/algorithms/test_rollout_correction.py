@@ -149,6 +149,26 @@ def test_presets_set_what_verls_class_methods_set() -> None:
     assert set(VERL["presets"]) == set(PRESETS)
 
 
+KEPT = {
+    ("token_k1", "0.9_1.2"): [[0, 0, 0, 1, 0], [0, 1, 0], [0, 0, 1, 0]],
+    ("seq_mean_k1", "0.95_1.05"): [[0] * 5, [1] * 3, [1] * 4],
+    ("seq_sum_k1", "0.5_2.0"): [[1] * 5, [1] * 3, [1] * 4],
+    ("seq_mean_k3", "0.02"): [[0] * 5, [0] * 3, [0] * 4],
+    ("seq_max_k3", "0.04"): [[1] * 5, [0] * 3, [1] * 4],
+    ("token_k3", "0.02"): [[1, 1, 0, 1, 0], [0, 1, 0], [1, 0, 1, 0]],
+}
+"""Test and bounds -> what verl 0.9.1's `compute_rollout_rejection_mask` keeps of the golden batch."""
+
+
+@pytest.mark.parametrize(("test", "bounds"), KEPT)
+def test_each_golden_rejection_keeps_what_verl_keeps(test: str, bounds: str) -> None:
+    batch, _ = _golden()
+    correction = Correction(_section({"rollout_rs": test, "rollout_rs_threshold": bounds}, bypass_mode=False))
+    kept_R = correction.of(batch, torch.zeros(sum(LENS))).kept_R
+    assert kept_R is not None
+    assert kept_R.tolist() == _flat(KEPT[test, bounds]).bool().tolist()
+
+
 def test_k1_bounds_the_samplers_probability_over_the_actors() -> None:
     """0.1_1.2 keeps a token that the actor finds 1.5 times as likely, and rejects one half as likely."""
     correction = Correction(RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold="0.1_1.2"))

@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from mrl.algorithms._entropy_control import EntropyControl
 from mrl.algorithms.base import build
-from mrl.config import AlgorithmConfig, RolloutConfig
+from mrl.config import AlgorithmConfig, EntropyCtrlConfig, RolloutConfig
+from mrl.schema.rollout_correction import RolloutCorrectionConfig
 from mrl.types import RolloutBatch
 from tests.algorithms.ragged import alone, outcomes_of
 
@@ -33,6 +35,16 @@ class Pair:
 
     trl: dict[str, Any]
     mrl: dict[str, Any] = field(default_factory=dict)
+
+
+def corrected(mode: str, low: float | None, high: float, **section: Any) -> Pair:
+    """A correction of what vLLM sampled."""
+    bounds = {f"vllm_importance_sampling_clip_{end}": bound for end, bound in (("min", low), ("max", high))}
+    correction = RolloutCorrectionConfig(bypass_mode=False, **section)
+    return Pair(
+        {"loss_type": "dapo", "epsilon_high": 0.28, "vllm_importance_sampling_mode": mode, **bounds},
+        {"name": "dapo", "rollout_correction": correction},
+    )
 
 
 PAIRS = {
@@ -75,10 +87,24 @@ PAIRS = {
     "cispo": Pair({"loss_type": "cispo", "epsilon_high": 1.3}, {"name": "cispo", "clip_high": 0.3}),
     "sapo": Pair({"loss_type": "sapo"}, {"name": "sapo"}),
     "vespo": Pair({"loss_type": "vespo"}, {"name": "vespo"}),
+    "tokens of high entropy": Pair(
+        {"loss_type": "dapo", "epsilon_high": 0.28, "top_entropy_quantile": 0.4},
+        {"name": "dapo", "top_entropy_quantile": 0.4},
+    ),
+    "off-policy mask": Pair(
+        {"loss_type": "grpo", "off_policy_mask_threshold": 0.1},
+        {"name": "grpo", "rollout_correction": RolloutCorrectionConfig(off_policy_mask_threshold=0.1)},
+    ),
+    "token_truncate": corrected("token_truncate", None, 1.1, rollout_is="token", rollout_is_threshold="1.1"),
+    "token_mask": corrected("token_mask", 0.9, 1.2, rollout_is="token", rollout_is_threshold="0.9_1.2"),
+    "sequence_truncate": corrected("sequence_truncate", None, 1.1, rollout_is="sequence", rollout_is_threshold="1.1"),
+    "sequence_mask": corrected("sequence_mask", 0.8, 1.3, rollout_is="sequence", rollout_is_threshold="0.8_1.3"),
 }
 
 SOFT = ("sapo", "vespo")
 """Nothing is clipped."""
+WITHOUT = {"rollout_correction": RolloutCorrectionConfig(), "top_entropy_quantile": 1.0}
+"""Of what would be ignored if the loss were the same."""
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +182,8 @@ def _sampled(pair: Pair, folder: Path, off_policy: float) -> tuple[Any, dict[str
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
         processing_class=_tokenizer(),
     )
+    if "vllm_importance_sampling_mode" in pair.trl:
+        _as_from_vllm(trainer, load(folder))
     set_seed(11)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
@@ -165,10 +193,30 @@ def _sampled(pair: Pair, folder: Path, off_policy: float) -> tuple[Any, dict[str
         with torch.no_grad():
             tokens, mask = (torch.cat([inputs[f"prompt_{k}"], inputs[f"completion_{k}"]], 1) for k in ("ids", "mask"))
             logprobs, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, tokens, mask, MAX_COMPLETION)
+        if "sampling_per_token_logps" in inputs:  # moved alike, so that the weights stay
+            inputs["sampling_per_token_logps"] += logprobs + off_policy * drawn - inputs["old_per_token_logps"]
         inputs["old_per_token_logps"] = logprobs + off_policy * drawn
         if "ref_per_token_logps" in inputs:
             inputs["ref_per_token_logps"] = logprobs - off_policy * drawn.flip(0)
     return trainer, inputs, rewards
+
+
+def _as_from_vllm(trainer: Any, model: torch.nn.Module) -> None:
+    """TRL's own generation, with log-probabilities beside it as vLLM gives them: near the model's."""
+    generate = trainer._generate
+
+    def generated(prompts: list[str]) -> tuple[Any, ...]:
+        trainer.use_vllm = False
+        prompt_ids, completion_ids, *more = generate(prompts)
+        trainer.use_vllm = True
+        told = []
+        for row, (prompt, ids) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
+            with torch.no_grad():
+                logprobs_T, _ = _score(model, torch.tensor(prompt), torch.tensor(ids))
+            told.append((logprobs_T - 0.3 * torch.sin(0.5 + row + 2.0 * torch.arange(len(ids)))).tolist())
+        return prompt_ids, completion_ids, *more[:2], told, *more[3:]
+
+    trainer._generate = generated
 
 
 def _score(model: torch.nn.Module, prompt_ids: Tensor, response_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,13 +233,15 @@ def _pack(inputs: dict[str, Any], rewards: Tensor) -> tuple[list[tuple[Tensor, T
     responses = [ids[mask] for ids, mask in zip(inputs["completion_ids"], keep, strict=True)]
     lens_B = torch.tensor([ids.numel() for ids in responses])
     old = inputs.get("old_per_token_logps")
+    sampled = inputs.get("sampling_per_token_logps", old)
     ref = inputs.get("ref_per_token_logps")
     batch = RolloutBatch(
         tokens_P=torch.cat([torch.cat(pair) for pair in zip(prompts, responses, strict=True)]),
         prompt_lens_B=torch.tensor([ids.numel() for ids in prompts]),
         response_lens_B=lens_B,
         response_mask_R=torch.ones(int(lens_B.sum()), dtype=torch.bool),
-        rollout_logprobs_R=torch.zeros(int(lens_B.sum())) if old is None else old[keep],
+        rollout_logprobs_R=torch.zeros(int(lens_B.sum())) if sampled is None else sampled[keep],
+        proximal_logprobs_R=None if old is None else old[keep],
         group_id_B=torch.arange(len(PROMPTS)) // GROUP_SIZE,
         rewards_B=rewards,
         ref_logprobs_R=None if ref is None else ref[keep],
@@ -225,14 +275,19 @@ def test_step_is_the_one_of_trl(name: str, off_policy: float, model_folder: Path
     sequences, batch = _pack(inputs, sum(weights[name] * rewards[name] for name in weights))  # type: ignore[arg-type]
     scored = [_score(model, *sequence) for sequence in sequences]
     logprobs_R, entropy_R = (torch.cat([pair[part] for pair in scored]) for part in (0, 1))
-    if off_policy == 0:
+    if off_policy == 0 and not algorithm.needs_proximal:
         batch.rollout_logprobs_R = logprobs_R.detach()
+    batch.current_entropy_R = entropy_R.detach()
     outcomes = replace(outcomes_of(batch), parts=rewards, part_weights=weights)
     outcome_B = algorithm.outcome_advantages(outcomes)
     torch.testing.assert_close(outcome_B.float(), inputs["advantages"], rtol=ADVANTAGE, atol=ADVANTAGE)
     algorithm.advantages(batch, outcome_B, alone)
     algorithm.weigh(batch, alone)
     got, metrics = algorithm.loss(logprobs_R, entropy_R, batch)
+    if WITHOUT.keys() & pair.mrl.keys() and not (off_policy == 0 and name == "off-policy mask"):
+        plain = build(replace(config, **WITHOUT), algorithm.rollout)
+        apart, _ = plain.loss(logprobs_R, entropy_R, replace(batch, entropic_R=None))
+        assert abs(apart.item() - want.item()) > 100 * LOSS
     got.backward()
     got_grads = [parameter.grad for parameter in model.parameters()]
 
@@ -246,3 +301,32 @@ def test_step_is_the_one_of_trl(name: str, off_policy: float, model_folder: Path
     assert error <= GRADIENT * norm
     for got_weight, want_weight in zip(_adam_step(model), _adam_step(trainer.model), strict=True):
         torch.testing.assert_close(got_weight, want_weight, rtol=0, atol=WEIGHT * LEARNING_RATE)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_adaptive_entropy_coefficient_is_the_one_of_trl(model_folder: Path) -> None:
+    pytest.importorskip("trl")
+    bounds = {"entropy_coef_delta": 0.01, "entropy_coef_min": 0.0, "entropy_coef_max": 0.035}
+    given = {"loss_type": "bnpo", "use_adaptive_entropy": True, "entropy_coef": 0.02, **bounds}
+    trainer, inputs, _ = _sampled(Pair(given), model_folder, 0.0)
+    trainer.accelerator.gradient_state._set_sync_gradients(True)
+    keep, head = inputs["completion_mask"].bool(), trainer.model.lm_head.weight
+    control = None
+    for factor in (1.0, 0.7, 3.0, 1.2, 0.4, 1.0, 1.0):  # the entropy goes up and down
+        with torch.no_grad():
+            head.mul_(factor)
+            tokens, mask = (torch.cat([inputs[f"prompt_{k}"], inputs[f"completion_{k}"]], 1) for k in ("ids", "mask"))
+            _, entropies, _ = trainer._get_per_token_logps_and_entropies(
+                trainer.model, tokens, mask, MAX_COMPLETION, compute_entropy=True
+            )
+        mean = entropies[keep].mean().item()
+        if control is None:
+            trainer.args.entropy_target = mean
+            made = EntropyCtrlConfig("adaptive", mean, 0.01, 0.0, 0.035)
+            control = EntropyControl(AlgorithmConfig(entropy_coef=0.02, entropy_ctrl=made))
+        with_bonus = trainer.compute_loss(trainer.model, inputs).item()
+        gap = trainer._metrics["train"]["policy_loss"][-1] - with_bonus
+        assert control.applied * mean == pytest.approx(gap, abs=1e-6)
+        control.follow(mean)
+        assert control.coef == pytest.approx(trainer.entropy_coef)
+    assert control is not None and control.coef != 0.02

@@ -59,6 +59,8 @@ def test_a_run_tells_of_its_episodes(uninterrupted):
     row = samples(folder)[-1]
     assert [turn["by"] for turn in row["turns"]][:2] == ["policy", "environment"] or len(row["turns"]) == 1
     assert row["turns"][0]["text"] in row["response"]
+    assert sum(turn["tokens"] for turn in row["turns"]) == row["response_length"]
+    assert sum(turn["reward"] for turn in row["turns"] if turn["by"] == "policy") == row["reward"]
 
 
 @pytest.mark.parametrize(("task", "ranks", "kills"), [("guessing", 1, 2), ("guessing", 2, 1)])
@@ -66,6 +68,15 @@ def test_a_run_that_is_killed_in_episodes_repeats_them_and_scores_nothing_twice(
     found = episode_kills.compare(task, tmp_path, kills=kills, ranks=ranks, seed=ranks)
     assert found["holds"], found
     assert found["turns_of_an_episode"] > 1 and found["scores_computed"][0] > 20
+
+
+def test_turns_are_credited_over_ranks_as_on_one(tmp_path):
+    """Whichever rank trains on an episode."""
+    settings = [*GUESSING, "algorithm.credit=turn", "train.num_steps=1", "train.eval_interval=0"]
+    one, two = (told(runs.train_in_pool(tmp_path / str(ranks), settings, ranks))[-1] for ranks in (1, 2))
+    for key in ("critic/advantages/max", "actor/pg_loss", "actor/grad_norm", "rollout/token_checksum"):
+        assert two[key] == pytest.approx(one[key], rel=PROBABILITY, abs=WITHIN), key
+    assert one["critic/advantages/max"] > 0
 
 
 def test_how_long_environments_take_changes_no_number(tmp_path):

@@ -11,9 +11,10 @@ import urllib.request
 
 def main(what):
     given = json.loads(sys.stdin.readline())
-    messages = [{"role": "user", "content": given["row"]["prompt"]}]
+    prompt = given["row"]["prompt"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if what in ("count", "stream", "tools"):
-        return with_client(what, given["seed"], messages)
+        return with_client(what, given["seed"], messages, given["row"].get("turns", 3))
     fields = {"temperature": 0.5} if what == "heats" else {}
     by_hand(messages, **fields)
     if what == "rewrites":
@@ -25,7 +26,7 @@ def main(what):
     return None
 
 
-def with_client(what, seed, messages):
+def with_client(what, seed, messages, num_turns):
     from openai import OpenAI
 
     client = OpenAI(max_retries=0)
@@ -36,7 +37,7 @@ def with_client(what, seed, messages):
         return message
 
     if what == "count":
-        for turn in range(3):
+        for turn in range(num_turns):
             messages.append({"role": "user", "content": f"{turn}: {ask().content} {seed}"})
         return float(len(ask().content))
     if what == "stream":

@@ -4,6 +4,7 @@ import os
 import random
 import time
 
+from mrl.environments._making import maker
 from mrl.environments.base import Environment, Observation
 from mrl.environments.toolbox import ToolEnvironment
 
@@ -64,3 +65,27 @@ class Echo(Environment):
         if self.turn == 8:
             return Observation(reward=float(len(action.text) % 3), terminated=True)
         return Observation.user(f"<{action.text[:2]}>")
+
+
+class Many(Environment):
+    """One of several environments, which the row names; prompts offer the tools of all."""
+
+    network = True  # one of them needs it
+
+    def __init__(self, worlds):
+        self.made = {name: maker(*given)[0]() for name, given in worlds.items()}
+        self.one = None
+
+    @property
+    def tools(self):
+        return [tool for world in self.made.values() for tool in getattr(world, "tools", ())]
+
+    def reset(self, seed, row):
+        self.one = self.made[row["world"]]
+        return self.one.reset(seed, row)
+
+    def step(self, action):
+        return self.one.step(action)
+
+    def close(self):
+        self.one.close()

@@ -6,8 +6,8 @@ import torch
 from mrl.functional.advantages import whiten
 from mrl.functional.values import gae, length_adaptive_lam, value_loss
 
-VERL = 6e-7  # verl's values were printed to six decimals
-LOSS = 6e-9  # ... and these to eight
+VERL = 1e-9  # both fp64; verl adds 1e-8 to the count that a mean is divided by
+LOSS = 1e-7  # errors of values are fp32
 ROUNDING = 1e-12  # fp64 sums in another order
 GRADIENT = 1e-6  # central differences in fp64 of an fp32 loss's equation
 LENS = torch.tensor([5, 3, 4])
@@ -19,17 +19,40 @@ VALUES = 0.5 + 0.2 * torch.cos(1.0 + ROW + COLUMN.double())
 REWARDS = torch.where(LENS[ROW] - 1 == COLUMN, SCORES[ROW], 0.0)
 
 GOLDEN = {
-    (1.0, 1.0): ([0.189012, 0.638997, 0.908977, 0.750733, 0.309755], [1.0, 1.0, 1.0, 1.0, 1.0]),
+    (1.0, 1.0): (
+        [0.18901197277, 0.638997202651, 0.908977131331, 0.750733457458, 0.309754685012, -1.713376854294,
+         -1.443396925614, -1.601640599487, 0.908977131331, 0.750733457458, 0.309754685012, -0.008525336297],
+        [1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0],
+    ),
     (1.0, 0.95): (
-        [-0.003393, 0.540125, 0.909763, 0.817149, 0.401612],
-        [0.89022, 0.915138, 0.947408, 0.977837, 1.0],
+        [-0.003393474289, 0.540125402202, 0.909763237571, 0.817148548629, 0.401611735358, -1.67835698294,
+         -1.425481378369, -1.641003678676, 0.874828106089, 0.780374726017, 0.362902448398, 0.061481317136],
+        [0.890219642901, 0.91513801186, 0.947408354553, 0.977836621855, 1.0, 0.032640460636, 0.018463563791, 0.0,
+         0.93351139139, 0.963208239578, 0.984601702867, 1.0],
     ),
     (0.99, 0.95): (
-        [-0.059471, 0.512728, 0.909723, 0.838175, 0.440055],
-        [0.856196, 0.888427, 0.928738, 0.968058, 1.0],
+        [-0.05947076573, 0.512728375745, 0.909722763602, 0.838174570994, 0.440055181949, -1.679308230469,
+         -1.420991331257, -1.63999033582, 0.852560438483, 0.777395915897, 0.375431412575, 0.093692010978],
+        [0.856195643574, 0.888426897667, 0.928737717579, 0.968058255636, 1.0, 0.032140406212, 0.018278928153, 0.0,
+         0.906408105619, 0.944315978167, 0.974755685838, 1.0],
     ),
-}
-"""verl 0.9.1, `compute_gae_advantage_return`: whitened advantages and returns of the first row."""
+}  # fmt: skip
+"""verl 0.9.1, `compute_gae_advantage_return` in fp64: whitened advantages and returns of the three rows."""
+GAP = (
+    [0.100871939343, 0.672365869637, 0.891988461777, 0.498581196087, -1.595697525392, -1.340438053492,
+     -1.556844995592, 0.90620405878, 0.83192917918, 0.434722310768, 0.156317564178],
+    [0.894107969701, 0.928737717579, 0.968058255636, 1.0, 0.032140406212, 0.018278928153, 0.0, 0.906408105619,
+     0.944315978167, 0.974755685838, 1.0],
+)  # fmt: skip
+"""... with gamma 0.99 and lambda 0.95 where the third token of the first row is not trained, without it."""
+CLIPPED = {
+    0.5: (0.13322294223938, 0.0, [-0.002476490524, -0.01879817926, -0.050255904288, -0.069633841218, -0.060912070442,
+        0.035538847873, 0.004708099025, 0.006799499452, -0.076598931092, -0.056480134434, -0.01923110718,
+        -0.00092987239]),
+    0.1: (0.14713214353860, 0.5, [0.0, 0.0, -0.050255904288, -0.069633841218, -0.060912070442, 0.035538847873, 0.0,
+        0.0, -0.076598931092, -0.056480134434, 0.0, 0.0]),
+}  # fmt: skip
+"""verl 0.9.1, `compute_value_loss` by its clip: loss, part of the tokens whose clipped error counts, gradient."""
 
 
 def alone(tensor):
@@ -38,22 +61,32 @@ def alone(tensor):
 
 @pytest.mark.parametrize(("gamma", "lam"), GOLDEN)
 def test_gae_and_its_whitening_are_verls(gamma, lam):
+    assert_verls(ALL, gamma, lam, GOLDEN[gamma, lam])
+
+
+def test_gae_over_a_gap_is_verls():
+    assert_verls((ROW != 0) | (COLUMN != 2), 0.99, 0.95, GAP)
+
+
+def assert_verls(mask_R, gamma, lam, golden):
     lam_B = torch.full((3,), lam, dtype=torch.float64)
-    advantages_R = gae(REWARDS, VALUES, ALL, LENS, gamma=gamma, lam_B=lam_B)
-    white_R = whiten(advantages_R, ALL, alone, std="unbiased", eps=1e-8, under_root=True)
-    whitened, returns = (torch.tensor(row, dtype=torch.float64) for row in GOLDEN[gamma, lam])
-    torch.testing.assert_close(white_R[:5], whitened, rtol=0, atol=VERL)
-    torch.testing.assert_close((advantages_R + VALUES)[:5], returns, rtol=0, atol=VERL)
+    advantages_R = gae(REWARDS, VALUES, mask_R, LENS, gamma=gamma, lam_B=lam_B)
+    white_R = whiten(advantages_R, mask_R, alone, std="unbiased", eps=1e-8, under_root=True)
+    whitened, returns = (torch.tensor(row, dtype=torch.float64) for row in golden)
+    torch.testing.assert_close(white_R[mask_R], whitened, rtol=0, atol=VERL)
+    torch.testing.assert_close((advantages_R + VALUES)[mask_R], returns, rtol=0, atol=VERL)
 
 
-@pytest.mark.parametrize(("clip", "loss", "clipped"), [(0.5, 0.13322294, 0.0), (0.1, 0.14713214, 0.5)])
-def test_the_value_loss_is_verls(clip, loss, clipped):
+@pytest.mark.parametrize("clip", CLIPPED)
+def test_the_value_loss_and_its_gradient_are_verls(clip):
+    loss, clipped, gradient = CLIPPED[clip]
     returns_R = VALUES + gae(REWARDS, VALUES, ALL, LENS, gamma=1.0, lam_B=torch.full((3,), 0.95))
-    new_R = VALUES + 0.3 * torch.sin(1.0 + 2 * ROW + COLUMN.double())
-    assert value_loss_64(new_R, VALUES, returns_R, clip).mean().item() == pytest.approx(loss, abs=LOSS)
+    new_R = (VALUES + 0.3 * torch.sin(1.0 + 2 * ROW + COLUMN.double())).requires_grad_()
     found = value_loss(new_R, VALUES, returns_R, clip=clip)
-    assert found.loss_R.mean().item() == pytest.approx(loss, abs=1e-7)  # the values are rounded to fp32
+    assert found.loss_R.mean().item() == pytest.approx(loss, abs=LOSS)
     assert found.clipped_R.mean().item() == clipped
+    (grad_R,) = torch.autograd.grad(found.loss_R.mean(), new_R)
+    torch.testing.assert_close(grad_R, torch.tensor(gradient, dtype=torch.float64), rtol=0, atol=LOSS)
 
 
 def value_loss_64(values_R, old_R, returns_R, clip):

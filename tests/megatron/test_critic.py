@@ -101,15 +101,15 @@ def dense(arch, weights):
     return torch.cat(values), loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-CASES = [
-    *(("qwen2", LAYOUTS[name]) for name in LAYOUTS),
-    *(("qwen3", CONTEXT_LAYOUTS[name]) for name in ("cp2", "cp2_tp2", "cp2_pp2")),
-    ("llama", LAYOUTS["tp2_pp2"]),
-    ("qwen2_moe", EXPERT_LAYOUTS["tp2_ep2_pp2"]),
-]
+CASES = {
+    **{f"qwen2-{layout}": ("qwen2", grid) for layout, grid in LAYOUTS.items()},
+    **{f"qwen3-{layout}": ("qwen3", CONTEXT_LAYOUTS[layout]) for layout in ("cp2", "cp2_tp2", "cp2_pp2")},
+    "llama-tp2_pp2": ("llama", LAYOUTS["tp2_pp2"]),
+    "qwen2_moe-tp2_ep2_pp2": ("qwen2_moe", EXPERT_LAYOUTS["tp2_ep2_pp2"]),
+}
 
 
-@pytest.mark.parametrize(("name", "grid"), CASES, ids=range(len(CASES)))
+@pytest.mark.parametrize(("name", "grid"), CASES.values(), ids=CASES)
 def test_values_loss_and_gradients_are_those_of_transformers(name, grid, by_transformers):
     values_R, loss, gradients = by_transformers(name)
     norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from mrl.algorithms.base import build
-from mrl.config import AlgorithmConfig, DpoConfig, RolloutConfig
+from mrl.config import AlgorithmConfig, RolloutConfig
 from mrl.distributed.collectives import sum_over
 from mrl.functional.learning_rate import LearningRate
 from mrl.functional.logprobs import Distribution
 from mrl.grid import Grid
+from mrl.schema.dpo import DpoConfig
 from tests.megatron.actors import ARCHS, full_weights, make_batch, make_policy
 from tests.models.rope import both_spellings
 from tests.ranks import run_ranks

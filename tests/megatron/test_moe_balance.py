@@ -3,13 +3,15 @@
 import math
 
 import pytest
+import torch
 
+from mrl.algorithms._critic import ValueObjective
 from mrl.algorithms.base import build
-from mrl.config import AlgorithmConfig, RolloutConfig
+from mrl.config import AlgorithmConfig, CriticConfig, RolloutConfig
 from mrl.formats.hf import load_from_hf
 from mrl.grid import Grid
 from mrl.models.hf_config import arch_from_folder
-from tests.megatron.actors import CONSTANT, EXPERT_LAYOUTS, make_batch, make_policy, own_part
+from tests.megatron.actors import CONSTANT, EXPERT_LAYOUTS, make_batch, make_critic, make_policy, own_part
 from tests.megatron.mixtures import by_hand, load_model, make_model
 from tests.ranks import run_ranks
 
@@ -110,3 +112,29 @@ def test_one_expert_with_weight_1_learns_from_the_losses_alone(aux, tmp_path):
     for metrics in run_ranks(2, step, str(tmp_path), EXPERT_LAYOUTS["ep2"], actor):
         assert math.isclose(metrics["actor/grad_norm"], expected.grad_norm, rel_tol=RELATIVE)
         assert math.isclose(metrics["actor/nll"], expected.nll, rel_tol=RELATIVE)
+
+
+def value_step(folder, grid):
+    """Metrics of an update of a critic whose values are right: nothing but the losses of its routers is left."""
+    arch = arch_from_folder(folder)
+    policy = make_policy(arch, grid, seed=None)
+    load_from_hf(folder, arch, policy.layout(), policy.named_tensors())
+    critic = make_critic(arch, grid, seed=None, groups=policy._groups, actor=BALANCED)
+    critic.take(policy.named_tensors())
+    critic.start_optimizer(CONSTANT)
+    batch = own_part(make_batch(), critic)
+    batch.values_R = batch.returns_R = critic.values(batch)
+    return critic.update(batch, ValueObjective(CriticConfig(), RolloutConfig()).loss)
+
+
+@pytest.mark.parametrize("layout", ["single", "tp2_ep2", "ep2_pp2"])
+def test_a_critic_learns_from_its_routers_losses_too(layout, folder):
+    batch = make_batch()
+    batch.weights_R = torch.zeros_like(batch.weights_R)
+    cuts = (DP2_CUT,) if LAYOUTS[layout].dp == 2 else ()
+    expected = by_hand(load_model(folder, "qwen2_moe"), batch, aux_coeff=AUX, z_coeff=Z, cuts=cuts)
+    for metrics in run_ranks(LAYOUTS[layout].world_size, value_step, folder, LAYOUTS[layout]):
+        assert metrics["critic/vf_loss"] == 0
+        assert math.isclose(metrics["critic/grad_norm"], expected.grad_norm, rel_tol=RELATIVE)
+        assert math.isclose(metrics["critic/moe_aux_loss"], expected.aux, rel_tol=RELATIVE)
+        assert math.isclose(metrics["critic/moe_z_loss"], expected.z, rel_tol=RELATIVE)

@@ -219,3 +219,25 @@ def test_one_data_set_needs_no_section(tmp_path):
         log.step(1, {"train/a/reward/mean": 1.0, "critic/score/mean": 1.0})
         log.evaluation(1, {"val-core/a/reward/mean@1": 0.5})
     assert "By data set" not in Page(write_report(run.root)).words
+
+
+def test_episodes_are_told_turn_by_turn_and_what_was_observed_stands_apart(tmp_path):
+    turns = [
+        {"by": "policy", "text": "is it <4>?", "tokens": 5, "reward": 0.25},
+        {"by": "environment", "text": "higher", "tokens": 2, "reward": None},
+        {"by": "policy", "text": "5", "tokens": 2, "reward": 0.0},
+    ]
+    with logging(tmp_path / "talks") as (run, log):
+        log.samples(1, [row("train", response="is it <4>?#higher5#", turns=turns)])
+        for step in range(1, 5):
+            told = {"num_turns/mean": 1.0 + step, "num_turns/max": 6.0, "episode/finished_frac": step / 4}
+            log.step(step, metrics_of(step) | told)
+    write_report(run.root)
+    page = Page(run.report)
+    assert {"Turns of the policy", "Why episodes ended, fraction"} <= set(page.figures())
+    assert "Tool calls of an episode" not in page.figures()
+    assert [attrs["class"] for tag, attrs in page.tags if tag == "p" and attrs.get("class") in ("said", "seen")] == [
+        "said", "seen", "said",
+    ]  # fmt: skip
+    said = [text.strip() for text in page.text if text.strip() in ("is it <4>?  [0.25]", "higher", "5")]
+    assert said == ["is it <4>?  [0.25]", "higher", "5"]

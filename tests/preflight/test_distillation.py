@@ -46,9 +46,33 @@ REFUSED = {
         "because use_task_rewards is false",
     ),
     "kl": ((*ON, f"{LOSS}.use_task_rewards=false", "algorithm.kl_in=loss"), "algorithm.kl_in belongs to a loss that"),
-    "correction": (
+    "weights": (
         (*ON, f"{LOSS}.use_task_rewards=false", "algorithm.rollout_correction={bypass_mode: false, rollout_is: token}"),
-        "algorithm.rollout_correction belongs to a loss that",
+        "algorithm.rollout_correction.rollout_is belongs to a loss that",
+    ),
+    "reinforce": (
+        (*ON, f"{LOSS}.use_task_rewards=false", "algorithm.rollout_correction.loss_type=reinforce"),
+        "algorithm.rollout_correction.loss_type belongs to a loss that",
+    ),
+    "off-policy mask": (
+        (*ON, f"{LOSS}.use_task_rewards=false", "algorithm.rollout_correction.off_policy_mask_threshold=0.1"),
+        "algorithm.rollout_correction.off_policy_mask_threshold belongs to a loss that",
+    ),
+    "policy loss": (
+        (*ON, f"{LOSS}.use_task_rewards=false", "algorithm.policy_loss=sapo"),
+        "algorithm.policy_loss=sapo belongs to a loss that",
+    ),
+    "clip of the task": (
+        (*ON, f"{LOSS}.use_task_rewards=false", "algorithm.clip_high=0.3"),
+        "algorithm.clip_high=0.3 belongs to a loss that",
+    ),
+    "section of a loss": (
+        (*ON, f"{LOSS}.use_task_rewards=false", "algorithm={name: sapo, sapo: {tau_pos: 2}}"),
+        "algorithm.sapo belongs to a loss that",
+    ),
+    "advantages": (
+        (*ON, f"{LOSS}.use_task_rewards=false", "algorithm.advantage_std=none"),
+        "algorithm.advantage_std=none belongs to a loss that",
     ),
     "critic": ((*ON, f"{LOSS}.use_task_rewards=false", "algorithm.name=ppo"), "algorithm.name=ppo belongs to a loss"),
     "vocabulary": (
@@ -90,6 +114,26 @@ def test_what_cannot_teach_is_refused_with_the_reason(case, tmp_path):
         layout = ("parallel.tensor_model_parallel_size=2",) if case == "heads" else ()
         resolve(load(file, [*overrides, *layout]), ranks)
     assert said in str(caught.value)
+
+
+ALLOWED = {
+    "tests": ("algorithm.rollout_correction={rollout_rs: token_k1, rollout_rs_threshold: '1.3'}",),
+    "weights of a policy gradient": (
+        "algorithm.rollout_correction.preset=decoupled_token_is",
+        f"{LOSS}.loss_mode=k1",
+        f"{LOSS}.use_policy_gradient=true",
+    ),
+    "what decides which tokens count": ("algorithm={name: dapo, dynamic_sampling: false}",),
+    "one sample of a prompt": ("rollout.n=1", "algorithm.singleton_group=zero"),
+}
+
+
+@pytest.mark.parametrize("case", ALLOWED)
+def test_what_acts_on_the_distance_is_allowed_without_the_task(case, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG)
+    found = resolve(load(file, [*ON, f"{LOSS}.use_task_rewards=false", *ALLOWED[case]]), 1)
+    assert resolve(found.config, 1).config == found.config
 
 
 def prompt(**row):

@@ -23,6 +23,8 @@ ON = ("rollout.multi_turn.enable=true", "rollout.agent.environment=guess")
             "a later turn reads up to",
         ),
         (("rollout.multi_turn.max_user_turns=3",), "rollout.multi_turn.max_user_turns is set, but would have no"),
+        ((*ON, "algorithm.credit=turn"), "algorithm.credit=turn would have no effect because reward.functions has no"),
+        (("algorithm.credit=turn",), "algorithm.credit=turn is set, but would have no effect"),
         (("rollout.agent.environment=guess",), "rollout.agent.environment is set, but would have no effect"),
     ],
     ids=str,

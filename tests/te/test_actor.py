@@ -12,6 +12,7 @@ pytestmark = pytest.mark.te
 
 LIMIT_S = 400
 MEGATRON, INSIDE, STATES, E2E = "tests/megatron", "tests/te/inside.py", "tests/te/states.py", "tests/e2e"
+CRITIC = f"{MEGATRON}/test_critic.py"
 KINDS = ("plain", "remainders", "low", "hybrid")
 MOVES = (
     "plain-remainders-tp2", "remainders-plain-pp2", "low-low-tp2", "plain-low-pp2", "hybrid-hybrid-tp2",
@@ -32,6 +33,12 @@ CHOSEN = [
     f"{INSIDE}::test_scores_and_gradients_are_those_of_the_local_spec[ep2]",
     f"{INSIDE}::test_bf16_scores_are_near_those_of_the_local_spec",
     f"{INSIDE}::test_where_cudnn_takes_no_packed_sequences_there_is_no_fit_attention",
+    # a critic: values, loss and gradients are those of transformers, and it goes on at another layout
+    *(
+        f"{CRITIC}::test_values_loss_and_gradients_are_those_of_transformers[{case}]"
+        for case in ("qwen2-tp2_pp2", "qwen3-cp2", "qwen2_moe-tp2_ep2_pp2")
+    ),
+    f"{CRITIC}::test_a_critic_saved_at_tp2_goes_on_at_pp2_and_is_read_as_what_it_is",
     # fusions, and communication behind computation
     f"{INSIDE}::test_what_is_on_by_itself_changes_no_number[qwen2_untied]",
     f"{INSIDE}::test_what_is_on_by_itself_changes_no_number[qwen3_moe]",

@@ -36,6 +36,7 @@ GRADIENT_BYTES = 4
 """Megatron's gradient buffer is fp32, or of the parameters' type without `grad_reduce_in_fp32` in `megatron.ddp`."""
 REWARD = "the reward model's weights"
 """While it scores; before and behind that they are in host memory."""
+NO_ENGINE = EngineMemory(held={}, cache=0, rows=0)
 COUNTED = {
     *(("transformer", name) for name in recompute.FIELDS),
     ("ddp", "grad_reduce_in_fp32"),
@@ -149,8 +150,7 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
         away, parts = offloaded(config, own), own.parts
         staying = sum(parts[part] for part in ("weights", "gradients") if part not in away)
         staying += sum(critic.staying.values())
-        none = EngineMemory(held={}, cache=0, rows=0)
-        engine = engine_memory(found, device, weights=own.engine, actor=staying) if samples else none
+        engine = engine_memory(found, device, weights=own.engine, actor=staying) if samples else NO_ENGINE
         always = {
             **{part: size for part, size in parts.items() if part not in away},
             **engine.held,

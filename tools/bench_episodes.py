@@ -28,7 +28,7 @@ import json
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -209,7 +209,7 @@ def make_engine(work: Work, way: str, model: Mapping[str, Any], world: Path) -> 
         time.sleep(max(0.0, ends - time.perf_counter()))
         return logits_BV
 
-    changed: dict[str, Callable[..., object]] = {"_decode_eagerly": step} if work.step_s else {}
+    changed: dict[str, Any] = {"_decode_eagerly": step} if work.step_s else {}
     changed |= {"converse": functools.partial(RolloutEngine.converse, engine)} if way == "rounds" else {}
     vars(engine).update(changed)
     return engine

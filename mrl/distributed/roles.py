@@ -1,14 +1,17 @@
 """Some ranks of the job as the whole of it.
 
-Owns `as_whole_job`, and what keeps the ranks in step about groups that only some of them made (`level_names`). Ranks
+Owns `as_whole_job`, groups that only their ranks make (`group_among`), and what keeps the ranks in step about groups
+that only some of them made (`level_names`). Ranks
 that train have Megatron, and torch's checkpoints, work among themselves: both take the default process group for all
 ranks there are, and so do mrl's own collectives over the job.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +41,25 @@ def as_whole_job(group: dist.ProcessGroup | None) -> Iterator[None]:
         yield
     finally:
         c10d._update_default_pg(whole)
+
+
+def group_among(ranks: Sequence[int], name: str, **given: Any) -> Any:
+    """Collective over `ranks`: their group, None on other ranks, which take no part.
+
+    torch names such a group after its ranks and the number of groups that there are. One that is made when another has
+    gone would have its name, and find the addresses in the store that the other has left.
+
+    Args:
+        ranks: Of the job.
+        name: The same on all of them, and no other group's ever.
+        given: For `dist.new_group`.
+    """
+    named = c10d._hash_ranks_to_str
+    c10d._hash_ranks_to_str = lambda _: hashlib.sha256(name.encode()).hexdigest()
+    try:
+        return dist.new_group(list(ranks), use_local_synchronization=True, **given)
+    finally:
+        c10d._hash_ranks_to_str = named
 
 
 def level_names() -> None:

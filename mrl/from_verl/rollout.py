@@ -33,6 +33,7 @@ OWN_WAY = (
     "name", "dtype", "quantization", "prompt_length", "response_length", "expert_parallel_size",
     "moe_tensor_parallel_size", "repetition_penalty", "calculate_log_probs", "engine_kwargs", "engine_kwargs.trtllm",
     "engine_kwargs.vllm", "cudagraph_capture_sizes", "do_sample", "nnodes", "n_gpus_per_node", "over_sample_rate",
+    "multi_turn.tool_config_path",
 )  # fmt: skip
 """Of `rollout`, besides `val_kwargs`: what is not simply taken over."""
 
@@ -53,6 +54,9 @@ def rollout(verl: VerlRun) -> Iterator[Pair]:
     for name in verl_rollout.MAPS:
         if "val_kwargs" not in name and name not in OWN_WAY and (episodes or not name.startswith(EPISODES)):
             yield f"rollout.{name}", verl[f"{ROLLOUT}{name}"]
+    if episodes and (tools := verl[f"{ROLLOUT}multi_turn.tool_config_path"]):
+        yield "rollout.agent.environment", "verl_tools"
+        yield "rollout.agent.environment_kwargs", {"tool_config_path": tools}
     yield from _own_ranks(verl)
     yield from off_policy(verl, engine)
     yield from _experts(verl, engine)

@@ -33,7 +33,7 @@ MAPS: Mapping[str, tuple[str, Any, str]] = {
     "multi_turn.enable": (
         "rollout.multi_turn.enable",
         False,
-        "verl's tools are not read: `rollout.agent.environment` must be set",
+        "without `tool_config_path`, `rollout.agent.environment` must be set",
     ),
     "multi_turn.max_assistant_turns": (
         "rollout.multi_turn.max_assistant_turns",
@@ -51,6 +51,11 @@ MAPS: Mapping[str, tuple[str, Any, str]] = {
         }.items()
     },
     "multi_turn.format": ("rollout.multi_turn.format", "hermes", "`hermes`, `llama3_json`, `qwen3_coder`"),
+    "multi_turn.tool_config_path": (
+        "rollout.agent.environment_kwargs",
+        None,
+        "of the environment `verl_tools`, which runs verl's tools",
+    ),
     "agent.num_workers": ("rollout.agent.num_workers", 8, "of each replica: processes in which environments answer"),
     "quantization": (
         "rollout.quantization",
@@ -129,7 +134,6 @@ NEEDLESS: Mapping[str, str] = {
     "trace.backend": _SAMPLES,
     "trace.token2text": _SAMPLES,
     "trace.max_samples_per_step_per_worker": _SAMPLES,
-    "multi_turn.tool_config_path": _TOOLS,
     "multi_turn.function_tool_path": _TOOLS,
     "multi_turn.use_inference_chat_template": _TOOLS,
     "multi_turn.num_repeat_rollouts": _TOOLS,

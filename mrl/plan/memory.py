@@ -36,6 +36,7 @@ GRADIENT_BYTES = 4
 """Megatron's gradient buffer is fp32, or of the parameters' type without `grad_reduce_in_fp32` in `megatron.ddp`."""
 REWARD = "the reward model's weights"
 """While it scores; before and behind that they are in host memory."""
+NO_ENGINE = EngineMemory(held={}, cache=0, rows=0)
 COUNTED = {
     *(("transformer", name) for name in recompute.FIELDS),
     ("ddp", "grad_reduce_in_fp32"),

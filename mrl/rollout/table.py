@@ -23,6 +23,9 @@ from mrl.observe.metrics import is_correct
 from mrl.rollout.turns import gather_turn_rewards
 from mrl.types import EPISODE_ENDS, Rollout, SampleTable
 
+NAMED = 8
+"""Failed samples that are told one by one."""
+
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
@@ -97,7 +100,7 @@ def _of_episode(rollout: Rollout) -> tuple[int, int, int, int]:
 def gather_failures(
     rollouts: Sequence[Rollout], table: SampleTable, groups: ProcessGroups, over: dist.ProcessGroup | None = None
 ) -> str:
-    """Collective over `over`: how many samples could not be scored, and why the first could not; "" for none.
+    """Collective over `over`: how many samples could not be scored, and why the first of them could not; "" for none.
 
     Args:
         rollouts: Scored, on the first rank of each replica; ignored on the others.
@@ -112,14 +115,15 @@ def gather_failures(
     if not (missing or table["failed"].any()):
         return ""
     mine = [rollout.reward_error for rollout in (rollouts if groups.leads_replica else ()) if rollout.reward_error]
-    line = json.dumps(mine[0]).encode() + b"\n" if mine else b""
-    own = torch.frombuffer(bytearray(line), dtype=torch.uint8) if line else _NOTHING
+    said = b"".join(json.dumps(error).encode() + b"\n" for error in mine[:NAMED])
+    own = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else _NOTHING
     lines = bytes(all_gather_ragged(own, over or everyone()).tolist()).splitlines()
-    first = json.loads(lines[0]) if lines else "no reward function has an opinion on them"
+    named = [json.loads(line) for line in lines[:NAMED]] or ["no reward function has an opinion on them"]
     if missing == len(table):
-        raise UserError(f"none of the {missing} samples has a score: {first}")
+        raise UserError(f"none of the {missing} samples has a score: {named[0]}")
     failed = int(table["failed"].sum())
-    return f"{failed} of {len(table)} samples could not be scored, {missing} have no score and are left out: {first}"
+    why = " | ".join([*named, *([f"and {failed - NAMED} more"] if failed > NAMED else [])])
+    return f"{failed} of {len(table)} samples could not be scored, {missing} have no score and are left out: {why}"
 
 
 def _kept(rollout: Rollout) -> list[float]:

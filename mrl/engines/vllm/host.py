@@ -143,16 +143,17 @@ class Host:
         if group is not None:
             self._place = {"place": dist.get_rank(group), "size": dist.get_world_size(group)}
             ranks = dist.get_process_group_ranks(group)
+        name = _name(group)
         self._had_frozen = gc.get_freeze_count() > 0
         with kept(spec.device, **self._place):
             self.version = find_version()
             check_build(spec.device, self.version)
             patches.ranks_of_the_trainer(self.version)
-            patches.world_of_the_replica(self.version, ranks)
+            patches.world_of_the_replica(self.version, ranks, name)
             if spec.device.type == "cpu":
                 patches.plain_linears(self.version)
                 patches.rewound_numbers(self.version)
-                patches.shared_memory(self.version, _name(group))
+                patches.shared_memory(self.version, name)
                 patches.memory_stays(self.version)
                 patches.kernels_of_vllm(self.version)
             self.supports = Supports(self.version)

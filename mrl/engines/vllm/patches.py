@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from mrl.distributed.roles import group_among
 from mrl.engines.vllm.engine_fields import INSTALL
 from mrl.errors import UserError
 
@@ -83,8 +84,8 @@ def ranks_of_the_trainer(version: str) -> None:
 class _Distributed:
     """`torch.distributed` for `parallel_state`: the job is the replica, and only who is in a group makes it."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, size: int, name: str) -> None:
+        self._size, self._name, self._count = size, name, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.distributed, name)
@@ -92,21 +93,22 @@ class _Distributed:
     def get_world_size(self, group: Any = None) -> int:
         return self._size if group is None else torch.distributed.get_world_size(group)
 
-    def new_group(self, *given: Any, **named: Any) -> Any:
-        return torch.distributed.new_group(*given, **{**named, "use_local_synchronization": True})
+    def new_group(self, ranks: Sequence[int], **given: Any) -> Any:
+        self._count += 1
+        return group_among(ranks, f"{self._name}{self._count}", **given)
 
 
 class _Torch:
     """`torch` for `parallel_state`."""
 
-    def __init__(self, size: int) -> None:
-        self.distributed = _Distributed(size)
+    def __init__(self, size: int, name: str) -> None:
+        self.distributed = _Distributed(size, name)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
 
-def world_of_the_replica(version: str, ranks: Sequence[int]) -> None:
+def world_of_the_replica(version: str, ranks: Sequence[int], name: str) -> None:
     """Groups are made of the replica's ranks, by their numbers in the job, and by nobody else; they have no queues.
 
     What vLLM still sends of Python's goes through torch.distributed, data only.
@@ -114,9 +116,10 @@ def world_of_the_replica(version: str, ranks: Sequence[int]) -> None:
     Args:
         version: Of the installed vLLM.
         ranks: Of the job, in the order of the replica.
+        name: Of this start of the replica alone, the same on all its ranks.
     """
-    for name in ("torch.distributed", "init_world_group", "init_model_parallel_group"):
-        place("vllm.distributed.parallel_state", name, version)
+    for part in ("torch.distributed", "init_world_group", "init_model_parallel_group"):
+        place("vllm.distributed.parallel_state", part, version)
     from vllm.distributed import parallel_state
 
     module: Any = parallel_state
@@ -129,16 +132,16 @@ def world_of_the_replica(version: str, ranks: Sequence[int]) -> None:
         numbers = [[ranks[place] for place in places] for places in groups]
         return make(numbers, *given, **{**named, "use_message_queue_broadcaster": False})
 
-    module.torch = _Torch(len(ranks))
+    module.torch = _Torch(len(ranks), name)
     module.init_world_group, module.init_model_parallel_group = init_world_group, init_model_parallel_group
 
 
-def shared_memory(version: str, job: str) -> None:
-    """Names of the files begin with the job's; they are gone from the folder as soon as every rank has opened them.
+def shared_memory(version: str, replica: str) -> None:
+    """Names of the files begin with the replica's; they are gone from the folder as soon as every rank has opened them.
 
     Args:
         version: Of the installed vLLM.
-        job: Of this job alone, the same on all its ranks.
+        replica: Of this start of the replica alone, the same on all its ranks.
     """
     module = "vllm.distributed.device_communicators.cpu_communicator"
     talk = place(module, "_CPUSHMDistributed", version)
@@ -147,7 +150,7 @@ def shared_memory(version: str, job: str) -> None:
     named, opened = _own(talk, "make_group_name"), _own(talk, "_init_cpu_shm")
 
     def make_group_name(communicator: Any) -> str:
-        return job + str(named(communicator)).replace("/", "")
+        return replica + str(named(communicator)).replace("/", "")
 
     def init(self: Any) -> int:
         handle: int = opened(self)  # ends with a barrier: all have opened it

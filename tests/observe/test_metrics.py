@@ -23,7 +23,8 @@ def table():
         [1, 5, 1, 5, 8, 0.5, 0, 0, 0, 0, 0.5],
     ]
     single = [1, 0, 0, -1, 1]  # num_turns, tool_calls, failed_calls, end, cached
-    rows = [[*row[:10], row[4], *single, *row[10:]] for row in rows]
+    versions = [2, 2, 1]  # of the newest and the oldest token, and how many
+    rows = [[*row[:10], row[4], *single, *versions, *row[10:]] for row in rows]
     return SampleTable(COLUMNS, torch.tensor(rows, dtype=torch.float64))
 
 

@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.data.schedule import Schedule
+from mrl.errors import UserError
 from mrl.grid import Grid
 from mrl.rollout.in_flight import InFlight
+from mrl.run.training_state import not_of_a_run
 from mrl.types import Begun, Prompt, Rollout, SampleTable
+from tests.run_folder.test_commit_fuzz import change_value
 
 SAMPLES = 2
 RANKS = Grid(2)
@@ -308,3 +312,21 @@ def test_what_begins_again_has_no_samples_left():
     assert [group["uid"] for group in groups] == uids
     assert {(group["born"], group["place"], group["replica"]) for group in groups} == {(None, None, None)}
     assert flight.samples() == ([], []) and flight.tables() == ((), {}) and flight.first(99) == min(uids)
+
+
+def test_a_state_that_no_run_left_is_refused_in_words_or_taken_up():
+    run = Run(Schedule(2, SAMPLES, extra=2, max_age=2, by_parts=True), 3, dynamic=True)
+    for step in (1, 2, 3):
+        run.step(step)
+    flight, draw, refused = run.flights[0], random.Random(2), 0
+    for _ in range(400):
+        state = json.loads(json.dumps(flight.state_dict()))
+        change_value(draw, state)
+        other = InFlight(flight.schedule, prompt_at)
+        try:
+            with not_of_a_run(Path("step-00000003")):
+                other.follow(state, *flight.tables())
+                other.hold(*flight.samples(), {0: 0, 1: 1})
+        except UserError:
+            refused += 1
+    assert 100 < refused < 400

@@ -28,6 +28,10 @@ TALK = Episode(
 FAILED = Episode("environment_failed", 1, 0, 0, (0.0,), "", "it died", {}, ())
 
 
+CONSTANT = ("policy_version", "reward_parts", "reward_facts")
+"""Of all samples here, and not their defaults."""
+
+
 def prompt_at(uid):
     return Prompt(
         uid, (uid, 7), f"p{uid}", answer=str(uid), extra={"level": uid}, source=f"rows:{uid}", data_source="d"
@@ -97,6 +101,13 @@ def bits(value):
     if isinstance(value, Support | Rollout | Begun | Episode):
         return type(value), {item.name: bits(getattr(value, item.name)) for item in fields(value)}
     return value
+
+
+def test_every_field_is_put_to_the_test():
+    whole, begun = samples(0, range(9), kept=True, routed=torch.int8)
+    for found in (whole, begun, [one.episode for one in whole if one.episode is not None]):
+        for item in fields(found[0]):
+            assert len({repr(bits(getattr(one, item.name))) for one in found}) > 1 or item.name in CONSTANT, item.name
 
 
 def by_place(found):

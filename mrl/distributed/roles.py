@@ -55,7 +55,7 @@ def group_among(ranks: Sequence[int], name: str, **given: Any) -> Any:
         given: For `dist.new_group`.
     """
     named = c10d._hash_ranks_to_str
-    c10d._hash_ranks_to_str = lambda _: hashlib.sha256(name.encode()).hexdigest()
+    c10d._hash_ranks_to_str = lambda ranks: hashlib.sha256(name.encode()).hexdigest()
     try:
         return dist.new_group(list(ranks), use_local_synchronization=True, **given)
     finally:

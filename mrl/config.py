@@ -18,6 +18,7 @@ from typing import Any, Literal, Optional
 from omegaconf import OmegaConf
 
 from mrl.errors import UserError, shown
+from mrl.schema.controllers import EntropyCtrlConfig, KlCtrlConfig
 from mrl.schema.distillation import DistillationConfig
 from mrl.schema.dpo import DpoConfig
 from mrl.schema.multi_turn import AgentConfig, MultiTurnConfig
@@ -88,6 +89,12 @@ class TrainConfig:
     critic_warmup: int = 0
     """First steps, in which the critic is trained and the actor is not (VAPO's value pretraining; verl's key of this
     name has one step fewer)."""
+    mode: Literal["sync", "async"] = "sync"
+    """sync: the weights that a step trains have sampled for it. async: older ones have, while the updates of the steps
+    before it ran, and runs stay as repeatable."""
+    max_off_policy_steps: Optional[int] = None
+    """Steps by which weights that sampled a token may be older than those it trains; 0 with async: the run of sync.
+    null: 1 with async, and any number with `rollout.over_sample_rate`."""
     eval_interval: int = 0
     """Steps between evaluations on the held-out prompts; 0: only before the first and after the last step."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -340,6 +347,15 @@ class RolloutConfig:
     """The same in nodes of `n_gpus_per_node` ranks; 0: see `num_ranks`."""
     n_gpus_per_node: int = 8
     """Ranks on a node of `nnodes`."""
+    over_sample_rate: float = 0.0
+    """Prompts begun beyond `train.batch_size`, as a part of it, [0, 1]. Sampling stops once a batch is whole; what is
+    not whole goes on in the next step, first, under the new weights."""
+    over_age: Literal["wait", "drop"] = "wait"
+    """What happens to a prompt that would become older than `train.max_off_policy_steps`, with `over_sample_rate`: its
+    step waits for it, or its samples are dropped and it begins again, once."""
+    mask_offpolicy: bool = False
+    """Do not train the tokens of a response that older weights sampled than its last ones; with `over_sample_rate`, or
+    `train.max_off_policy_steps` above 1."""
     pipeline_model_parallel_size: int = 1
     """Pipeline stages of a replica; above 1 with `trtllm_engine` only."""
     expert_parallel_size: int = 1
@@ -393,35 +409,6 @@ class OverlongConfig:
     """Penalty at full length, subtracted from the reward."""
     mask_truncated: bool = False
     """Do not train on responses cut at `rollout.response_length`."""
-
-
-@dataclass(frozen=True)
-class KlCtrlConfig:
-    """The coefficient of a KL in the reward (verl's `kl_ctrl`)."""
-
-    type: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: `kl_coef` is where it begins; after each step it moves towards `target_kl`."""
-    target_kl: float = 0.1
-    """Mean over the responses of their mean KL per token, nats, above 0."""
-    horizon: int = 10000
-    """Responses in which the coefficient changes by a fifth at most."""
-
-
-@dataclass(frozen=True)
-class EntropyCtrlConfig:
-    """The coefficient of the entropy bonus (TRL's `use_adaptive_entropy`)."""
-
-    type: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: `entropy_coef` is where it begins; it moves after each optimizer step, and there is no bonus while the
-    entropy is above its target."""
-    target_entropy: float = 0.2
-    """Mean over the trained tokens, nats, above 0."""
-    delta: float = 0.005
-    """What an optimizer step adds or takes away, above 0."""
-    min_coef: float = 0.0
-    """Lower bound of the coefficient."""
-    max_coef: float = 1.0
-    """Upper bound, not below the lower one."""
 
 
 @dataclass(frozen=True)

@@ -10,21 +10,24 @@ ranks of their own, these skip it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
+
 from mrl.algorithms.base import Algorithm
 from mrl.config import Config
-from mrl.distributed.collectives import together
-from mrl.engines.base import SamplingConfig
+from mrl.distributed.collectives import everyone, together
+from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.errors import UserError
 from mrl.observe import data_sources
 from mrl.observe import metrics as measure
 from mrl.rollout import turns
 from mrl.rollout.exchange import StepBatch, pack
 from mrl.rollout.replicas import generate
+from mrl.rollout.streaming import stream
 from mrl.rollout.table import gather_facts, gather_failures, gather_table, outcomes
 from mrl.run.job import Job
 from mrl.run.learning_rate import learning_rate
@@ -86,25 +89,46 @@ def one_step(job: Job, step: int) -> Metrics:
 
 
 def reinforcement_step(job: Job, step: int) -> Metrics:
-    """Sample, score, update. Up to the update a step can be abandoned."""
-    config, phase = job.config, job.progress.phase
+    """Sample, score, update. Up to the update a step can be abandoned.
+
+    With `train.mode=async` the samples were made beside the updates before, and those of later steps are made now.
+    """
+    config, phase, flight = job.config, job.progress.phase, job.state.in_flight
     with phase("update_weights"):
         metrics = job.refit_if_stale()
+    flight.sampled_by(job.state.policy_version, step - 1)
 
-    rollouts, table, metrics_of_sampling = sample(job)
-    job.sampler.rest()
+    if flight.missing or not flight.schedule.lead:
+        sample(job, step, everyone())
+    table, rollouts, metrics_of_sampling = job.take(step)
     job.show(step, rollouts, "train")
 
     with phase("pack"):
-        minibatch_size = config.train.minibatch_size or config.train.batch_size
-        data = pack(rollouts, table, job.groups, minibatch_size, routing=job.sampler.routing)
-    judged = job.on_trainers(partial(judge, job, data, table), may_stop=True)
-    learned, of_critic = job.on_trainers(partial(learn, job, step, data))
+        data = pack(
+            rollouts,
+            table,
+            job.groups,
+            config.train.minibatch_size or config.train.batch_size,
+            routing=job.sampler.routing,
+            only_newest=config.rollout.mask_offpolicy,
+        )
+    if flight.schedule.lead:
+        train = partial(judge_and_learn, job, step, data, table)
+        judged, learned, of_critic = job.beside(train, partial(sample, job, step + 1, beside=True))
+    else:
+        job.sampler.rest()
+        judged = job.on_trainers(partial(judge, job, data, table), may_stop=True)
+        learned, of_critic = job.on_trainers(partial(learn, job, step, data))
 
     job.state.reference.update(step)
     job.rates.trained(table["prompt_len"], table["response_len"])
     metrics |= learned | metrics_of_sampling | judged | of_critic
-    return metrics | measure.progress_metrics(global_step=step, epoch=job.state.source.epoch)
+    return metrics | measure.progress_metrics(global_step=step, epoch=job.state.epoch)
+
+
+def judge_and_learn(job: Job, step: int, data: StepBatch, table: SampleTable) -> tuple[Metrics, Metrics, Metrics]:
+    """On ranks that train: `judge`, then `learn`."""
+    return judge(job, data, table), *learn(job, step, data)
 
 
 def judge(job: Job, data: StepBatch, table: SampleTable) -> Metrics:
@@ -152,63 +176,69 @@ def learn(job: Job, step: int, data: StepBatch) -> tuple[Metrics, Metrics]:
     return learned, of_critic
 
 
-def sample(job: Job) -> tuple[list[Rollout], SampleTable, Metrics]:
-    """A full batch of scored rollouts: this replica's, the table of all, and how they came about.
+def sample(job: Job, step: int, over: dist.ProcessGroup, *, beside: bool = False) -> None:
+    """Collective over `over`, which has the ranks that sample: until a batch of scored groups is there for `step`.
 
     Dynamic sampling drops groups that teach nothing and draws as many new prompts, up to `max_sampling_rounds` times.
+
+    Args:
+        job: The job.
+        step: The next one that trains.
+        over: Who takes part.
+        beside: The updates of the step before it run meanwhile.
     """
-    config = job.config
-    dynamic, sampling = config.algorithm.dynamic_sampling, job.sampler.training
-    rollouts: list[Rollout] = []
-    kept: list[SampleTable] = []
-    names: dict[int, str] = {}
-    drawn: list[SampleTable] = []
-    missing, rounds = config.train.batch_size, 0
-    while missing and rounds < (config.algorithm.max_sampling_rounds if dynamic else 1):
-        prompts = job.state.source.next(missing)
-        fresh, table = sample_and_score(job, prompts, sampling)
-        job.state.history.update(prompts, table)
-        rounds += 1
-        rollouts += fresh
-        names |= {prompt.uid: prompt.data_source for prompt in prompts}
-        if job.teachers is not None:
-            job.teachers.route(prompts)
-        drawn.append(table)
+    config, flight, sampling = job.config, job.state.in_flight, job.sampler.training
+    dynamic, steps = config.algorithm.dynamic_sampling, step - 2 if beside else step - 1
+    least = config.train.batch_size if beside else 0
+    flight.age(step)
+    for _ in range(config.algorithm.max_sampling_rounds if dynamic else 1):
+        flight.draw(job.state.source.next(flight.room(step, beside=beside)))
+        groups = flight.unfinished(step, beside=beside)
+        if not groups or flight.enough((), step, least):
+            return
+        with job.progress.phase("gen"), together(over), job.sampler.awake() as engine:
+            if flight.schedule.by_parts:
+                args = sampling, job.groups, job.state.history, over
+                rollouts, whole = stream(engine, flight, groups, *args, step=step, steps=steps, least=least)
+            else:
+                whole = [group.uid for group in groups]
+                rollouts = answers(job, engine, [flight.prompt(uid) for uid in whole], sampling)
+        table = score(job, rollouts, sampling, over, flight.tally.notes.append)
         told = table.scored
-        kept.append(
-            told.keep(job.algorithm.informative_groups(outcomes(told, job.reward_weights))) if dynamic else told
-        )
-        missing -= kept[-1].num_prompts
-    joined = SampleTable.join(kept)
-    facts = {
-        "rollout/num_sampling_rounds": float(rounds),
-        "rollout/num_dropped_groups": float(len(names) - joined.num_prompts),
-    }
-    every = SampleTable.join(drawn)
-    facts |= measure.scoring_metrics(every) | measure.episode_metrics(every)
-    joined = joined if len(joined) else table.scored  # with nothing to learn from, all advantages are 0
-    return rollouts, joined, facts | data_sources.training_metrics(joined, names)
+        if dynamic:
+            told = told.keep(job.algorithm.informative_groups(outcomes(told, job.reward_weights)))
+        flight.became_whole(whole, rollouts, table, told, steps, job.groups.grid)
+        least = 0
+        if not flight.missing:
+            return
 
 
-def sample_and_score(
-    job: Job, prompts: Sequence[Prompt], sampling: SamplingConfig
-) -> tuple[list[Rollout], SampleTable]:
-    """Rollouts of this replica with rewards, and the table of all samples."""
-    with job.progress.phase("gen"), together(), job.sampler.awake() as engine:
-        converse = None if job.episodes is None else job.episodes.run
-        rollouts = generate(engine, prompts, sampling, job.groups, job.state.history, converse)
+def answers(job: Job, engine: RolloutEngine, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
+    """Collective over the ranks that sample: rollouts of this replica for its part of the prompts, all whole."""
+    converse = None if job.episodes is None else job.episodes.run
+    return generate(engine, prompts, sampling, job.groups, job.state.history, converse)
+
+
+def score(
+    job: Job,
+    rollouts: list[Rollout],
+    sampling: SamplingConfig,
+    over: dist.ProcessGroup,
+    tell: Callable[[str], None],
+) -> SampleTable:
+    """Collective over `over`: rewards of this replica's rollouts; the table of all. `tell` hears of failures."""
     scores = None
     if job.reward_model is not None:
         with job.progress.phase("reward_model"):
             scores = job.reward_model.score(rollouts)
-    with job.progress.phase("reward"), together():
+    with job.progress.phase("reward"), together(over):
         if job.scorer is not None:
             job.scorer.score(rollouts, job.progress.told_to_stop, scores)
-    by_turn = job.algorithm.config.credit == "turn"
-    table = gather_table(rollouts, job.groups, list(job.reward_weights), supports=sampling.with_support, turns=by_turn)
-    if told := gather_failures(rollouts, table, job.groups):
-        job.log.note(f"WARNING {told}")
-    return rollouts, table
+    asked = {"supports": sampling.with_support, "turns": job.algorithm.config.credit == "turn"}
+    table = gather_table(rollouts, job.groups, list(job.reward_weights), over=over, **asked)
+    if told := gather_failures(rollouts, table, job.groups, over):
+        tell(f"WARNING {told}")
+    return table
 
 
 def update(job: Job, data: StepBatch) -> Metrics:
@@ -216,17 +246,24 @@ def update(job: Job, data: StepBatch) -> Metrics:
     stats: list[Metrics] = []
     for _ in range(job.config.actor.ppo_epochs):
         for rows in data.minibatches:
-            stats.append(optimizer_step(job, data.batch.select(rows), job.algorithm, on_policy=not stats))
+            stats.append(optimizer_step(job, data.batch.select(rows), job.algorithm, first=not stats))
     return measure.combine(stats)
 
 
-def optimizer_step(job: Job, minibatch: RolloutBatch, algorithm: Algorithm, *, on_policy: bool = False) -> Metrics:
-    """One step of the optimizer on a minibatch; `on_policy`: the weights are still those that sampled."""
-    if algorithm.needs_current and not (on_policy and minibatch.current_logprobs_R is not None):
+def optimizer_step(job: Job, minibatch: RolloutBatch, algorithm: Algorithm, *, first: bool = False) -> Metrics:
+    """One step of the optimizer on a minibatch.
+
+    Args:
+        job: The job.
+        minibatch: Of the step's samples.
+        algorithm: Weighs them.
+        first: No update of this step has moved the weights.
+    """
+    if algorithm.needs_current and not (first and minibatch.current_logprobs_R is not None):
         minibatch.current_logprobs_R, minibatch.current_entropy_R = job.policy.score(minibatch)
     algorithm.weigh(minibatch, job.sum_over_dp)
     job.state.policy_version += 1
-    metrics = job.policy.update(minibatch, algorithm, on_policy=on_policy)
+    metrics = job.policy.update(minibatch, algorithm, compare=first)
     return metrics | algorithm.entropy_control.follow(metrics["actor/entropy"])
 
 
@@ -290,7 +327,10 @@ def evaluate_if_due(job: Job, step: int) -> Metrics:
 def held_out(job: Job) -> tuple[Metrics, list[Rollout]]:
     """Metrics on the held-out prompts, and this replica's rollouts in the order of the prompts."""
     job.refit_if_stale()
-    rollouts, table = sample_and_score(job, job.validation, job.sampler.held_out)
+    sampling = job.sampler.held_out
+    with job.progress.phase("gen"), together(), job.sampler.awake() as engine:
+        rollouts = answers(job, engine, job.validation, sampling)
+    table = score(job, rollouts, sampling, everyone(), job.log.note)
     rollouts.sort(key=lambda rollout: (rollout.prompt.uid, rollout.sample_index))
     names = {prompt.uid: prompt.data_source for prompt in job.validation}
     by_source = data_sources.held_out_metrics(table, names, gather_facts(rollouts, job.groups))

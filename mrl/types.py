@@ -170,6 +170,8 @@ class Rollout:
         support: What truncation kept at each response token; None unless `SamplingConfig.with_support`.
         log_kept_mass: With a support, log of the probability that it had before the others were dropped, of each
             response token, nats; 0 at observed ones.
+        version_runs: Of a response that weights of several versions sampled: (policy version, how many tokens), one
+            after the other; empty: all tokens have `policy_version`, which is the last one's.
     """
 
     prompt: Prompt
@@ -189,6 +191,12 @@ class Rollout:
     episode: Episode | None = None
     support: Support | None = field(default=None, repr=False, compare=False)
     log_kept_mass: list[float] = field(default_factory=list, repr=False, compare=False)
+    version_runs: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def versions(self) -> tuple[tuple[int, int], ...]:
+        """`version_runs`, of any response."""
+        return self.version_runs or ((self.policy_version, len(self.response_ids)),)
 
     @property
     def num_tokens(self) -> int:
@@ -207,6 +215,29 @@ class Rollout:
         starts = [i for i in range(len(mask)) if i == 0 or mask[i] != mask[i - 1]]
         ends = [*starts[1:], len(mask)][: len(starts)]
         return [Segment(start, end, mask[start]) for start, end in zip(starts, ends, strict=True)]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A response that is not whole: what was sampled of it, from which it is sampled on.
+
+    Attributes:
+        prompt: What was asked.
+        sample_index: 0 .. n-1 among the samples of this prompt.
+        response_ids: Sampled so far, at least one.
+        rollout_logprobs: Log-probability of each, captured at sampling time, nats.
+        version_runs: (policy version, how many tokens), one after the other.
+        support: What truncation kept at each token; None unless `SamplingConfig.with_support`.
+        log_kept_mass: As in `Rollout`.
+    """
+
+    prompt: Prompt
+    sample_index: int
+    response_ids: tuple[int, ...]
+    rollout_logprobs: tuple[float, ...]
+    version_runs: tuple[tuple[int, int], ...]
+    support: Support | None = field(default=None, repr=False, compare=False)
+    log_kept_mass: tuple[float, ...] = field(default=(), repr=False, compare=False)
 
 
 @dataclass
@@ -345,9 +376,10 @@ class SampleTable:
     `table["reward"]` is a column, fp64 [N], NaN where a sample has no score. Columns are FACTS (`rank` is the one that
     holds the tokens; `correct`, `failed`, `truncated` and `cached` are 0 or 1; `token_crc` is the CRC-32 of the
     response ids; `sampled_len` of `response_len` tokens were sampled; `end` is a place in `EPISODE_ENDS`, -1 where
-    there was no episode) and "reward/<function>" for each reward function, NaN where it gave none; with supports also
-    KEPT: sums over the sample's tokens, and extremes. `turn_rewards` has the environment's by (uid, sample index),
-    where turns are credited.
+    there was no episode; `version`: policy version of the last token, `num_versions` sampled the response) and
+    "reward/<function>" for each reward function, NaN where it gave none; with supports also KEPT: sums over the
+    sample's tokens, and extremes. `turn_rewards` has the environment's by (uid, sample index), where turns are
+    credited.
     """
 
     FACTS: ClassVar = (
@@ -367,6 +399,9 @@ class SampleTable:
         "failed_calls",
         "end",
         "cached",
+        "version",
+        "oldest_version",
+        "num_versions",
     )
     KEPT: ClassVar = ("kept_ids", "kept_ids/max", "kept_mass", "kept_mass/min")
 

@@ -61,6 +61,9 @@ WEIGHED = (*FAR, f"{CORRECTION}.loss_type=reinforce", f"{CORRECTION}.rollout_is=
 REJECTED = (*FAR, f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=1.01")
 SAMPLED = ("rollout.val_kwargs.do_sample=true",)
 VAL = "rollout.val_kwargs"
+STEPS = ("train.num_steps=4", "train.batch_size=2", "train.minibatch_size=null", "rollout.max_num_seqs=6",
+         "rollout.response_length=40")  # fmt: skip
+OVER = (*STEPS, "rollout.over_sample_rate=1")
 NARROW = ("rollout.max_num_batched_tokens=13",)
 SINGLE = ("rollout.n=1", "algorithm.singleton_group=reward")
 EXACT = ("reward.functions=[{name: exact_match}]", "algorithm.dynamic_sampling=true", "algorithm.max_sampling_rounds=2")
@@ -84,6 +87,8 @@ ROWS = {
     "train.batch_size": row("train.batch_size=2"),
     "train.minibatch_size": row("train.minibatch_size=4"),
     "train.critic_warmup": row("train.critic_warmup=1", given=(*PPO, "train.num_steps=2")),
+    "train.mode": row("train.mode=async", given=("train.num_steps=2",)),
+    "train.max_off_policy_steps": row("train.max_off_policy_steps=2", given=("train.mode=async", "train.num_steps=4")),
     "train.eval_interval": row("train.eval_interval=2", given=RUN, by=files),
     "train.warm_start.num_steps": row(*WARM),
     "train.warm_start.batch_size": row("train.warm_start.batch_size=3", given=WARM),
@@ -187,6 +192,9 @@ ROWS = {
     "rollout.num_ranks": row("rollout.num_ranks=2", by=laid),
     "rollout.nnodes": row("rollout.nnodes=2", "rollout.n_gpus_per_node=1", by=laid),
     "rollout.n_gpus_per_node": row("rollout.n_gpus_per_node=2", "rollout.nnodes=1", by=laid),
+    "rollout.over_sample_rate": row("rollout.over_sample_rate=1", given=STEPS),
+    "rollout.over_age": row("rollout.over_age=drop", given=(*OVER, "train.max_off_policy_steps=1")),
+    "rollout.mask_offpolicy": row("rollout.mask_offpolicy=true", given=OVER),
     "rollout.pipeline_model_parallel_size": row(
         "rollout.pipeline_model_parallel_size=2", by=laid, refused="only built TensorRT-LLM engines"
     ),

@@ -209,7 +209,7 @@ def make_engine(work: Work, way: str, model: Mapping[str, Any], world: Path) -> 
         time.sleep(max(0.0, ends - time.perf_counter()))
         return logits_BV
 
-    changed = {"_decode_eagerly": step} if work.step_s else {}
+    changed: dict[str, Any] = {"_decode_eagerly": step} if work.step_s else {}
     changed |= {"converse": functools.partial(RolloutEngine.converse, engine)} if way == "rounds" else {}
     vars(engine).update(changed)
     return engine

@@ -232,6 +232,18 @@ class PromptSource:
         self._position = position
         return prompts
 
+    def at(self, uid: int) -> Prompt:
+        """The prompt that `next` gave with this uid; the frontier stays where it is.
+
+        Raises:
+            UserError: The row cannot be used.
+        """
+        index, rows = self._row_at(uid), self._rows
+        prompt = self._encoder.encode(rows.row(index), rows.source(index), uid, rows.data_source(index))
+        if prompt is None:
+            raise UserError(f"{rows.source(index)} is too long for a prompt, and was none before: its data changed.")
+        return prompt
+
     def peek(self, num_prompts: int) -> list[Prompt]:
         """The next prompts, at most an epoch of them, and the frontier stays where it is.
 

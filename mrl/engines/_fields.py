@@ -106,6 +106,15 @@ ENGINE_DIR = refused(
 )
 """Of engines that are not built."""
 
+_WHOLE = "it samples whole responses: nothing would stop early"
+_STOPS = "Use rollout.name=native, or leave it out."
+WHOLE_RESPONSES: Fields = {
+    "over_sample_rate": refused(_WHOLE, lambda r: r.over_sample_rate > 0, _STOPS),
+    "over_age": refused(_WHOLE, lambda r: r.over_age != "wait", _STOPS),
+    "mask_offpolicy": refused(_WHOLE, lambda r: r.mask_offpolicy, _STOPS),
+}
+"""Of engines that cannot stop between two tokens and go on later."""
+
 ANOTHERS = Refusal("of another engine", "nothing would read it")
 """Arguments in `engine_kwargs`."""
 

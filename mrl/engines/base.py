@@ -18,9 +18,10 @@ from torch import Tensor
 
 from mrl.config import RolloutConfig
 from mrl.engines import _rounds
+from mrl.engines._feed import Feed
 from mrl.engines._talk import Talk
 from mrl.models.base import ArchSpec
-from mrl.types import Prompt, Rollout
+from mrl.types import Begun, Prompt, Rollout
 from mrl.weights.layout import Layout, Region
 from mrl.weights.regions import slices
 
@@ -218,6 +219,38 @@ class RolloutEngine(ABC):
             limit=sampling.max_tokens,
             max_len=self.spec.max_len,
         )
+
+    def stream(self, feed: Feed, sampling: SamplingConfig) -> list[Begun]:
+        """Collective over all replicas: samples what `feed` hands out, until it says stop.
+
+        Here by calls of `generate`, between which the feed is asked: nothing is ever left unfinished. An engine that
+        can stop and go on between any two tokens overrides it. Which tokens are sampled does not depend on that.
+
+        Args:
+            feed: Hands out work, and takes what is whole.
+            sampling: As of `generate`; `n` samples of a prompt make it whole.
+
+        Returns:
+            Responses that are not whole, on every rank of the replica, in the order of (prompt uid, sample index).
+            Where a rank was told to stop, nothing of use.
+
+        Raises:
+            RuntimeError: As `generate`; or a begun sample is to go on and the engine samples only whole responses.
+            UserError: As `generate`.
+        """
+        finished: list[Rollout] = []
+        while (work := feed.pulse(finished, 0)) is not None:
+            begun = sum(len(one.begun) for one in work)
+            if begun:
+                raise RuntimeError(
+                    f"{begun} samples are to go on where they stopped, and rollout.name={self.spec.config.name} "
+                    "samples whole responses only; an engine that can stop and go on left them: use that one"
+                )
+            asked = {(one.prompt.uid, sample) for one in work for sample in one.new}
+            prompts = {one.prompt.uid: one.prompt for one in work if one.new}
+            found = self.generate(list(prompts.values()), sampling) if prompts else []
+            finished = [one for one in found if (one.prompt.uid, one.sample_index) in asked]
+        return []
 
     @abstractmethod
     def sleep(self) -> None:

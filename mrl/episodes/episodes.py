@@ -77,8 +77,10 @@ def check_environment(config: RolloutConfig, tokenizer: Tokenizer) -> list[Schem
     with open_pool(config, num_workers=1) as pool:
         tools: list[Schema] = list(pool.tools)
     if tokenizer.has_chat_template:
-        for messages in LIKELY[0 if tools else 1 :]:
-            Chat(tokenizer, tools).check(config.multi_turn.tokenization_sanity_check_mode, messages)
+        mode = config.multi_turn.tokenization_sanity_check_mode
+        for place, messages in enumerate(LIKELY[0 if tools else 1 :]):
+            # with tools a user's message is the exception, and Qwen3's template keeps thoughts between tool calls
+            Chat(tokenizer, tools).check(mode, messages, thinks=place == 0)
     return tools
 
 

@@ -23,6 +23,10 @@ CheckMode = Literal["strict", "ignore_strippable", "disable"]
 ANY_TURN = "mrl-any-turn"
 """An assistant's content that stands for any, found again in the rendering."""
 
+THOUGHT = "<think>\nA thought.\n</think>\n\n"
+"""Before an answer: templates of models that think leave it out of turns that lie back, Qwen3's of those before a
+user's message; others have it as it is."""
+
 
 class Rendering(ABC):
     """Token ids of what the policy sees.
@@ -114,22 +118,28 @@ class Chat(Rendering):
             )
         return after
 
-    def check(self, mode: CheckMode, observed: Sequence[Message]) -> None:
+    def check(self, mode: CheckMode, observed: Sequence[Message], *, thinks: bool = True) -> None:
         """Looks whether the template appends, in a conversation of three turns.
 
         Args:
             mode: strict: the texts are equal; ignore_strippable: but for white space; disable: nothing is looked at.
             observed: Messages such as the environment's that answer the first turns.
+            thinks: Also where each turn begins with a thought.
 
         Raises:
             UserError: It does not.
         """
         if mode == "disable":
             return
+        for before in ("", THOUGHT) if thinks else ("",):
+            self._check(mode, observed, before)
+
+    def _check(self, mode: CheckMode, observed: Sequence[Message], before: str) -> None:
+        """See `check`; each turn begins with `before`."""
         messages: list[Message] = [{"role": "user", "content": "What is asked?"}]
         built = self._rendered(messages)
         for number in range(1, 3):
-            turn = {"role": "assistant", "content": f"Turn {number} of the assistant."}
+            turn = {"role": "assistant", "content": f"{before}Turn {number} of the assistant."}
             built += turn["content"] + self.text_after(observed)
             messages += [turn, *observed]
             whole = self._rendered(messages)
@@ -140,8 +150,8 @@ class Chat(Rendering):
                     f"{whole[max(0, place - 20) : place + 40]!r} where the conversation so far goes on as "
                     f"{built[max(0, place - 20) : place + 40]!r}. Training on what it renders would not be training on "
                     "what was sampled. Give a template that keeps earlier turns as they are (data.chat_template=FILE), "
-                    "or, where only white space differs, set "
-                    "rollout.multi_turn.tokenization_sanity_check_mode=ignore_strippable; disable takes it as it is."
+                    "or set rollout.multi_turn.tokenization_sanity_check_mode: ignore_strippable where only white "
+                    "space differs; disable to go on with what was sampled, where a new rendering would change it."
                 )
 
     def _rendered(self, messages: Sequence[Message]) -> str:

@@ -18,12 +18,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from mrl.errors import UserError
+from mrl.peers.verl_async import RECIPES
 from mrl.schema.values import explained
 
 Settings = dict[str, Any]
 
 SCRIPT_LIMIT_S = 20
-TRAINER = re.compile(r"(^|.*[./])main_ppo(\.py)?$")
+TRAINER = re.compile(r"(^|.*[./])(main_ppo|fully_async_main)(\.py)?$")
 """The word of a command line after which Hydra's arguments stand."""
 
 _TO_FILE = re.compile(r"""(?<=\s)(?:[12&])?>>?\s*(?:"[^"\n]*"|[^\s"&(;|\d=][^\s;|)]*)""")
@@ -32,7 +33,7 @@ _TO_FILE = re.compile(r"""(?<=\s)(?:[12&])?>>?\s*(?:"[^"\n]*"|[^\s"&(;|\d=][^\s;
 _PRELUDE = """
 PATH=/nonexistent; trap "" PIPE
 command_not_found_handle() {{
-  case " $* " in *main_ppo*) printf '%s\\0' "$@" >&{fd};; *" -c "*) return 1;; esac
+  case " $* " in *main_ppo*|*fully_async_main*) printf '%s\\0' "$@" >&{fd};; *" -c "*) return 1;; esac
   return 0
 }}
 set -r
@@ -100,7 +101,10 @@ def _script(file: Path) -> list[str]:
 
 def _overrides(words: Sequence[str]) -> Settings:
     starts = [index for index, word in enumerate(words) if TRAINER.match(word)]
+    program = words[starts[-1]] if starts else ""
     settings: Settings = {}
+    for name, defaults in RECIPES.items():
+        settings |= defaults if name in program else {}
     for word in words[starts[-1] + 1 if starts else 0 :]:
         settings |= _override(word)
     return settings

@@ -12,8 +12,10 @@ from typing import Any
 
 from mrl.config import Config
 from mrl.engines import _fields
+from mrl.engines.trtllm import fields as trtllm
 from mrl.engines.vllm import fields as vllm
 from mrl.from_verl.engine_arguments import engine_arguments
+from mrl.from_verl.off_policy import off_policy
 from mrl.from_verl.verl_run import VerlRun
 from mrl.peers import verl_rollout
 from mrl.peers.verl_keys import DTYPES, MAPS, ROLLOUT
@@ -24,10 +26,14 @@ EPISODES = ("multi_turn.", "agent.")
 """Sections that say something only where a run has conversations."""
 
 ENGINES = {"vllm": "vllm", "sglang": "native", "hf": "native", "???": "native", "trtllm": "trtllm"}
+REFUSING = {vllm.NAME: vllm.FIELDS, "trtllm": trtllm.FIELDS}
+"""Engines that cannot have every value of verl's."""
+
 OWN_WAY = (
     "name", "dtype", "quantization", "prompt_length", "response_length", "expert_parallel_size",
     "moe_tensor_parallel_size", "repetition_penalty", "calculate_log_probs", "engine_kwargs", "engine_kwargs.trtllm",
-    "engine_kwargs.vllm", "cudagraph_capture_sizes", "do_sample", "nnodes", "n_gpus_per_node",
+    "engine_kwargs.vllm", "cudagraph_capture_sizes", "do_sample", "nnodes", "n_gpus_per_node", "over_sample_rate",
+    "multi_turn.tool_config_path",
 )  # fmt: skip
 """Of `rollout`, besides `val_kwargs`: what is not simply taken over."""
 
@@ -48,17 +54,27 @@ def rollout(verl: VerlRun) -> Iterator[Pair]:
     for name in verl_rollout.MAPS:
         if "val_kwargs" not in name and name not in OWN_WAY and (episodes or not name.startswith(EPISODES)):
             yield f"rollout.{name}", verl[f"{ROLLOUT}{name}"]
-    if verl[f"{ROLLOUT}nnodes"]:
-        yield "rollout.nnodes", verl[f"{ROLLOUT}nnodes"]
-        given = verl[f"{ROLLOUT}n_gpus_per_node"]
-        as_others = verl.given.get("trainer.n_gpus_per_node", 8)
-        yield "rollout.n_gpus_per_node", as_others if isinstance(given, str) else given
+    if episodes and (tools := verl[f"{ROLLOUT}multi_turn.tool_config_path"]):
+        yield "rollout.agent.environment", "verl_tools"
+        yield "rollout.agent.environment_kwargs", {"tool_config_path": tools}
+    yield from _own_ranks(verl)
+    yield from off_policy(verl, engine)
     yield from _experts(verl, engine)
     yield from _sampling(verl)
     given = f"{ROLLOUT}dtype" in verl.given
     yield "rollout.dtype", verl.one_of(f"{ROLLOUT}dtype", DTYPES, "bfloat16") if given else None
     yield "rollout.quantization", {"fp8": "fp8"}.get(verl.one_of(f"{ROLLOUT}quantization", ("None", "fp8"), "None"))
     yield from engine_arguments(verl, engine)
+
+
+def _own_ranks(verl: VerlRun) -> Iterator[Pair]:
+    """Nodes that only sample: of the section, or of a recipe, which has them elsewhere."""
+    section = "rollout." if "rollout.nnodes" in verl.given else ROLLOUT
+    if verl[f"{section}nnodes"]:
+        yield "rollout.nnodes", verl[f"{section}nnodes"]
+        given = verl[f"{section}n_gpus_per_node"]
+        as_others = verl.given.get("trainer.n_gpus_per_node", 8)
+        yield "rollout.n_gpus_per_node", as_others if isinstance(given, str) else given
 
 
 def _experts(verl: VerlRun, engine: str) -> Iterator[Pair]:
@@ -96,16 +112,15 @@ def without_refused(config: Config, notes: dict[str, str]) -> Iterator[tuple[str
         config: The translation.
         notes: Gets verl's keys of them, with the reason.
     """
-    if config.rollout.name != vllm.NAME:
+    name = config.rollout.name
+    if name not in REFUSING:
         return
     size, ep = config.rollout.moe_tensor_parallel_size, config.rollout.expert_parallel_size
-    if size not in (None, config.rollout.tensor_model_parallel_size // ep):
+    if name == vllm.NAME and size not in (None, config.rollout.tensor_model_parallel_size // ep):
         notes[f"{ROLLOUT}moe_tensor_parallel_size"] = (
             "refused with rollout.name=vllm: it follows from tensor_model_parallel_size and expert_parallel_size"
         )
         yield "rollout.moe_tensor_parallel_size", None
-    for field, refusal in _fields.broken(vllm.FIELDS, config.rollout, on_a_cpu=False):
-        notes[f"{ROLLOUT}{field}"] = f"refused with rollout.name=vllm: {refusal.why}. {refusal.instead}"
+    for field, refusal in _fields.broken(REFUSING[name], config.rollout, on_a_cpu=False):
+        notes[f"{ROLLOUT}{field}"] = f"refused with rollout.name={name}: {refusal.why}. {refusal.instead}"
         yield f"rollout.{field}", None
-        if field == "nnodes":
-            yield "rollout.n_gpus_per_node", None

@@ -19,6 +19,7 @@ from mrl.from_verl.critic import SCHEDULES, critic
 from mrl.from_verl.distillation import distillation, without_the_task
 from mrl.from_verl.line import Settings
 from mrl.from_verl.objective import objective
+from mrl.from_verl.off_policy import batch_size, differs, num_steps, with_recipes
 from mrl.from_verl.reward import reward
 from mrl.from_verl.rollout import lengths, rollout, without_refused
 from mrl.from_verl.rollout_correction import rollout_correction
@@ -58,6 +59,7 @@ def translate(given: Settings) -> Translation:
     Raises:
         UserError: The advantage estimator is not there, or a value is of another type than expected.
     """
+    given = with_recipes(dict(given))
     verl = VerlRun(given)
     values: dict[str, Any] = {}
     for part in (_data, _model, _actor, _passed, _parallel, rollout, _algorithm, reward, _trainer):
@@ -81,7 +83,10 @@ def translate(given: Settings) -> Translation:
     found.num_nodes = _whole(given, "trainer.nnodes", 1) + tree.get("rollout", {}).get("nnodes", 0)
     found.gpus_per_node = _whole(given, "trainer.n_gpus_per_node", 8)
     found.via = "mpirun" if needs_mpi(config.rollout) else "torchrun"
-    found.differs = list(_differs(verl, found.num_nodes * found.gpus_per_node))
+    found.differs = [
+        *_differs(verl, found.num_nodes * found.gpus_per_node),
+        *differs(verl, tree.get("rollout", {}), config.train.mode),
+    ]
     _sort(verl, found)
     return found
 
@@ -193,12 +198,12 @@ def _warmup(verl: VerlRun, section: str = ACTOR, epochs: int | None = None) -> i
     """Optimizer steps; verl counts steps of the loop."""
     steps, ratio = verl[f"{section}optim.lr_warmup_steps"], verl[f"{section}optim.lr_warmup_steps_ratio"]
     if not steps or steps < 0:
-        total = verl["trainer.total_training_steps"]
+        total = num_steps(verl)
         if ratio and not total:
             to = MAPS[f"{section}optim.lr_warmup_steps"][0]
             verl.notes[f"{section}optim.lr_warmup_steps_ratio"] = f"the steps are not known yet: set {to}"
         steps = int((ratio or 0.0) * (total or 0))
-    minibatches = max(1, verl["data.train_batch_size"] // max(1, verl[f"{ACTOR}ppo_mini_batch_size"]))
+    minibatches = max(1, batch_size(verl) // max(1, verl[f"{ACTOR}ppo_mini_batch_size"]))
     return int(steps) * int(minibatches) * int(epochs or verl[f"{ACTOR}ppo_epochs"])
 
 
@@ -259,11 +264,11 @@ def _kl(verl: VerlRun) -> Iterator[Pair]:
 
 
 def _trainer(verl: VerlRun) -> Iterator[Pair]:
-    yield "train.batch_size", verl["data.train_batch_size"]
+    yield "train.batch_size", batch_size(verl)
     minibatch = verl[f"{ACTOR}ppo_mini_batch_size"]
-    yield "train.minibatch_size", None if minibatch == verl["data.train_batch_size"] else minibatch
+    yield "train.minibatch_size", None if minibatch == batch_size(verl) else minibatch
     yield "train.num_epochs", verl["trainer.total_epochs"]
-    yield "train.num_steps", verl["trainer.total_training_steps"]
+    yield "train.num_steps", num_steps(verl)
     if verl["data.val_files"]:
         yield "train.eval_interval", max(0, verl["trainer.test_freq"])
     yield "checkpoint.interval", max(0, verl["trainer.save_freq"])

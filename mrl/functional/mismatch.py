@@ -1,4 +1,4 @@
-"""How far the engine's log-probabilities are from the actor's at the same weights.
+"""How far log-probabilities captured while sampling are from the actor's, which may have newer weights.
 
 Owns verl's `training/rollout_probs_diff_*`, the estimates of KL(rollout || actor), perplexities and chi-square
 divergences, as sums that add up over microbatches and data-parallel ranks. Correcting the mismatch is in
@@ -25,7 +25,7 @@ def mismatch_sums(rollout_logprobs_R: Tensor, actor_logprobs_R: Tensor, mask_R: 
 
     Args:
         rollout_logprobs_R: Captured at sampling time, nats.
-        actor_logprobs_R: The same tokens scored by the actor at the weights that sampled, nats.
+        actor_logprobs_R: The same tokens scored by the actor before its update, nats.
         mask_R: True where the token counts.
 
     Returns:

@@ -150,14 +150,14 @@ class Policy(Trainable):
         scored = self._scored(batch, self._sampled, 2, choices)
         return scored[0], scored[1]
 
-    def update(self, minibatch: RolloutBatch, algorithm: Algorithm, *, on_policy: bool = False) -> dict[str, float]:
+    def update(self, minibatch: RolloutBatch, algorithm: Algorithm, *, compare: bool = False) -> dict[str, float]:
         """Collective over the job: one optimizer step on a minibatch.
 
         Args:
             minibatch: This data-parallel index's part, `weights_R` set; maybe none.
             algorithm: Its `loss` is minimised. A supervised one sees the model's own distribution: temperature 1, the
                 whole vocabulary; any other that of `rollout`, from which was sampled, see `score`.
-            on_policy: The weights are still those that sampled: also report how engine and actor differ.
+            compare: No update of the step has moved the weights: also report how what sampled and the actor differ.
 
         Returns:
             The algorithm's metrics over the global minibatch, actor/grad_norm (before clipping), actor/lr, and of a
@@ -185,7 +185,7 @@ class Policy(Trainable):
                 minibatch,
                 distribution,
                 loss,
-                mismatch if on_policy else None,
+                mismatch if compare else None,
                 whole_groups=algorithm.learns_from == "pairs",
             )
         finally:

@@ -49,6 +49,36 @@ MISMATCH: tuple[Drawing, ...] = (
         (("max", "training/rollout_probs_diff_max"), ("mean", "training/rollout_probs_diff_mean")),
     ),
     ("Correlation of the two", (("pearson", "training/rollout_actor_probs_pearson_corr"),)),
+    ("KL of the actor to what sampled, nats", (("k3", "rollout_corr/k3_kl"), ("mean difference", "rollout_corr/kl"))),
+)
+_AGE = "training/off_policy/"
+AGES: tuple[Drawing, ...] = (
+    (
+        "Age of the samples, steps",
+        (
+            ("oldest token, max", f"{_AGE}trajectory_staleness_worst/max"),
+            ("oldest token, mean", f"{_AGE}trajectory_staleness_worst/mean"),
+            ("newest token, mean", f"{_AGE}trajectory_staleness/mean"),
+        ),
+    ),
+    (
+        "Oldest token by length, mean age, steps",
+        (
+            ("longer half of the responses", f"{_AGE}long_response_staleness"),
+            ("shorter half", f"{_AGE}short_response_staleness"),
+        ),
+    ),
+    (
+        "Versions that sampled a response",
+        (("max", f"{_AGE}trajectory_spans/max"), ("mean", f"{_AGE}trajectory_spans/mean")),
+    ),
+    (
+        "Groups",
+        (
+            ("in flight with samples", "rollout/num_carried_groups"),
+            ("begun again, too old", "rollout/num_restarted_groups"),
+        ),
+    ),
 )
 SPEED: tuple[Drawing, ...] = (
     ("Tokens per second and rank", (("throughput", "perf/throughput"),)),

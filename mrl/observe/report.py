@@ -22,7 +22,7 @@ from mrl.files.durable import replace_file
 from mrl.files.step_file import Row, number, read_rows
 from mrl.observe.charts import Point, Series, colour, line_chart, stacked_bars
 from mrl.observe.data_sources import headlines
-from mrl.observe.drawings import ACCURACY, EPISODES, LEARNING, MISMATCH, POLICY, SPEED, Drawing
+from mrl.observe.drawings import ACCURACY, AGES, EPISODES, LEARNING, MISMATCH, POLICY, SPEED, Drawing
 from mrl.observe.page import card, cell, grid, header, page, section, table, turns_cell
 from mrl.observe.words import clock, short
 from mrl.run_folder.run_dir import RunDir, flat, read_facts
@@ -36,6 +36,11 @@ FEWEST_DRAWN = 3
 
 ROUNDING = 1e-6
 """Two lines that are closer everywhere are drawn as one."""
+
+OVERLAP = 1.02
+"""Phases that are longer than their steps by more ran beside each other."""
+
+_BESIDE = " Ranks that sample and ranks that train worked at once: together their phases are longer than the steps."
 
 
 def write_report(run_dir: Path) -> Path:
@@ -66,11 +71,17 @@ def write_report(run_dir: Path) -> Path:
                 _drawings(history.steps, MISMATCH),
                 "Probabilities of the sampled tokens: captured while sampling, and recomputed by the actor.",
             ),
+            section(
+                "Ages",
+                _drawings(history.steps, AGES),
+                "Steps between the weights that sampled a token and those that it trains.",
+            ),
             section("Warm start", _warm_start(history), "Supervised steps before reinforcement learning."),
             section(
                 "Where the time went",
                 _timing(history) + _drawings(history.times, SPEED),
-                "Step 0 is what comes before the first step: evaluation and checkpoint. Start-up is not counted.",
+                "Step 0 is what comes before the first step: evaluation and checkpoint. Start-up is not counted."
+                f"{_BESIDE if _overlaps(history) else ''}",
             ),
             section("Refit", _refit(history), "The actor's weights copied into the engine."),
             section("Settings that differ from the defaults", _differences(config)),
@@ -241,6 +252,16 @@ def _timing(history: History) -> str:
     return grid([*bars, _shares(rows)]) if rows else ""
 
 
+def _overlaps(history: History) -> bool:
+    """Whether the phases of the steps take longer than the steps: some ran beside others."""
+    whole, parts = dict(history.times.get("timing_s/step", [])), dict[float, float]()
+    for name, points in history.times.items():
+        if name.startswith("timing_s/") and name.count("/") == 1 and name != "timing_s/step":
+            for step, seconds in points:
+                parts[step] = parts.get(step, 0.0) + seconds
+    return sum(parts[step] for step in parts if step in whole) > OVERLAP * sum(whole.values()) > 0
+
+
 def _shares(rows: Sequence[tuple[str, Sequence[float]]]) -> str:
     """A bar of shares above a table: name and seconds of each step."""
     total = sum(sum(values) for _, values in rows) or 1.0
@@ -366,7 +387,7 @@ def _when(row: Mapping[str, Any]) -> str:
 
 def _rest(history: History) -> str:
     """Every metric that no chart above shows, small, folded away; what does not move is a row of a table."""
-    drawn = (LEARNING, by_data_set(history.steps), POLICY, MISMATCH, SPEED)
+    drawn = (LEARNING, by_data_set(history.steps), POLICY, MISMATCH, AGES, SPEED)
     shown = {name for part in drawn for _, lines in part for _, name in lines}
     hidden = ("refit/", "timing_s/", "training/global_step")
     columns = {

@@ -7,7 +7,7 @@ and the watchdog ask `where`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -77,6 +77,11 @@ class Timers:
             raise
         finally:
             self._stack.pop()
+
+    def heard(self, timings: Mapping[str, float]) -> None:
+        """Takes over, from another rank's `metrics`, the phases that this one has not run in this step."""
+        for name, value in timings.items():
+            self._seconds.setdefault(name.removeprefix("timing_s/"), value)
 
     def metrics(self) -> dict[str, float]:
         """`timing_s/<phase>` of the step so far; `timing_s/step` is the time up to now while the step runs."""

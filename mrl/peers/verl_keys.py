@@ -2,7 +2,8 @@
 
 A key maps to one of mrl's, needs no counterpart, or has none. Owns that verdict, its reason and verl's default of the
 keys that map, those of the rollout section with `verl_rollout.py`, of the critic with `verl_critic.py`,
-of distillation with `verl_distillation.py`, of rewards with `verl_reward.py`.
+of distillation with `verl_distillation.py`, of rewards with `verl_reward.py`, of asynchronous training with
+`verl_async.py`.
 `from_verl/translate.py` translates values, `mrl/docs/verl.md` is written from here.
 
 Patterns: `*` stands for any text, dots too. The first that fits counts, in the order MAPS, MOOT, MISSING.
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from mrl.peers import verl_critic, verl_distillation, verl_reward, verl_rollout
+from mrl.peers import verl_async, verl_critic, verl_distillation, verl_reward, verl_rollout
 
 ROOT = "actor_rollout_ref."
 ACTOR = f"{ROOT}actor."
@@ -129,6 +130,7 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     "algorithm.lam": ("algorithm.lam", 1.0, "with `gae`"),
     **{f"critic.{key}": row for key, row in verl_critic.MAPS.items()},
     **verl_distillation.MAPS,
+    **verl_async.MAPS,
     "trainer.critic_warmup": (
         "train.critic_warmup", 0, "less 1: there the actor is trained in the step of that number"),
     "algorithm.norm_adv_by_std_in_grpo": ("algorithm.advantage_std", True, "`False` is `none`"),
@@ -248,8 +250,7 @@ MOOT: dict[str, str] = {
     "trainer.ray_*": "no Ray",
     "trainer.use_v1": "one loop",
     "trainer.use_legacy_worker_impl": "one loop",
-    "trainer.v1.*.*": "of asynchronous training, which is not there",
-    "trainer.v1.sync": "the loop is synchronous",
+    **verl_async.MOOT,
     "global_profiler.*": "no profiler; `timing_s/*` is always measured",
     "skip.*.*_*": "for verl's developers",
     "skip.*.steps": "for verl's developers",
@@ -292,7 +293,7 @@ MISSING: dict[str, str] = {
     "trainer.resume_from_path": "a run goes on in its own folder: set `run.output_dir`",
     "trainer.checkpoint_callback_class": "no callbacks",
     "trainer.default_hdfs_dir": "a run folder is on a file system",
-    "trainer.v1.trainer_mode": "sampling and updates take turns",
+    **verl_async.MISSING,
     "skip.*": "for verl's developers",
 }
 """Pattern -> why there is no counterpart; harmless while it is off or at one of `HARMLESS`."""
@@ -304,9 +305,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     f"{ACTOR}optim.name": ("AdamW",),
     f"{ACTOR}optim.eps": (1e-8,),
     f"{ACTOR}optim.weight_decay_incr_style": ("constant",),
-    f"{ROLLOUT}over_sample_rate": (0.0,),
     "trainer.val_before_train": (True,),
-    "trainer.v1.trainer_mode": ("sync",),
 }
 """Values that mean what mrl does; of these keys an off one does not."""
 

@@ -33,7 +33,7 @@ MAPS: Mapping[str, tuple[str, Any, str]] = {
     "multi_turn.enable": (
         "rollout.multi_turn.enable",
         False,
-        "verl's tools are not read: `rollout.agent.environment` must be set",
+        "without `tool_config_path`, `rollout.agent.environment` must be set",
     ),
     "multi_turn.max_assistant_turns": (
         "rollout.multi_turn.max_assistant_turns",
@@ -51,6 +51,11 @@ MAPS: Mapping[str, tuple[str, Any, str]] = {
         }.items()
     },
     "multi_turn.format": ("rollout.multi_turn.format", "hermes", "`hermes`, `llama3_json`, `qwen3_coder`"),
+    "multi_turn.tool_config_path": (
+        "rollout.agent.environment_kwargs",
+        None,
+        "of the environment `verl_tools`, which runs verl's tools",
+    ),
     "agent.num_workers": ("rollout.agent.num_workers", 8, "of each replica: processes in which environments answer"),
     "quantization": (
         "rollout.quantization",
@@ -78,14 +83,20 @@ MAPS: Mapping[str, tuple[str, Any, str]] = {
     "nnodes": (
         "rollout.nnodes",
         0,
-        "beside `trainer.nnodes`, whose ranks then only train; sampling and updates wait for each other",
+        "beside `trainer.nnodes`, whose ranks then only train; `train.mode` says whether both work at once",
     ),
     "n_gpus_per_node": ("rollout.n_gpus_per_node", "${oc.select:trainer.n_gpus_per_node,8}", "of `rollout.nnodes`"),
+    "over_sample_rate": (
+        "rollout.over_sample_rate",
+        0.0,
+        "nothing of verl 0.9.1 reads it; as its comment has it, what is not whole in time is dropped: "
+        "`rollout.over_age=drop`, and here a batch is begun so much larger",
+    ),
     "moe_tensor_parallel_size": ("rollout.moe_tensor_parallel_size", 1, "1 there is null here: what EP leaves"),
 }
 """Field -> mrl's key, the default of verl's trainer config, and how values differ."""
 
-_ONE_MODE = "sampling and updates take turns, on the same ranks or with `rollout.nnodes` on others"
+_ONE_MODE = "the engine is in the ranks, without servers; `train.mode` says whether it samples beside the updates"
 _REPLICAS = "replicas are the ranks that tensor and pipeline parallelism, `rollout.*_model_parallel_size`, leave"
 _MICROBATCH = "log-probabilities are computed in the actor's microbatches, `actor.max_tokens_per_microbatch`"
 _TOOLS = "of conversations with tools, which need an environment here: `rollout.agent.environment`"
@@ -123,7 +134,6 @@ NEEDLESS: Mapping[str, str] = {
     "trace.backend": _SAMPLES,
     "trace.token2text": _SAMPLES,
     "trace.max_samples_per_step_per_worker": _SAMPLES,
-    "multi_turn.tool_config_path": _TOOLS,
     "multi_turn.function_tool_path": _TOOLS,
     "multi_turn.use_inference_chat_template": _TOOLS,
     "multi_turn.num_repeat_rollouts": _TOOLS,
@@ -181,7 +191,6 @@ NEEDLESS: Mapping[str, str] = {
 """Field -> why no value of it needs a counterpart, and what acts in its place."""
 
 ABSENT: Mapping[str, str] = {
-    "over_sample_rate": "all samples that were begun are used; `algorithm.dynamic_sampling` asks for more prompts",
     "custom": "nothing reads it; an engine of your own goes by its path in `rollout.name`",
     "checkpoint_manager_class": "checkpoints are the trainer's own, section `checkpoint`",
     "quantization_config_file": "what is quantised follows from `rollout.quantization`",

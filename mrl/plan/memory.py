@@ -128,6 +128,10 @@ def stage_memory(config: Config, arch: ArchSpec, grid: Grid) -> list[Memory]:
     return found
 
 
+NO_ENGINE = EngineMemory(held={}, cache=0, rows=0)
+"""On a rank that only trains."""
+
+
 def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None = None) -> list[StageMemory]:
     """Every phase of a run, on a rank of each pipeline stage; then on one that only samples, where there are such.
 

@@ -1,7 +1,7 @@
 """Refuses a run that cannot work, before any process group exists: ranges, rules between fields, rules with the model.
 
 Each section of the config has its rules in a file of its own here: `ranges.py` `parallel.py` `roles.py` `train.py`
-`rollout.py` `model.py` `data.py`, then `megatron.py`, `experts.py`, `engine.py` and `idle.py`, which go across
+`off_policy.py` `rollout.py` `model.py` `data.py`, then `megatron.py`, `experts.py`, `engine.py` and `idle.py`, across
 sections. They need no tensor and no rank but this one. What a section alone decides stays with its owner: the
 algorithm's own fields in `algorithms/base.py`, rows of data in `data/`, values' types in `config.py`. All broken rules
 are told at once. It imports no torch.
@@ -24,6 +24,7 @@ from mrl.preflight.experts import expert_rules
 from mrl.preflight.idle import idle_rules
 from mrl.preflight.megatron import megatron_rules, name_rules
 from mrl.preflight.model import check_size, model_rules, token_rules
+from mrl.preflight.off_policy import off_policy_rules
 from mrl.preflight.parallel import check_ranks, division_rules, grid_of, layout_rules
 from mrl.preflight.ranges import fixed_rules, range_rules
 from mrl.preflight.roles import role_rules
@@ -56,6 +57,7 @@ def check_config(
     broken = [
         *layout_rules(config, grid),
         *role_rules(config, grid, supervised=learns_from != "samples"),
+        *off_policy_rules(config, supervised=learns_from != "samples"),
         *step_rules(config, grid),
         *length_rules(config),
         *sampling_rules(config),

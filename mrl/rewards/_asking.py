@@ -105,6 +105,12 @@ class Asking:
             pass
         except BaseException as error:  # noqa: BLE001 - told in `wait`, by the thread that asked for it
             self._error = error
+        finally:
+            left = asyncio.all_tasks(self._loop)  # the first that ended ended the waiting for all
+            for task in left:
+                task.cancel()
+            if left:
+                self._loop.run_until_complete(asyncio.wait(left))
 
     async def _all(self) -> None:
         async with AsyncExitStack() as stack:

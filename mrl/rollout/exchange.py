@@ -76,6 +76,7 @@ def pack(
     minibatch_size: int,
     *,
     routing: RoutingRecord | None = None,
+    only_newest: bool = False,
 ) -> StepBatch:
     """Collective over the job: moves every sample of `table` to the ranks that train on it.
 
@@ -88,13 +89,14 @@ def pack(
         groups: Who sits where.
         minibatch_size: Prompts per optimizer step.
         routing: Where the rollouts have `routed_experts`, the same on every rank.
+        only_newest: Tokens that older weights than a response's last ones sampled are not trained.
 
     Raises:
         RuntimeError: `routing` is given and a rollout has no such record.
     """
     prompt_lens, response_lens = table["prompt_len"].long(), table["response_len"].long()
     rows = _rows_of_ranks(table, (prompt_lens + response_lens).tolist(), groups.grid.dp, minibatch_size)
-    travel = _Travel(rollouts, table, groups, rows)
+    travel = _Travel(rollouts, table, groups, rows, only_newest=only_newest)
     tokens_P, logprobs_R = travel.tokens_and_logprobs()
     index_B = torch.tensor(travel.mine, dtype=torch.int64)
     sampled_R = _take_off_marks(tokens_P, prompt_lens[index_B], response_lens[index_B])
@@ -112,7 +114,8 @@ def pack(
         routed_experts_P=None if routing is None else travel.routed_experts(routing),
         support_R=travel.support(table["kept_ids"].long().tolist()) if "kept_ids" in table.columns else None,
     )
-    return StepBatch(batch, _local_rows(rows, groups.coords.dp) if groups.trains else [], index_B)
+    minibatches = _local_rows(rows, groups.coords.dp) if groups.trains else []
+    return StepBatch(batch, minibatches, index_B)
 
 
 class _Travel:
@@ -122,8 +125,16 @@ class _Travel:
         mine: Rows of the table that this rank trains on, in the order of its minibatches.
     """
 
-    def __init__(self, rollouts: Sequence[Rollout], table: SampleTable, groups: ProcessGroups, rows: Rows) -> None:
-        self._groups = groups
+    def __init__(
+        self,
+        rollouts: Sequence[Rollout],
+        table: SampleTable,
+        groups: ProcessGroups,
+        rows: Rows,
+        *,
+        only_newest: bool = False,
+    ) -> None:
+        self._groups, self._only_newest = groups, only_newest
         self._wanted = [[row for minibatch in rows for row in minibatch[dp]] for dp in range(groups.grid.dp)]
         self.mine = self._wanted[groups.coords.dp] if groups.trains else []
         self._senders = table["rank"].long().tolist()
@@ -143,7 +154,7 @@ class _Travel:
         def write(row: int, part: Tensor) -> None:
             rollout = self._held[row]
             ids = array("i", rollout.prompt.prompt_ids)
-            ids.extend(_marked(rollout))
+            ids.extend(_marked(rollout, only_newest=self._only_newest))
             numbers = ids, array("f", rollout.rollout_logprobs)
             torch.cat([torch.frombuffer(each, dtype=torch.uint8) for each in numbers], out=part)
 
@@ -261,11 +272,13 @@ class _Travel:
                 dist.broadcast(tensor, src=groups.grid.rank(first), group=group)
 
 
-def _marked(rollout: Rollout) -> Sequence[int]:
-    """Response ids as they travel: an observed one as its bitwise complement, which is negative."""
-    if rollout.sampled_mask is None:
-        return rollout.response_ids
-    return [token if own else ~token for token, own in zip(rollout.response_ids, rollout.sampled_mask, strict=True)]
+def _marked(rollout: Rollout, *, only_newest: bool) -> Sequence[int]:
+    """Response ids as they travel: one that is not trained as its bitwise complement, which is negative."""
+    ids, mask = rollout.response_ids, rollout.sampled_mask
+    if only_newest and len(rollout.versions) > 1:
+        old = len(ids) - rollout.versions[-1][1]
+        mask = [place >= old and (mask is None or mask[place]) for place in range(len(ids))]
+    return ids if mask is None else [token if own else ~token for token, own in zip(ids, mask, strict=True)]
 
 
 def _take_off_marks(tokens_P: Tensor, prompt_lens_B: Tensor, response_lens_B: Tensor) -> Tensor:

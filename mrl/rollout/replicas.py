@@ -6,7 +6,7 @@ does not depend on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from mrl.data.packing import balance
 from mrl.distributed.groups import ProcessGroups
@@ -29,20 +29,20 @@ class LengthHistory:
         self._default = default_length
         self._lengths: dict[str, float] = {}
 
-    def expected(self, prompt: Prompt) -> float:
-        """Tokens that a response to this prompt is expected to have."""
-        return self._lengths.get(prompt.source, self._default)
+    def expected(self, source: str) -> float:
+        """Tokens that a response to the prompt of this data row is expected to have."""
+        return self._lengths.get(source, self._default)
 
-    def update(self, prompts: Iterable[Prompt], table: SampleTable) -> None:
-        """Takes in the lengths of a step's samples."""
+    def update(self, sources: Mapping[int, str], table: SampleTable) -> None:
+        """Takes in the lengths of a step's samples; `sources`: uid -> row of the data."""
         by_uid: dict[int, list[float]] = {}
         for uid, length in zip(table["uid"].tolist(), table["response_len"].tolist(), strict=True):
             by_uid.setdefault(int(uid), []).append(length)
-        for prompt in prompts:
-            lengths = by_uid.get(prompt.uid)
+        for uid, source in sources.items():
+            lengths = by_uid.get(uid)
             if lengths:
-                self._lengths.pop(prompt.source, None)
-                self._lengths[prompt.source] = sum(lengths) / len(lengths)
+                self._lengths.pop(source, None)
+                self._lengths[source] = sum(lengths) / len(lengths)
         if by_uid:
             self._default = sum(map(sum, by_uid.values())) / sum(map(len, by_uid.values()))
         while len(self._lengths) > HISTORY_LIMIT:
@@ -60,7 +60,7 @@ class LengthHistory:
 
 def assign(prompts: Sequence[Prompt], num_replicas: int, samples: int, history: LengthHistory) -> list[list[Prompt]]:
     """Prompts of each replica: expected tokens are balanced, and within a replica the longest start first."""
-    costs = [len(prompt.prompt_ids) + samples * history.expected(prompt) for prompt in prompts]
+    costs = [len(prompt.prompt_ids) + samples * history.expected(prompt.source) for prompt in prompts]
     bins = balance([round(cost) for cost in costs], num_replicas)
     return [[prompts[i] for i in sorted(rows, key=lambda i: (-costs[i], prompts[i].uid))] for rows in bins]
 

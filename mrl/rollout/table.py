@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from mrl.algorithms.base import Outcomes
 from mrl.distributed.collectives import all_gather_ragged, everyone, together
@@ -21,6 +22,9 @@ from mrl.errors import UserError
 from mrl.observe.metrics import is_correct
 from mrl.rollout.turns import gather_turn_rewards
 from mrl.types import EPISODE_ENDS, Rollout, SampleTable
+
+NAMED = 8
+"""Failed samples that are told one by one."""
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -32,8 +36,9 @@ def gather_table(
     *,
     supports: bool = False,
     turns: bool = False,
+    over: dist.ProcessGroup | None = None,
 ) -> SampleTable:
-    """Collective over the job: the facts of all samples; the first rank of each replica speaks for it.
+    """Collective over `over`: the facts of all samples; the first rank of each replica speaks for it.
 
     Args:
         rollouts: Scored, on the first rank of each replica; ignored on the others.
@@ -41,6 +46,7 @@ def gather_table(
         reward_names: Keys of `Rollout.reward_parts`, in the config's order.
         supports: Whether rollouts have a support: the columns `SampleTable.KEPT` are there too.
         turns: Whether they are episodes whose turns are credited: `turn_rewards` are there too.
+        over: Who hears of them, the ranks that sample at least; None: the job.
 
     Raises:
         RuntimeError: A rollout has no support, or not one for each of its tokens.
@@ -48,7 +54,7 @@ def gather_table(
     speaks_for = rollouts if groups.leads_replica else ()
     kept: list[list[float]] = [[] for _ in speaks_for]
     if supports:
-        with together():
+        with together(over):
             kept = [_kept(rollout) for rollout in speaks_for]
     rows = [
         [
@@ -65,6 +71,9 @@ def gather_table(
             rollout.num_sampled,
             *_of_episode(rollout),
             float(rollout.reward_cached),
+            rollout.policy_version,
+            min(version for version, _ in rollout.versions),
+            len(rollout.versions),
             *(rollout.reward_parts.get(name, math.nan) for name in reward_names),
             *own,
         ]
@@ -76,8 +85,8 @@ def gather_table(
         *(SampleTable.KEPT if supports else ()),
     )
     local = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(columns))
-    rewards = gather_turn_rewards(speaks_for) if turns else None
-    return SampleTable(columns, all_gather_ragged(local, everyone()), rewards)
+    rewards = gather_turn_rewards(speaks_for, over or everyone()) if turns else None
+    return SampleTable(columns, all_gather_ragged(local, over or everyone()), rewards)
 
 
 def _of_episode(rollout: Rollout) -> tuple[int, int, int, int]:
@@ -88,13 +97,16 @@ def _of_episode(rollout: Rollout) -> tuple[int, int, int, int]:
     return episode.num_turns, episode.num_tool_calls, episode.num_failed_calls, EPISODE_ENDS.index(episode.end)
 
 
-def gather_failures(rollouts: Sequence[Rollout], table: SampleTable, groups: ProcessGroups) -> str:
-    """Collective over the job: how many samples could not be scored, and why the first could not; "" for none.
+def gather_failures(
+    rollouts: Sequence[Rollout], table: SampleTable, groups: ProcessGroups, over: dist.ProcessGroup | None = None
+) -> str:
+    """Collective over `over`: how many samples could not be scored, and why the first of them could not; "" for none.
 
     Args:
         rollouts: Scored, on the first rank of each replica; ignored on the others.
         table: Of all of them.
         groups: Who sits where.
+        over: As of `gather_table`.
 
     Raises:
         UserError: No sample has a score, so that there is nothing to train on or to report.
@@ -103,14 +115,15 @@ def gather_failures(rollouts: Sequence[Rollout], table: SampleTable, groups: Pro
     if not (missing or table["failed"].any()):
         return ""
     mine = [rollout.reward_error for rollout in (rollouts if groups.leads_replica else ()) if rollout.reward_error]
-    line = json.dumps(mine[0]).encode() + b"\n" if mine else b""
-    own = torch.frombuffer(bytearray(line), dtype=torch.uint8) if line else _NOTHING
-    lines = bytes(all_gather_ragged(own, everyone()).tolist()).splitlines()
-    first = json.loads(lines[0]) if lines else "no reward function has an opinion on them"
+    said = b"".join(json.dumps(error).encode() + b"\n" for error in mine[:NAMED])
+    own = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else _NOTHING
+    lines = bytes(all_gather_ragged(own, over or everyone()).tolist()).splitlines()
+    named = [json.loads(line) for line in lines[:NAMED]] or ["no reward function has an opinion on them"]
     if missing == len(table):
-        raise UserError(f"none of the {missing} samples has a score: {first}")
+        raise UserError(f"none of the {missing} samples has a score: {named[0]}")
     failed = int(table["failed"].sum())
-    return f"{failed} of {len(table)} samples could not be scored, {missing} have no score and are left out: {first}"
+    why = " | ".join([*named, *([f"and {failed - NAMED} more"] if failed > NAMED else [])])
+    return f"{failed} of {len(table)} samples could not be scored, {missing} have no score and are left out: {why}"
 
 
 def _kept(rollout: Rollout) -> list[float]:

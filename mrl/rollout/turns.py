@@ -19,11 +19,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mrl.algorithms.base import Outcomes
 from mrl.config import RewardConfig
-from mrl.distributed.collectives import all_gather_ragged, everyone
+from mrl.distributed.collectives import all_gather_ragged
 from mrl.rollout.exchange import StepBatch
 from mrl.types import Rollout, SampleTable
 
@@ -31,11 +32,12 @@ ENVIRONMENT = "environment"
 """Of `reward.functions`: the environment's own."""
 
 
-def gather_turn_rewards(rollouts: Sequence[Rollout]) -> dict[tuple[int, int], list[float]]:
-    """Collective over the job: what the environment gave for each turn, by (uid, sample index).
+def gather_turn_rewards(rollouts: Sequence[Rollout], over: dist.ProcessGroup) -> dict[tuple[int, int], list[float]]:
+    """Collective over `over`: what the environment gave for each turn, by (uid, sample index).
 
     Args:
         rollouts: Those that this rank speaks for.
+        over: Who hears of it.
     """
     rows = [
         [rollout.prompt.uid, rollout.sample_index, reward]
@@ -44,7 +46,7 @@ def gather_turn_rewards(rollouts: Sequence[Rollout]) -> dict[tuple[int, int], li
     ]
     local = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), 3)
     found: dict[tuple[int, int], list[float]] = {}
-    for uid, sample, reward in all_gather_ragged(local, everyone()).tolist():
+    for uid, sample, reward in all_gather_ragged(local, over).tolist():
         found.setdefault((int(uid), int(sample)), []).append(reward)
     return found
 

@@ -22,6 +22,7 @@ from mrl.megatron.policy import Policy
 from mrl.megatron.trainable import Trainable
 from mrl.observe.run_log import RunLog
 from mrl.observe.timers import Timers
+from mrl.run import kept_samples
 from mrl.run.actor_weights import ActorWeights
 from mrl.run.progress import Progress
 from mrl.run.roles import on_trainers
@@ -141,6 +142,10 @@ class Commits:
                 each.append(saver.begin(folder / name, beside=beside))
                 if len(self._savers) > 1:
                     self._models[name].offload()
+            groups = self._groups
+            replica = groups.grid.replica(groups.rank) if groups.leads_replica else None
+            first = groups.rank == groups.grid.samplers.start
+            kept_samples.write(folder, standing.samples, replica=replica, first=first)
             begun.append(megatron_checkpoint.Writings(each))
             if self._config.export_hf:
                 self._weights.export(folder / "hf")
@@ -176,11 +181,29 @@ class Commits:
             return None
         with together(), not_of_a_run(path):
             record = self._state.restore(state)
-        self._log.note(f"resumed from {path}")
+            again = self._restore_samples(path, state["in_flight"])
+        self._progress.standing.samples = self._state.kept_samples()
+        self._log.note(f"resumed from {path}{again}")
         changed = self._state.reference.resume(state["step"], record)
         if changed:
             self._log.note(changed)
         return int(state["step"]) - (state["unlogged"] is not None)
+
+    def _restore_samples(self, path: Path, state: Mapping[str, Any] | None) -> str:
+        """Takes up what was in flight; what there is to tell of it."""
+        flight, groups = self._state.in_flight, self._groups
+        if state is None:
+            return ""
+        replica = groups.grid.replica(groups.rank) if groups.samples else None
+        number = groups.grid.num_replicas
+        kept = kept_samples.read(path, replica=replica, num_replicas=number, prompt_at=self._state.source.at)
+        flight.follow(state, kept.columns, kept.tables)
+        start, size = groups.grid.samplers.start, groups.grid.rollout_size
+        flight.hold(kept.rollouts, kept.begun, {replica: start + replica * size for replica in range(number)})
+        if state["schedule"] == flight.state_dict()["schedule"]:
+            return ""
+        flight.begin_again()
+        return "; the prompts that were in flight begin again: how far sampling runs ahead has changed"
 
     def load_for_evaluation(self, which: str | None) -> str:
         """Collective over the job: the weights of a checkpoint; returns what was loaded, in words.

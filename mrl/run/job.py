@@ -7,21 +7,28 @@ job; the loop itself is in `train.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from mrl.data.schedule import Schedule
 from mrl.data.steps import is_over
-from mrl.distributed.collectives import from_first_rank, sum_over
+from mrl.distributed.collectives import everyone, from_first_rank, from_rank, sum_over
 from mrl.distributed.groups import ProcessGroups
 from mrl.distributed.launch import variables
 from mrl.episodes.episodes import Episodes
 from mrl.megatron.policy import Policy
+from mrl.observe import data_sources
+from mrl.observe import metrics as measure
+from mrl.observe.off_policy import staleness_metrics
 from mrl.observe.run_log import RunLog, sample_rows
 from mrl.observe.timers import Timers
 from mrl.preflight.megatron import forced
 from mrl.rewards.scorer import Scorer, part_weights
+from mrl.rollout.in_flight import InFlight
 from mrl.rollout.replicas import LengthHistory
 from mrl.run.actor_weights import ActorWeights
 from mrl.run.commits import Commits
@@ -37,7 +44,7 @@ from mrl.run.sampler import Sampler
 from mrl.run.teachers import RunTeachers
 from mrl.run.training_state import TrainingState
 from mrl.run_folder.checkpoint import Checkpoints, Found
-from mrl.types import Rollout
+from mrl.types import Rollout, SampleTable
 
 T = TypeVar("T")
 
@@ -91,19 +98,12 @@ class Job:
         self.state = TrainingState(
             plan.source,
             LengthHistory(config.rollout.response_length),
-            Reference(
-                config.reference,
-                plan.run.checkpoints,
-                needed=plan.algorithm.needs_reference,
-                initial=None if config.train.warm_start.num_steps else config.model.path,
-                load=self.weights.load_reference,
-                take=self.weights.take_reference,
-                export=self.weights.export,
-            ),
+            self._reference(plan),
             plan.algorithm.kl_control,
             plan.algorithm.entropy_control,
+            InFlight(Schedule.of(config), plan.source.at),
         )
-        self.progress = Progress(self.timers, self.state.snapshot)
+        self.progress = Progress(self.timers, self.state.snapshot, self.state.kept_samples)
         self.sampler.engine.told_to_stop = self.progress.told_to_stop
         self.episodes = self._episodes(plan)
         self.commits = Commits(
@@ -131,6 +131,18 @@ class Job:
         if plan.teachers and trains:
             teachers = RunTeachers(plan, self.groups, self.device, policy)
         return policy, critic, teachers
+
+    def _reference(self, plan: Plan) -> Reference:
+        config = plan.config
+        return Reference(
+            config.reference,
+            plan.run.checkpoints,
+            needed=plan.algorithm.needs_reference,
+            initial=None if config.train.warm_start.num_steps else config.model.path,
+            load=self.weights.load_reference,
+            take=self.weights.take_reference,
+            export=self.weights.export,
+        )
 
     @property
     def policy(self) -> Policy:
@@ -199,6 +211,68 @@ class Job:
         made: T = (found or told)[0]
         return made
 
+    def take(self, step: int) -> tuple[SampleTable, list[Rollout], dict[str, float]]:
+        """Collective over the job: what a step trains on, this rank's samples of it, and how they came about.
+
+        Raises:
+            RuntimeError: A token is older than `train.max_off_policy_steps`.
+        """
+        flight = self.state.in_flight
+        taken = flight.take(step)
+        tally, table = taken.tally, taken.table
+        for note in tally.notes:
+            self.log.note(note)
+        metrics = {
+            "rollout/num_sampling_rounds": float(tally.rounds),
+            "rollout/num_dropped_groups": float(tally.dropped),
+        }
+        if tally.drawn is not None:
+            self.state.history.update(tally.sources, tally.drawn)
+            metrics |= measure.scoring_metrics(tally.drawn) | measure.episode_metrics(tally.drawn)
+        if self.teachers is not None:
+            self.teachers.route([flight.prompt(uid) for uid in taken.names])
+        metrics |= data_sources.training_metrics(table, taken.names)
+        if flight.schedule.is_off_policy and len(table):
+            metrics |= staleness_metrics(table, partial(flight.age_of, step=step), num_carried=taken.num_carried)
+            metrics["rollout/num_restarted_groups"] = float(tally.restarted)
+            flight.check_age(metrics["training/off_policy/trajectory_staleness_worst/max"])
+        return table, taken.rollouts, metrics
+
+    def beside(self, train: Callable[[], T], sample: Callable[[dist.ProcessGroup], None]) -> T:
+        """Collective over the job: what the ranks that train make, while those that sample do that.
+
+        Ranks that do both sample first. What the others do changes nothing but the time.
+
+        Args:
+            train: Gives plain data.
+            sample: Collective over the group that it is given.
+        """
+        samplers = self.groups.samplers
+        if samplers is None:
+            sample(everyone())
+            self.sampler.rest()
+            return train()
+        found: list[T] = []
+        with self.progress.apart(), on_trainers(self.groups) as here:
+            if here:
+                found.append(train())
+            else:
+                sample(samplers)
+        told, self.state.policy_version = from_first_rank((found, self.state.policy_version))
+        self._follow_samplers()
+        made: T = (found or told)[0]
+        return made
+
+    def _follow_samplers(self) -> None:
+        """Collective over the job: those that train know what was sampled, and how long it took."""
+        flight, source, first = self.state.in_flight, self.state.source, self.groups.grid.samplers.start
+        mine = (flight.state_dict(), *flight.tables(), source.state_dict(), self.timers.metrics())
+        state, columns, tables, frontier, timings = from_rank(first, mine if self.groups.samples else None)
+        if not self.groups.samples:
+            flight.follow(state, columns, tables)
+            source.load_state_dict(frontier)
+            self.timers.heard(timings)
+
     def show(self, step: int, rollouts: Sequence[Rollout], phase: str) -> None:
         """Collective over the job: logs the first samples of the first replica."""
         rows = sample_rows(rollouts, phase=phase, num_samples=self.config.observe.num_samples)
@@ -207,7 +281,7 @@ class Job:
     def is_last(self, step: int) -> bool:
         """Whether the run ends after so many steps; not if the next one is done and has no line in the log yet."""
         source = self.state.source
-        over = is_over(self.config.train, step, position=source.position, num_rows=source.num_rows)
+        over = is_over(self.config.train, step, position=self.state.position, num_rows=source.num_rows)
         return over and self.progress.unlogged(step + 1) is None
 
     def refit_if_stale(self) -> dict[str, float]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from mrl.errors import UserError
 from mrl.observe.timers import Timers
+from mrl.run.kept_samples import KeptSamples
 from mrl.run.training_state import Standing
 from mrl.survival.stop import LIMITS, Stop, Stopped
 
@@ -33,9 +34,12 @@ class Progress:
     Args:
         timers: Of the job.
         snapshot: JSON-able state of all that the loop moves on.
+        samples: In flight on this rank.
     """
 
-    def __init__(self, timers: Timers, snapshot: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self, timers: Timers, snapshot: Callable[[], dict[str, Any]], samples: Callable[[], KeptSamples] = KeptSamples
+    ) -> None:
         self.stop: Stop | None = None
         self.standing: Standing | None = None
         self._commit_s = 0.0
@@ -43,6 +47,7 @@ class Progress:
         self._steps_s: deque[float] = deque(maxlen=RECENT)
         self._timers = timers
         self._snapshot = snapshot
+        self._samples = samples
 
     @contextmanager
     def stops_in_order(self, stop: Stop | None, commit: Callable[[Standing], None]) -> Iterator[None]:
@@ -102,8 +107,11 @@ class Progress:
             self.stop.reserve_s = 2 * MARGIN * self._commit_s
 
     def told_to_stop(self) -> bool:
-        """Whether this rank was told to stop: work within a phase may end early, its result is not used."""
-        return self.stop is not None and self.stop.told
+        """Whether this rank was told to stop: work within a phase may end early, its result is not used.
+
+        Never while only some ranks work: what they make is used, and the others do not ask.
+        """
+        return self.stop is not None and self.stop.told and not self._is_apart
 
     def reached(
         self,
@@ -115,7 +123,7 @@ class Progress:
     ) -> Standing:
         """Notes what a commit holds from now on, until the next note; see `Standing`."""
         state = {"step": step, **self._snapshot(), "unlogged": unlogged, "warm_start": warm_start}
-        self.standing = Standing(state, metrics or unlogged or {})
+        self.standing = Standing(state, metrics or unlogged or {}, self._samples())
         return self.standing
 
     def unlogged(self, step: int) -> dict[str, float] | None:

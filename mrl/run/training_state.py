@@ -15,7 +15,9 @@ from mrl.algorithms._entropy_control import EntropyControl
 from mrl.algorithms._kl_control import KlControl
 from mrl.data.prompts import PromptSource
 from mrl.errors import UserError
+from mrl.rollout.in_flight import InFlight
 from mrl.rollout.replicas import LengthHistory
+from mrl.run.kept_samples import KeptSamples
 from mrl.run.reference import Reference
 
 
@@ -29,6 +31,7 @@ class TrainingState:
         reference: Of the KL.
         kl_control: Of the KL in the reward.
         entropy_control: Of the entropy bonus.
+        in_flight: Prompts that were drawn and not trained on.
         policy_version: Optimizer steps taken in this run.
     """
 
@@ -37,7 +40,24 @@ class TrainingState:
     reference: Reference
     kl_control: KlControl
     entropy_control: EntropyControl
+    in_flight: InFlight
     policy_version: int = 0
+
+    @property
+    def position(self) -> int:
+        """Of the first prompt in the stream that was not trained on."""
+        return self.in_flight.first(self.source.position)
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data that were trained on."""
+        return self.position / self.source.num_rows
+
+    def kept_samples(self) -> KeptSamples:
+        """Samples in flight on this rank, for a commit."""
+        if not self.in_flight.outlives_steps:
+            return KeptSamples()
+        return KeptSamples(*self.in_flight.tables(), *self.in_flight.samples())
 
     def snapshot(self) -> dict[str, Any]:
         """JSON-able: all of it."""
@@ -49,6 +69,7 @@ class TrainingState:
             "reference": self.reference.record,
             "kl_coef": self.kl_control.coef if self.kl_control.adapts else None,
             "entropy_ctrl": [entropy.coef, entropy.last] if entropy.adapts else None,
+            "in_flight": self.in_flight.state_dict() if self.in_flight.outlives_steps else None,
         }
 
     def restore(self, state: Mapping[str, Any]) -> str | None:
@@ -78,11 +99,13 @@ class Standing:
         state: JSON-able. `step`: steps done. `unlogged`: metrics of that step where its evaluation and its line in the
             log are still to come. `warm_start`: before step 0, warm start steps done and where their prompts stand.
         metrics: Of the step; `checkpoint.best_metric` is looked up in it.
+        samples: In flight on this rank.
         committed: Whether a commit of exactly this is there.
     """
 
     state: dict[str, Any]
     metrics: Mapping[str, float] = field(default_factory=dict)
+    samples: KeptSamples = field(default_factory=KeptSamples)
     committed: bool = False
 
 
@@ -95,6 +118,7 @@ STATE_KINDS: dict[str, tuple[type, ...]] = {
     "kl_coef": (float, type(None)),
     "entropy_ctrl": (list, type(None)),
     "unlogged": (dict, type(None)),
+    "in_flight": (dict, type(None)),
     "warm_start": (dict, type(None)),
 }
 """What a commit's state must have."""
@@ -109,7 +133,7 @@ def resumed(state: Mapping[str, Any], path: Path) -> Standing:
     Raises:
         UserError: Its state was not written by a run.
     """
-    state = {"unlogged": None, "warm_start": None, "kl_coef": None, "entropy_ctrl": None, **state}
+    state = {"unlogged": None, "in_flight": None, "warm_start": None, "kl_coef": None, "entropy_ctrl": None, **state}
     wrong = [name for name, kinds in STATE_KINDS.items() if type(state.get(name)) not in kinds]
     warm = state["warm_start"]
     if not wrong and warm is not None and not (type(warm.get("step")) is int and isinstance(warm.get("source"), dict)):

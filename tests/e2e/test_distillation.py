@@ -22,6 +22,8 @@ QUIET = (
     "train={num_steps: 2, batch_size: 4, minibatch_size: 2, warm_start: {num_steps: 0}}",
     "algorithm={kl_in: none, entropy_coef: 0}",
     "~algorithm.kl_coef",
+    "~algorithm.clip_low",
+    "~algorithm.clip_high",
     "data.task=null",
     "data.task_kwargs={}",
     "distillation.enabled=true",

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e import episode_kills, runs
@@ -101,6 +102,44 @@ def test_how_long_environments_take_changes_no_number(tmp_path):
     assert max(row["num_turns/max"] for row in rows) == 8
     assert max(row["training/rollout_probs_diff_max"] for row in rows) < PROBABILITY
     assert all(one["reread_tokens"] == 0 for one in files[0][1])
+
+
+LATE = "longer than its limit of 3 s"
+FAULTS = {
+    "hangs": (LATE,), "dies": ("its worker process died",), "shouts": ("ValueError: xxx",),
+    "forks": ("64 processes", LATE), "writes": ("PermissionError",), "connects": ("PermissionError",),
+}  # fmt: skip
+"""What is said of each: how many processes there are is looked at now and then, so that a busy machine may be late."""
+
+
+def test_tools_that_do_wrong_end_at_their_limit_and_are_named_and_the_job_goes_on(tmp_path):
+    rows = [{"prompt": "<1-7>", "answer": None, "fault": fault} for fault in [*FAULTS, "none", "none"]]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    before = set(psutil.Process().children(recursive=True))
+    settings = [
+        *(line for line in GUESSING if not line.startswith(("data=", "rollout.agent", "~data"))),
+        "~data.task", "~data.task_kwargs", f"data={{train_files: [{tmp_path}/rows.jsonl], shuffle: false}}",
+        "train={num_steps: 2, batch_size: 8, minibatch_size: 8, eval_interval: 0, warm_start: {num_steps: 0}}",
+        "rollout={n: 1, response_length: 80}", "algorithm.name=reinforce_pp", "checkpoint.interval=0",
+        'rollout.stop=["1", "2", "3", "4", "5", "6", "7", "8", "h", "e", "g"]', "reward.max_failed_frac=1",
+        f"rollout.agent={{environment: '{ECHO[:-4]}Faulty', environment_kwargs: {{folder: {tmp_path}}}}}",
+        "rollout.agent.num_workers=3",
+        "rollout.agent.time_limit_s=3", "observe.num_samples=8",
+    ]  # fmt: skip
+    told_of = [row for row in runs.train_in_pool(tmp_path, settings, 1) if "critic/score/mean" in row]
+    assert [row["critic/score/mean"] for row in told_of] == [1.0, 1.0]
+    assert [row["episode/environment_timeout_frac"] + row["episode/environment_failed_frac"] for row in told_of] == [
+        len(FAULTS) / len(rows)
+    ] * 2
+    for row in samples(tmp_path):
+        fault = rows[row["uid"] % len(rows)]["fault"]
+        error = row["reward_error"]
+        assert error is None if fault == "none" else any(words in error for words in FAULTS[fault]), error
+    notes = (tmp_path / "run" / "notes.jsonl").read_text()
+    assert all(f"rows.jsonl:{line} (uid" in notes for line in range(1, 1 + len(FAULTS)))
+    assert not (tmp_path / "outside").exists()
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert not [one for one in left if one.is_running() and "mrl.environments" in " ".join(one.cmdline())]
 
 
 def test_two_ranks_of_an_engine_have_the_episodes_of_one(uninterrupted, tmp_path):

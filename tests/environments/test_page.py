@@ -5,6 +5,7 @@ import re
 import pytest
 
 from mrl.environments.base import Action, ToolCall
+from tests.e2e import runs
 from tests.environments.episodes import pool, replies, said, step
 from tests.source import ROOT
 
@@ -31,6 +32,20 @@ def test_the_game_is_played(file):
                 break
             assert said(reply) == ["higher"]
         assert reply.observation.reward == 1.0
+
+
+def test_the_config_trains_on_it(tmp_path):
+    (config,) = re.findall(r"<!-- run -->\n```yaml\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "run.yaml").write_text(config)
+    (tmp_path / "guess.py").write_text(re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1])
+    small = [
+        f"run.output_dir={tmp_path}/run", f"rollout.agent.environment={tmp_path}/guess.py:Guess", "run.num_threads=1",
+        "train={num_steps: 1, batch_size: 2, minibatch_size: 2}",
+        "rollout={n: 2, response_length: 64}", "train.eval_interval=0", "observe={tensorboard: false, report: false}",
+    ]  # fmt: skip
+    rows = runs.in_pool(tmp_path, ["train", str(tmp_path / "run.yaml"), *small], 1)
+    (step,) = [row for row in rows if "num_turns/mean" in row]
+    assert step["episode/environment_failed_frac"] == 0 and step["episode/sampled_frac"] < 1
 
 
 def test_the_tools_are_called(file):

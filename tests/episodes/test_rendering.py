@@ -1,10 +1,16 @@
 """What is appended after a turn is what the chat template would have rendered."""
 
-import pytest
+from pathlib import Path
 
+import pytest
+import trl
+
+from mrl.config import RolloutConfig
 from mrl.data.tokenizer import CharTokenizer
+from mrl.episodes.episodes import check_environment
 from mrl.episodes.rendering import Chat, Plain
 from mrl.errors import UserError
+from mrl.schema.multi_turn import AgentConfig, MultiTurnConfig
 from tests.data.folders import CHATML
 from tests.episodes.templates import FORMATS, QWEN3, chat_tokenizer
 
@@ -62,6 +68,40 @@ def test_a_template_that_changes_earlier_turns_is_refused_by_name(tmp_path):
         with pytest.raises(UserError, match=f"chat template of '{tmp_path}' does not append: after turn"):
             chat.check(mode, ANSWERS[1])
     chat.check("disable", ANSWERS[1])
+
+
+TRL_TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+APPENDS = {
+    "qwen2_5": "tool user", "llama3": "tool user", "llama3_1": "tool user", "llama3_2": "tool user",
+    "phi3": "tool user", "qwen3_instruct_2507": "tool user", "lfm2": "tool user",
+    "qwen3": "tool", "gemma3": "user", "deepseek_r1_distill": "", "glm4moe": "", "qwen3_5_think": "",
+}  # fmt: skip
+"""After which messages the templates of these models, as TRL ships them, append: Qwen3's drops thoughts before a user's
+message, DeepSeek's and GLM's whatever follows, Gemma's knows no tools."""
+
+
+@pytest.mark.parametrize("name", APPENDS)
+def test_templates_of_models_append_or_are_refused(name, tmp_path):
+    template = (TRL_TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    tokenizer = chat_tokenizer(tmp_path, template)
+    for role, answer in zip(("tool", "user"), ANSWERS, strict=True):
+        if role in APPENDS[name].split():
+            Chat(tokenizer, TOOLS if role == "tool" else ()).check("strict", answer)
+        else:
+            with pytest.raises(UserError, match="does not append|chat template of .* failed"):
+                Chat(tokenizer, TOOLS if role == "tool" else ()).check("strict", answer)
+
+
+def test_qwen3_with_tools_is_taken_and_without_refused(tmp_path):
+    tokenizer = chat_tokenizer(tmp_path, (TRL_TEMPLATES / "qwen3.jinja").read_text(encoding="utf-8"))
+    assert check_environment(episodes_with("calculator"), tokenizer)
+    with pytest.raises(UserError, match="does not append"):
+        check_environment(episodes_with("guess"), tokenizer)
+
+
+def episodes_with(environment):
+    agent = AgentConfig(environment=environment, num_workers=1)
+    return RolloutConfig(multi_turn=MultiTurnConfig(enable=True), agent=agent)
 
 
 def test_white_space_that_a_template_strips_is_told_apart(tmp_path):

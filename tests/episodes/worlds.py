@@ -2,6 +2,7 @@
 
 import os
 import random
+import socket
 import time
 
 from mrl.environments._making import maker
@@ -48,6 +49,45 @@ class Adder(ToolEnvironment):
 
     def answered(self, action):
         return Observation(reward=float("4" in action.text), terminated=True, info={"seed": float(self.seed % 997)})
+
+
+class Faulty(Environment):
+    """Does wrong what its row says, in its second turn; or goes on for three."""
+
+    def __init__(self, folder):
+        self.folder, self.turn = folder, 0
+
+    def reset(self, seed, row):
+        self.fault = row["fault"]
+        return Observation()
+
+    def step(self, action):
+        self.turn += 1
+        if self.turn == 2:
+            getattr(self, self.fault, lambda: None)()
+        return Observation(reward=1.0, terminated=self.turn == 3) if self.turn == 3 else Observation.user("1")
+
+    def hangs(self):
+        time.sleep(600)
+
+    def dies(self):
+        os._exit(3)
+
+    def shouts(self):
+        raise ValueError("x" * (100 << 20))
+
+    def forks(self):
+        for _ in range(200):
+            if os.fork() == 0:
+                break
+        time.sleep(600)
+
+    def writes(self):
+        with open(f"{self.folder}/outside", "w", encoding="utf-8") as file:
+            file.write("x")
+
+    def connects(self):
+        socket.create_connection(("127.0.0.1", 9), timeout=1)
 
 
 class Echo(Environment):

@@ -348,6 +348,19 @@ def test_names_of_trl_are_its_and_lead_to_keys():
     assert {*TRL.values(), *MEGATRON.values()} <= set(dotted_keys(Config))
 
 
+def test_tools_of_verl_are_the_environment_that_runs_them():
+    turns = "actor_rollout_ref.rollout.multi_turn."
+    given = {f"{turns}tool_config_path": "tools.yaml", f"{turns}max_assistant_turns": 5, f"{turns}format": "hermes"}
+    told = translate({"algorithm.adv_estimator": "grpo", f"{turns}enable": True, **given})
+    section = yaml.safe_load(told.text)["rollout"]
+    assert section["agent"] == {
+        "environment": "verl_tools", "environment_kwargs": {"tool_config_path": "tools.yaml"},
+    }  # fmt: skip
+    assert section["multi_turn"] == {"enable": True, "max_assistant_turns": 5}
+    assert not [one for one in told.missing if "multi_turn" in one]
+    assert "agent" not in yaml.safe_load(translate({"algorithm.adv_estimator": "grpo", **given}).text)["rollout"]
+
+
 def test_a_distillation_is_translated_with_its_teachers():
     section = "distillation."
     given = {

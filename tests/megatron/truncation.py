@@ -91,7 +91,7 @@ def updated(policy: Policy, data: StepBatch) -> list[dict[str, float]]:
         uids = batch.group_id_B + batch.sample_index_B
         algorithm.advantages(batch, (uids % 3 - 1.0).double(), reduce)
         algorithm.weigh(batch, reduce)
-        found.append(policy.update(batch, algorithm, on_policy=not found))
+        found.append(policy.update(batch, algorithm, compare=not found))
     return found
 
 

@@ -221,6 +221,39 @@ def test_one_data_set_needs_no_section(tmp_path):
     assert "By data set" not in Page(write_report(run.root)).words
 
 
+def test_ages_and_the_distance_to_what_sampled_are_drawn_where_they_are_logged(tmp_path, whole):
+    write_report(whole.root)
+    assert not [name for name in Page(whole.report).figures() if "token" in name and "age" in name]
+    ages = {
+        "training/off_policy/trajectory_staleness_worst/max": 2.0,
+        "training/off_policy/trajectory_staleness_worst/mean": 1.5,
+        "training/off_policy/trajectory_staleness/mean": 1.0,
+        "training/off_policy/trajectory_spans/max": 2.0,
+        "training/off_policy/long_response_staleness": 1.75,
+        "training/off_policy/short_response_staleness": 1.25,
+        "rollout/num_carried_groups": 3.0,
+        "rollout/num_restarted_groups": 0.0,
+        "rollout_corr/kl": 0.01,
+    }
+    with logging(tmp_path / "run", num_steps=2) as (run, log):
+        for step in (1, 2):
+            log.step(step, metrics_of(step) | ages)
+    write_report(run.root)
+    page = Page(run.report)
+    titles = ("Age of the samples, steps", "Oldest token by length, mean age, steps",
+              "Versions that sampled a response", "Groups", "KL of the actor to what sampled, nats")  # fmt: skip
+    assert [title for title in titles if title not in page.figures()] == []
+    assert "oldest token, max" in page.words and not [name for name in page.figures() if name in ages]
+
+
+@pytest.mark.parametrize("gen_s", [0.2, 0.3])
+def test_phases_that_ran_beside_each_other_are_told(gen_s, tmp_path):
+    with logging(tmp_path / "run", num_steps=2) as (run, log):
+        log.step(1, metrics_of(1) | {"timing_s/gen": gen_s})
+    write_report(run.root)
+    assert ("worked at once" in Page(run.report).words) == (gen_s == 0.3)
+
+
 def test_episodes_are_told_turn_by_turn_and_what_was_observed_stands_apart(tmp_path):
     turns = [
         {"by": "policy", "text": "is it <4>?", "tokens": 5, "reward": 0.25},

@@ -20,14 +20,13 @@ IN_YAML_ONLY = {"engine_kwargs.vllm", "engine_kwargs.sglang", "engine_kwargs.trt
 """Of verl's config files, beside its dataclass."""
 
 NAMED = {
-    "mode": ("async", "take turns"),
-    "over_sample_rate": (0.1, "`algorithm.dynamic_sampling`"),
+    "mode": ("async", "`train.mode` says whether it samples beside the updates"),
     "data_parallel_size": (2, "replicas are the ranks that"),
     "log_prob_micro_batch_size": (4, "`actor.max_tokens_per_microbatch`"),
     "log_prob_micro_batch_size_per_gpu": (4, "`actor.max_tokens_per_microbatch`"),
     "log_prob_use_dynamic_bsz": ("true", "`actor.max_tokens_per_microbatch`"),
     "log_prob_max_token_len_per_gpu": (4096, "`actor.max_tokens_per_microbatch`"),
-    "multi_turn.tool_config_path": ("tools.yaml", "`rollout.agent.environment`"),
+    "multi_turn.function_tool_path": ("tools.py", "`rollout.agent.environment`"),
     "agent.default_agent_loop": ("tool_agent", "`rollout.agent.environment`"),
     "server": ("null", "no HTTP server"),
     "server.timeout": (60, "no HTTP server"),

@@ -56,6 +56,8 @@ EVALUATED = ("rollout.val_kwargs.do_sample=true",)
 GREEDY = ("rollout.n=1", "algorithm.singleton_group=reward")
 EPISODES = ("rollout.multi_turn.enable=true", "rollout.agent.environment=guess")
 REPLAYED = ("actor.router_replay=rollout",)
+OVER = ("rollout.over_sample_rate=0.5", "train.max_off_policy_steps=1")
+WHOLE = "trtllm trtllm_engine vllm"
 TWO = ("rollout.tensor_model_parallel_size=2",)
 CASES = [
     Case("engine_dir", "engines", "native trtllm vllm"),
@@ -85,6 +87,9 @@ CASES = [
     Case("num_ranks", 2),
     Case("nnodes", 1, "", ("rollout.n_gpus_per_node=2",)),
     Case("n_gpus_per_node", 2, "", ("rollout.nnodes=1",)),
+    Case("over_sample_rate", 0.5, WHOLE),
+    Case("over_age", "drop", WHOLE, OVER),
+    Case("mask_offpolicy", True, WHOLE, OVER),
     Case("pipeline_model_parallel_size", 2, "native trtllm trtllm_engine vllm"),
     Case("expert_parallel_size", 2, "trtllm_engine", TWO, MIXTURE),
     Case("expert_parallel_size", 2, "trtllm_engine vllm", (*TWO, "run.device=cpu"), MIXTURE),
@@ -255,11 +260,13 @@ SHARED = (
     "refit",
     "episodes",
     "config.py",
+    "data/schedule.py",
     "grid.py",
     "engines/base.py",
     "engines/_prompts.py",
     "preflight/parallel.py",
     "preflight/roles.py",
+    "train.py",
 )
 """Of mrl, what reads fields for every engine."""
 

@@ -1,5 +1,6 @@
 """A judge over HTTP, against a server that misbehaves in every way: a score, or none with the cause and the sample."""
 
+import gc
 import json
 import math
 import re
@@ -139,13 +140,16 @@ def test_too_many_failures_stop_asking(server):
     assert len(server.asked) <= 12
 
 
-def test_a_slow_judge_ends_when_the_job_is_told_to_stop(server):
+def test_a_slow_judge_ends_when_the_job_is_told_to_stop(server, caplog):
+    """Silently: what asyncio says of tasks that nobody waits for would stand in a user's terminal, at any time."""
     config = RewardConfig(functions=[RewardFunctionConfig("judge", 1.0, {"url": server.url, "model": "m"})])
     with Scorer(config, TOKENIZER.decode) as scorer:
         start = time.monotonic()
         scorer.score([rollout("slow", uid=place) for place in range(50)], lambda: time.monotonic() > start + 0.1)
     assert time.monotonic() - start < 10
     assert not [one.name for one in threading.enumerate() if one.name == "mrl judges"]
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
 def test_what_is_filled_into_the_template_is_not_looked_through(server):

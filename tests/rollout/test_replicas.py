@@ -17,7 +17,7 @@ def _history_after_table():
     groups, asked = groups_of({}), prompts(4)
     rollouts = [r for prompt in asked[groups.rank :: 4] for r in rollouts_of(prompt)]
     history = LengthHistory(9.0)
-    history.update(asked, gather_table(rollouts, groups, []))
+    history.update({prompt.uid: prompt.source for prompt in asked}, gather_table(rollouts, groups, []))
     return history.state_dict()
 
 

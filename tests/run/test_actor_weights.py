@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mrl.data.tokenizer import CharTokenizer
 from mrl.formats.hf import HfSource, load_from_hf
 from mrl.functional.rope import inverse_frequencies
+from mrl.grid import Grid
 from mrl.models.hf_config import arch_from_folder, family_of, read_config
 from mrl.run.actor_weights import ActorWeights
 from mrl.weights.hf import hf_layout
@@ -92,7 +93,8 @@ def for_the_engine(folder, root, dtype):
         model=SimpleNamespace(path=str(folder), dtype="float32"), rollout=SimpleNamespace(dtype=dtype)
     )
     plan = SimpleNamespace(arch=arch, config=settings, run=SimpleNamespace(root=root), tokenizer=tokenizer)
-    made = ActorWeights(plan, None, SimpleNamespace(rank=0)).model_folder({})
+    groups = SimpleNamespace(rank=0, samplers=None, grid=Grid(1))
+    made = ActorWeights(plan, None, groups).model_folder({})
     read = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(made))
     return read_config(made), read.model.rotary_emb.inv_freq
 

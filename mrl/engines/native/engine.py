@@ -1,8 +1,9 @@
 """The embedded engine: generates on the training ranks themselves, in plain PyTorch.
 
 Owns the engine's life: weights that are replaced in place, and the KV cache that sleeps and wakes. The parts are one
-noun each: `generation` (the loop), `sessions` (conversations in it), `scheduler` (who runs where), `parking` (who waits
-where), `rows` (device state), `kv_cache`, `memory`, `model`, `attention`, `sampler`, `stopping`, `cuda_graphs`.
+noun each: `generation` (the loop), `sessions` (conversations in it), `streaming` (work as it comes), `scheduler` (who
+runs where), `parking` (who waits where), `rows` (device state), `kv_cache`, `memory`, `model`, `attention`, `sampler`,
+`stopping`, `cuda_graphs`.
 
 On CPU it is tested against transformers. On CUDA the same code runs, decoding through CUDA graphs unless
 `rollout.enforce_eager`; that path has not been run on real hardware.
@@ -10,14 +11,16 @@ On CPU it is tested against transformers. On CUDA the same code runs, decoding t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.engines._feed import Feed
 from mrl.engines._memory import kv_budget
 from mrl.engines._poll import Poll
 from mrl.engines._prompts import check_prompts
@@ -34,13 +37,16 @@ from mrl.engines.native.scales import Scales
 from mrl.engines.native.scheduler import Scheduler
 from mrl.engines.native.sessions import Session, pool_rows
 from mrl.engines.native.stopping import Stopping
+from mrl.engines.native.streaming import Stream
 from mrl.errors import UserError
-from mrl.types import Prompt, Rollout
+from mrl.types import Begun, Prompt, Rollout
 from mrl.weights.checksum import MODULUS, bit_sum
 from mrl.weights.fp8 import SCALES, grids_of, in_fp8, is_quantized, scale_indices, scale_tables
 from mrl.weights.layout import Layout
 from mrl.weights.native import native_layout
 from mrl.weights.tensors import DTYPES
+
+Loop = TypeVar("Loop", bound=Generation)
 
 
 class NativeEngine(RolloutEngine):
@@ -191,11 +197,40 @@ class NativeEngine(RolloutEngine):
         """
         return self._run(prompts, sampling, talk)
 
-    def _run(self, prompts: Sequence[Prompt], sampling: SamplingConfig, talk: Talk | None) -> list[Rollout]:
+    def stream(self, feed: Feed, sampling: SamplingConfig) -> list[Begun]:
+        """See `RolloutEngine.stream`; here it may stop and go on between any two tokens (`streaming`).
+
+        Raises:
+            RuntimeError: As `generate`; or a begun sample cannot go on, or one cannot stop: experts are recorded.
+            UserError: As `generate`.
+        """
+        self._check_ready()
+        config = self.spec.config
+        longest = min(config.longest_prompt + sampling.max_tokens, self.spec.max_len)
+        limit = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._rows = self._reserve(limit, longest, sampling.max_tokens, limit)
+
+        def check(prompts: Sequence[Prompt], room: int) -> None:
+            check_prompts(prompts, self.spec, replace(sampling, max_tokens=room), longest=longest - room)
+
+        try:
+            kind = partial(Stream, feed, check)
+            stream = self._generation(kind, (), sampling, min(limit, self._cache.num_rows), self._rows)
+            begun = stream.until_stopped(self.policy_version)
+        except (RuntimeError, UserError):
+            self._drop_cache()
+            raise
+        self._stats = {**stream.stats, "kv_cache_bytes": float(self._cache.allocated_bytes)}
+        return begun
+
+    def _check_ready(self) -> None:
         if self._asleep:
             raise RuntimeError("the engine sleeps: call wake before generate")
         if not self._whole:
             raise RuntimeError("the engine's weights are not whole: no update was finished since the last begin_update")
+
+    def _run(self, prompts: Sequence[Prompt], sampling: SamplingConfig, talk: Talk | None) -> list[Rollout]:
+        self._check_ready()
         if not prompts:
             return []
         check_prompts(prompts, self.spec, sampling)
@@ -207,7 +242,8 @@ class NativeEngine(RolloutEngine):
             wanted = pool_rows(limit, len(prompts), sampling.n, self._cache.fitting(longest))
         self._rows = self._reserve(wanted, longest, sampling.max_tokens, limit)
         try:
-            generation = self._generation(prompts, sampling, talk, min(limit, self._cache.num_rows), self._rows)
+            kind = Generation if talk is None else partial(Session, talk)
+            generation = self._generation(kind, prompts, sampling, min(limit, self._cache.num_rows), self._rows)
             rollouts = generation.run(self.policy_version)
         except (RuntimeError, UserError):
             self._drop_cache()  # what is not a number must not outlive the call in masked slots
@@ -216,10 +252,15 @@ class NativeEngine(RolloutEngine):
         return rollouts
 
     def _generation(
-        self, prompts: Sequence[Prompt], sampling: SamplingConfig, talk: Talk | None, num_rows: int, rows: Rows
-    ) -> Generation:
+        self,
+        kind: Callable[..., Loop],
+        prompts: Sequence[Prompt],
+        sampling: SamplingConfig,
+        num_rows: int,
+        rows: Rows,
+    ) -> Loop:
         config = self.spec.config
-        return (Generation if talk is None else partial(Session, talk))(
+        return kind(
             sampling=replace(sampling, with_support=sampling.with_support and self.spec.leads_replica),
             model=self._model,
             cache=self._cache,

@@ -20,6 +20,9 @@ FIELDS: Fields = {
     "dtype": Use("of weights and KV cache; null: `model.dtype`"),
     "quantization": Use("`fp8`, `fp8_per_tensor`: linear layers are stored in FP8, and multiplied in `dtype`"),
     "tensor_model_parallel_size": Use("ranks of a replica, by any launcher"),
+    "over_sample_rate": Use("sampling stops between two tokens; what is begun is read again under the next weights"),
+    "over_age": Use("what happens to a prompt that would become too old"),
+    "mask_offpolicy": Use("true: of a response, only what its last weights sampled is trained"),
     "pipeline_model_parallel_size": refused(
         "only built TensorRT-LLM engines have a pipeline",
         lambda r: r.pipeline_model_parallel_size != 1,

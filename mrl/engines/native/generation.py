@@ -8,6 +8,7 @@ Shapes: B running rows, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -79,9 +80,15 @@ class Generation:
 
     def run(self, policy_version: int) -> list[Rollout]:
         """All rollouts, ordered by prompt, then sample index; if it was abandoned those that had ended."""
+        self._advance(policy_version, math.inf)
+        return [self._finished[key] for key in sorted(self._finished)]
+
+    def _advance(self, policy_version: int, num_steps: float) -> bool:
+        """Samples until all is done, or so many decode steps were made; returns whether it was abandoned."""
         scheduler, stats = self._scheduler, self.stats
+        last = self._num_steps + num_steps
         abandoned = self._abandoned()
-        while not self._done and not abandoned:
+        while not self._done and self._num_steps < last and not abandoned:
             groups = self._admit()
             began = time.perf_counter()
             if groups:
@@ -94,12 +101,12 @@ class Generation:
             stats["prefill_s"] += prefilled - began
             stats["max_running"] = max(stats["max_running"], len(scheduler.running))
             ended: list[int] = []
-            while scheduler.running and not ended and not abandoned:
+            while scheduler.running and not ended and self._num_steps < last and not abandoned:
                 ended = self._decode()
                 abandoned = self._abandoned()
             self._begin(self._retire(ended, policy_version), policy_version)
             stats["decode_s"] += time.perf_counter() - prefilled
-        return [self._finished[key] for key in sorted(self._finished)]
+        return abandoned
 
     @property
     def _done(self) -> bool:
@@ -140,15 +147,19 @@ class Generation:
         """Draws the first token of the samples that begin in the given rows; rows that end with it begin anew."""
         while rows:
             samples = [self._scheduler.running[row] for row in rows]
-            index = self._rows.begin(
-                rows,
-                [sample.group.prompt_len for sample in samples],
-                [stream_key(self._sampling.seed, s.group.prompt.uid, s.sample_index) for s in samples],
-                [sample.group.room for sample in samples],
-            )
+            index = self._place(rows, samples)
             hidden_BH = torch.stack([s.group.hidden_H for s in samples if s.group.hidden_H is not None])
             ended = self._take(index, self._model.logits(hidden_BH))
             rows = self._retire([rows[i] for i in ended], policy_version)
+
+    def _place(self, rows: Sequence[int], samples: Sequence[Sample]) -> Tensor:
+        """Makes the rows those of samples that begin in them; returns them as an index."""
+        return self._rows.begin(
+            rows,
+            [sample.group.prompt_len for sample in samples],
+            [stream_key(self._sampling.seed, s.group.prompt.uid, s.sample_index) for s in samples],
+            [sample.group.room for sample in samples],
+        )
 
     def _decode(self) -> list[int]:
         """One token for every running row; returns the rows that ended with it."""

@@ -85,6 +85,13 @@ class Rows:
         self.rooms_S[index] = torch.tensor(rooms, device=device)
         return index
 
+    def restore(self, row: int, response: Sequence[int], logprobs: Sequence[float]) -> None:
+        """What was sampled before, of a row that begins after it."""
+        count, device = len(response), self.tokens_S.device
+        self.response_ST[row, :count] = torch.tensor(response, device=device)
+        self.logprobs_ST[row, :count] = torch.tensor(logprobs, dtype=torch.float32, device=device)
+        self.counts_S[row] = count
+
     def take(self, index: Tensor | slice, tokens: Tensor, logprobs: Tensor) -> None:
         """The next token of each of the given rows."""
         counts = self.counts_S[index]

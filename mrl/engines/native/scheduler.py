@@ -18,7 +18,7 @@ from mrl.engines._kept import Kept
 from mrl.engines._talk import Key
 from mrl.engines.native.attention import Chunk
 from mrl.engines.native.parking import Move, Parking
-from mrl.types import Prompt
+from mrl.types import Begun, Prompt
 
 
 @dataclass
@@ -31,6 +31,7 @@ class Group:
         pending: Sample indices not yet started.
         room: Tokens that each of its samples may have.
         answered: The conversation that goes on with it; None: its samples begin one.
+        begun: The sample that goes on, whose tokens so far are the end of `prompt`; None: its samples begin.
         cached: Tokens whose keys and values lie in its row already.
         hidden_H: State from which each sample's first token is drawn; None before the prefill.
         routed: Experts of the prompt's tokens, where they are recorded: parts [tokens, layers, top_k], in order.
@@ -41,6 +42,7 @@ class Group:
     pending: deque[int]
     room: int
     answered: Key | None = None
+    begun: Begun | None = None
     cached: int = 0
     hidden_H: Tensor | None = None
     routed: list[Tensor] = field(default_factory=list)
@@ -74,7 +76,7 @@ class Scheduler:
     """Rows, and who comes next.
 
     Args:
-        prompts: In the order in which they start.
+        prompts: Those that wait first, in the order in which they start.
         num_samples: Samples of each prompt.
         num_rows: Sequences that run at a time.
         room: Tokens of a response.
@@ -97,10 +99,16 @@ class Scheduler:
         self.running: list[Sample] = []
         self._waiting: deque[Group] = deque()
         self._started: list[Group] = []
-        for index, prompt in enumerate(prompts):
-            samples = range(num_samples)
-            for part in [samples] if share_prefill else [[sample] for sample in samples]:
-                self._waiting.append(Group(index, prompt, deque(part), room))
+        self._room, self._share_prefill = room, share_prefill
+        self._num_prompts = 0
+        for prompt in prompts:
+            self.wait(prompt, range(num_samples))
+
+    def wait(self, prompt: Prompt, samples: Sequence[int], begun: Begun | None = None) -> None:
+        """These samples of a prompt start after all that wait; or the one that is `begun` goes on, from all it has."""
+        for part in [samples] if self._share_prefill else [[sample] for sample in samples]:
+            self._waiting.append(Group(self._num_prompts, prompt, deque(part), self._room, begun=begun))
+        self._num_prompts += 1
 
     @property
     def done(self) -> bool:
@@ -111,6 +119,16 @@ class Scheduler:
     def num_due(self) -> int:
         """Samples that start before any other: of prompts that were read."""
         return sum(len(group.pending) for group in self._started)
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples that have not started, for want of a row."""
+        return self.num_due + sum(len(group.pending) for group in self._waiting)
+
+    @property
+    def not_resumed(self) -> list[Begun]:
+        """Samples that wait to go on."""
+        return [group.begun for group in self._waiting if group.begun is not None]
 
     def admit(self, most: int | None = None) -> list[Group]:
         """Takes waiting prompts for which there are rows, to be prefilled into the rows after the running ones.

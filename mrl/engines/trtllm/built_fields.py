@@ -6,7 +6,7 @@ each size that does not fit; here such fields only say so. It imports no torch.
 
 from __future__ import annotations
 
-from mrl.engines._fields import Fields, Refusal, Use, passed, refused
+from mrl.engines._fields import WHOLE_RESPONSES, Fields, Refusal, Use, passed, refused
 from mrl.engines.trtllm import routing
 from mrl.engines.trtllm.fields import CALIBRATED
 
@@ -17,6 +17,7 @@ SAME = Refusal("where it is not the engine's", OTHER)
 FITS = Refusal("above the engine's", OTHER)
 
 FIELDS: Fields = {
+    **WHOLE_RESPONSES,
     "engine_dir": Use(
         "folder of the engines, which must fit the run",
         refuses=(Refusal("where it is null", "needs rollout.engine_dir"),),

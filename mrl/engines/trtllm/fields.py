@@ -7,7 +7,7 @@ anything starts. It imports no torch.
 from __future__ import annotations
 
 from mrl.config import RolloutConfig
-from mrl.engines._fields import ANOTHERS, ENGINE_DIR, Fields, Refusal, Use, passed
+from mrl.engines._fields import ANOTHERS, ENGINE_DIR, WHOLE_RESPONSES, Fields, Refusal, Use, passed
 from mrl.engines.trtllm import routing
 from mrl.engines.trtllm.llm_fields import VERSION
 from mrl.errors import UserError
@@ -20,6 +20,7 @@ CALIBRATED = (
 )
 
 FIELDS: Fields = {
+    **WHOLE_RESPONSES,
     "engine_dir": ENGINE_DIR,
     "n": Use("each sample is a request of its own"),
     "temperature": passed(

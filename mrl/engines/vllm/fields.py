@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrl.config import RolloutConfig
-from mrl.engines._fields import ANOTHERS, ENGINE_DIR, Fields, Refusal, Use, passed, refusals, refused
+from mrl.engines._fields import (
+    ANOTHERS,
+    ENGINE_DIR,
+    WHOLE_RESPONSES,
+    Fields,
+    Refusal,
+    Use,
+    passed,
+    refusals,
+    refused,
+)
 
 NAME = "vllm"
 LEAST_TEMPERATURE = 0.01
@@ -15,6 +25,7 @@ _COOLER = f"vLLM would sample at {LEAST_TEMPERATURE}"
 _ORDER = "with `top_p` vLLM drops by `min_p` first, mrl's other engines last: vLLM may keep fewer tokens"
 
 FIELDS: Fields = {
+    **WHOLE_RESPONSES,
     "engine_dir": ENGINE_DIR,
     "n": Use("each sample is a request of its own"),
     "temperature": passed(

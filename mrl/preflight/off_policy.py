@@ -1,0 +1,71 @@
+"""Refuses sampling ahead of the updates, or beyond a batch, where it cannot be or would have no effect.
+
+Owns the rules of `train.mode`, `train.max_off_policy_steps`, `rollout.over_sample_rate`, `rollout.over_age` and
+`rollout.mask_offpolicy`. It imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrl.config import Config
+from mrl.data.schedule import Schedule
+
+
+def off_policy_rules(config: Config, *, supervised: bool) -> Iterator[str]:
+    """A message for each broken rule.
+
+    Args:
+        config: What was asked for.
+        supervised: The algorithm samples nothing.
+    """
+    train, rollout, rate = config.train, config.rollout, config.rollout.over_sample_rate
+    most, over = train.max_off_policy_steps, f"rollout.over_sample_rate={config.rollout.over_sample_rate}"
+    if supervised and (train.mode == "async" or rate):
+        key = "train.mode=async" if train.mode == "async" else over
+        yield f"{key} with algorithm.name={config.algorithm.name}: nothing is sampled. Leave it out."
+        return
+    if train.mode == "async" and rate:
+        yield (
+            f"{over} with train.mode=async: the prompts of later steps are begun ahead anyway, as far as "
+            "train.max_off_policy_steps allows. Raise that, or take train.mode=sync."
+        )
+    if most is not None and train.mode == "sync" and not rate:
+        yield _idle(f"train.max_off_policy_steps={most}", "train.mode is sync and rollout.over_sample_rate is 0")
+    if rollout.over_age != "wait" and not rate:
+        yield _idle(f"rollout.over_age={rollout.over_age}", "rollout.over_sample_rate is 0")
+    elif rollout.over_age != "wait" and most is None:
+        yield _idle(f"rollout.over_age={rollout.over_age}", "train.max_off_policy_steps is null: there is no bound")
+    if rollout.mask_offpolicy and not Schedule.of(config).by_parts:
+        yield _idle(
+            "rollout.mask_offpolicy",
+            "no response has tokens of two versions without rollout.over_sample_rate, or train.mode=async with "
+            "train.max_off_policy_steps above 1",
+        )
+    if rate and most == 0 and rollout.over_age == "wait":
+        yield (
+            f"{over} with train.max_off_policy_steps=0: each step would wait for all that was begun. Raise "
+            "train.max_off_policy_steps, or set rollout.over_age=drop, and what is not whole begins again."
+        )
+    if rate and rollout.multi_turn.enable:
+        yield (
+            f"{over} with rollout.multi_turn.enable: a conversation cannot stop and go on later. Leave one out, "
+            "or take train.mode=async."
+        )
+    tokens = rollout.max_num_batched_tokens
+    if Schedule.of(config).by_parts and not rollout.enable_chunked_prefill and tokens < rollout.longest:
+        yield (
+            f"rollout.enable_chunked_prefill=false with rollout.max_num_batched_tokens={tokens}: a response that "
+            f"goes on is read with its prompt, up to {rollout.longest} tokens at once. Raise the one, or set the other."
+        )
+    if rollout.enable_rollout_routing_replay and Schedule.of(config).by_parts:
+        key = over if rate else f"train.mode=async with train.max_off_policy_steps={most}"
+        yield (
+            f"{key} with rollout.enable_rollout_routing_replay: a response that goes on is read again under other "
+            "weights, which choose other experts for its tokens. Leave one of them out, or take "
+            "train.max_off_policy_steps=1."
+        )
+
+
+def _idle(key: str, why: str) -> str:
+    return f"{key} is set, but would have no effect because {why}. Remove it, or change that."

@@ -1,0 +1,61 @@
+"""Sampling ahead of the updates, or beyond a batch, is refused where it cannot be or would have no effect."""
+
+import pytest
+
+from mrl.preflight.preflight import check_config
+from tests.preflight.runs import make, refusal
+
+ASYNC, OVER = "train.mode=async", "rollout.over_sample_rate=0.5"
+TALK = ("rollout.multi_turn.enable=true", "rollout.agent.environment=guess")
+REPLAY = ("rollout.enable_rollout_routing_replay=true", "actor.router_replay=rollout")
+
+RULES = [
+    # overrides, what the message says
+    ([ASYNC, OVER], "rollout.over_sample_rate=0.5 with train.mode=async: the prompts of later steps are begun ahead"),
+    (["train.max_off_policy_steps=1"], "train.mode is sync and rollout.over_sample_rate is 0"),
+    (["rollout.over_age=drop"], "rollout.over_age=drop is set, but would have no effect because"),
+    ([OVER, "rollout.over_age=drop"], "train.max_off_policy_steps is null: there is no bound"),
+    (["rollout.mask_offpolicy=true"], "no response has tokens of two versions"),
+    ([ASYNC, "rollout.mask_offpolicy=true"], "no response has tokens of two versions"),
+    ([OVER, "train.max_off_policy_steps=0"], "each step would wait for all that was begun"),
+    ([OVER, *TALK], "a conversation cannot stop and go on later"),
+    (
+        [OVER, *REPLAY],
+        "rollout.over_sample_rate=0.5 with rollout.enable_rollout_routing_replay: a response that goes on",
+    ),
+    ([ASYNC, "train.max_off_policy_steps=2", *REPLAY], "or take train.max_off_policy_steps=1"),
+    ([OVER, "rollout.name=vllm"], "with rollout.name=vllm: it samples whole responses: nothing would stop early"),
+    (["rollout.over_sample_rate=1.5"], "rollout.over_sample_rate=1.5 is out of range; expected [0, 1]"),
+    (["train.max_off_policy_steps=-1"], "train.max_off_policy_steps=-1 is out of range; expected [0, 1024]"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), RULES, ids=[rule[1] for rule in RULES])
+def test_a_broken_rule_is_named(overrides, said):
+    assert said in refusal(make(*overrides))
+
+
+@pytest.mark.parametrize("key", [ASYNC, OVER])
+@pytest.mark.parametrize(("algorithm", "learns_from"), [("sft", "answers"), ("dpo", "pairs")])
+def test_what_samples_nothing_cannot_sample_ahead(key, algorithm, learns_from):
+    said = refusal(make(key, f"algorithm.name={algorithm}"), learns_from=learns_from)
+    assert f"{key} with algorithm.name={algorithm}: nothing is sampled" in said
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [ASYNC],
+        [ASYNC, "train.max_off_policy_steps=0"],
+        [ASYNC, "train.max_off_policy_steps=4", "rollout.mask_offpolicy=true"],
+        [ASYNC, "train.max_off_policy_steps=4", "rollout.name=vllm"],
+        [ASYNC, *TALK],
+        [ASYNC, "train.max_off_policy_steps=4", *TALK],
+        [OVER],
+        [OVER, "train.max_off_policy_steps=1", "rollout.mask_offpolicy=true"],
+        [OVER, "train.max_off_policy_steps=0", "rollout.over_age=drop"],
+    ],
+    ids=" ".join,
+)
+def test_what_can_be_is_let_pass(overrides):
+    check_config(make(*overrides), world_size=1)

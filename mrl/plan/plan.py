@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrl.config import Config
+from mrl.data.schedule import Schedule
 from mrl.distributed.scripts import start_words
 from mrl.engines.trtllm.fields import needs_mpi
 from mrl.errors import UserError
@@ -45,21 +46,23 @@ def describe(config: Config, world_size: int, hardware: Hardware) -> str:
     refit = predict_refit(found.config, found.arch, found.grid, hardware)
     # a rank may send more than it gets: without knowing who sends, the bound is all of an engine's weights
     stages = memory_by_stage(found, device, moved_bytes=None if refit.staging_bytes else 0)
-    splits = None if found.algorithm.supervised else find_splits(found, hardware, refit)
+    splits, overlaps = None, Schedule.of(found.config).lead > 0
+    if not found.algorithm.supervised:
+        splits = find_splits(found, hardware, refit)
     try:
         check_fits(found, hardware, stages)
     except UserError as error:
-        raise _with_split(error, splits, overlaps=False) from error
+        raise _with_split(error, splits, overlaps=overlaps) from error
     return "\n".join(
         [
             *_layout(found, hardware),
             "",
             *_memory(found, stages, device.capacity or 0, hardware),
             "",
-            *_times(found, hardware, refit, rows_of(stages)),
+            *_times(found, hardware, refit, rows_of(stages), overlaps=overlaps),
             "",
             *(_refit(refit) if found.needs_engine else ["no engine: nothing is sampled"]),
-            *(() if splits is None else ["", *splits_text(splits, found.grid, overlaps=False)]),
+            *(() if splits is None else ["", *splits_text(splits, found.grid, overlaps=overlaps)]),
             *(f"\nnote: {note}" for note in [*notes, *_passed(found)]),
         ]
     )
@@ -158,7 +161,9 @@ def _longest(found: Resolved) -> int:
     return found.config.rollout.prompt_length + found.config.rollout.response_length
 
 
-def _times(found: Resolved, hardware: Hardware, refit: RefitPrediction, kv_rows: int) -> Iterator[str]:
+def _times(
+    found: Resolved, hardware: Hardware, refit: RefitPrediction, kv_rows: int, *, overlaps: bool
+) -> Iterator[str]:
     times = predict_durations(found, hardware, kv_rows)
     yield "a step, s, if every response has its full length, at assumed parts of the peak rates (--hardware)"
     rows = [] if found.algorithm.supervised else [("refit", refit.seconds, "links and memory at their peak")]
@@ -171,11 +176,12 @@ def _times(found: Resolved, hardware: Hardware, refit: RefitPrediction, kv_rows:
         rows += [("score", times.score, f"{hardware.train_flops_frac:.0%} of {_rate(hardware)}")]
     bubble = f", {times.bubble_frac:.0%} pipeline bubble" if times.bubble_frac else ""
     rows += [("update", times.update, f"{hardware.train_flops_frac:.0%} of {_rate(hardware)}{bubble}")]
-    note = ""
+    refit_s = 0.0 if found.algorithm.supervised else refit.seconds
+    whole, note = step_time(times, refit_s, has_roles=found.grid.has_roles, overlaps=overlaps), ""
     if found.grid.has_roles:
-        whole = step_time(times, refit.seconds, has_roles=True, overlaps=False)
-        note = f"ranks that train wait {whole.idle_trainers:.0%} of it, those that sample {whole.idle_samplers:.0%}"
-    rows += [("all of it", sum(seconds for _, seconds, _ in rows), note)]
+        note = "rollouts and training at the same time; " if overlaps else ""
+        note += f"ranks that train wait {whole.idle_trainers:.0%} of it, those that sample {whole.idle_samplers:.0%}"
+    rows += [("all of it", whole.step, note)]
     for name, seconds, note in rows:
         yield f"  {name:<24} {seconds:12.4f}  {note}".rstrip()
 

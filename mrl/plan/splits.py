@@ -200,7 +200,7 @@ def splits_text(splits: Splits, own: Grid, *, overlaps: bool) -> Iterator[str]:
     ranked = splits.ranked(overlaps=overlaps)
     yield (
         f"splits of {counted(own.world_size, 'rank')} into those that train and those that sample, s a step, "
-        f"{'both at the same time' if overlaps else 'one after the other'}"
+        f"{'both at the same time' if overlaps else 'one after the other (train.mode=sync)'}"
     )
     yield (
         f"  {'train':>7}{'sample':>8}{'refit':>9}{'rollout':>10}{'training':>10}{'step':>10}"
@@ -215,6 +215,8 @@ def splits_text(splits: Splits, own: Grid, *, overlaps: bool) -> Iterator[str]:
     if splits.left_out:
         yield f"  left out: {_reasons(splits)}"
     yield f"  best: {why(ranked, overlaps=overlaps)}"
+    if not overlaps and any(split.grid.has_roles for split in splits.fitting):
+        yield f"  best with train.mode=async: {why(splits.ranked(overlaps=True), overlaps=True)}"
 
 
 def _row(split: Split, own: Grid, *, best: bool, overlaps: bool) -> str:

@@ -1,4 +1,4 @@
-"""A distillation of verl's is translated with its teachers, and without what is not read beside it."""
+"""What becomes of the distillation of a verl run, and of what verl ignores beside it."""
 
 import yaml
 

@@ -1,6 +1,7 @@
 """Every split of a job's ranks is timed as the config that asks for it, and the best one is the best of all."""
 
 import math
+import re
 import time
 from dataclasses import replace
 
@@ -160,6 +161,25 @@ def test_the_command_shows_memory_and_times_of_each_kind_and_the_splits(capsys):
     assert "gradients" in trainers and "KV cache" not in trainers
     assert "KV cache" in samplers and "optimizer" not in samplers
     assert "ranks that train wait " in printed and "  this config" in printed and "  best: " in printed
+
+
+@pytest.mark.parametrize(
+    ("settings", "overlaps"),
+    [((), False), (("train.mode=async",), True), (("train.mode=async", "train.max_off_policy_steps=0"), False)],
+    ids=["sync", "one step ahead", "none ahead"],
+)
+def test_ranks_of_both_kinds_work_at_the_same_time_where_sampling_is_ahead(settings, overlaps, capsys):
+    assert main(["plan", str(DENSE), NATIVE, "rollout.num_ranks=4", *settings]) == 0
+    printed = capsys.readouterr().out
+    parts = ("refit", "rollout, prompts", "rollout, responses", "score", "update", "all of it")
+    times = printed.partition("\na step, s")[2]
+    refit, prompts, responses, score, update, step = (
+        float(re.search(rf"\n  {part} +([\d.]+)", times)[1]) for part in parts
+    )
+    sides = prompts + responses, score + update
+    assert math.isclose(step, refit + (max(sides) if overlaps else sum(sides)), abs_tol=1e-3)
+    assert ("both at the same time" in printed) == overlaps
+    assert ("best with train.mode=async: " in printed) == (not overlaps)
 
 
 def test_the_page_shows_what_the_command_says(capsys):

@@ -2,7 +2,10 @@
 
 Owns `Transfer`. Which copies there are is `weights/plan.py`'s business; what happens to arriving data is the caller's:
 it hands in a sink. A message is one contiguous buffer per pair of ranks and round (gloo moves wrong bytes of anything
-else). It ends in the sender's 64-bit sum; the receiver adds up what arrived and compares.
+else). It ends in the sums of the bits of its parts, as the sender put them there. Each must be the sum of what is read
+back from where the part was written (`WeightSlice.write_to`), so one comparison finds what was damaged on the way and
+what was lost at its end. Sums are taken where bytes are copied, while these are in the cache. Where a sink keeps
+slices for later, what it was given is added up instead.
 
 While the messages of a round are on their way, the next ones are put together, a part of the rank's own copies is made,
 and what the last round brought is copied into place. What a sink is given runs through the targets' tensors about in
@@ -15,35 +18,28 @@ A failure on one rank reaches all: the ranks agree before each round, so that no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mrl.distributed.collectives import raise_together
+from mrl.engines.base import WeightSlice
 from mrl.weights.buckets import NUM_BUFFERS, local_turns, round_bytes, rounds
-from mrl.weights.checksum import MODULUS, bit_sum, word_sum
+from mrl.weights.checksum import MODULUS, bits, copy_bits
 from mrl.weights.copies import Copy
 from mrl.weights.fp8 import DTYPE as FP8
-from mrl.weights.layout import Region
 from mrl.weights.regions import slices
 from mrl.weights.tensors import DTYPES
 
 _WORD = 8
-"""Bytes; each part of a message starts at a multiple of it, and the last word is the sum of the others."""
+"""Bytes; each part of a message starts at a multiple of it, and its sum takes one, after all parts."""
+
+_CAST_BYTES = 1 << 20
+"""Copies inside a rank that need a cast are made in parts of so many bytes, which stay in the cache."""
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """New values for a region of a target tensor, in the target's dtype; valid until the sink returns."""
-
-    name: str
-    region: Region
-    data: Tensor
-
-
-Sink = Callable[[Sequence[Arrival]], None]
+Sink = Callable[[Sequence[WeightSlice]], None]
 
 Quantize = Callable[[Copy, Tensor], Tensor]
 """(copy, the values of its source) -> what is sent of them in FP8."""
@@ -54,6 +50,7 @@ class Transfer:
 
     Attributes:
         num_rounds: Exchanges between ranks in a run, the same on every rank.
+        read_back: Whether everything that this rank got in the last run was read back from where it was written.
     """
 
     def __init__(
@@ -87,6 +84,7 @@ class Transfer:
         self._rounds = [_by_peer(batch, rank) for batch in batches]
         self._staging: list[tuple[Tensor, Tensor]] = []
         self.num_rounds = len(self._rounds)
+        self.read_back = False
 
     @property
     def staging_bytes(self) -> int:
@@ -97,12 +95,13 @@ class Transfer:
         """Collective over the job: hands everything that this rank is to get to `sink`.
 
         Returns:
-            `bit_sum` of all elements handed over, modulo 2^64.
+            `bit_sum` of all elements handed over, as their sources had them, modulo 2^64.
 
         Raises:
             RuntimeError: On every rank, where any rank failed; the message names that rank, the round and tensors.
         """
         work = _Work()
+        self.read_back = True
         flying: list[dist.Work] = []
         for number in range(-1, self.num_rounds):  # the round whose messages are on their way
             following: list[dist.Work] = []
@@ -169,41 +168,109 @@ class Transfer:
         return values if self._quantize is None or copy.wire_dtype != FP8 else self._quantize(copy, values)
 
     def _copy(self, bucket: Sequence[Copy], sink: Sink) -> int:
-        """Copies inside this rank."""
-        return self._deliver([(copy, self._source(copy)) for copy in bucket], "local copy", sink)
+        """Copies inside this rank: whole, or in parts where each is cast."""
+        plain, total = [], 0
+        for copy in bucket:
+            if self._sources[copy.source_name].dtype == self._dtype(copy) or copy.wire_dtype == FP8:
+                plain.append(copy)
+            else:
+                total += sum(
+                    self._deliver([part], [self._source(part)], None, "local copy", sink)
+                    for part in copy.parts(_CAST_BYTES)
+                )
+        return total + self._deliver(plain, [self._source(copy) for copy in plain], None, "local copy", sink)
 
-    def _deliver(self, values: Sequence[tuple[Copy, Tensor]], where: str, sink: Sink) -> int:
-        """Casts, hands over, and returns the sum of what was handed over."""
-        arrivals = [
-            Arrival(copy.target_name, copy.target_region, data.to(DTYPES[self._target_dtypes[copy.target_name]]))
-            for copy, data in values
-        ]
-        try:
-            sink(arrivals)
-        except Exception as error:
-            raise RuntimeError(f"{where}: writing {_names(copy for copy, _ in values)} failed: {error}") from error
-        return sum(bit_sum(arrival.data) for arrival in arrivals)
+    def _dtype(self, copy: Copy) -> torch.dtype:
+        return DTYPES[self._target_dtypes[copy.target_name]]
+
+    def _deliver(
+        self, copies: Sequence[Copy], values: Sequence[Tensor], sent: Tensor | None, where: str, sink: Sink
+    ) -> int:
+        """Casts, hands over, and compares.
+
+        Args:
+            copies: Whose.
+            values: Of each.
+            sent: `bits` of each as the sender found it; None: this rank is the sender.
+            where: For messages.
+            sink: Takes them.
+
+        Returns:
+            Sum of what was handed over.
+        """
+        items = []
+        for number, (copy, data) in enumerate(zip(copies, values, strict=True)):
+            given = None if sent is None else sent[number]
+            dtype = self._dtype(copy)
+            if data.dtype != dtype:
+                arrived = WeightSlice(copy.target_name, copy.target_region, data, given)
+                if given is not None and int(bits(data)) != int(given):
+                    raise RuntimeError(f"{where}: {_difference(arrived, int(given), int(bits(data)))}")
+                data, given = data.to(dtype), None
+            items.append(WeightSlice(copy.target_name, copy.target_region, data, given))
+        total, read_back = hand_over(items, sink, where)
+        self.read_back &= read_back
+        return total
 
     def _pack(self, copies: Sequence[Copy], message: Tensor) -> None:
-        """Fills a message: the copies' bytes, then their sum."""
-        for copy, part in zip(copies, _parts(copies, message), strict=True):
-            part.copy_(self._source(copy))
-        message[-_WORD:].view(torch.int64).copy_(message[:-_WORD].view(torch.int64).sum())
+        """Fills a message: the copies' bytes, then their sums."""
+        parts, sums = _parts(copies, message)
+        for number, (copy, part) in enumerate(zip(copies, parts, strict=True)):
+            sums[number] = copy_bits(part, self._source(copy))[1]
 
     def _unpack(self, copies: Sequence[Copy], message: Tensor, where: str, sink: Sink) -> int:
-        """Compares checksums, then delivers."""
-        arrived, sent = word_sum(message[:-_WORD]), word_sum(message[-_WORD:])
-        if arrived != sent:
-            raise RuntimeError(
-                f"{where}: what arrived adds up to {arrived:016x}, what was sent to {sent:016x}; damaged: "
-                f"{_names(copies)}"
-            )
-        return self._deliver(list(zip(copies, _parts(copies, message), strict=True)), where, sink)
+        """Delivers a message, which compares its sums."""
+        parts, sums = _parts(copies, message)
+        return self._deliver(copies, parts, sums, where, sink)
 
 
-def _names(copies: Iterable[Copy]) -> str:
+def hand_over(items: Sequence[WeightSlice], sink: Sink, where: str) -> tuple[int, bool]:
+    """Gives slices to a sink and compares the bits that were given with those that came.
+
+    Args:
+        items: Where `given` is there, it is the sender's.
+        sink: Takes them.
+        where: For messages.
+
+    Returns:
+        (sum of what was given modulo 2^64, whether all of it was read back from where it was written).
+
+    Raises:
+        RuntimeError: The sink failed, or bits differ; tensors are named.
+    """
+    if not items:
+        return 0, True
+    try:
+        sink(items)
+    except Exception as error:
+        raise RuntimeError(f"{where}: writing {_names(items)} failed: {error}") from error
+    given, came = [], []
+    for item in items:
+        found = item.stored if item.stored is not None else bits(item.data)
+        came.append(found)
+        given.append(item.given if item.given is not None else found)
+    sums = torch.stack([torch.stack(given), torch.stack(came)]).tolist()  # waits for a GPU once
+    for item, sent, arrived in zip(items, *sums, strict=True):
+        if sent != arrived:
+            raise RuntimeError(f"{where}: {_difference(item, sent, arrived)}")
+    return sum(sums[0]) % MODULUS, all(item.stored is not None for item in items)
+
+
+def _difference(item: WeightSlice, sent: int, arrived: int) -> str:
+    """Why the sums of a slice are not the same."""
+    came = int(bits(item.data))
+    region = f"'{item.name}' {list(item.region)}"
+    if came == sent:
+        return (
+            f"what is stored of {region} adds up to {arrived % MODULUS:016x}, what was given to {sent % MODULUS:016x}: "
+            "a write was lost, or something else wrote"
+        )
+    return f"what arrived adds up to {came % MODULUS:016x}, what was sent to {sent % MODULUS:016x}; damaged: {region}"
+
+
+def _names(items: Iterable[WeightSlice]) -> str:
     """The target tensors, shortened where they are many."""
-    names = list(dict.fromkeys(copy.target_name for copy in copies))
+    names = list(dict.fromkeys(item.name for item in items))
     return f"'{names[0]}'" if len(names) == 1 else f"'{names[0]}' to '{names[-1]}' ({len(names)} tensors)"
 
 
@@ -248,19 +315,19 @@ def _wait(works: Iterable[dist.Work]) -> None:
 
 
 def _message_bytes(copies: Sequence[Copy]) -> int:
-    return sum(_aligned(copy.num_bytes) for copy in copies) + _WORD
+    return sum(_aligned(copy.num_bytes) + _WORD for copy in copies)
 
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _WORD) * _WORD
 
 
-def _parts(copies: Sequence[Copy], message: Tensor) -> list[Tensor]:
-    """Views of a message, one per copy, in its wire dtype and shape."""
+def _parts(copies: Sequence[Copy], message: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Views of a message: one per copy, in its wire dtype and shape, and the sums [copies]."""
     parts, offset = [], 0
     for copy in copies:
         shape = [stop - start for start, stop in copy.target_region]
         part = message[offset : offset + copy.num_bytes].view(DTYPES[copy.wire_dtype]).view(shape)
         parts.append(part)
         offset += _aligned(copy.num_bytes)
-    return parts
+    return parts, message[offset:].view(torch.int64)

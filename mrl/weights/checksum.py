@@ -1,16 +1,22 @@
-"""Checksums of weights that run at the speed of memory.
+"""Checksums of weights, taken where the bytes are in the processor's cache anyway.
 
 Owns `bit_sum`, which does not depend on how a tensor is cut or ordered: sums of parts add up to the sum of the whole,
-so that two who store the same weights differently arrive at the same number. And `word_sum`, for a buffer that both
-sides hold in the same form.
+so that two who store the same weights differently arrive at the same number. And `copy_bits`, a copy that is read back
+block by block, so that its checksum costs no further pass over memory.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 MODULUS = 1 << 64
+
+BLOCK_BYTES = 1 << 20
+"""What of a copy is read back at a time, for each thread: it is still in the processor's cache then, and large enough
+that calls from Python cost little beside it."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -24,12 +30,68 @@ def bit_sum(tensor: Tensor) -> int:
     Args:
         tensor: Any shape, dtype and strides.
     """
-    integer = _INTEGERS[tensor.element_size()]
-    width = 8 * tensor.element_size()
-    wrapped = int(tensor.detach().view(integer).sum(dtype=integer))
-    return wrapped % (1 << width) << (64 - width)
+    return int(bits(tensor)) % MODULUS
 
 
-def word_sum(buffer: Tensor) -> int:
-    """Sum of the 64-bit words of a contiguous uint8 buffer, modulo 2^64; its length is a multiple of 8."""
-    return int(buffer.view(torch.int64).sum()) % MODULUS
+def bits(tensor: Tensor) -> Tensor:
+    """`bit_sum` as an int64 scalar on the tensor's device, which nobody need wait for."""
+    return _upper(_sum(_as_integers(tensor)))
+
+
+def copy_bits(target: Tensor, source: Tensor, *, both: bool = False) -> tuple[Tensor, Tensor]:
+    """Copies, and reads what was written back from where it then is; on a CPU while it is still in the cache.
+
+    Args:
+        target: Of the same shape.
+        source: Where its dtype differs it is cast.
+        both: Sum the source too; it has the target's dtype.
+
+    Returns:
+        (`bits` of the source, `bits` of the target); without `both` the latter twice.
+    """
+    given = stored = None
+    for into, values in _blocks(target, source):
+        into.copy_(values)
+        stored = _add(stored, _sum(_as_integers(into)))
+        if both:
+            given = _add(given, _sum(_as_integers(values)))
+    if stored is None:
+        stored = torch.zeros((), dtype=torch.int64, device=target.device)
+    stored = _upper(stored)
+    return (_upper(given) if given is not None else stored), stored
+
+
+def _blocks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parts of both; all of them on a device that copies at once."""
+    target, source = target.detach(), source.detach()
+    if target.numel() == 0:
+        return
+    room = BLOCK_BYTES * torch.get_num_threads()
+    if target.device.type != "cpu" or target.nbytes <= room:
+        yield target, source
+        return
+    if target.is_contiguous() and source.is_contiguous():
+        target, source = target.view(-1), source.view(-1)
+    if target.nbytes // target.size(0) > room:  # a row is more than a block
+        for into, values in zip(target.unbind(), source.unbind(), strict=True):
+            yield from _blocks(into, values)
+        return
+    rows = room * target.size(0) // target.nbytes
+    yield from zip(target.split(rows), source.split(rows), strict=True)
+
+
+def _as_integers(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(_INTEGERS[tensor.element_size()])
+
+
+def _sum(integers: Tensor) -> Tensor:
+    return integers.sum(dtype=integers.dtype)
+
+
+def _add(total: Tensor | None, more: Tensor) -> Tensor:
+    return more if total is None else total.add_(more)
+
+
+def _upper(wrapped: Tensor) -> Tensor:
+    """The sum in the upper bits of 64."""
+    return wrapped.to(torch.int64) << 64 - 8 * wrapped.element_size()

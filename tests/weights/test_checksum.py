@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from mrl.weights.checksum import MODULUS, bit_sum, word_sum
+from mrl.weights.checksum import MODULUS, bit_sum
 
 DTYPES = [(torch.float32, torch.int32, 32), (torch.bfloat16, torch.int16, 16)]
 

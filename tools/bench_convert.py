@@ -132,11 +132,11 @@ def run_stage(args: argparse.Namespace) -> dict[str, Any]:
     start = time.perf_counter()
     with Memory() as memory, closing(open_source(args.source)) as source:
         target = make_target(args.stage, source.arch, args.moe)
-        num_bytes = plan_conversion(source, target).num_bytes
-        convert(source, target, args.target, num_workers=args.num_workers)
+        plan = plan_conversion(source, target)
+        convert(source, target, args.target, plan=plan, num_workers=args.num_workers)
     return {
         "s": time.perf_counter() - start,
-        "target_bytes": num_bytes,
+        "target_bytes": plan.num_bytes,
         "peak_rss": memory.peak[0],
         "peak_own": memory.peak[1] - before,
     }

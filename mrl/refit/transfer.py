@@ -7,6 +7,9 @@ back from where the part was written (`WeightSlice.write_to`), so one comparison
 what was lost at its end. Sums are taken where bytes are copied, while these are in the cache. Where a sink keeps
 slices for later, what it was given is added up instead.
 
+Ranks of one host whose buffers are in its memory read each other's messages where they were packed (`shared.py`): no
+byte of these goes through a socket.
+
 While the messages of a round are on their way, the next ones are put together, a part of the rank's own copies is made,
 and what the last round brought is copied into place. What a sink is given runs through the targets' tensors about in
 their order, so that it may wait for whole ones. The buffers for it, two to send and two to receive, are allocated
@@ -23,8 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.distributed.collectives import raise_together
+from mrl.distributed.collectives import raise_together, together
 from mrl.engines.base import WeightSlice
+from mrl.refit import shared
 from mrl.weights.buckets import NUM_BUFFERS, local_turns, round_bytes, rounds
 from mrl.weights.checksum import MODULUS, bits, copy_bits
 from mrl.weights.copies import Copy
@@ -63,6 +67,7 @@ class Transfer:
         bucket_bytes: int,
         quantize: Quantize | None = None,
         device: torch.device | None = None,
+        share: bool = True,
     ) -> None:
         """Sorts the copies into buckets and rounds.
 
@@ -74,7 +79,10 @@ class Transfer:
             bucket_bytes: Largest staging buffer; a rank has two to send and two to receive.
             quantize: For copies into FP8; None: there are none.
             device: Of the staging buffers; None: that of the sources, and the host's where there are none.
+            share: Ranks of a host read messages from each other's memory, where that is possible.
         """
+        self._rank = rank
+        self._share = share
         self._sources = sources
         self._device = device or next((tensor.device for tensor in sources.values()), torch.device("cpu"))
         self._target_dtypes = target_dtypes
@@ -82,7 +90,10 @@ class Transfer:
         batches = rounds(copies, round_bytes(copies, bucket_bytes))
         self._local = local_turns(copies, rank, batches, bucket_bytes)
         self._rounds = [_by_peer(batch, rank) for batch in batches]
+        self._places = [_places(batch, rank) for batch in batches]
         self._staging: list[tuple[Tensor, Tensor]] = []
+        self._near: dict[int, list[Tensor]] = {}
+        self._read_by: set[int] = set()
         self.num_rounds = len(self._rounds)
         self.read_back = False
 
@@ -101,6 +112,8 @@ class Transfer:
             RuntimeError: On every rank, where any rank failed; the message names that rank, the round and tensors.
         """
         work = _Work()
+        if self.num_rounds and not self._staging:
+            self._prepare()
         self.read_back = True
         flying: list[dist.Work] = []
         for number in range(-1, self.num_rounds):  # the round whose messages are on their way
@@ -111,6 +124,7 @@ class Transfer:
                     _wait(flying)
                     raise_together(work.error)
                 following = self._post(number + 1)
+                work.attempt(self._unpack_near, number + 1, sink)
             for bucket in self._local[number + 1]:
                 work.attempt(self._copy, bucket, sink)
             _wait(flying)
@@ -120,46 +134,92 @@ class Transfer:
         raise_together(work.error)
         return work.total % MODULUS
 
-    def _allocate(self, first: int) -> tuple[Tensor, Tensor]:
-        """A buffer to send and one to receive, for every `NUM_BUFFERS`-th round from `first` on."""
+    def _prepare(self) -> None:
+        """Collective over the job: allocates the buffers, and finds out who reads whose."""
+        names: list[str] = [""] * NUM_BUFFERS
+        sends: list[Tensor] = []
+        with together():
+            for first in range(NUM_BUFFERS):
+                size = self._most_bytes(first, 0)
+                if self._share and self._device.type == "cpu":
+                    buffer, names[first] = shared.create(size)
+                else:
+                    buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+                sends.append(buffer)
+        offers: list[list[tuple[str, int]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(offers, [(name, send.numel()) for name, send in zip(names, sends, strict=True)])
+        senders = {peer for _, receives in self._rounds for peer in receives}
+        if self._share and self._device.type == "cpu":
+            for peer in senders:
+                needed = [
+                    any(peer in receives for _, receives in self._rounds[first::NUM_BUFFERS])
+                    for first in range(NUM_BUFFERS)
+                ]
+                views = [
+                    shared.attach(*offer) if wanted else torch.empty(0)
+                    for offer, wanted in zip(offers[peer], needed, strict=True)
+                ]
+                found = [view for view in views if view is not None]
+                if len(found) == NUM_BUFFERS:
+                    self._near[peer] = found
+        readers: list[set[int]] = [set() for _ in offers]
+        dist.all_gather_object(readers, set(self._near))
+        self._read_by = {peer for peer, read in enumerate(readers) if self._rank in read}
+        for name in names:
+            shared.remove(name)
+        with together():
+            receives = [
+                torch.empty(self._most_bytes(first, 1), dtype=torch.uint8, device=self._device)
+                for first in range(NUM_BUFFERS)
+            ]
+        self._staging = list(zip(sends, receives, strict=True))
+
+    def _most_bytes(self, first: int, way: int) -> int:
+        """Largest buffer, to send (`way` 0) or to receive (1), of every `NUM_BUFFERS`-th round from `first` on."""
         turns = self._rounds[first::NUM_BUFFERS]
-        sizes = [max((sum(map(_message_bytes, peers[way].values())) for peers in turns), default=0) for way in (0, 1)]
-        send, receive = (torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes)
-        return send, receive
+        far = [[copies for peer, copies in peers[way].items() if way == 0 or peer not in self._near] for peers in turns]
+        return max((sum(map(_message_bytes, messages)) for messages in far), default=0)
 
     def _messages(self, number: int, way: int) -> dict[int, Tensor]:
-        """Peer -> its part of the round's buffer; `way` is 0 to send and 1 to receive."""
+        """Peer -> its part of the round's buffer; `way` is 0 to send and 1 to receive, from those that are not near."""
         buffer = self._staging[number % NUM_BUFFERS][way]
         found, offset = {}, 0
         for peer, copies in self._rounds[number][way].items():
-            size = _message_bytes(copies)
-            found[peer] = buffer[offset : offset + size]
-            offset += size
+            if way == 0 or peer not in self._near:
+                size = _message_bytes(copies)
+                found[peer] = buffer[offset : offset + size]
+                offset += size
         return found
 
     def _pack_round(self, number: int) -> int:
-        if not self._staging:
-            self._staging = [self._allocate(first) for first in range(NUM_BUFFERS)]
         sends = self._rounds[number][0]
         for peer, message in self._messages(number, 0).items():
             self._pack(sends[peer], message)
         return 0
 
     def _post(self, number: int) -> list[dist.Work]:
-        """Starts all messages of a round at the same time."""
+        """Starts all messages of a round at the same time, but for those that are read where they are."""
         tag = number % NUM_BUFFERS
         operations = [
             dist.P2POp(call, message, peer, tag=tag)
             for way, call in ((1, dist.irecv), (0, dist.isend))
             for peer, message in self._messages(number, way).items()
+            if way == 1 or peer not in self._read_by
         ]
         return list(dist.batch_isend_irecv(operations)) if operations else []
 
     def _unpack_round(self, number: int, sink: Sink) -> int:
+        """What came through sockets."""
+        return sum(self._unpack(number, peer, message, sink) for peer, message in self._messages(number, 1).items())
+
+    def _unpack_near(self, number: int, sink: Sink) -> int:
+        """What lies in other ranks' buffers, which all have packed; it is read before the ranks agree again."""
         receives, total = self._rounds[number][1], 0
-        for peer, message in self._messages(number, 1).items():
-            where = f"round {number + 1} of {self.num_rounds}, message from rank {peer}"
-            total += self._unpack(receives[peer], message, where, sink)
+        for peer, buffers in self._near.items():
+            if peer in receives:
+                start = self._places[number][peer]
+                message = buffers[number % NUM_BUFFERS][start : start + _message_bytes(receives[peer])]
+                total += self._unpack(number, peer, message, sink)
         return total
 
     def _source(self, copy: Copy) -> Tensor:
@@ -218,9 +278,11 @@ class Transfer:
         for number, (copy, part) in enumerate(zip(copies, parts, strict=True)):
             sums[number] = copy_bits(part, self._source(copy))[1]
 
-    def _unpack(self, copies: Sequence[Copy], message: Tensor, where: str, sink: Sink) -> int:
+    def _unpack(self, number: int, peer: int, message: Tensor, sink: Sink) -> int:
         """Delivers a message, which compares its sums."""
+        copies = self._rounds[number][1][peer]
         parts, sums = _parts(copies, message)
+        where = f"round {number + 1} of {self.num_rounds}, message from rank {peer}"
         return self._deliver(copies, parts, sums, where, sink)
 
 
@@ -284,6 +346,23 @@ def _by_peer(copies: Sequence[Copy], rank: int) -> tuple[dict[int, list[Copy]], 
         if copy.target_rank == rank:
             receives.setdefault(copy.source_rank, []).append(copy)
     return sends, receives
+
+
+def _places(copies: Sequence[Copy], rank: int) -> dict[int, int]:
+    """Sender -> first byte of its message to `rank` in its buffer, which `_by_peer` puts in order there."""
+    sent: dict[int, dict[int, list[Copy]]] = {}
+    senders = {copy.source_rank for copy in copies if copy.target_rank == rank}
+    for copy in copies:
+        if copy.source_rank in senders:
+            sent.setdefault(copy.source_rank, {}).setdefault(copy.target_rank, []).append(copy)
+    found = {}
+    for sender, messages in sent.items():
+        offset = 0
+        for receiver, parts in messages.items():
+            if receiver == rank:
+                found[sender] = offset
+            offset += _message_bytes(parts)
+    return found
 
 
 class _Work:

@@ -8,12 +8,15 @@ r"""Speed of a refit (Megatron shards into an engine) against a plain memcpy of 
 
 Each repeat does a whole refit (copies, messages, checksums, agreement of all ranks) and then, on all ranks at the same
 time, a memcpy of as many bytes as the rank's engine was given; with --device cuda, which wants a GPU for each rank, one
-within the GPU's memory. Medians are compared. One JSON line for each layout:
+within the GPU's memory. Then each rank sends as many bytes as the refit sends in the mean to the next one, and gets as
+many: what the sockets alone would take. Medians are compared. One JSON line for each layout:
 
     ratio           memcpy's median time over the refit's; 1 would be a refit at the speed of a memcpy
     ratio_transport the same without `finish_update`, in which the engine packs its matrices for faster products
+    ratio_cpu       the same in processor time of all ranks, which others on the machine disturb less
+    ratio_sockets   time of the sockets over that of the transport; above 1 where it is faster than they alone
     finish_s        of `finish_update`: the native engine packs every matrix, vLLM on a CPU the experts
-    checksum_s      of the engine's sum over all that it stores, which is part of the transport
+    compiled        whether copies and sums are one compiled loop (else torch's calls, block by block)
     bytes_moved     sent between ranks, beside the lower bound "what a target rank needs and does not hold"
     traffic_ratio   what an all-gather of every full tensor to every rank would move, over bytes_moved
     gb_per_s        bytes copied and sent, over all ranks, beside those of the memcpy
@@ -49,6 +52,8 @@ from mrl.models.presets import PRESETS, arch_from_preset
 from mrl.observe.benchmark import add_device, commit, device_name, spread, synchronize
 from mrl.refit.refit import Refit
 from mrl.schema.registry import find
+from mrl.weights import checksum
+from mrl.weights.buckets import MIN_ROUND_BYTES
 from mrl.weights.copies import ITEM_BYTES
 from mrl.weights.hf import hf_layout
 from mrl.weights.init import random_init
@@ -93,31 +98,29 @@ EXPERT_CASES = (
 
 @dataclass
 class Watched:
-    """Seconds that an engine takes for parts of each refit."""
+    """Seconds, by the clock and of the processor, that an engine takes to finish each refit."""
 
-    checksum_s: list[float] = field(default_factory=list)
     finish_s: list[float] = field(default_factory=list)
+    finish_cpu_s: list[float] = field(default_factory=list)
 
     def watch(self, engine: RolloutEngine) -> None:
         """From here on its calls are timed."""
-        engine.checksum = self._timed(engine, engine.checksum, self.checksum_s)  # type: ignore[method-assign]
-        engine.finish_update = self._timed(engine, engine.finish_update, self.finish_s)  # type: ignore[method-assign]
+        finish = engine.finish_update
+
+        def timed_finish(policy_version: int) -> None:
+            synchronize(engine.spec.device)
+            began, cpu = time.perf_counter(), time.process_time()
+            finish(policy_version)
+            synchronize(engine.spec.device)
+            self.finish_s.append(time.perf_counter() - began)
+            self.finish_cpu_s.append(time.process_time() - cpu)
+
+        engine.finish_update = timed_finish  # type: ignore[method-assign]
 
     def clear(self) -> None:
         """Forgets them."""
-        self.checksum_s.clear()
         self.finish_s.clear()
-
-    def _timed(self, engine: RolloutEngine, call: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
-        def timed(*given: Any) -> Any:
-            synchronize(engine.spec.device)
-            began = time.perf_counter()
-            result = call(*given)
-            synchronize(engine.spec.device)
-            times.append(time.perf_counter() - began)
-            return result
-
-        return timed
+        self.finish_cpu_s.clear()
 
 
 def main() -> int:
@@ -204,18 +207,29 @@ def run_case(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         rollout_ep=args.rollout_ep,
     )
     watched = Watched()
-    times: dict[str, list[float]] = {"refit": [], "memcpy": []}
+    times: dict[str, list[float]] = {"refit": [], "memcpy": [], "sockets": []}
+    cpu: dict[str, list[float]] = {"refit": [], "memcpy": []}
     with refit_of(args, arch, grid, device) as (refit, engine):
         plan = refit.plan
         size = sum(copy.num_bytes for copy in plan.copies if copy.target_rank == dist.get_rank())
-        given = torch.empty(size, dtype=torch.uint8, device=device)
+        given = torch.empty(size // ITEM_BYTES[args.dtype], dtype=getattr(torch, args.dtype), device=device)
         other = torch.ones_like(given)
+        share = plan.bytes_moved // grid.world_size
+        sent = torch.ones(MIN_ROUND_BYTES, dtype=torch.uint8, device=device)
+        messages = (sent, torch.empty_like(sent))
+        send_around(share, messages)
         watched.watch(engine)
-        refit(0), given.copy_(other)  # warm-up
+        refit(0), given.copy_(other)  # warm-up; the first refit also compares the engine's sum over all that it stores
         watched.clear()
         for version in range(1, args.repeats + 1):
-            times["refit"].append(timed(functools.partial(refit, version), device))
-            times["memcpy"].append(timed(lambda: given.copy_(other), device))
+            for name, action in (("refit", functools.partial(refit, version)), ("memcpy", lambda: given.copy_(other))):
+                began = time.process_time()
+                times[name].append(timed(action, device))
+                cpu[name].append(time.process_time() - began)
+            times["sockets"].append(timed(lambda: send_around(share, messages), device))
+    cpu["refit"] = [whole - part for whole, part in zip(cpu["refit"], watched.finish_cpu_s, strict=True)]
+    used = torch.tensor([[statistics.median(cpu[name])] for name in ("refit", "memcpy")])
+    dist.all_reduce(used)
     ours, theirs = statistics.median(times["refit"]), statistics.median(times["memcpy"])
     packing, gathered = statistics.median(watched.finish_s), full_gather_bytes(args.engine, arch, grid, args.dtype)
     total = plan.bytes_local + plan.bytes_moved
@@ -227,10 +241,12 @@ def run_case(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "layout": described(arch, grid),
         "ratio": round(theirs / ours, 3),
         "ratio_transport": round(theirs / (ours - packing), 3),
+        "ratio_cpu": round(float(used[1] / used[0]), 3),
+        "ratio_sockets": round(statistics.median(times["sockets"]) / (ours - packing), 3) if plan.bytes_moved else None,
         "refit_s": spread(times["refit"]),
         "finish_s": spread(watched.finish_s),
-        "checksum_s": spread(watched.checksum_s),
         "memcpy_s": spread(times["memcpy"]),
+        "sockets_s": spread(times["sockets"]) if plan.bytes_moved else None,
         "gb_per_s": round(total / (ours - packing) / 1e9, 2),
         "memcpy_gb_per_s": round(total / theirs / 1e9, 2),
         "bytes_local": plan.bytes_local,
@@ -239,11 +255,25 @@ def run_case(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "full_gather_bytes": gathered,
         "traffic_ratio": round(gathered / plan.bytes_moved, 2) if plan.bytes_moved else None,
         "peak_staging_bytes": plan.peak_staging_bytes(args.bucket_megabytes << 20),
+        "compiled": checksum.compiled is not None,
         "device": device_name(device.type),
         "num_threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__},
         "commit": commit(),
     }
+
+
+def send_around(num_bytes: int, buffers: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Collective over the job: so many bytes to the next rank, and as many from the one before, in messages."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for start in range(0, num_bytes, MIN_ROUND_BYTES):
+        sent, received = (buffer[: num_bytes - start] for buffer in buffers)
+        operations = [
+            dist.P2POp(dist.irecv, received, (rank - 1) % size),
+            dist.P2POp(dist.isend, sent, (rank + 1) % size),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
 
 
 def timed(action: Callable[[], object], device: torch.device) -> float:

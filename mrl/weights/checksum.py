@@ -11,14 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
-
-try:
-    from mrl.weights import _copying as compiled
-except ImportError:  # installed without a compiler
-    compiled = None  # type: ignore[assignment]
 
 MODULUS = 1 << 64
 
@@ -28,6 +25,11 @@ that calls from Python cost little beside it."""
 
 THREAD_BYTES = 4 << 20
 """From here on a copy is shared by threads."""
+
+try:
+    compiled: Any = import_module("mrl.weights._copying")
+except ImportError:  # installed without a compiler
+    compiled = None
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -155,7 +157,7 @@ def _blocks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
             yield from _blocks(into, values)
         return
     rows = room * target.size(0) // target.nbytes
-    yield from zip(target.split(rows), source.split(rows), strict=True)
+    yield from zip(torch.split(target, rows), torch.split(source, rows), strict=True)
 
 
 def _as_integers(tensor: Tensor) -> Tensor:

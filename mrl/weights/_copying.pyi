@@ -1,3 +1,0 @@
-def copy(
-    target: int, source: int, rows: int, count: int, target_step: int, source_step: int, width: int
-) -> tuple[int, int]: ...

@@ -34,7 +34,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -94,33 +93,6 @@ EXPERT_CASES = (
     (2, ("--tp", "1", "--pp", "2", "--rollout-tp", "2")),
 )
 """Ranks and layouts that are run where no launcher has started this process."""
-
-
-@dataclass
-class Watched:
-    """Seconds, by the clock and of the processor, that an engine takes to finish each refit."""
-
-    finish_s: list[float] = field(default_factory=list)
-    finish_cpu_s: list[float] = field(default_factory=list)
-
-    def watch(self, engine: RolloutEngine) -> None:
-        """From here on its calls are timed."""
-        finish = engine.finish_update
-
-        def timed_finish(policy_version: int) -> None:
-            synchronize(engine.spec.device)
-            began, cpu = time.perf_counter(), time.process_time()
-            finish(policy_version)
-            synchronize(engine.spec.device)
-            self.finish_s.append(time.perf_counter() - began)
-            self.finish_cpu_s.append(time.process_time() - cpu)
-
-        engine.finish_update = timed_finish  # type: ignore[method-assign]
-
-    def clear(self) -> None:
-        """Forgets them."""
-        self.finish_s.clear()
-        self.finish_cpu_s.clear()
 
 
 def main() -> int:
@@ -194,6 +166,52 @@ def refit_of(
         engine.close()
 
 
+def measure(
+    refit: Refit, engine: RolloutEngine, args: argparse.Namespace, device: torch.device
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Collective over the job: refits and what they are compared with, in turn.
+
+    Returns:
+        (seconds of each by the clock, until the last rank is done; median seconds of the processor, over all ranks), of
+        "refit", of "finish" in it, which is this rank's, of "memcpy" and of "sockets".
+    """
+    plan, world = refit.plan, dist.get_world_size()
+    size = sum(copy.num_bytes for copy in plan.copies if copy.target_rank == dist.get_rank())
+    given = torch.empty(size // ITEM_BYTES[args.dtype], dtype=getattr(torch, args.dtype), device=device)
+    other = torch.ones_like(given)
+    sent = torch.ones(MIN_ROUND_BYTES, dtype=torch.uint8, device=device)
+    messages = (sent, torch.empty_like(sent))
+    times: dict[str, list[float]] = {"refit": [], "finish": [], "memcpy": [], "sockets": []}
+    cpu: dict[str, list[float]] = {name: [] for name in times}
+
+    def timed(name: str, action: Callable[[], object], before: Callable[[], object]) -> None:
+        before()
+        began, used = time.perf_counter(), time.process_time()
+        action()
+        before()
+        times[name].append(time.perf_counter() - began)
+        cpu[name].append(time.process_time() - used)
+
+    def together() -> None:
+        synchronize(device)
+        dist.barrier()
+
+    finish = engine.finish_update
+    for version in range(args.repeats + 1):
+        engine.finish_update = lambda policy_version: timed(  # type: ignore[method-assign]
+            "finish", functools.partial(finish, policy_version), functools.partial(synchronize, device)
+        )
+        timed("refit", functools.partial(refit, version), together)
+        timed("memcpy", lambda: given.copy_(other), together)
+        timed("sockets", functools.partial(send_around, plan.bytes_moved // world, messages), together)
+        if version == 0:  # warm-up; the first refit also compares the engine's sum over all that it stores
+            for values in (*times.values(), *cpu.values()):
+                values.clear()
+    totals = torch.tensor([statistics.median(values) for values in cpu.values()])
+    dist.all_reduce(totals)
+    return times, dict(zip(cpu, totals.tolist(), strict=True))
+
+
 def run_case(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Collective over the job: one layout."""
     arch = arch_from_preset(args.preset, {"num_hidden_layers": args.num_layers, **args.overrides}, None)
@@ -206,32 +224,11 @@ def run_case(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         rollout_tp=args.rollout_tp,
         rollout_ep=args.rollout_ep,
     )
-    watched = Watched()
-    times: dict[str, list[float]] = {"refit": [], "memcpy": [], "sockets": []}
-    cpu: dict[str, list[float]] = {"refit": [], "memcpy": []}
     with refit_of(args, arch, grid, device) as (refit, engine):
+        times, used = measure(refit, engine, args, device)
         plan = refit.plan
-        size = sum(copy.num_bytes for copy in plan.copies if copy.target_rank == dist.get_rank())
-        given = torch.empty(size // ITEM_BYTES[args.dtype], dtype=getattr(torch, args.dtype), device=device)
-        other = torch.ones_like(given)
-        share = plan.bytes_moved // grid.world_size
-        sent = torch.ones(MIN_ROUND_BYTES, dtype=torch.uint8, device=device)
-        messages = (sent, torch.empty_like(sent))
-        send_around(share, messages)
-        watched.watch(engine)
-        refit(0), given.copy_(other)  # warm-up; the first refit also compares the engine's sum over all that it stores
-        watched.clear()
-        for version in range(1, args.repeats + 1):
-            for name, action in (("refit", functools.partial(refit, version)), ("memcpy", lambda: given.copy_(other))):
-                began = time.process_time()
-                times[name].append(timed(action, device))
-                cpu[name].append(time.process_time() - began)
-            times["sockets"].append(timed(lambda: send_around(share, messages), device))
-    cpu["refit"] = [whole - part for whole, part in zip(cpu["refit"], watched.finish_cpu_s, strict=True)]
-    used = torch.tensor([[statistics.median(cpu[name])] for name in ("refit", "memcpy")])
-    dist.all_reduce(used)
     ours, theirs = statistics.median(times["refit"]), statistics.median(times["memcpy"])
-    packing, gathered = statistics.median(watched.finish_s), full_gather_bytes(args.engine, arch, grid, args.dtype)
+    packing, gathered = statistics.median(times["finish"]), full_gather_bytes(args.engine, arch, grid, args.dtype)
     total = plan.bytes_local + plan.bytes_moved
     return {
         "bench": "refit",
@@ -241,10 +238,10 @@ def run_case(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "layout": described(arch, grid),
         "ratio": round(theirs / ours, 3),
         "ratio_transport": round(theirs / (ours - packing), 3),
-        "ratio_cpu": round(float(used[1] / used[0]), 3),
+        "ratio_cpu": round(used["memcpy"] / (used["refit"] - used["finish"]), 3),
         "ratio_sockets": round(statistics.median(times["sockets"]) / (ours - packing), 3) if plan.bytes_moved else None,
         "refit_s": spread(times["refit"]),
-        "finish_s": spread(watched.finish_s),
+        "finish_s": spread(times["finish"]),
         "memcpy_s": spread(times["memcpy"]),
         "sockets_s": spread(times["sockets"]) if plan.bytes_moved else None,
         "gb_per_s": round(total / (ours - packing) / 1e9, 2),
@@ -274,17 +271,6 @@ def send_around(num_bytes: int, buffers: tuple[torch.Tensor, torch.Tensor]) -> N
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-
-
-def timed(action: Callable[[], object], device: torch.device) -> float:
-    """Collective over the job: seconds until the last rank is done."""
-    synchronize(device)
-    dist.barrier()
-    began = time.perf_counter()
-    action()
-    synchronize(device)
-    dist.barrier()
-    return time.perf_counter() - began
 
 
 def described(arch: ArchSpec, grid: Grid) -> str:

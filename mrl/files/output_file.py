@@ -41,7 +41,7 @@ class _Block:
     """Memory that begins with a page, as direct writes want it."""
 
     def __init__(self) -> None:
-        self.memory = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+        self.memory = memoryview(mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         self.array = np.frombuffer(self.memory, np.uint8)
         self.size = 0
         self.works: list[Future[Any]] = []
@@ -95,6 +95,7 @@ class OutputFile:
                 if threads is not None:
                     threads.shutdown()
             os.close(self._file)
+            self._blocks.clear()
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Appends bytes. The buffer is free when this returns.

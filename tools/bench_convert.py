@@ -8,6 +8,7 @@ process of its own, as often as --repeats says; before each of them it copies th
 The source is in the page cache for both. One JSON line for each conversion:
 
     ratio            bytes written per second over cp's, where cp's copy is forced to the disk as the conversion's is
+    ratio_cpu        the same per second of the processor, which others on the machine disturb less
     ratio_plain_cp   the same for cp alone, which leaves its bytes in the page cache
     peak_rss_frac    largest resident memory of the converting process, its interpreter included, over the checkpoint
     peak_own_frac    the same without mapped files and without what the process held before it began
@@ -38,6 +39,7 @@ import torch
 from torch import Tensor
 
 from mrl.convert.convert import convert, plan_conversion
+from mrl.files.output_file import hash_file
 from mrl.formats.base import OutFile, Target
 from mrl.formats.detect import open_source
 from mrl.formats.hf import HfTarget
@@ -129,31 +131,37 @@ def run_stage(args: argparse.Namespace) -> dict[str, Any]:
     """One conversion in this process."""
     torch.set_num_threads(1)
     before = Memory.now()[1]
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     with Memory() as memory, closing(open_source(args.source)) as source:
         target = make_target(args.stage, source.arch, args.moe)
-        num_bytes = plan_conversion(source, target).num_bytes
-        convert(source, target, args.target, num_workers=args.num_workers)
+        plan = plan_conversion(source, target)
+        convert(source, target, args.target, plan=plan, num_workers=args.num_workers)
     return {
         "s": time.perf_counter() - start,
-        "target_bytes": num_bytes,
+        "cpu_s": time.process_time() - cpu,
+        "target_bytes": plan.num_bytes,
         "peak_rss": memory.peak[0],
         "peak_own": memory.peak[1] - before,
     }
 
 
-def copy(files: Iterable[Path], folder: Path) -> tuple[float, float]:
-    """Seconds of cp, without and with forcing the copies to the disk."""
+def copy(files: Iterable[Path], folder: Path) -> dict[str, float]:
+    """Seconds of cp, without and with forcing the copies to the disk, and of the processor with it."""
     folder.mkdir()
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), _cpu_s()
     subprocess.run(["cp", *map(str, files), str(folder)], check=True)
     plain = time.perf_counter() - start
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
-    synced = time.perf_counter() - start
+    found = {"cp_s": plain, "cp_synced_s": time.perf_counter() - start, "cp_cpu_s": _cpu_s() - cpu}
     shutil.rmtree(folder)
-    return plain, synced
+    return found
+
+
+def _cpu_s() -> float:
+    """Of the processor, that this process and those that it started and that ended have used."""
+    return sum(os.times()[:4])
 
 
 def measure(args: argparse.Namespace, stage: str, source: Path, target: Path, own: list[str]) -> dict[str, Any]:
@@ -163,10 +171,12 @@ def measure(args: argparse.Namespace, stage: str, source: Path, target: Path, ow
         files = [opened.folder / name for name in opened.files]
     for _ in range(args.repeats):
         shutil.rmtree(target, ignore_errors=True)
-        plain, synced = copy(files, target.with_name("copy"))
+        for path in files:
+            hash_file(path)  # it may have been written past the page cache
+        copied = copy(files, target.with_name("copy"))
         command = [sys.executable, __file__, "--stage", stage, "--source", str(source), "--target", str(target), *own]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
-        found.append({**json.loads(done.stdout), "cp_s": plain, "cp_synced_s": synced})
+        found.append({**json.loads(done.stdout), **copied})
     middle = {key: statistics.median(item[key] for item in found) for key in found[0]}
     size = sum(path.stat().st_size for path in files)
     return {
@@ -179,6 +189,7 @@ def measure(args: argparse.Namespace, stage: str, source: Path, target: Path, ow
         "cp_synced_s": round(middle["cp_synced_s"], 3),
         "ratio": round(middle["target_bytes"] / middle["s"] / (size / middle["cp_synced_s"]), 3),
         "ratio_plain_cp": round(middle["target_bytes"] / middle["s"] / (size / middle["cp_s"]), 3),
+        "ratio_cpu": round(middle["target_bytes"] / middle["cpu_s"] / (size / middle["cp_cpu_s"]), 3),
         "peak_rss_frac": round(middle["peak_rss"] / size, 3),
         "peak_own_frac": round(middle["peak_own"] / size, 3),
         "num_workers": args.num_workers,

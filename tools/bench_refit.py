@@ -8,12 +8,15 @@ r"""Speed of a refit (Megatron shards into an engine) against a plain memcpy of 
 
 Each repeat does a whole refit (copies, messages, checksums, agreement of all ranks) and then, on all ranks at the same
 time, a memcpy of as many bytes as the rank's engine was given; with --device cuda, which wants a GPU for each rank, one
-within the GPU's memory. Medians are compared. One JSON line for each layout:
+within the GPU's memory. Then each rank sends as many bytes as the refit sends in the mean to the next one, and gets as
+many: what the sockets alone would take. Medians are compared. One JSON line for each layout:
 
     ratio           memcpy's median time over the refit's; 1 would be a refit at the speed of a memcpy
     ratio_transport the same without `finish_update`, in which the engine packs its matrices for faster products
+    ratio_cpu       the same in processor time of all ranks, which others on the machine disturb less
+    ratio_sockets   time of the sockets over that of the transport; above 1 where it is faster than they alone
     finish_s        of `finish_update`: the native engine packs every matrix, vLLM on a CPU the experts
-    checksum_s      of the engine's sum over all that it stores, which is part of the transport
+    compiled        whether copies and sums are one compiled loop (else torch's calls, block by block)
     bytes_moved     sent between ranks, beside the lower bound "what a target rank needs and does not hold"
     traffic_ratio   what an all-gather of every full tensor to every rank would move, over bytes_moved
     gb_per_s        bytes copied and sent, over all ranks, beside those of the memcpy
@@ -31,7 +34,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,8 @@ from mrl.models.presets import PRESETS, arch_from_preset
 from mrl.observe.benchmark import add_device, commit, device_name, spread, synchronize
 from mrl.refit.refit import Refit
 from mrl.schema.registry import find
+from mrl.weights import checksum
+from mrl.weights.buckets import MIN_ROUND_BYTES
 from mrl.weights.copies import ITEM_BYTES
 from mrl.weights.hf import hf_layout
 from mrl.weights.init import random_init
@@ -89,35 +93,6 @@ EXPERT_CASES = (
     (2, ("--tp", "1", "--pp", "2", "--rollout-tp", "2")),
 )
 """Ranks and layouts that are run where no launcher has started this process."""
-
-
-@dataclass
-class Watched:
-    """Seconds that an engine takes for parts of each refit."""
-
-    checksum_s: list[float] = field(default_factory=list)
-    finish_s: list[float] = field(default_factory=list)
-
-    def watch(self, engine: RolloutEngine) -> None:
-        """From here on its calls are timed."""
-        engine.checksum = self._timed(engine, engine.checksum, self.checksum_s)  # type: ignore[method-assign]
-        engine.finish_update = self._timed(engine, engine.finish_update, self.finish_s)  # type: ignore[method-assign]
-
-    def clear(self) -> None:
-        """Forgets them."""
-        self.checksum_s.clear()
-        self.finish_s.clear()
-
-    def _timed(self, engine: RolloutEngine, call: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
-        def timed(*given: Any) -> Any:
-            synchronize(engine.spec.device)
-            began = time.perf_counter()
-            result = call(*given)
-            synchronize(engine.spec.device)
-            times.append(time.perf_counter() - began)
-            return result
-
-        return timed
 
 
 def main() -> int:
@@ -191,6 +166,52 @@ def refit_of(
         engine.close()
 
 
+def measure(
+    refit: Refit, engine: RolloutEngine, args: argparse.Namespace, device: torch.device
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Collective over the job: refits and what they are compared with, in turn.
+
+    Returns:
+        (seconds of each by the clock, until the last rank is done; median seconds of the processor, over all ranks), of
+        "refit", of "finish" in it, which is this rank's, of "memcpy" and of "sockets".
+    """
+    plan, world = refit.plan, dist.get_world_size()
+    size = sum(copy.num_bytes for copy in plan.copies if copy.target_rank == dist.get_rank())
+    given = torch.empty(size // ITEM_BYTES[args.dtype], dtype=getattr(torch, args.dtype), device=device)
+    other = torch.ones_like(given)
+    sent = torch.ones(MIN_ROUND_BYTES, dtype=torch.uint8, device=device)
+    messages = (sent, torch.empty_like(sent))
+    times: dict[str, list[float]] = {"refit": [], "finish": [], "memcpy": [], "sockets": []}
+    cpu: dict[str, list[float]] = {name: [] for name in times}
+
+    def timed(name: str, action: Callable[[], object], before: Callable[[], object]) -> None:
+        before()
+        began, used = time.perf_counter(), time.process_time()
+        action()
+        before()
+        times[name].append(time.perf_counter() - began)
+        cpu[name].append(time.process_time() - used)
+
+    def together() -> None:
+        synchronize(device)
+        dist.barrier()
+
+    finish = engine.finish_update
+    for version in range(args.repeats + 1):
+        engine.finish_update = lambda policy_version: timed(  # type: ignore[method-assign]
+            "finish", functools.partial(finish, policy_version), functools.partial(synchronize, device)
+        )
+        timed("refit", functools.partial(refit, version), together)
+        timed("memcpy", lambda: given.copy_(other), together)
+        timed("sockets", functools.partial(send_around, plan.bytes_moved // world, messages), together)
+        if version == 0:  # warm-up; the first refit also compares the engine's sum over all that it stores
+            for values in (*times.values(), *cpu.values()):
+                values.clear()
+    totals = torch.tensor([statistics.median(values) for values in cpu.values()])
+    dist.all_reduce(totals)
+    return times, dict(zip(cpu, totals.tolist(), strict=True))
+
+
 def run_case(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Collective over the job: one layout."""
     arch = arch_from_preset(args.preset, {"num_hidden_layers": args.num_layers, **args.overrides}, None)
@@ -203,21 +224,11 @@ def run_case(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         rollout_tp=args.rollout_tp,
         rollout_ep=args.rollout_ep,
     )
-    watched = Watched()
-    times: dict[str, list[float]] = {"refit": [], "memcpy": []}
     with refit_of(args, arch, grid, device) as (refit, engine):
+        times, used = measure(refit, engine, args, device)
         plan = refit.plan
-        size = sum(copy.num_bytes for copy in plan.copies if copy.target_rank == dist.get_rank())
-        given = torch.empty(size, dtype=torch.uint8, device=device)
-        other = torch.ones_like(given)
-        watched.watch(engine)
-        refit(0), given.copy_(other)  # warm-up
-        watched.clear()
-        for version in range(1, args.repeats + 1):
-            times["refit"].append(timed(functools.partial(refit, version), device))
-            times["memcpy"].append(timed(lambda: given.copy_(other), device))
     ours, theirs = statistics.median(times["refit"]), statistics.median(times["memcpy"])
-    packing, gathered = statistics.median(watched.finish_s), full_gather_bytes(args.engine, arch, grid, args.dtype)
+    packing, gathered = statistics.median(times["finish"]), full_gather_bytes(args.engine, arch, grid, args.dtype)
     total = plan.bytes_local + plan.bytes_moved
     return {
         "bench": "refit",
@@ -227,10 +238,12 @@ def run_case(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "layout": described(arch, grid),
         "ratio": round(theirs / ours, 3),
         "ratio_transport": round(theirs / (ours - packing), 3),
+        "ratio_cpu": round(used["memcpy"] / (used["refit"] - used["finish"]), 3),
+        "ratio_sockets": round(statistics.median(times["sockets"]) / (ours - packing), 3) if plan.bytes_moved else None,
         "refit_s": spread(times["refit"]),
-        "finish_s": spread(watched.finish_s),
-        "checksum_s": spread(watched.checksum_s),
+        "finish_s": spread(times["finish"]),
         "memcpy_s": spread(times["memcpy"]),
+        "sockets_s": spread(times["sockets"]) if plan.bytes_moved else None,
         "gb_per_s": round(total / (ours - packing) / 1e9, 2),
         "memcpy_gb_per_s": round(total / theirs / 1e9, 2),
         "bytes_local": plan.bytes_local,
@@ -239,6 +252,7 @@ def run_case(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "full_gather_bytes": gathered,
         "traffic_ratio": round(gathered / plan.bytes_moved, 2) if plan.bytes_moved else None,
         "peak_staging_bytes": plan.peak_staging_bytes(args.bucket_megabytes << 20),
+        "compiled": checksum.compiled is not None,
         "device": device_name(device.type),
         "num_threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__},
@@ -246,15 +260,17 @@ def run_case(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     }
 
 
-def timed(action: Callable[[], object], device: torch.device) -> float:
-    """Collective over the job: seconds until the last rank is done."""
-    synchronize(device)
-    dist.barrier()
-    began = time.perf_counter()
-    action()
-    synchronize(device)
-    dist.barrier()
-    return time.perf_counter() - began
+def send_around(num_bytes: int, buffers: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Collective over the job: so many bytes to the next rank, and as many from the one before, in messages."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for start in range(0, num_bytes, MIN_ROUND_BYTES):
+        sent, received = (buffer[: num_bytes - start] for buffer in buffers)
+        operations = [
+            dist.P2POp(dist.irecv, received, (rank - 1) % size),
+            dist.P2POp(dist.isend, sent, (rank + 1) % size),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
 
 
 def described(arch: ArchSpec, grid: Grid) -> str:

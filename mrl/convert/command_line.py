@@ -113,6 +113,7 @@ def run_conversion(
                 source,
                 target,
                 args.output_dir,
+                plan=plan,
                 num_workers=args.num_workers,
                 allow_nan=args.allow_nan,
                 progress=advance,

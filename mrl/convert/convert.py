@@ -90,6 +90,7 @@ def convert(
     target: Target,
     folder: str | Path,
     *,
+    plan: Conversion | None = None,
     num_workers: int = 1,
     allow_nan: bool = False,
     progress: Progress | None = None,
@@ -100,6 +101,7 @@ def convert(
         source: Open for reading; it can be pickled where `num_workers` is above 1, as `target`.
         target: What to write.
         folder: Its folder, to be made; `FOLDER.partial` until it is whole.
+        plan: What `plan_conversion` said of them; None: it is asked here.
         num_workers: Processes that this call starts, itself included.
         allow_nan: Write values that are infinite or not a number; the manifest counts them.
         progress: Called in this process.
@@ -112,7 +114,7 @@ def convert(
             other arguments or cannot be written. What is done is kept and continued by the next call.
         RuntimeError: The target's layout is wrong, or a worker died.
     """
-    plan = plan_conversion(source, target)
+    plan = plan or plan_conversion(source, target)
     arguments = _arguments(source, target, allow_nan)
     partial = PartialFolder(folder)
     if partial.finished(arguments):

@@ -84,7 +84,7 @@ class Filler:
             for piece in stored.pieces:
                 for part in split(piece.src, PART_ELEMENTS):
                     target = translate(part, piece.src, piece.dst)
-                    tensor[slices(target)].copy_(self._source.read(piece.hf_name, part))
+                    self._source.copy_into(tensor[slices(target)], piece.hf_name, part)
         count = count_not_finite(tensor)
         if count:
             if not self._allow_nan:
@@ -99,8 +99,8 @@ class Filler:
         (piece,) = stored.pieces
         if piece.dst != whole(stored.shape) or self._source.dtype(piece.hf_name) != stored.dtype:
             return None
-        part = self._source.read(piece.hf_name, piece.src)
-        return part if part.is_contiguous() else None
+        part = self._source.view(piece.hf_name, piece.src)
+        return part if part is not None and part.is_contiguous() else None
 
     def _reserve(self, size: int) -> None:
         """Room for the largest tensor; what of it is never written takes no memory."""

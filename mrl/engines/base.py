@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from mrl.engines._feed import Feed
 from mrl.engines._talk import Talk
 from mrl.models.base import ArchSpec
 from mrl.types import Begun, Prompt, Rollout
+from mrl.weights.checksum import copy_bits
 from mrl.weights.layout import Layout, Region
 from mrl.weights.regions import slices
 
@@ -64,16 +65,26 @@ class SamplingConfig:
     with_support: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class WeightSlice:
-    """New values for `region` of the engine's stored tensor `name`, in the stored dtype."""
+    """New values for `region` of the engine's stored tensor `name`, in the stored dtype.
+
+    Attributes:
+        name: Of the tensor.
+        region: Of it.
+        data: The values; they are valid until `update_weights` returns.
+        given: `bits` of the values, as who sent them or `write_to` knows them; None: not yet.
+        stored: What `write_to` read back, where it was called.
+    """
 
     name: str
     region: Region
     data: Tensor
+    given: Tensor | None = None
+    stored: Tensor | None = field(default=None, init=False)
 
     def write_to(self, stored: Tensor) -> None:
-        """Copies the values into their region of `stored`.
+        """Copies the values into their region of `stored` and reads them back from there.
 
         Raises:
             RuntimeError: They do not fit what is stored.
@@ -84,7 +95,8 @@ class WeightSlice:
                 f"'{self.name}' {self.region}: got {list(self.data.shape)} {self.data.dtype}, "
                 f"expected {list(target.shape)} {target.dtype}"
             )
-        target.copy_(self.data)
+        given, self.stored = copy_bits(target, self.data, both=self.given is None)
+        self.given = given if self.given is None else self.given
 
 
 @dataclass(frozen=True)
@@ -168,11 +180,17 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def update_weights(self, bucket: Sequence[WeightSlice]) -> None:
-        """Copies a bucket into place. Addresses do not change; the bucket's buffers may be reused on return."""
+        """Copies a bucket into place. Addresses do not change; the bucket's buffers may be reused on return.
+
+        What is written with `WeightSlice.write_to` is read back at once; then `checksum` is asked less often.
+        """
 
     @abstractmethod
     def checksum(self) -> int:
-        """Order-free 64-bit sum over the bit patterns of all stored elements."""
+        """Order-free 64-bit sum over the bit patterns of all stored elements.
+
+        Asked for in the first refit, and in each one in which a slice was not read back.
+        """
 
     @abstractmethod
     def finish_update(self, policy_version: int) -> None:

@@ -2,22 +2,49 @@
 
 Owns the hash of a checkpoint's file (XXH3, 64 bits: a guard against damage and mix-ups, not against forgery), of one
 that is being written and of one that is there.
+
+What is written is copied into blocks; threads hash them and write them beside the caller's work, past the system's
+cache where the file system can (`O_DIRECT`): the processor then moves each byte once, and at the end there is little
+left to force to the disk.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import mmap
 import os
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+import numpy as np
 import xxhash
 
 from mrl.errors import UserError
 
-_READ_BYTES = 16 << 20
-_THREAD_BYTES = 1 << 20
-"""Below this, handing the hash to a thread costs more than the hash."""
+BLOCK_BYTES = 4 << 20
+"""Large enough for a disk's full speed, small enough to be in the processor's cache when it is hashed."""
+
+_NUM_BLOCKS = 4
+"""One to fill, two on their way to the disk, one that is hashed."""
+
+_NUM_WRITERS = 2
+"""So that the disk need not wait for the next request."""
+
+_READ_BYTES = 1 << 20
+_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+class _Block:
+    """Memory that begins with a page, as direct writes want it."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        self.array = np.frombuffer(self.memory, np.uint8)
+        self.size = 0
+        self.works: list[Future[Any]] = []
 
 
 class OutputFile:
@@ -35,10 +62,14 @@ class OutputFile:
         """
         self._path = Path(path)
         self._hash = xxhash.xxh3_64()
-        self._hasher = ThreadPoolExecutor(1)
+        self._hasher: ThreadPoolExecutor | None = None
+        self._writers: ThreadPoolExecutor | None = None
+        self._blocks = [_Block()]
+        self._sent = 0
+        self._direct = False
         self.num_bytes = 0
         try:
-            self._file = self._path.open("wb", buffering=0)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise self._failure(error) from error
 
@@ -48,46 +79,96 @@ class OutputFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hasher.shutdown()
         try:
             if kind is None:
-                os.fsync(self._file.fileno())
+                for block in self._blocks[1:]:
+                    self._wait(block)
+                self._set_direct(False)
+                last = self._blocks[0]
+                self._hash.update(last.memory[: last.size])
+                self._write(last.memory[: last.size], self._sent)
+                os.fsync(self._file)
         except OSError as failure:
             raise self._failure(failure) from failure
         finally:
-            self._file.close()
+            for threads in (self._hasher, self._writers):
+                if threads is not None:
+                    threads.shutdown()
+            os.close(self._file)
+            self._blocks.clear()
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Appends bytes; hashes them at the same time, in a thread. The buffer is free when this returns.
+        """Appends bytes. The buffer is free when this returns.
 
         Raises:
-            UserError: No space is left, or the disk refuses; the file is named.
+            UserError: No space is left, or the disk refuses; the file is named. It may be told by a later call, or at
+                the end of the `with` block.
         """
         view = memoryview(data)
         if not view.nbytes:
             return 0
-        view = view.cast("B")
-        if view.nbytes < _THREAD_BYTES:
-            self._hash.update(view)
-            hashed = None
-        else:
-            hashed = self._hasher.submit(self._hash.update, view)
-        try:
-            done = 0
-            while done < view.nbytes:
-                done += self._file.write(view[done:])
-        except OSError as error:
-            raise self._failure(error) from error
-        finally:
-            if hashed is not None:
-                hashed.result()
+        array = np.frombuffer(view.cast("B"), np.uint8)
+        done = 0
+        while done < view.nbytes:
+            block = self._blocks[0]
+            count = min(BLOCK_BYTES - block.size, view.nbytes - done)
+            np.copyto(block.array[block.size : block.size + count], array[done : done + count])
+            block.size += count
+            done += count
+            if block.size == BLOCK_BYTES:
+                self._send(block)
         self.num_bytes += view.nbytes
         return view.nbytes
 
     @property
     def xxh3(self) -> str:
-        """The hash of what was written so far, 16 hexadecimal digits."""
+        """The hash of the file, 16 hexadecimal digits, once the `with` block has ended."""
         return str(self._hash.hexdigest())
+
+    def _send(self, block: _Block) -> None:
+        """Has a full block hashed and written, and takes another one that is free."""
+        if self._hasher is None or self._writers is None:
+            self._hasher, self._writers = ThreadPoolExecutor(1), ThreadPoolExecutor(_NUM_WRITERS)
+            self._set_direct(True)
+        block.works = [
+            self._hasher.submit(self._hash.update, block.memory),
+            self._writers.submit(self._write, block.memory, self._sent),
+        ]
+        self._sent += BLOCK_BYTES
+        self._blocks.append(self._blocks.pop(0))
+        if len(self._blocks) < _NUM_BLOCKS:
+            self._blocks.insert(0, _Block())
+        try:
+            self._wait(self._blocks[0])
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _wait(self, block: _Block) -> None:
+        """Until a block is free."""
+        works, block.works = block.works, []
+        for work in works:
+            work.result()
+        block.size = 0
+
+    def _write(self, data: memoryview, offset: int) -> None:
+        done = 0
+        while done < data.nbytes:
+            direct = self._direct
+            try:
+                done += os.pwrite(self._file, data[done:], offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not direct:
+                    raise
+                self._set_direct(False)  # the file system wants other sizes or addresses, or took a part before
+
+    def _set_direct(self, direct: bool) -> None:
+        """Writes go past the system's cache from now on, where that can be, or do not."""
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL) & ~_DIRECT
+        try:
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | _DIRECT if direct else flags)
+        except OSError:  # the file system has no such writes
+            direct = False
+        self._direct = direct
 
     def _failure(self, error: OSError) -> UserError:
         return UserError(f"'{self._path}' cannot be written: {error.strerror or error}.")
@@ -102,7 +183,7 @@ def hash_file(path: str | Path) -> str:
     found = xxhash.xxh3_64()
     try:
         with Path(path).open("rb", buffering=0) as file:
-            buffer = memoryview(bytearray(min(_READ_BYTES, os.fstat(file.fileno()).st_size + 1)))
+            buffer = memoryview(mmap.mmap(-1, _READ_BYTES))  # begins with a page: copies to it are fastest
             while count := file.readinto(buffer):
                 found.update(buffer[:count])
     except OSError as error:

@@ -45,6 +45,22 @@ class Source(ABC):
             UserError: The file ends early or cannot be read; it is named.
         """
 
+    def view(self, hf_name: str, region: Region) -> Tensor | None:
+        """What `read` returns where that is no copy made for it; None where the part must be put together first.
+
+        Raises:
+            UserError: As `read`.
+        """
+        return self.read(hf_name, region)
+
+    def copy_into(self, tensor: Tensor, hf_name: str, region: Region) -> None:
+        """Copies a part into `tensor`, with a cast to its dtype.
+
+        Raises:
+            UserError: As `read`.
+        """
+        tensor.copy_(self.read(hf_name, region))
+
     @abstractmethod
     def check(self) -> None:
         """Compares names, shapes and dtypes with what `arch` needs; reads headers only.

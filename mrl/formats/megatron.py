@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,16 @@ _COMMON = {
 """What Megatron-LM looks for in `common.pt`; the version says that query, key and value need no reordering."""
 
 
+@dataclass(frozen=True)
+class _Box:
+    """A part of a Hugging Face tensor in a file: `inside` of a chunk, in its global tensor's coordinates, is `own`."""
+
+    chunk: Chunk
+    inside: Region
+    dtype: str
+    own: Region
+
+
 class MegatronSource(Source):
     """A distributed checkpoint, open for reading by parts."""
 
@@ -102,24 +114,40 @@ class MegatronSource(Source):
 
     def read(self, hf_name: str, region: Region) -> Tensor:
         """See `Source`; a view of the file where one box holds the region and lies aligned, else a copy."""
-        parts = []
+        found = self.view(hf_name, region)
+        if found is None:
+            found = torch.empty([stop - start for start, stop in region], dtype=DTYPES[self.dtype(hf_name)])
+            self.copy_into(found, hf_name, region)
+        return found
+
+    def view(self, hf_name: str, region: Region) -> Tensor | None:
+        """See `Source`."""
+        boxes = list(islice(self._boxes(hf_name, region), 2))
+        if len(boxes) != 1 or boxes[0].own != region:
+            return None
+        return self._read(boxes[0])
+
+    def copy_into(self, tensor: Tensor, hf_name: str, region: Region) -> None:
+        """See `Source`; each box goes to its place at once."""
+        found = 0
+        for box in self._boxes(hf_name, region):
+            tensor[slices(translate(box.own, region, whole(tensor.shape)))] = self._read(box)
+            found += volume(box.own)
+        if found != volume(region):
+            raise UserError(f"checkpoint '{self.folder}' lacks a part of '{hf_name}' {list(region)}.")
+
+    def _boxes(self, hf_name: str, region: Region) -> Iterator[_Box]:
+        """What holds parts of a region."""
         for key, part in self._place(hf_name):
             both = intersect(region, part.piece.src)
-            if both is None:
-                continue
-            tensor = self._tensors[key]
-            for chunk, inside in tensor.chunks_in(part.outward(both)):
-                found = self._files.read(chunk, inside, tensor.dtype)
-                own = part.inward(inside)
-                parts.append((own, found.view([stop - start for start, stop in own])))
-        if len(parts) == 1 and parts[0][0] == region:
-            return parts[0][1]
-        if sum(volume(own) for own, _ in parts) != volume(region):
-            raise UserError(f"checkpoint '{self.folder}' lacks a part of '{hf_name}' {list(region)}.")
-        result = torch.empty([stop - start for start, stop in region], dtype=parts[0][1].dtype)
-        for own, found in parts:
-            result[slices(translate(own, region, whole(result.shape)))] = found
-        return result
+            if both is not None:
+                tensor = self._tensors[key]
+                for chunk, inside in tensor.chunks_in(part.outward(both)):
+                    yield _Box(chunk, inside, tensor.dtype, part.inward(inside))
+
+    def _read(self, box: _Box) -> Tensor:
+        found = self._files.read(box.chunk, box.inside, box.dtype)
+        return found.view([stop - start for start, stop in box.own])
 
     def check(self) -> None:
         """See `Source`; every file must be there and as long as the metadata says."""

@@ -40,7 +40,9 @@ _TORCH = {
 _CODES = {str(dtype).removeprefix("torch."): code for code, dtype in _TORCH.items()}
 
 _LENGTH_BYTES = 8
-_ALIGNMENT = 8
+_ALIGNMENT = 64
+"""Bytes; data starts at a multiple of it in the file, as in memory. Processors copy slowly (AMD: at a quarter) to an
+address that lies a few bytes behind the source, seen modulo a page."""
 _LONGEST_REASON = 500
 """Characters of a message that a header may fill with its own names."""
 _MAX_HEADER_BYTES = 100_000_000
@@ -109,7 +111,7 @@ def _header(layout_like: Mapping[str, tuple[tuple[int, ...], str]], metadata: Ma
         start, end = end, end + math.prod(shape) * item_bytes
         entries[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 

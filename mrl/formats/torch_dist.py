@@ -45,7 +45,7 @@ _BACKEND = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_MAPPED_BYTES = 64 << 20
+_MAPPED_BYTES = 32 << 20
 """After so many bytes read, files are mapped anew: pages that were read count as this process's memory until then."""
 
 

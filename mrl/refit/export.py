@@ -22,15 +22,15 @@ from torch import Tensor
 
 from mrl.data.tokenizer import Tokenizer
 from mrl.distributed.collectives import together
+from mrl.engines.base import WeightSlice
 from mrl.errors import UserError
 from mrl.formats.hf import assign_files, write_companions
 from mrl.models.base import ArchSpec
-from mrl.refit.transfer import Arrival, Transfer
+from mrl.refit.transfer import Transfer
 from mrl.weights.copies import Copy
 from mrl.weights.hf import hf_layout
 from mrl.weights.layout import Layout
 from mrl.weights.plan import make_plan
-from mrl.weights.regions import slices
 from mrl.weights.tensors import allocate
 
 
@@ -148,6 +148,6 @@ def _prepare(target: Path, partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _write(into: Mapping[str, Tensor], arrivals: Sequence[Arrival]) -> None:
+def _write(into: Mapping[str, Tensor], arrivals: Sequence[WeightSlice]) -> None:
     for item in arrivals:
-        into[item.name][slices(item.region)].copy_(item.data)
+        item.write_to(into[item.name])

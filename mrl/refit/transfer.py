@@ -2,7 +2,13 @@
 
 Owns `Transfer`. Which copies there are is `weights/plan.py`'s business; what happens to arriving data is the caller's:
 it hands in a sink. A message is one contiguous buffer per pair of ranks and round (gloo moves wrong bytes of anything
-else). It ends in the sender's 64-bit sum; the receiver adds up what arrived and compares.
+else). It ends in the sums of the bits of its parts, as the sender put them there. Each must be the sum of what is read
+back from where the part was written (`WeightSlice.write_to`), so one comparison finds what was damaged on the way and
+what was lost at its end. Sums are taken where bytes are copied, while these are in the cache. Where a sink keeps
+slices for later, what it was given is added up instead.
+
+Ranks of one host whose buffers are in its memory read each other's messages where they were packed (`shared.py`): no
+byte of these goes through a socket.
 
 While the messages of a round are on their way, the next ones are put together, a part of the rank's own copies is made,
 and what the last round brought is copied into place. What a sink is given runs through the targets' tensors about in
@@ -15,35 +21,29 @@ A failure on one rank reaches all: the ranks agree before each round, so that no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.distributed.collectives import raise_together
+from mrl.distributed.collectives import raise_together, together
+from mrl.engines.base import WeightSlice
+from mrl.refit import shared
 from mrl.weights.buckets import NUM_BUFFERS, local_turns, round_bytes, rounds
-from mrl.weights.checksum import MODULUS, bit_sum, word_sum
+from mrl.weights.checksum import MODULUS, bits, copy_bits
 from mrl.weights.copies import Copy
 from mrl.weights.fp8 import DTYPE as FP8
-from mrl.weights.layout import Region
 from mrl.weights.regions import slices
 from mrl.weights.tensors import DTYPES
 
 _WORD = 8
-"""Bytes; each part of a message starts at a multiple of it, and the last word is the sum of the others."""
+"""Bytes; each part of a message starts at a multiple of it, and its sum takes one, after all parts."""
+
+_CAST_BYTES = 1 << 20
+"""Copies inside a rank that need a cast are made in parts of so many bytes, which stay in the cache."""
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """New values for a region of a target tensor, in the target's dtype; valid until the sink returns."""
-
-    name: str
-    region: Region
-    data: Tensor
-
-
-Sink = Callable[[Sequence[Arrival]], None]
+Sink = Callable[[Sequence[WeightSlice]], None]
 
 Quantize = Callable[[Copy, Tensor], Tensor]
 """(copy, the values of its source) -> what is sent of them in FP8."""
@@ -54,6 +54,7 @@ class Transfer:
 
     Attributes:
         num_rounds: Exchanges between ranks in a run, the same on every rank.
+        read_back: Whether everything that this rank got in the last run was read back from where it was written.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Transfer:
         bucket_bytes: int,
         quantize: Quantize | None = None,
         device: torch.device | None = None,
+        share: bool = True,
     ) -> None:
         """Sorts the copies into buckets and rounds.
 
@@ -77,7 +79,10 @@ class Transfer:
             bucket_bytes: Largest staging buffer; a rank has two to send and two to receive.
             quantize: For copies into FP8; None: there are none.
             device: Of the staging buffers; None: that of the sources, and the host's where there are none.
+            share: Ranks of a host read messages from each other's memory, where that is possible.
         """
+        self._rank = rank
+        self._share = share
         self._sources = sources
         self._device = device or next((tensor.device for tensor in sources.values()), torch.device("cpu"))
         self._target_dtypes = target_dtypes
@@ -85,8 +90,12 @@ class Transfer:
         batches = rounds(copies, round_bytes(copies, bucket_bytes))
         self._local = local_turns(copies, rank, batches, bucket_bytes)
         self._rounds = [_by_peer(batch, rank) for batch in batches]
+        self._places = [_places(batch, rank) for batch in batches]
         self._staging: list[tuple[Tensor, Tensor]] = []
+        self._near: dict[int, list[Tensor]] = {}
+        self._read_by: set[int] = set()
         self.num_rounds = len(self._rounds)
+        self.read_back = False
 
     @property
     def staging_bytes(self) -> int:
@@ -97,12 +106,15 @@ class Transfer:
         """Collective over the job: hands everything that this rank is to get to `sink`.
 
         Returns:
-            `bit_sum` of all elements handed over, modulo 2^64.
+            `bit_sum` of all elements handed over, as their sources had them, modulo 2^64.
 
         Raises:
             RuntimeError: On every rank, where any rank failed; the message names that rank, the round and tensors.
         """
         work = _Work()
+        if self.num_rounds and not self._staging:
+            self._prepare()
+        self.read_back = True
         flying: list[dist.Work] = []
         for number in range(-1, self.num_rounds):  # the round whose messages are on their way
             following: list[dist.Work] = []
@@ -112,6 +124,7 @@ class Transfer:
                     _wait(flying)
                     raise_together(work.error)
                 following = self._post(number + 1)
+                work.attempt(self._unpack_near, number + 1, sink)
             for bucket in self._local[number + 1]:
                 work.attempt(self._copy, bucket, sink)
             _wait(flying)
@@ -121,46 +134,92 @@ class Transfer:
         raise_together(work.error)
         return work.total % MODULUS
 
-    def _allocate(self, first: int) -> tuple[Tensor, Tensor]:
-        """A buffer to send and one to receive, for every `NUM_BUFFERS`-th round from `first` on."""
+    def _prepare(self) -> None:
+        """Collective over the job: allocates the buffers, and finds out who reads whose."""
+        names: list[str] = [""] * NUM_BUFFERS
+        sends: list[Tensor] = []
+        with together():
+            for first in range(NUM_BUFFERS):
+                size = self._most_bytes(first, 0)
+                if self._share and self._device.type == "cpu":
+                    buffer, names[first] = shared.create(size)
+                else:
+                    buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+                sends.append(buffer)
+        offers: list[list[tuple[str, int]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(offers, [(name, send.numel()) for name, send in zip(names, sends, strict=True)])
+        senders = {peer for _, receives in self._rounds for peer in receives}
+        if self._share and self._device.type == "cpu":
+            for peer in senders:
+                needed = [
+                    any(peer in receives for _, receives in self._rounds[first::NUM_BUFFERS])
+                    for first in range(NUM_BUFFERS)
+                ]
+                views = [
+                    shared.attach(*offer) if wanted else torch.empty(0)
+                    for offer, wanted in zip(offers[peer], needed, strict=True)
+                ]
+                found = [view for view in views if view is not None]
+                if len(found) == NUM_BUFFERS:
+                    self._near[peer] = found
+        readers: list[set[int]] = [set() for _ in offers]
+        dist.all_gather_object(readers, set(self._near))
+        self._read_by = {peer for peer, read in enumerate(readers) if self._rank in read}
+        for name in names:
+            shared.remove(name)
+        with together():
+            receives = [
+                torch.empty(self._most_bytes(first, 1), dtype=torch.uint8, device=self._device)
+                for first in range(NUM_BUFFERS)
+            ]
+        self._staging = list(zip(sends, receives, strict=True))
+
+    def _most_bytes(self, first: int, way: int) -> int:
+        """Largest buffer, to send (`way` 0) or to receive (1), of every `NUM_BUFFERS`-th round from `first` on."""
         turns = self._rounds[first::NUM_BUFFERS]
-        sizes = [max((sum(map(_message_bytes, peers[way].values())) for peers in turns), default=0) for way in (0, 1)]
-        send, receive = (torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes)
-        return send, receive
+        far = [[copies for peer, copies in peers[way].items() if way == 0 or peer not in self._near] for peers in turns]
+        return max((sum(map(_message_bytes, messages)) for messages in far), default=0)
 
     def _messages(self, number: int, way: int) -> dict[int, Tensor]:
-        """Peer -> its part of the round's buffer; `way` is 0 to send and 1 to receive."""
+        """Peer -> its part of the round's buffer; `way` is 0 to send and 1 to receive, from those that are not near."""
         buffer = self._staging[number % NUM_BUFFERS][way]
         found, offset = {}, 0
         for peer, copies in self._rounds[number][way].items():
-            size = _message_bytes(copies)
-            found[peer] = buffer[offset : offset + size]
-            offset += size
+            if way == 0 or peer not in self._near:
+                size = _message_bytes(copies)
+                found[peer] = buffer[offset : offset + size]
+                offset += size
         return found
 
     def _pack_round(self, number: int) -> int:
-        if not self._staging:
-            self._staging = [self._allocate(first) for first in range(NUM_BUFFERS)]
         sends = self._rounds[number][0]
         for peer, message in self._messages(number, 0).items():
             self._pack(sends[peer], message)
         return 0
 
     def _post(self, number: int) -> list[dist.Work]:
-        """Starts all messages of a round at the same time."""
+        """Starts all messages of a round at the same time, but for those that are read where they are."""
         tag = number % NUM_BUFFERS
         operations = [
             dist.P2POp(call, message, peer, tag=tag)
             for way, call in ((1, dist.irecv), (0, dist.isend))
             for peer, message in self._messages(number, way).items()
+            if way == 1 or peer not in self._read_by
         ]
         return list(dist.batch_isend_irecv(operations)) if operations else []
 
     def _unpack_round(self, number: int, sink: Sink) -> int:
+        """What came through sockets."""
+        return sum(self._unpack(number, peer, message, sink) for peer, message in self._messages(number, 1).items())
+
+    def _unpack_near(self, number: int, sink: Sink) -> int:
+        """What lies in other ranks' buffers, which all have packed; it is read before the ranks agree again."""
         receives, total = self._rounds[number][1], 0
-        for peer, message in self._messages(number, 1).items():
-            where = f"round {number + 1} of {self.num_rounds}, message from rank {peer}"
-            total += self._unpack(receives[peer], message, where, sink)
+        for peer, buffers in self._near.items():
+            if peer in receives:
+                start = self._places[number][peer]
+                message = buffers[number % NUM_BUFFERS][start : start + _message_bytes(receives[peer])]
+                total += self._unpack(number, peer, message, sink)
         return total
 
     def _source(self, copy: Copy) -> Tensor:
@@ -169,41 +228,111 @@ class Transfer:
         return values if self._quantize is None or copy.wire_dtype != FP8 else self._quantize(copy, values)
 
     def _copy(self, bucket: Sequence[Copy], sink: Sink) -> int:
-        """Copies inside this rank."""
-        return self._deliver([(copy, self._source(copy)) for copy in bucket], "local copy", sink)
+        """Copies inside this rank: whole, or in parts where each is cast."""
+        plain, total = [], 0
+        for copy in bucket:
+            if self._sources[copy.source_name].dtype == self._dtype(copy) or copy.wire_dtype == FP8:
+                plain.append(copy)
+            else:
+                total += sum(
+                    self._deliver([part], [self._source(part)], None, "local copy", sink)
+                    for part in copy.parts(_CAST_BYTES)
+                )
+        return total + self._deliver(plain, [self._source(copy) for copy in plain], None, "local copy", sink)
 
-    def _deliver(self, values: Sequence[tuple[Copy, Tensor]], where: str, sink: Sink) -> int:
-        """Casts, hands over, and returns the sum of what was handed over."""
-        arrivals = [
-            Arrival(copy.target_name, copy.target_region, data.to(DTYPES[self._target_dtypes[copy.target_name]]))
-            for copy, data in values
-        ]
-        try:
-            sink(arrivals)
-        except Exception as error:
-            raise RuntimeError(f"{where}: writing {_names(copy for copy, _ in values)} failed: {error}") from error
-        return sum(bit_sum(arrival.data) for arrival in arrivals)
+    def _dtype(self, copy: Copy) -> torch.dtype:
+        return DTYPES[self._target_dtypes[copy.target_name]]
+
+    def _deliver(
+        self, copies: Sequence[Copy], values: Sequence[Tensor], sent: Tensor | None, where: str, sink: Sink
+    ) -> int:
+        """Casts, hands over, and compares.
+
+        Args:
+            copies: Whose.
+            values: Of each.
+            sent: `bits` of each as the sender found it; None: this rank is the sender.
+            where: For messages.
+            sink: Takes them.
+
+        Returns:
+            Sum of what was handed over.
+        """
+        items = []
+        for number, (copy, data) in enumerate(zip(copies, values, strict=True)):
+            given = None if sent is None else sent[number]
+            dtype = self._dtype(copy)
+            if data.dtype != dtype:
+                arrived = WeightSlice(copy.target_name, copy.target_region, data, given)
+                if given is not None and int(bits(data)) != int(given):
+                    raise RuntimeError(f"{where}: {_difference(arrived, int(given), int(bits(data)))}")
+                data, given = data.to(dtype), None
+            items.append(WeightSlice(copy.target_name, copy.target_region, data, given))
+        total, read_back = hand_over(items, sink, where)
+        self.read_back &= read_back
+        return total
 
     def _pack(self, copies: Sequence[Copy], message: Tensor) -> None:
-        """Fills a message: the copies' bytes, then their sum."""
-        for copy, part in zip(copies, _parts(copies, message), strict=True):
-            part.copy_(self._source(copy))
-        message[-_WORD:].view(torch.int64).copy_(message[:-_WORD].view(torch.int64).sum())
+        """Fills a message: the copies' bytes, then their sums."""
+        parts, sums = _parts(copies, message)
+        for number, (copy, part) in enumerate(zip(copies, parts, strict=True)):
+            sums[number] = copy_bits(part, self._source(copy))[1]
 
-    def _unpack(self, copies: Sequence[Copy], message: Tensor, where: str, sink: Sink) -> int:
-        """Compares checksums, then delivers."""
-        arrived, sent = word_sum(message[:-_WORD]), word_sum(message[-_WORD:])
-        if arrived != sent:
-            raise RuntimeError(
-                f"{where}: what arrived adds up to {arrived:016x}, what was sent to {sent:016x}; damaged: "
-                f"{_names(copies)}"
-            )
-        return self._deliver(list(zip(copies, _parts(copies, message), strict=True)), where, sink)
+    def _unpack(self, number: int, peer: int, message: Tensor, sink: Sink) -> int:
+        """Delivers a message, which compares its sums."""
+        copies = self._rounds[number][1][peer]
+        parts, sums = _parts(copies, message)
+        where = f"round {number + 1} of {self.num_rounds}, message from rank {peer}"
+        return self._deliver(copies, parts, sums, where, sink)
 
 
-def _names(copies: Iterable[Copy]) -> str:
+def hand_over(items: Sequence[WeightSlice], sink: Sink, where: str) -> tuple[int, bool]:
+    """Gives slices to a sink and compares the bits that were given with those that came.
+
+    Args:
+        items: Where `given` is there, it is the sender's.
+        sink: Takes them.
+        where: For messages.
+
+    Returns:
+        (sum of what was given modulo 2^64, whether all of it was read back from where it was written).
+
+    Raises:
+        RuntimeError: The sink failed, or bits differ; tensors are named.
+    """
+    if not items:
+        return 0, True
+    try:
+        sink(items)
+    except Exception as error:
+        raise RuntimeError(f"{where}: writing {_names(items)} failed: {error}") from error
+    given, came = [], []
+    for item in items:
+        found = item.stored if item.stored is not None else bits(item.data)
+        came.append(found)
+        given.append(item.given if item.given is not None else found)
+    sums = torch.stack([torch.stack(given), torch.stack(came)]).tolist()  # waits for a GPU once
+    for item, sent, arrived in zip(items, *sums, strict=True):
+        if sent != arrived:
+            raise RuntimeError(f"{where}: {_difference(item, sent, arrived)}")
+    return sum(sums[0]) % MODULUS, all(item.stored is not None for item in items)
+
+
+def _difference(item: WeightSlice, sent: int, arrived: int) -> str:
+    """Why the sums of a slice are not the same."""
+    came = int(bits(item.data))
+    region = f"'{item.name}' {list(item.region)}"
+    if came == sent:
+        return (
+            f"what is stored of {region} adds up to {arrived % MODULUS:016x}, what was given to {sent % MODULUS:016x}: "
+            "a write was lost, or something else wrote"
+        )
+    return f"what arrived adds up to {came % MODULUS:016x}, what was sent to {sent % MODULUS:016x}; damaged: {region}"
+
+
+def _names(items: Iterable[WeightSlice]) -> str:
     """The target tensors, shortened where they are many."""
-    names = list(dict.fromkeys(copy.target_name for copy in copies))
+    names = list(dict.fromkeys(item.name for item in items))
     return f"'{names[0]}'" if len(names) == 1 else f"'{names[0]}' to '{names[-1]}' ({len(names)} tensors)"
 
 
@@ -217,6 +346,23 @@ def _by_peer(copies: Sequence[Copy], rank: int) -> tuple[dict[int, list[Copy]], 
         if copy.target_rank == rank:
             receives.setdefault(copy.source_rank, []).append(copy)
     return sends, receives
+
+
+def _places(copies: Sequence[Copy], rank: int) -> dict[int, int]:
+    """Sender -> first byte of its message to `rank` in its buffer, which `_by_peer` puts in order there."""
+    sent: dict[int, dict[int, list[Copy]]] = {}
+    senders = {copy.source_rank for copy in copies if copy.target_rank == rank}
+    for copy in copies:
+        if copy.source_rank in senders:
+            sent.setdefault(copy.source_rank, {}).setdefault(copy.target_rank, []).append(copy)
+    found = {}
+    for sender, messages in sent.items():
+        offset = 0
+        for receiver, parts in messages.items():
+            if receiver == rank:
+                found[sender] = offset
+            offset += _message_bytes(parts)
+    return found
 
 
 class _Work:
@@ -248,19 +394,19 @@ def _wait(works: Iterable[dist.Work]) -> None:
 
 
 def _message_bytes(copies: Sequence[Copy]) -> int:
-    return sum(_aligned(copy.num_bytes) for copy in copies) + _WORD
+    return sum(_aligned(copy.num_bytes) + _WORD for copy in copies)
 
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _WORD) * _WORD
 
 
-def _parts(copies: Sequence[Copy], message: Tensor) -> list[Tensor]:
-    """Views of a message, one per copy, in its wire dtype and shape."""
+def _parts(copies: Sequence[Copy], message: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Views of a message: one per copy, in its wire dtype and shape, and the sums [copies]."""
     parts, offset = [], 0
     for copy in copies:
         shape = [stop - start for start, stop in copy.target_region]
         part = message[offset : offset + copy.num_bytes].view(DTYPES[copy.wire_dtype]).view(shape)
         parts.append(part)
         offset += _aligned(copy.num_bytes)
-    return parts
+    return parts, message[offset:].view(torch.int64)

@@ -9,7 +9,8 @@ import pytest
 import xxhash
 
 from mrl.errors import UserError
-from mrl.files.output_file import OutputFile, hash_file
+from mrl.files import output_file
+from mrl.files.output_file import BLOCK_BYTES, OutputFile, hash_file
 
 
 def test_the_hash_is_that_of_the_bytes_on_the_disk(tmp_path):
@@ -40,6 +41,55 @@ def test_a_disk_that_takes_no_more_is_one_message(tmp_path):
         try:
             with OutputFile(sys.argv[1]) as file:
                 file.write(bytes(4000))
+        except UserError as error:
+            print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "x")], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"'{tmp_path / 'x'}' cannot be written: File too large.\n"
+
+
+PIECES = [BLOCK_BYTES + 1, 7, 3 * BLOCK_BYTES, 2 * BLOCK_BYTES - 8, 12_345]
+"""Bytes of calls that end inside blocks, at their end, and several blocks further."""
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_blocks_that_are_written_beside_the_caller_are_the_bytes_that_were_given(tmp_path, monkeypatch, direct):
+    if not direct:
+        monkeypatch.setattr(output_file, "_DIRECT", 0)  # as where the system has no such flag
+    digest = xxhash.xxh3_64()
+    with OutputFile(tmp_path / "x") as file:
+        for size in PIECES:
+            data = bytearray(os.urandom(size))
+            digest.update(data)
+            file.write(data)
+            data[:] = bytes(size)  # the buffer is the caller's again
+    assert file.num_bytes == (tmp_path / "x").stat().st_size == sum(PIECES)
+    assert file.xxh3 == hash_file(tmp_path / "x") == digest.hexdigest()
+
+
+def test_what_a_file_system_does_not_take_directly_goes_through_the_cache(tmp_path):
+    """Three bytes at an odd place: no file system takes these past its cache."""
+    with OutputFile(tmp_path / "x") as file:
+        file._set_direct(True)
+        file._write(memoryview(b"abc"), 1)
+        assert not file._direct
+    assert (tmp_path / "x").read_bytes() == b"\0abc"
+
+
+@pytest.mark.parametrize("size", [6, 40])
+def test_a_disk_that_fills_up_in_the_middle_of_a_file_is_one_message(tmp_path, size):
+    script = f"""
+        import resource, signal, sys
+        from mrl.errors import UserError
+        from mrl.files.output_file import OutputFile
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5_000_001, 5_000_001))
+        try:
+            with OutputFile(sys.argv[1]) as file:
+                for _ in range({size}):
+                    file.write(bytes(1 << 20))
         except UserError as error:
             print(error)
     """

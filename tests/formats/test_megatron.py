@@ -127,6 +127,29 @@ def test_a_box_of_our_own_file_is_read_without_a_copy(tmp_path):
         assert part.untyped_storage().nbytes() == size, "a view of the mapped file"
 
 
+def test_only_what_one_box_holds_can_be_looked_at_and_all_can_be_copied_into_place(tmp_path):
+    """At tp 2 and pp 2 a norm is one box, a matrix two."""
+    arch = ARCHS["biases, tied"]
+    hf = random_model(arch)
+    write(tmp_path / "out", arch, GRIDS["tp2_pp2"], hf)
+    looked_at = set()
+    with MegatronSource(tmp_path / "out") as source:
+        for name, tensor in hf.items():
+            region = whole(tensor.shape)
+            found = source.view(name, region)
+            if found is not None:
+                assert torch.equal(found, tensor)
+                looked_at.add(name)
+            into = torch.full_like(tensor, 7.0)
+            source.copy_into(into, name, region)
+            assert torch.equal(into, tensor), name
+            half = torch.empty_like(tensor, dtype=torch.bfloat16)
+            source.copy_into(half, name, region)
+            assert torch.equal(half, tensor.bfloat16()), name
+    assert "model.norm.weight" in looked_at
+    assert "model.embed_tokens.weight" not in looked_at
+
+
 def test_copies_write_nothing(tmp_path):
     """World of 8 at TP2xPP2: only the first data-parallel rank of each place has a file."""
     target = MegatronTarget(MODELS["biases, tied"], GRIDS["tp2_pp2_dp2"], "float32")

@@ -53,6 +53,15 @@ def test_safetensors_reads_what_is_written(tmp_path):
     assert all(found[name].shape == tensors[name].shape for name in tensors)
 
 
+@pytest.mark.parametrize("name_length", range(1, 70, 9))
+def test_data_begins_where_a_copy_from_memory_is_aligned(tmp_path, name_length):
+    tensors = {"n" * name_length: torch.arange(5.0)}
+    write(tmp_path / "x", tensors)
+    (header,) = SafetensorsFile(tmp_path / "x").headers.values()
+    assert header.start % 64 == 0
+    assert torch.equal(load_file(tmp_path / "x")["n" * name_length], torch.arange(5.0))
+
+
 def test_the_reader_returns_what_safetensors_wrote(tmp_path):
     tensors = example()
     save_file(tensors, tmp_path / "x.safetensors", {"format": "pt"})

@@ -259,7 +259,7 @@ def breaks_and_recovers(kind):
 @pytest.mark.parametrize(
     "kind, named",
     [
-        (Failing, ["rank 1 failed", "writing 'embed' to 'layers.3.down'", "no room"]),
+        (Failing, ["rank 1 failed", "writing 'layers.0.input_norm' to 'final_norm'", "no room"]),
         (Losing, ["rank 1 failed", "a write was lost"]),
         (Unfinished, ["rank 1 failed", "no room to pack"]),
     ],
@@ -269,6 +269,55 @@ def test_after_a_failed_refit_no_engine_generates_until_a_whole_one(kind, named)
         assert before == again == after == "passed"
         assert all(word in refit for word in named), refit
         assert during != "passed"
+
+
+class Counting(NativeEngine):
+    """Counts how often it is asked for the sum of all that it stores."""
+
+    sums = 0
+
+    def checksum(self):
+        self.sums += 1
+        return super().checksum()
+
+
+def counts_sums():
+    side = Side(ARCHS[NAME], Grid(2, 2), engine=Counting)
+    side.train_to(seed=0)
+    found = []
+    for what in ("first", "second", "third", "fails", "after a failure", "then", "released", "last"):
+        if what == "fails":
+            side.engine.update_weights, kept = None, side.engine.update_weights
+            outcome(lambda: side.refit(1))
+            side.engine.update_weights = kept
+        elif what == "released":
+            side.engine.release()
+            side.refit(1)
+        else:
+            side.refit(1)
+        found.append(side.engine.sums)
+    side.assert_engine_holds(seed=0)
+    return found
+
+
+def test_the_sum_of_all_that_is_stored_is_asked_for_in_first_refits_and_after_failures():
+    for found in run_ranks(2, counts_sums):
+        assert found == [1, 1, 1, 1, 2, 2, 3, 3]
+
+
+def shares_storage():
+    side = Side(ARCHS[NAME], Grid(2, 2))
+    weights = side.engine._weights
+    if dist.get_rank() == 1:
+        weights["layers.1.down"] = weights["layers.0.down"]
+    side.train_to(seed=0)
+    return outcome(lambda: side.refit(0))
+
+
+def test_a_tensor_that_lies_where_another_one_does_is_found_before_anything_is_sampled():
+    for message in run_ranks(2, shares_storage):
+        assert "rank 1 failed" in message
+        assert "a write was lost, or something else wrote" in message
 
 
 def builds_with_wrong_tensors():

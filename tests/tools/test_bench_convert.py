@@ -31,8 +31,9 @@ def test_a_stage_reports_what_it_did(tmp_path):
     assert (tmp_path / "out" / "manifest.json").is_file()
     assert abs(found["target_bytes"] - size) < size / 100
     assert found["s"] > 0 and found["peak_rss"] > found["peak_own"] > 0
-    plain, synced = TOOL["copy"]([tmp_path / "hf" / "config.json"], tmp_path / "copy")
-    assert 0 < plain <= synced
+    assert found["cpu_s"] > 0
+    copied = TOOL["copy"]([tmp_path / "hf" / "config.json"], tmp_path / "copy")
+    assert 0 < copied["cp_s"] <= copied["cp_synced_s"] and copied["cp_cpu_s"] >= 0
 
 
 def test_a_comparison_that_cannot_run_says_why(tmp_path):

@@ -23,12 +23,12 @@ def own_ranks():
     close_pools()
 
 
-def measured(engine):
+def measured(engine, tp=1):
     sys.path.insert(0, str(ROOT / "tools"))
     tool = importlib.import_module("bench_refit")
     args = argparse.Namespace(
         engine=engine, preset="qwen3_30b_a3b", num_layers=2, overrides=SMALL, dtype="float32", bucket_megabytes=1,
-        repeats=2, tp=1, pp=1, ep=1, etp=None, rollout_tp=1, rollout_ep=1,
+        repeats=2, tp=tp, pp=1, ep=1, etp=None, rollout_tp=1, rollout_ep=1,
     )  # fmt: skip
     return tool.run_case(args, torch.device("cpu"))
 
@@ -37,6 +37,14 @@ def measured(engine):
 def test_a_refit_is_timed_whole_and_in_parts(engine):
     (found,) = run_ranks(1, measured, engine)
     assert found["engine"] == engine and found["bytes_moved"] == found["lower_bound_bytes"] == 0
-    whole, packing, sums = (found[name]["median"] for name in ("refit_s", "finish_s", "checksum_s"))
-    assert packing > 0 and sums > 0 and packing + sums < whole
-    assert found["ratio"] < found["ratio_transport"]
+    whole, packing = (found[name]["median"] for name in ("refit_s", "finish_s"))
+    assert 0 < packing < whole
+    assert found["ratio"] < found["ratio_transport"] and found["ratio_cpu"] > 0
+    assert found["ratio_sockets"] is None, "one rank sends nothing"
+
+
+def test_what_ranks_send_each_other_is_compared_with_the_sockets_alone():
+    for found in run_ranks(2, measured, "native", 2):
+        assert found["bytes_moved"] == found["lower_bound_bytes"] > 0
+        assert found["ratio_sockets"] > 0
+        assert found["sockets_s"]["median"] > 0

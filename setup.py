@@ -27,7 +27,7 @@ setup(
     package_dir={
         "": "."
     },  # an editable install is then a folder on the path, and wins over a clone named mrl in the cwd
-    package_data={"mrl": ["py.typed", "docs/*.md", "docs/mkdocs.yml"]},
+    package_data={"mrl": ["py.typed", "docs/*.md", "docs/mkdocs.yml", "engines/native/kernels.c"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.6,<3",

@@ -192,15 +192,17 @@ void gate(const T *gate_up, T *out, int64_t rows, int64_t inner) {
     }
 }
 
-/* scores[g][t] of `num` queries and `count` keys; q holds whole vectors. */
-static inline __attribute__((always_inline)) void score(const float *q, int64_t wide, const T *keys, int64_t dim,
-                                                        int64_t count, float (*scores)[SPAN], const int num) {
+/* scores[g][t] of `num` queries and `count` keys; q holds whole vectors. The values are read next. */
+static inline __attribute__((always_inline)) void score(const float *q, int64_t wide, const T *keys, const T *values,
+                                                        int64_t dim, int64_t count, float (*scores)[SPAN], const int num) {
     float tile[LANES * wide];
     for (int64_t first = 0; first < count; first += LANES) {
         int64_t here = count - first < LANES ? count - first : LANES;
         for (int64_t t = 0; t < here; t++)
-            for (int64_t i = 0; i < dim; i += LANES)
+            for (int64_t i = 0; i < dim; i += LANES) {
+                __builtin_prefetch(values + (first + t) * dim + i);
                 *(vec *)(tile + t * wide + i) = take(keys + (first + t) * dim + i, dim - i);
+            }
         memset(tile + here * wide, 0, (LANES - here) * wide * sizeof(float));
         for (int g = 0; g < num; g++) {
             vec sums[LANES];
@@ -215,14 +217,15 @@ static inline __attribute__((always_inline)) void score(const float *q, int64_t 
     }
 }
 
-/* acc[g] = acc[g] * keep[g] + scores[g] values */
+/* acc[g] = acc[g] * keep[g] + scores[g] values; `next` is read next. */
 static inline __attribute__((always_inline)) void mix(float *acc, int64_t wide, const float *keep, const T *values,
-                                                      int64_t dim, int64_t count, float (*scores)[SPAN],
+                                                      const T *next, int64_t dim, int64_t count, float (*scores)[SPAN],
                                                       const int num) {
     for (int64_t i = 0; i < dim; i += LANES) {
         vec sums[4];
         for (int g = 0; g < num; g++) sums[g] = *(vec *)(acc + g * wide + i) * keep[g];
         for (int64_t t = 0; t < count; t++) {
+            __builtin_prefetch(next + t * dim + i);
             vec v = take(values + t * dim + i, dim - i);
             for (int g = 0; g < num; g++) sums[g] += v * scores[g][t];
         }
@@ -231,8 +234,8 @@ static inline __attribute__((always_inline)) void mix(float *acc, int64_t wide, 
 }
 
 /* Up to four queries over `length` slots of one head, span by span with a running maximum. */
-static inline __attribute__((always_inline)) void attend_some(const T *queries, const T *keys, const T *values, T *out,
-                                                              int64_t length, int64_t dim, float scale,
+static inline __attribute__((always_inline)) void attend_some(const T *queries, const T *keys, const T *values, const T *next,
+                                                              T *out, int64_t length, int64_t dim, float scale,
                                                               const int num) {
     int64_t wide = (dim + LANES - 1) / LANES * LANES;
     float q[4 * wide], acc[4 * wide], scores[4][SPAN], top[4], sum[4], keep[4];
@@ -245,7 +248,7 @@ static inline __attribute__((always_inline)) void attend_some(const T *queries, 
     for (int64_t first = 0; first < length; first += SPAN) {
         int64_t count = length - first < SPAN ? length - first : SPAN;
         int64_t whole = (count + LANES - 1) / LANES * LANES;
-        score(q, wide, keys + first * dim, dim, count, scores, num);
+        score(q, wide, keys + first * dim, values + first * dim, dim, count, scores, num);
         for (int g = 0; g < num; g++) {
             for (int64_t t = count; t < whole; t++) scores[g][t] = -INFINITY;
             vec high = *(vec *)scores[g];
@@ -262,7 +265,8 @@ static inline __attribute__((always_inline)) void attend_some(const T *queries, 
             }
             sum[g] = sum[g] * keep[g] + total(sums);
         }
-        mix(acc, wide, keep, values + first * dim, dim, count, scores, num);
+        mix(acc, wide, keep, values + first * dim, first + SPAN < length ? keys + (first + SPAN) * dim : next, dim, count,
+            scores, num);
     }
     for (int g = 0; g < num; g++)
         for (int64_t i = 0; i < dim; i += LANES)
@@ -285,13 +289,13 @@ void attend(const T *q, const T *k, const T *v, int64_t stride, const int64_t *p
         memcpy(own_keys + position * dim, k + row * stride + head * dim, dim * sizeof(T));
         memcpy(own_values + position * dim, v + row * stride + head * dim, dim * sizeof(T));
         for (int64_t g = 0; g < group; g += 4) {
-            const T *some = queries + g * dim;
+            const T *some = queries + g * dim, *next = own_keys + (g + 4 < group ? 0 : head_stride);
             T *to = out + (row * heads + head * group + g) * dim;
             switch (group - g) {
-            case 1: attend_some(some, own_keys, own_values, to, position + 1, dim, scale, 1); break;
-            case 2: attend_some(some, own_keys, own_values, to, position + 1, dim, scale, 2); break;
-            case 3: attend_some(some, own_keys, own_values, to, position + 1, dim, scale, 3); break;
-            default: attend_some(some, own_keys, own_values, to, position + 1, dim, scale, 4);
+            case 1: attend_some(some, own_keys, own_values, next, to, position + 1, dim, scale, 1); break;
+            case 2: attend_some(some, own_keys, own_values, next, to, position + 1, dim, scale, 2); break;
+            case 3: attend_some(some, own_keys, own_values, next, to, position + 1, dim, scale, 3); break;
+            default: attend_some(some, own_keys, own_values, next, to, position + 1, dim, scale, 4);
             }
         }
     }

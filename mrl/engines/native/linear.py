@@ -2,9 +2,9 @@
 
 Owns the choice of compute dtype and the packed copies of weights. On CUDA nothing is copied but FP8. On an x86 CPU a
 product has the form that was measured to be the fastest for its shape (`forms`), at the price of one more copy of most
-matrices; the form is the same for any number of rows, on every rank and in every run of this machine: a run that goes on
-must have the numbers of one that never stopped. A CPU without bfloat16 instructions multiplies bfloat16 many times slower
-than float32, so there the copy is float32, and so are activations and KV cache.
+matrices; the form is the same for any number of rows, on every rank and in every run of this machine: a run that goes
+on must have the numbers of one that never stopped. A CPU without bfloat16 instructions multiplies bfloat16 many times
+slower than float32, so there the copy is float32, and so are activations and KV cache.
 
 A weight that is stored in FP8 is multiplied with its scales once for each refit, into a copy on every device: products
 are those of the weights that were quantised, with activations that are not.

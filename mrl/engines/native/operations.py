@@ -2,7 +2,8 @@
 
 Owns the operations that `compiled` replaces on a CPU. Each computes every row alone.
 
-Shapes: P packed tokens, B decoding rows, H hidden, N heads and K KV heads of this rank, D head dim, I inner, V vocabulary.
+Shapes: P packed tokens, B decoding rows, H hidden, N heads and K KV heads of this rank, D head dim, I inner columns,
+V vocabulary.
 """
 
 from __future__ import annotations

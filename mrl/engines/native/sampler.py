@@ -1,7 +1,7 @@
 """From logits to tokens and their log-probabilities, under the sampling contract.
 
-Owns the order of its steps; the maths is in `functional/sampling.py`, and of the whole softmax in `operations`. Each row
-is computed alone.
+Owns the order of its steps; the maths is in `functional/sampling.py`, that of the whole softmax in `operations`. Each
+row is computed alone.
 """
 
 from __future__ import annotations

@@ -10,6 +10,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(BF16) && defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 
 #ifdef __AVX512F__
 #define LANES 16
@@ -30,12 +33,16 @@ typedef uint16_t T;
 
 static inline vec widen(hvec half) { return (vec)(__builtin_convertvector(half, uvec) << 16); }
 
+#ifdef __AVX512BF16__
+static inline hvec narrow(vec x) { return (hvec)_mm512_cvtneps_pbh((__m512)x); }
+#else
 static inline hvec narrow(vec x) { /* to nearest, ties to even; what is not a number stays so */
     uvec bits = (uvec)x;
     uvec rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     uvec is_nan = (uvec)(x != x);
     return __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7fc0), hvec);
 }
+#endif
 
 static inline vec load(const T *from) { return widen(*(const hvec *)from); }
 static inline void store(T *to, vec x) { *(hvec *)to = narrow(x); }

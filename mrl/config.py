@@ -375,7 +375,7 @@ class RolloutConfig:
     free_cache_engine: bool = True
     """Free the KV cache between samplings, and the engine's weights while training."""
     enforce_eager: bool = False
-    """No CUDA graphs."""
+    """No CUDA graphs; on a CPU the native engine compiles nothing."""
     calculate_log_probs: bool = True
     """Must be true: sampling-time log-probabilities are pi_old."""
     enable_rollout_routing_replay: bool = False

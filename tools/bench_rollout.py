@@ -19,7 +19,8 @@ One JSON line for each model and dtype:
 
     ratio           transformers' median time over the native engine's
     engines         name -> its times; tokens_per_s; ratio, transformers' median time over its own; times_floor, its own
-                    over the floor; cores, the processors that it kept busy
+                    over the floor; cores, the processors that it kept busy; processor_s, their time: with one thread
+                    (--num-threads 1) it does not depend on what else the machine does
     floor_s         what no loop over forwards beats here: for each forward the larger of (stored weight bytes / memory
                     bandwidth) and (FLOPs / matrix rate), both rates measured in the same run
     refittable_price    vllm's median time over vllm_packed's
@@ -235,6 +236,7 @@ def figures(turns: Mapping[str, Turns], name: str, batch: int, floor_s: float) -
         "ratio": round(turns[PEER].median_s / own.median_s, 2),
         "times_floor": round(own.median_s / floor_s, 2),
         "cores": round(own.cores, 2),
+        "processor_s": spread(own.processor_s),
     }
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from mrl.distributed import token
@@ -126,6 +127,12 @@ def share_no_store() -> None:
 def is_restart() -> bool:
     """Whether torchrun has started these ranks again after a failure (--max-restarts)."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def cache_folder() -> Path | None:
+    """Where this user's programs keep what they can make again; it need not be there yet. None: there is no home."""
+    found = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    return found / "mrl" if found.is_absolute() else None
 
 
 def variables(*names: str) -> dict[str, str]:

@@ -26,10 +26,11 @@ from mrl.engines._poll import Poll
 from mrl.engines._prompts import check_prompts
 from mrl.engines._talk import Talk
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
-from mrl.engines.native.attention import DecodeAttention
+from mrl.engines.native.compiled import operations
 from mrl.engines.native.cuda_graphs import DecodeGraphs
 from mrl.engines.native.generation import Generation
 from mrl.engines.native.kv_cache import KVCache
+from mrl.engines.native.linear import compute_dtype
 from mrl.engines.native.model import Decoder
 from mrl.engines.native.parking import Parking
 from mrl.engines.native.rows import Rows, record_of
@@ -73,6 +74,9 @@ class NativeEngine(RolloutEngine):
             name: torch.zeros(stored.shape, dtype=DTYPES[stored.dtype], device=device)
             for name, stored in self._layout.items()
         }
+        between, problem = operations(compute_dtype(spec.dtype, device), device, eager=config.enforce_eager)
+        if problem is not None:
+            self.notes = (f"the native engine computes by PyTorch's operators, slower than compiled ones: {problem}",)
         self._model = Decoder(
             arch,
             {name: self._weights[name] for name in own},
@@ -86,6 +90,7 @@ class NativeEngine(RolloutEngine):
                 for name, stored in own.items()
                 if is_quantized(stored, grids)
             },
+            operations=between,
         )
         later_bytes = self._model.later_bytes(config.max_num_batched_tokens)
         if device.type == "cpu":  # a CPU gives zeros their memory when they are written
@@ -304,7 +309,8 @@ class NativeEngine(RolloutEngine):
         rows = self._rows
         positions_B, tokens_B = rows.positions_S[:batch], rows.tokens_S[:batch]
         routed_BLK = None if rows.routed_SLK is None else rows.routed_SLK[:batch]
-        attention = DecodeAttention(self._cache, positions_B, length, self._model.num_heads)
+        decode_attention = self._model.operations.decode_attention
+        attention = decode_attention(self._cache, positions_B, length, self._model.num_heads)
         hidden_BH = self._model.forward(tokens_B, positions_B, attention, routed_PLK=routed_BLK)
         rows.keep_routed(batch)
         return self._model.logits(hidden_BH)

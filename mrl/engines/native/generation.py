@@ -69,7 +69,7 @@ class Generation:
         self._decode_step = decode_step
         self._scheduler = scheduler
         self._sampling = sampling
-        self._sampler = Sampler(sampling)
+        self._sampler = Sampler(sampling, model.operations)
         self._stopping = stopping
         self._chunks = partial(prefill_chunks, max_tokens=max_prefill_tokens, cut=cut_prompts)
         self._abandoned = abandoned

@@ -1,10 +1,10 @@
 """Matrix products with few rows, over a weight that is packed once for each refit.
 
-Owns the choice of compute dtype and the packed copies of weights. On CUDA nothing is copied but FP8. On an x86 CPU
-oneDNN's inner product takes the weight in an order of its own choice, so that no product reorders it, at the price of
-one more copy of each matrix. There is one form, whatever the processor, its threads and the rows: forms differ in the
-last bits, and a run that goes on must have the numbers of one that never stopped. A CPU without bfloat16 instructions
-multiplies bfloat16 many times slower than float32, so there the copy is float32, and so are activations and KV cache.
+Owns the choice of compute dtype and the packed copies of weights. On CUDA nothing is copied but FP8. On an x86 CPU a
+product has the form that was measured to be the fastest for its shape (`forms`), at the price of one more copy of most
+matrices; the form is the same for any number of rows, on every rank and in every run of this machine: a run that goes
+on must have the numbers of one that never stopped. A CPU without bfloat16 instructions multiplies bfloat16 many times
+slower than float32, so there the copy is float32, and so are activations and KV cache.
 
 A weight that is stored in FP8 is multiplied with its scales once for each refit, into a copy on every device: products
 are those of the weights that were quantised, with activations that are not.
@@ -16,14 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mrl.engines.native.forms import Form, form_of
 from mrl.engines.native.scales import Scales
-
-ROWS_HINT = 64
-"""Rows that the inner product's order is chosen for; any value from 8 up gives the same order."""
-
-FEWEST_ROWS = 2
-"""A product of one row is another kernel, which adds long sums in another order: a row's bits would depend on whether
-it is alone."""
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -47,14 +41,14 @@ class Linear:
         self._stored = (weight, bias)
         self._scales = scales
         self._dtype = dtype
-        self._packs = _packs(weight.device)
+        self._form: Form | None = form_of(tuple(weight.shape), dtype) if _packs(weight.device) else None
         self._weight, self._bias = weight, bias
 
     @property
     def copy_bytes(self) -> int:
         """Bytes that `refresh` takes beside the stored weight."""
         weight, _ = self._stored
-        copies = self._packs or weight.dtype != self._dtype
+        copies = weight.dtype != self._dtype or (self._form is not None and self._form.copies)
         return weight.numel() * self._dtype.itemsize if copies else 0
 
     def refresh(self) -> None:
@@ -64,10 +58,10 @@ class Linear:
         if self._scales is None:
             self._weight = weight.to(self._dtype)
         else:  # a copy that CUDA graphs have captured keeps its address
-            kept = None if self._packs or self._weight is weight else self._weight
+            kept = None if self._form is not None or self._weight is weight else self._weight
             self._weight = self._scales.weight(weight, kept, self._dtype)
-        if self._packs:
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight, ROWS_HINT)
+        if self._form is not None:
+            self._weight = self._form.pack(self._weight)
 
     def forget(self) -> None:
         """Lets go of the copies that `refresh` made."""
@@ -75,16 +69,12 @@ class Linear:
 
     def __call__(self, x_PI: Tensor) -> Tensor:
         """The product [P, out]."""
-        if not self._packs:
+        if self._form is None:
             return F.linear(x_PI, self._weight, self._bias)
-        num = x_PI.size(0)
-        if num < FEWEST_ROWS:
-            x_PI = F.pad(x_PI, (0, 0, 0, FEWEST_ROWS - num))
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x_PI, self._weight, self._bias, "none", [], "")
-        return out[:num]
+        return self._form(x_PI, self._weight, self._bias)
 
 
 def _packs(device: torch.device) -> bool:
-    """Whether products are oneDNN's, over packed copies."""
+    """Whether products have a form of their own."""
     on_x86 = torch.backends.cpu.get_cpu_capability().startswith("AVX")
     return device.type == "cpu" and on_x86 and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]

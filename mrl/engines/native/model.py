@@ -9,7 +9,7 @@ Shapes: P packed tokens, N heads and K KV heads of this rank, D head dim, H hidd
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -19,21 +19,18 @@ from torch import Tensor
 
 from mrl.engines.native.experts import NAMES, Experts
 from mrl.engines.native.linear import Linear, compute_dtype
+from mrl.engines.native.operations import Attention, HeadNorms, Heads, Operations
 from mrl.engines.native.scales import Scales
 from mrl.functional.rope import inverse_frequencies, scale_llama3
 from mrl.models.base import ArchSpec
 from mrl.weights.native import expert_shard
-
-Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q_PND, k_PKD, v_PKD) -> [P, N, D]; stores the keys and values in the cache."""
 
 
 @dataclass
 class _Layer:
     input_norm: Tensor
     qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    head_norms: HeadNorms | None
     o: Linear
     post_norm: Tensor
     mlp: Mlp | Experts
@@ -42,14 +39,14 @@ class _Layer:
 class Mlp:
     """The gated MLP of a dense layer; what it returns is this rank's share of the sum."""
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
+    def __init__(self, gate_up: Linear, down: Linear, operations: Operations) -> None:
         self._gate_up = gate_up
         self._down = down
+        self._operations = operations
 
     def __call__(self, x_PH: Tensor) -> tuple[Tensor, None]:
         """[P, H], and nothing: no experts were chosen."""
-        gate, up = self._gate_up(x_PH).chunk(2, 1)
-        return self._down(F.silu(gate).mul_(up)), None
+        return self._down(self._operations.gate(self._gate_up(x_PH))), None
 
 
 class Decoder:
@@ -62,9 +59,11 @@ class Decoder:
         max_positions: Rotary angles are prepared for positions below this.
         ep_size: Parts in which the replica's ranks spread the experts.
         scales: Of the weights that are stored in FP8, by their names.
+        operations: Between products; None: PyTorch's.
 
     Attributes:
         dtype: Of activations, keys and values.
+        operations: Between products.
         num_heads: Query heads of this rank.
         num_kv_heads: Key/value heads of this rank.
         is_capturable: Whether decoding can be captured in CUDA graphs.
@@ -79,8 +78,10 @@ class Decoder:
         max_positions: int,
         ep_size: int = 1,
         scales: Mapping[str, Scales] | None = None,
+        operations: Operations | None = None,
     ) -> None:
         self._arch = arch
+        self.operations = operations or Operations()
         self._weights = weights
         scales = scales or {}
         self._tp_group = tp_group if tp_group is not None and dist.get_world_size(tp_group) > 1 else None
@@ -96,8 +97,13 @@ class Decoder:
         if arch.rope_scaling is not None:
             inv_freq = scale_llama3(inv_freq, **asdict(arch.rope_scaling))
         angles = torch.outer(torch.arange(max_positions).float(), inv_freq).to(device)
-        self._cos = torch.cat([angles.cos(), angles.cos()], 1).to(self.dtype)
-        self._sin = torch.cat([-angles.sin(), angles.sin()], 1).to(self.dtype)
+        self._heads = Heads(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            eps=arch.rms_norm_eps,
+            cos=torch.cat([angles.cos(), angles.cos()], 1).to(self.dtype),
+            sin=torch.cat([-angles.sin(), angles.sin()], 1).to(self.dtype),
+        )
         self._experts: list[Experts] = []
         if arch.moe is not None:
             held = expert_shard(self._tp_size, tp_rank, ep_size).experts(arch.moe)
@@ -133,13 +139,14 @@ class Decoder:
             _Layer(
                 input_norm=vectors[f"layers.{i}.input_norm"],
                 qkv=self._linears[f"layers.{i}.qkv"],
-                q_norm=vectors.get(f"layers.{i}.q_norm"),
-                k_norm=vectors.get(f"layers.{i}.k_norm"),
+                head_norms=(vectors[f"layers.{i}.q_norm"], vectors[f"layers.{i}.k_norm"])
+                if f"layers.{i}.q_norm" in vectors
+                else None,
                 o=self._linears[f"layers.{i}.o"],
                 post_norm=vectors[f"layers.{i}.post_norm"],
                 mlp=self._experts[i]
                 if self._experts
-                else Mlp(self._linears[f"layers.{i}.gate_up"], self._linears[f"layers.{i}.down"]),
+                else Mlp(self._linears[f"layers.{i}.gate_up"], self._linears[f"layers.{i}.down"], self.operations),
             )
             for i in range(self._arch.num_layers)
         ]
@@ -179,21 +186,22 @@ class Decoder:
                 recorded of them. None: all.
             routed_PLK: Receives the experts that each layer chooses for each token.
         """
-        cos, sin = self._cos[positions_P][:, None], self._sin[positions_P][:, None]
-        x_PH = self._embed(tokens_P)
+        norm, eps = self.operations.norm, self._arch.rms_norm_eps
+        rotate = self.operations.rotation(self._heads, positions_P)
+        x_PH, share_PH = self._embed(tokens_P), None
         for i, layer in enumerate(self._layers):
-            q_PND, k_PKD, v_PKD = self._project(layer, self._norm(x_PH, layer.input_norm), cos, sin)
-            mixed = attention(i, q_PND, k_PKD, v_PKD).flatten(1)
+            x_PH, normed_PH = norm(x_PH, layer.input_norm, eps, share_PH)
+            qkv = layer.qkv(normed_PH).view(normed_PH.size(0), -1, self._arch.head_dim)
+            mixed = attention(i, *rotate(qkv, layer.head_norms)).flatten(1)
             if wanted_N is not None and routed_PLK is None and i == len(self._layers) - 1:
                 x_PH, mixed = x_PH[wanted_N], mixed[wanted_N]
-            x_PH = x_PH + self._sum(layer.o(mixed))
-            share_PH, chosen_PK = layer.mlp(self._norm(x_PH, layer.post_norm))
+            x_PH, normed_PH = norm(x_PH, layer.post_norm, eps, self._sum(layer.o(mixed)))
+            share_PH, chosen_PK = layer.mlp(normed_PH)
             if routed_PLK is not None and chosen_PK is not None:
                 routed_PLK[:, i] = chosen_PK
-            x_PH = x_PH + self._sum(share_PH)
-        if wanted_N is not None and routed_PLK is not None:
-            x_PH = x_PH[wanted_N]
-        return self._norm(x_PH, self._final_norm)
+            share_PH = self._sum(share_PH)
+        _, normed_PH = norm(x_PH, self._final_norm, eps, share_PH)
+        return normed_PH if wanted_N is None or routed_PLK is None else normed_PH[wanted_N]
 
     @torch.inference_mode()
     def logits(self, hidden_NH: Tensor) -> Tensor:
@@ -213,20 +221,6 @@ class Decoder:
         elsewhere = (rows < 0) | (rows >= table.size(0))
         found = F.embedding(rows.masked_fill(elsewhere, 0), table).to(self.dtype)
         return self._sum(found.masked_fill_(elsewhere[:, None], 0))
-
-    def _project(self, layer: _Layer, x_PH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, normed where the model does and rotated; values."""
-        heads, dim = self.num_heads, self._arch.head_dim
-        qkv = layer.qkv(x_PH).view(x_PH.size(0), -1, dim)
-        qk, v_PKD = qkv[:, : -self.num_kv_heads], qkv[:, -self.num_kv_heads :]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            qk = torch.cat([self._norm(qk[:, :heads], layer.q_norm), self._norm(qk[:, heads:], layer.k_norm)], 1)
-        half = dim // 2
-        rotated = torch.cat([qk[..., half:], qk[..., :half]], -1).mul_(sin).addcmul_(qk, cos)
-        return rotated[:, :heads], rotated[:, heads:], v_PKD
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.size(-1),), weight, self._arch.rms_norm_eps)
 
     def _sum(self, partial: Tensor) -> Tensor:
         """Collective over the replica: the sum of the ranks' partial results, in place."""

@@ -1,6 +1,7 @@
 """From logits to tokens and their log-probabilities, under the sampling contract.
 
-Owns the order of its steps; the maths is in `functional/sampling.py`. Each row is computed alone.
+Owns the order of its steps; the maths is in `functional/sampling.py`, that of the whole softmax in `operations`. Each
+row is computed alone.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 from mrl.engines.base import SamplingConfig
-from mrl.functional.sampling import draw, keep_threshold, uniforms
+from mrl.engines.native.operations import Operations
+from mrl.functional.sampling import draw, keep_threshold, truncates, uniforms
 
 
 class Sampler:
@@ -17,10 +19,12 @@ class Sampler:
 
     Args:
         sampling: The distribution.
+        operations: Draw from the whole softmax.
     """
 
-    def __init__(self, sampling: SamplingConfig) -> None:
+    def __init__(self, sampling: SamplingConfig, operations: Operations) -> None:
         self._sampling = sampling
+        self._operations = operations
 
     @torch.inference_mode()
     def sample(
@@ -38,6 +42,10 @@ class Sampler:
             With `with_support` also what was kept, bool [N, V], and the log of its probability before the cut [N].
         """
         sampling = self._sampling
+        if not (sampling.with_support or truncates(sampling.top_k, sampling.top_p, sampling.min_p)):
+            whole = self._operations.sample
+            tokens_N, logprobs_N = whole(logits_NV, keys_N, counts_N, sampling.temperature, greedy=sampling.greedy)
+            return tokens_N, logprobs_N, None
         logits = logits_NV.float()
         if sampling.temperature != 1.0:
             logits = logits.div_(sampling.temperature)

@@ -56,10 +56,10 @@ def tokens(rollouts):
     return {(r.prompt.uid, r.sample_index): r.response_ids for r in rollouts}
 
 
-def assert_greedy_tokens_are_those_of_transformers(folder):
+def assert_greedy_tokens_are_those_of_transformers(folder, **settings):
     """Tokens, and their log-probabilities."""
     model, prompts = reference(folder), make_prompts(LENGTHS)
-    rollouts = make_engine(folder).generate(prompts, SamplingConfig(n=1, max_tokens=64, greedy=True))
+    rollouts = make_engine(folder, **settings).generate(prompts, SamplingConfig(n=1, max_tokens=64, greedy=True))
     for prompt, rollout in zip(prompts, rollouts, strict=True):
         ids = torch.tensor([prompt.prompt_ids])
         expected = model.generate(
@@ -79,6 +79,11 @@ def assert_greedy_tokens_are_those_of_transformers(folder):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_those_of_transformers(folders, family):
     assert_greedy_tokens_are_those_of_transformers(folders(family))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_pytorchs_operators_give_the_same_tokens(folders, family):
+    assert_greedy_tokens_are_those_of_transformers(folders(family), enforce_eager=True)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 
 from mrl.engines._kept import Kept, add_step
 from mrl.engines.base import SamplingConfig
+from mrl.engines.native.operations import Operations
 from mrl.engines.native.sampler import Sampler
 from mrl.functional.logprobs import Distribution, VocabShard, linear_logprobs
 from mrl.functional.sampling import keep_threshold, stream_key
@@ -43,7 +44,7 @@ def sampled(sampling):
     """Kinds, sampled tokens, their log-probabilities by the sampler, and what it kept as a rollout."""
     logits, kinds = logits_of_kinds(), torch.arange(TOKENS) % KINDS
     keys = torch.tensor([stream_key(0, uid, 0) for uid in range(TOKENS)])
-    tokens, logprobs, kept = Sampler(sampling).sample(logits[kinds], keys, torch.zeros_like(keys))
+    tokens, logprobs, kept = Sampler(sampling, Operations()).sample(logits[kinds], keys, torch.zeros_like(keys))
     record = Kept()
     add_step(*kept, [record] * TOKENS)
     rollout = Rollout(Prompt(0, (1,), ""), 0, tokens.tolist(), logprobs.tolist(), "length", 0)

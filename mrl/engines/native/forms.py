@@ -1,0 +1,161 @@
+"""The forms in which a CPU can multiply few rows by a weight, and which of them a product takes: the fastest measured.
+
+Owns the measurement. Each form's product of one shape is timed once on a machine, in milliseconds, and the name of the
+fastest is kept in the user's cache folder by processor, PyTorch, dtype and shape. One thread multiplies, and its
+processor time counts: neither other programs nor the run's threads turn the choice. Forms differ in the last bits, so
+the choice must stand still: what is kept holds for every later run; all engines of a job take what the first of them
+took, and keep that; a form that is not `PACKED` must win by `MARGIN`, so that noise decides nothing; without a place to
+keep the choice, or for matrices of which no speed is felt, it is `PACKED`. A form is no candidate where the bits of a
+row depend on the rows beside it, which is tried before it is taken.
+
+Shapes: P rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mrl.engines.native import machine
+
+ROWS_HINT = 64
+"""Rows that the inner product's order is chosen for; any value from 8 up gives the same order."""
+
+SMALLEST = 2**18
+"""Elements of a weight whose forms are measured."""
+
+LARGEST = 2**21
+"""Elements of a weight in a measurement; a larger one is measured by its first rows."""
+
+ROWS = 32
+"""Of a measured product."""
+
+ROUNDS = 7
+MARGIN = 0.9
+"""A form must take at most this part of `PACKED`'s time: the difference is felt, and does not turn in another run."""
+
+TRIED_ROWS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 65)
+"""Numbers of rows for which a row must have the same bits."""
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to multiply.
+
+    Attributes:
+        name: In the cache folder.
+        pack: The weight [O, I] as `product` takes it.
+        product: (x [P, I], packed, bias [O]) -> [P, O].
+        least: Fewest rows: below it another kernel adds long sums in another order. x is padded.
+        multiple: Of which the rows are; x is padded.
+        copies: Whether `pack` makes a copy.
+    """
+
+    name: str
+    pack: Callable[[Tensor], Tensor]
+    product: Product
+    least: int
+    multiple: int
+    copies: bool
+
+    def __call__(self, x_PI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
+        """The product [P, O], contiguous."""
+        num = x_PI.size(0)
+        rows = max(self.least, -(-num // self.multiple) * self.multiple)
+        if rows != num:
+            x_PI = F.pad(x_PI, (0, 0, 0, rows - num))
+        return self.product(x_PI, packed, bias_O)[:num]
+
+
+def _inner_product(x_PI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_PI, packed, bias_O, "none", [], "")
+    return out
+
+
+def _transposed(x_PI: Tensor, weight_IO: Tensor, bias_O: Tensor | None) -> Tensor:
+    return x_PI @ weight_IO if bias_O is None else torch.addmm(bias_O, x_PI, weight_IO)
+
+
+def _reordered(weight_OI: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI, ROWS_HINT)
+    return packed
+
+
+PACKED = Form("packed", _reordered, _inner_product, least=2, multiple=1, copies=True)
+"""oneDNN's inner product over a weight in an order of its own choice, so that no product reorders it."""
+
+PLAIN = Form("plain", lambda weight_OI: weight_OI, F.linear, least=16, multiple=16, copies=False)
+"""The weight as it is stored; kernels for few rows are not met."""
+
+TRANSPOSED = Form("transposed", lambda w_OI: w_OI.t().contiguous(), _transposed, least=16, multiple=16, copies=True)
+"""The weight [I, O]."""
+
+FORMS = {form.name: form for form in (PACKED, PLAIN, TRANSPOSED)}
+
+
+def form_of(shape: tuple[int, ...], dtype: torch.dtype) -> Form:
+    """The form of products with weights of this shape [O, I] and dtype, on this machine and in this job."""
+    outputs, inputs = shape
+    if outputs * inputs < SMALLEST:
+        return PACKED
+    return _chosen(min(outputs, max(1, LARGEST // inputs)), inputs, dtype)
+
+
+@cache
+def _chosen(outputs: int, inputs: int, dtype: torch.dtype) -> Form:
+    what = f"{str(dtype).removeprefix('torch.')}-{outputs}x{inputs}"
+    name = f"products/{machine.key(machine.processor(), torch.__version__)}/{what}"
+    own = PACKED.name
+    if machine.place(name) is not None:
+        own = machine.kept(name, lambda: fastest((outputs, inputs), dtype).name.encode()).decode()
+    agreed = machine.agreed(f"product/{what}", own if own in FORMS else PACKED.name)
+    if agreed != own:
+        machine.keep(name, agreed.encode())
+    return FORMS[agreed]
+
+
+def fastest(shape: tuple[int, int], dtype: torch.dtype) -> Form:
+    """Measures the forms, which takes milliseconds."""
+    generator = torch.Generator().manual_seed(0)
+    weight_OI = torch.empty(shape).uniform_(-1.0, 1.0, generator=generator).to(dtype)
+    x_PI = torch.empty(ROWS, shape[1]).uniform_(-1.0, 1.0, generator=generator).to(dtype)
+    calls = {form: partial(form, x_PI, form.pack(weight_OI), None) for form in FORMS.values()}
+    best = _best_times(calls)
+    for form in sorted(best, key=lambda form: best[form]):
+        if form is PACKED or (best[form] < MARGIN * best[PACKED] and rows_stand_alone(form, weight_OI)):
+            return form
+    return PACKED
+
+
+def _best_times(calls: Mapping[Form, Callable[[], Tensor]]) -> dict[Form, float]:
+    """Of one thread's processor; they take turns."""
+    times: dict[Form, list[float]] = {form: [] for form in calls}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(1 + ROUNDS):
+            for form, call in calls.items():
+                began = time.thread_time()
+                call()
+                times[form].append(time.thread_time() - began)
+    finally:
+        torch.set_num_threads(threads)
+    return {form: min(found[1:]) for form, found in times.items()}
+
+
+def rows_stand_alone(form: Form, weight_OI: Tensor) -> bool:
+    """Whether the bits of a row are the same whatever rows are beside it, as far as a trial can tell."""
+    generator = torch.Generator().manual_seed(1)
+    x_PI = torch.empty(max(TRIED_ROWS) + 3, weight_OI.size(1)).uniform_(-1.0, 1.0, generator=generator)
+    x_PI = x_PI.to(weight_OI.dtype)
+    packed = form.pack(weight_OI)
+    whole = form(x_PI, packed, None)
+    return all(torch.equal(form(x_PI[3 : 3 + num], packed, None), whole[3 : 3 + num]) for num in TRIED_ROWS)

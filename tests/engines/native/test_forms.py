@@ -1,0 +1,117 @@
+"""The forms of a product: right each, and chosen so that a resumed run has the numbers of one that never stopped."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from mrl.engines.native import forms, machine
+from mrl.engines.native.forms import FORMS, PACKED, PLAIN, TRANSPOSED, form_of
+from mrl.engines.native.linear import _packs
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(not _packs(torch.device("cpu")), reason="this processor has one form")
+
+SHAPE = (512, 600)
+ATOL = 5e-5
+"""fp32 sums of 600 products of size 1/24."""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    forms._chosen.cache_clear()
+    yield tmp_path
+    forms._chosen.cache_clear()
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The forms that were measured, and what is said of their times."""
+    calls = []
+    times = {PACKED: 1.0, PLAIN: 0.5, TRANSPOSED: 0.8}
+    monkeypatch.setattr(forms, "_best_times", lambda given: calls.append(list(given)) or times)
+    return calls, times
+
+
+def again():
+    """As another process would."""
+    forms._chosen.cache_clear()
+    return form_of(SHAPE, torch.float32)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_each_form_multiplies(form, with_bias):
+    weight = torch.randn(SHAPE) / SHAPE[1] ** 0.5
+    bias = torch.randn(SHAPE[0]) if with_bias else None
+    packed = form.pack(weight)
+    for rows in (1, 2, 15, 16, 17, 100):
+        x = torch.randn(rows, SHAPE[1])
+        expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        torch.testing.assert_close(form(x, packed, bias).double(), expected, atol=ATOL, rtol=0)
+
+
+def test_the_fastest_is_taken_and_measured_once_on_a_machine(measured):
+    calls, times = measured
+    assert form_of(SHAPE, torch.float32) is PLAIN
+    times[TRANSPOSED] = 0.1
+    assert again() is PLAIN
+    assert calls == [list(FORMS.values())]
+    assert form_of(SHAPE, torch.bfloat16) is TRANSPOSED  # another product
+
+
+def test_a_lead_that_noise_could_make_decides_nothing(measured):
+    _, times = measured
+    times.update({PLAIN: 0.95, TRANSPOSED: 0.91})
+    assert form_of(SHAPE, torch.float32) is PACKED
+
+
+def test_a_form_in_which_a_row_depends_on_the_others_is_not_taken(measured, monkeypatch):
+    def leaks(x, weight, bias):
+        return F.linear(x, weight, bias) + x.sum() * 1e-6
+
+    leaking = replace(PLAIN, name="leaking", product=leaks)
+    monkeypatch.setattr(forms, "FORMS", {**FORMS, "leaking": leaking})
+    measured[1][leaking] = 0.01
+    assert not forms.rows_stand_alone(leaking, torch.randn(SHAPE))
+    assert form_of(SHAPE, torch.float32) is PLAIN
+
+
+def test_small_products_and_machines_without_a_cache_are_not_measured(measured, monkeypatch):
+    assert form_of((128, 160), torch.float32) is PACKED
+    monkeypatch.setattr(machine, "place", lambda _: None)
+    assert form_of(SHAPE, torch.float32) is PACKED
+    assert measured[0] == []
+
+
+def test_what_the_job_takes_is_kept(measured, monkeypatch):
+    monkeypatch.setattr(machine, "agreed", lambda *_: "transposed")
+    assert form_of(SHAPE, torch.float32) is TRANSPOSED
+    monkeypatch.setattr(machine, "agreed", lambda _, own: own)
+    assert again() is TRANSPOSED
+
+
+def test_what_is_kept_and_unknown_is_not_followed(measured, home):
+    form_of(SHAPE, torch.float32)
+    (kept,) = home.rglob("float32-*x600")
+    kept.write_text("of another version")
+    assert again() is PACKED
+
+
+def test_measuring_takes_milliseconds():
+    form = forms.fastest(SHAPE, torch.float32)
+    assert form in FORMS.values()
+
+
+def agree():
+    return [machine.agreed("form", f"rank {dist.get_rank()}"), machine.agreed("other", "same")]
+
+
+def test_ranks_take_what_the_first_to_ask_has():
+    one, other = run_ranks(2, agree)
+    assert one == other
+    assert one[0] in ("rank 0", "rank 1")
+    assert one[1] == "same"

@@ -1,0 +1,155 @@
+"""Where the time of a rollout goes in the native engine: products, what is between them, and the host.
+
+    python tools/profile_rollout.py                          # the small model, fp32 and bf16
+    python tools/profile_rollout.py --model large --dtype bfloat16
+
+The work is that of `tools/bench_rollout.py`, on one thread, whose processor time counts: what else the machine does is
+not counted. One JSON line for each dtype:
+
+    processor_s     of one call: 32 prompts (8 of the large model) and 64 new tokens for each
+    times_floor     it over the time of the products alone at matmul_gflop_per_s
+    shares          of it: products by matrix, `head` the output matrix; norm, rotate, gate, attend (of decoding) and
+                    sample as in `mrl/engines/native/operations.py`; host, the rest: Python, attention of prompts, stops
+    products_frac   of it, all products
+    product_gflop_per_s  in them, and matmul_gflop_per_s, of a product of two squares in this run
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_rollout import BATCH, DTYPES, MODELS, NEW_TOKENS, PROMPT_LEN, Work, engine_runner, write_random
+
+from mrl.engines.native.compiled import Compiled
+from mrl.engines.native.linear import Linear
+from mrl.engines.native.operations import Operations
+from mrl.models.hf_config import arch_from_config
+from mrl.observe.benchmark import commit, device_name
+
+BETWEEN = ("norm", "gate", "sample")
+INSIDE = {"rotation": "rotate", "decode_attention": "attend"}
+"""Methods whose result is what takes the time."""
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """Processor time of this thread, by part."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.flops = 0.0
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose time counts for the name."""
+
+        def call(*given: Any, **named: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return function(*given, **named)
+            finally:
+                self.seconds[name] += time.thread_time() - began
+
+        return call
+
+    def attach(self, names: dict[tuple[int, ...], str]) -> None:
+        """To every product and operation of this process; a product has the name of its weight's shape."""
+        product = Linear.__call__
+
+        def multiply(linear: Linear, x_PI: torch.Tensor) -> torch.Tensor:
+            weight, _ = linear._stored
+            self.flops += 2.0 * weight.numel() * x_PI.size(0)
+            found: torch.Tensor = self.timed(names[tuple(weight.shape)], product)(linear, x_PI)
+            return found
+
+        Linear.__call__ = multiply  # type: ignore[method-assign]
+        for kind in (Operations, Compiled):
+            for name in BETWEEN:
+                setattr(kind, name, self.timed(name, getattr(kind, name)))
+            for name, part in INSIDE.items():
+                setattr(kind, name, self._inside(part, getattr(kind, name)))
+
+    def _inside(self, part: str, method: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+        return lambda *given: self.timed(part, method(*given))
+
+
+def main() -> None:
+    """Parses the command line and prints a line for each dtype."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(MODELS), default="small")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], nargs="*", help="default: those of the model")
+    parser.add_argument("--eager", action="store_true", help="PyTorch's operators between products")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    clock = Clock()
+    arch = arch_from_config(MODELS[args.model])
+    heads = (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
+    inner = MODELS[args.model]["intermediate_size"]
+    clock.attach(
+        {
+            (arch.hidden_size, arch.num_heads * arch.head_dim): "o",
+            (heads, arch.hidden_size): "qkv",
+            (2 * inner, arch.hidden_size): "gate_up",
+            (arch.hidden_size, inner): "down",
+            (arch.vocab_size, arch.hidden_size): "head",
+        }
+    )
+    for dtype in args.dtype or DTYPES[args.model]:
+        with tempfile.TemporaryDirectory() as name:
+            write_random(Path(name), arch, dtype)
+            print(json.dumps(profile(args.model, dtype, Path(name), clock, eager=args.eager)), flush=True)
+
+
+def profile(model: str, dtype: str, folder: Path, clock: Clock, *, eager: bool) -> dict[str, Any]:
+    """One call after a first one."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(0, MODELS[model]["vocab_size"], (BATCH[model], PROMPT_LEN), generator=generator).tolist()
+    work = Work(folder, getattr(torch, dtype), tuple(map(tuple, prompts)), CPU)
+    with engine_runner(work, "native", eager=eager) as run:
+        run()
+        clock.seconds.clear()
+        clock.flops = 0.0
+        began = time.thread_time()
+        run()
+        whole = time.thread_time() - began
+    parts = dict(clock.seconds)
+    products = sum(seconds for name, seconds in parts.items() if name not in (*BETWEEN, *INSIDE.values()))
+    parts["host"] = whole - sum(parts.values())
+    square = torch.randn(1024, 1024).to(getattr(torch, dtype))
+    taken = min(thread_seconds(lambda: square @ square) for _ in range(7))
+    return {
+        "profile": "rollout",
+        "model": model,
+        "dtype": dtype,
+        "batch": BATCH[model],
+        "new_tokens": NEW_TOKENS,
+        "processor_s": round(whole, 3),
+        "times_floor": round(whole * 2 * 1024**3 / taken / clock.flops, 2),
+        "shares": {name: round(seconds / whole, 3) for name, seconds in sorted(parts.items(), key=lambda x: -x[1])},
+        "products_frac": round(products / whole, 3),
+        "product_gflop_per_s": round(clock.flops / products / 1e9, 1),
+        "matmul_gflop_per_s": round(2 * 1024**3 / taken / 1e9, 1),
+        "operations": "PyTorch's" if eager else "compiled",
+        "device": device_name(),
+        "num_threads": 1,
+        "torch": torch.__version__,
+        "commit": commit(),
+    }
+
+
+def thread_seconds(action: Callable[[], object]) -> float:
+    """Processor time of this thread."""
+    began = time.thread_time()
+    action()
+    return time.thread_time() - began
+
+
+if __name__ == "__main__":
+    main()

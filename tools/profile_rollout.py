@@ -69,7 +69,7 @@ class Clock:
             found: torch.Tensor = self.timed(names[tuple(weight.shape)], product)(linear, x_PI)
             return found
 
-        Linear.__call__ = multiply  # type: ignore[method-assign]
+        Linear.__call__ = multiply  # type: ignore[method-assign,assignment]
         for kind in (Operations, Compiled):
             for name in BETWEEN:
                 setattr(kind, name, self.timed(name, getattr(kind, name)))

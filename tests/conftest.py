@@ -25,7 +25,8 @@ if sys.dont_write_bytecode and "PYTEST_XDIST_WORKER" not in os.environ:
     compileall.compile_dir(PACKAGE, quiet=2)  # once, not in each of hundreds of processes
 
 LONGEST = (
-    "launch/test_slurm.py", "rehearsal/test_rehearse.py", "launch/test_survival.py", "e2e/test_layouts.py",
+    "launch/test_slurm.py", "e2e/test_async.py", "launch/test_roles.py", "rehearsal/test_rehearse.py",
+    "launch/test_survival.py", "e2e/test_layouts.py",
     "trtllm/test_runs.py", "trtllm/test_built_ranks.py", "doctor/test_doctor.py", "test_fields.py",
     "tools/test_bench_rollout.py", "te/test_actor.py", "launch/test_doctor.py", "vllm/test_acceptance.py",
     "trtllm/test_acceptance.py", "convert/test_convert_round_trips.py", "trtllm/test_configs.py", "launch/test_stop.py",
@@ -35,7 +36,8 @@ LONGEST = (
     "trtllm/test_refit_bytes.py", "launch/test_hosts.py", "megatron/test_objectives.py", "vllm/test_rehearsal.py",
     "e2e/test_resume.py", "vllm/test_engine.py", "e2e/test_experts.py", "models/test_config_keys.py",
     "vllm/test_routing.py", "acceptance/test_gpu.py", "survival/test_torchrun.py", "megatron/test_distillation.py",
-    "formats/test_megatron.py", "fuzz/test_fixed.py", "e2e/test_stop.py", "e2e/test_owner.py", "e2e/test_full_disk.py",
+    "formats/test_megatron.py", "fuzz/test_fixed.py", "e2e/test_stop.py", "episodes/test_tokens.py",
+    "e2e/test_roles.py", "e2e/test_owner.py", "e2e/test_full_disk.py",
     "te/test_use.py", "megatron/test_moe.py", "megatron/test_packed_alone.py", "observe/test_contenders.py",
     "e2e/test_async_checkpoint.py", "survival/test_ending.py", "episodes/test_episodes.py", "e2e/test_critic.py",
     "run_folder/test_commit_kills.py", "e2e/test_quickstart.py",

@@ -136,43 +136,50 @@ class Transfer:
 
     def _prepare(self) -> None:
         """Collective over the job: allocates the buffers, and finds out who reads whose."""
-        names: list[str] = [""] * NUM_BUFFERS
-        sends: list[Tensor] = []
         with together():
-            for first in range(NUM_BUFFERS):
-                size = self._most_bytes(first, 0)
-                if self._share and self._device.type == "cpu":
-                    buffer, names[first] = shared.create(size)
-                else:
-                    buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
-                sends.append(buffer)
-        offers: list[list[tuple[str, int]]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(offers, [(name, send.numel()) for name, send in zip(names, sends, strict=True)])
-        senders = {peer for _, receives in self._rounds for peer in receives}
-        if self._share and self._device.type == "cpu":
-            for peer in senders:
-                needed = [
-                    any(peer in receives for _, receives in self._rounds[first::NUM_BUFFERS])
-                    for first in range(NUM_BUFFERS)
-                ]
-                views = [
-                    shared.attach(*offer) if wanted else torch.empty(0)
-                    for offer, wanted in zip(offers[peer], needed, strict=True)
-                ]
-                found = [view for view in views if view is not None]
-                if len(found) == NUM_BUFFERS:
-                    self._near[peer] = found
-        readers: list[set[int]] = [set() for _ in offers]
-        dist.all_gather_object(readers, set(self._near))
+            sends, offers = self._allocate_sends()
+        try:
+            world = dist.get_world_size()
+            everyones: list[list[shared.Offer]] = [[] for _ in range(world)]
+            dist.all_gather_object(everyones, offers)
+            for peer in {peer for _, receives in self._rounds for peer in receives}:
+                self._look_for(peer, everyones[peer])
+            readers: list[set[int]] = [set() for _ in range(world)]
+            dist.all_gather_object(readers, set(self._near))
+        finally:
+            for offer in offers:
+                offer.withdraw()
         self._read_by = {peer for peer, read in enumerate(readers) if self._rank in read}
-        for name in names:
-            shared.remove(name)
         with together():
             receives = [
                 torch.empty(self._most_bytes(first, 1), dtype=torch.uint8, device=self._device)
                 for first in range(NUM_BUFFERS)
             ]
         self._staging = list(zip(sends, receives, strict=True))
+
+    def _allocate_sends(self) -> tuple[list[Tensor], list[shared.Offer]]:
+        on_host = self._device.type == "cpu"
+        made = [shared.create(self._most_bytes(n, 0) if on_host else 0, share=self._share) for n in range(NUM_BUFFERS)]
+        sends = [send for send, _ in made]
+        if not on_host:
+            sends = [
+                torch.empty(self._most_bytes(first, 0), dtype=torch.uint8, device=self._device)
+                for first in range(NUM_BUFFERS)
+            ]
+        return sends, [offer for _, offer in made]
+
+    def _look_for(self, peer: int, offers: Sequence[shared.Offer]) -> None:
+        """Makes a sender near whose buffers this rank can read, all of those in which there is something for it."""
+        if not self._share or self._device.type != "cpu":
+            return
+        found = []
+        for first, offer in enumerate(offers):
+            wanted = any(peer in receives for _, receives in self._rounds[first::NUM_BUFFERS])
+            buffer = shared.attach(offer) if wanted else torch.empty(0, dtype=torch.uint8)
+            if buffer is None:
+                return
+            found.append(buffer)
+        self._near[peer] = found
 
     def _most_bytes(self, first: int, way: int) -> int:
         """Largest buffer, to send (`way` 0) or to receive (1), of every `NUM_BUFFERS`-th round from `first` on."""

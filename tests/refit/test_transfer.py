@@ -3,6 +3,7 @@
 import errno
 import os
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -65,7 +66,6 @@ def arrives(name, grid, bucket_bytes, source_dtype, target_dtype, kind=Transfer,
             assert torch.equal(setup.tensors[key].float(), expected), key
         assert total == sum(map(bit_sum, setup.tensors.values())) % MODULUS
         assert transfer.read_back == read_back
-    assert not list(shared.FOLDER.glob("mrl-*")), "a buffer's name is left"
     return transfer.num_rounds
 
 
@@ -135,24 +135,32 @@ def refuses(descriptor, offset, size):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_host_without_room_for_shared_memory_uses_its_own(monkeypatch, tmp_path):
-    assert shared.attach("mrl-of-another-host", 100) is None
-    monkeypatch.setattr(shared, "FOLDER", tmp_path)
-    monkeypatch.setattr(os, "posix_fallocate", refuses)
-    buffer, name = shared.create(100)
-    assert (buffer.numel(), name, list(tmp_path.iterdir())) == (100, "", [])
-    monkeypatch.setattr(shared, "FOLDER", tmp_path / "not there")
-    assert shared.create(100)[1] == ""
-
-
-def test_two_who_share_a_buffer_see_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared, "FOLDER", tmp_path)
-    buffer, name = shared.create(5000)
-    other = shared.attach(name, 5000)
-    shared.remove(name)
-    assert list(tmp_path.iterdir()) == []
+def test_two_who_share_a_buffer_see_the_same_bytes_and_nobody_finds_it_afterwards():
+    buffer, offer = shared.create(5000)
+    other = shared.attach(offer)
+    offer.withdraw()
+    assert shared.attach(offer) is None
     buffer[4321] = 7
     assert other[4321] == 7
+
+
+def test_a_buffer_that_is_not_shared_is_not_found(monkeypatch):
+    assert shared.attach(shared.create(100, share=False)[1]) is None
+    monkeypatch.setattr(os, "posix_fallocate", refuses)
+    buffer, offer = shared.create(100)
+    assert buffer.numel() == 100
+    assert shared.attach(offer) is None
+
+
+def test_another_file_of_the_same_number_is_not_taken_for_a_buffer(tmp_path):
+    _, offer = shared.create(100)
+    with (tmp_path / "x").open("wb+") as file:
+        file.write(bytes(100))
+        assert shared.attach(replace(offer, file=file.fileno())) is None
+    assert shared.attach(replace(offer, process=1 << 22)) is None
+    assert shared.attach(replace(offer, size=1 << 40)) is None, "larger than it is"
+    assert shared.attach(offer) is not None
+    offer.withdraw()
 
 
 class LostPart(Transfer):

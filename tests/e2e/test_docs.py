@@ -64,7 +64,7 @@ VARIANTS = [
         "rollout.val_kwargs={n: 2, do_sample: true}",
     ],
     ["algorithm.name=reinforce_pp", "algorithm.kl_in=reward", "rollout.top_p=0.9"],
-    ["algorithm.name=ppo"],
+    ["algorithm.name=ppo", "train.mode=async"],
     GUESSING,
     [
         *TEACHER,

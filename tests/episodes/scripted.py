@@ -14,8 +14,9 @@ import torch
 
 from mrl.config import load
 from mrl.distributed import launch
+from mrl.distributed.collectives import everyone
 from mrl.engines import _conversation
-from mrl.engines.native import sampler
+from mrl.engines.native import compiled, operations, sampler
 from mrl.episodes import episodes
 from mrl.functional.sampling import stream_key
 from mrl.rollout.exchange import pack
@@ -121,7 +122,7 @@ def talked(words, form):
         job.begin(0)
         job.refit_if_stale()
         told = _Script(job.tokenizer, form)
-        seen = {}
+        seen, uids = {}, []
         asked, run, ask, answers = (
             _conversation.Conversation.asked, episodes.Episodes.run, episodes._Talk.ask, episodes._Talk.answers,
         )  # fmt: skip
@@ -133,6 +134,7 @@ def talked(words, form):
             return found
 
         def begun(one, engine, prompts, sampling):
+            uids.extend(prompt.uid for prompt in prompts)
             for prompt in prompts:
                 for index in range(sampling.n):
                     told.note(stream_key(sampling.seed, prompt.uid, index), prompt, 0)
@@ -151,16 +153,19 @@ def talked(words, form):
         patched = [
             (_conversation.Conversation, "asked", later), (episodes.Episodes, "run", begun),
             (episodes._Talk, "ask", stopped), (episodes._Talk, "answers", answered),
-            (sampler, "uniforms", lambda keys, counts: (keys, counts)), (sampler, "draw", told.draw),
+            (compiled.Compiled, "sample", operations.Operations.sample),
+            *((place, "uniforms", lambda keys, counts: (keys, counts)) for place in (sampler, operations)),
+            *((place, "draw", told.draw) for place in (sampler, operations)),
         ]  # fmt: skip
         before = [(place, name, getattr(place, name)) for place, name, _ in patched]
         for place, name, function in patched:
             setattr(place, name, function)
         try:
-            rollouts, table, _ = sample(job)
+            sample(job, 1, everyone())
         finally:
             for place, name, function in before:
                 setattr(place, name, function)
+        table, rollouts, _ = job.take(1)
         batch = pack(rollouts, table, job.groups, config.train.batch_size).batch
         scored, _ = job.policy.score(batch)
         ids = [part.tolist() for part in torch.split(batch.tokens_P, batch.seq_lens_B.tolist())]
@@ -171,7 +176,6 @@ def talked(words, form):
             mask, sampled, actor = (torch.split(part, lens)[row].tolist() for part in parts)
             length = len(ids[row]) - lens[row]
             trained[key] = (ids[row][:length], ids[row][length:], mask, sampled, actor)
-        uids = list(dict.fromkeys(rollout.prompt.uid for rollout in rollouts))
         return {
             (rollout.prompt.row["world"], rollout.sample_index): {
                 "seen": seen[uids.index(rollout.prompt.uid), rollout.sample_index],

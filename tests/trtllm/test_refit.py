@@ -68,8 +68,9 @@ def test_whole_tensors_arrive_bit_by_bit_in_bounded_staging(tmp_path, arch, grid
     for peak, sizes, version in run_ranks(2, refits, str(tmp_path), arch, grid, megabytes):
         assert sum(sizes) == total and version == 1
         assert max(sizes) <= 2 * MIB  # a bucket and the tensor that filled it
-        # the engine's bucket, what a round (1/8 of what is sent) completes together with the rank's own part, a tensor
-        assert peak <= 7 * MIB < total or total < MIB, (peak, total)
+        # the engine's bucket, what a round (1/8 of what is sent) completes together with the rank's own part, a tensor,
+        # and a block of the transport, which hands them over block by block
+        assert peak <= 8 * MIB < total or total < MIB, (peak, total)
 
 
 def breaks(folder, arch, grid, name):

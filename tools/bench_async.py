@@ -45,12 +45,15 @@ MODELS = {
     "tail": {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 176, "num_attention_heads": 4},
 }
 """With the second a decode step takes about as long for many rows as for few, as on a GPU."""
+MAX_SEQS = 6
+"""Sequences that the rank that samples decodes at a time: with more it would be done long before the updates are."""
+
 SAMPLING = ("gen", "reward")
 TRAINING = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 """Phases of either side."""
 
 
-def settings(folder: Path, part: str, *, steps: int, **rollout: Any) -> dict[str, Any]:
+def settings(folder: Path, part: str, *, steps: int, batch_size: int, **rollout: Any) -> dict[str, Any]:
     """A run of additions with random weights, whose responses have all the length that `rollout` says."""
     return {
         "run": {"output_dir": str(folder / "run"), "num_threads": 1, "seed": 0, "device": "cpu"},
@@ -61,7 +64,7 @@ def settings(folder: Path, part: str, *, steps: int, **rollout: Any) -> dict[str
             "dtype": "float32",
         },
         "data": {"task": "addition", "task_kwargs": {"min_terms": 2, "max_terms": 3, "max_value": 9, "num_val": 0}},
-        "train": {"num_steps": steps, "batch_size": 32},
+        "train": {"num_steps": steps, "batch_size": batch_size},
         "actor": {"lr": 1e-5, "max_tokens_per_microbatch": 8192},
         "rollout": {"n": 2, "prompt_length": 12, "ignore_eos": True, **rollout},
         "algorithm": {"name": "grpo"},
@@ -98,7 +101,13 @@ def overlap(steps: int, response_len: int) -> dict[str, Any]:
     """The run of two ranks."""
     with tempfile.TemporaryDirectory() as name:
         config = settings(
-            Path(name), "overlap", steps=WARM_UP["overlap"] + steps + 1, response_length=response_len, num_ranks=1
+            Path(name),
+            "overlap",
+            steps=WARM_UP["overlap"] + steps + 1,
+            batch_size=32,
+            max_num_seqs=MAX_SEQS,
+            response_length=response_len,
+            num_ranks=1,
         )
         config["train"] |= {"mode": "async", "max_off_policy_steps": 1}
         processes, port = multiprocessing.get_context("spawn"), free_port()
@@ -167,6 +176,7 @@ def tail(steps: int, short: int, factor: int, slow: float) -> dict[str, Any]:
                 Path(folder) / name,
                 "tail",
                 steps=WARM_UP["tail"] + steps,
+                batch_size=8,
                 response_length=short * factor,
                 **more,
             )

@@ -53,7 +53,7 @@ def outcome_metrics(table: SampleTable, *, rewards_N: Tensor, advantages_N: Tens
     }
     metrics: dict[str, float] = {}
     for name, values in columns.items():
-        metrics |= _spread(name, values)
+        metrics |= spread(name, values)
     metrics["response_length/clip_ratio"] = table["truncated"].mean().item()
     for name in table.columns:
         if name.startswith("reward/"):
@@ -138,8 +138,8 @@ def evaluation_metrics(table: SampleTable) -> dict[str, float]:
     metrics |= {f"val/{name}": value for name, value in episode_metrics(table).items()}
     table = table.scored
     metrics["val/accuracy"] = table["correct"].mean().item()
-    metrics |= _spread("val/reward", table["reward"])
-    metrics |= _spread("val/response_length", table["response_len"])
+    metrics |= spread("val/reward", table["reward"])
+    metrics |= spread("val/response_length", table["response_len"])
     metrics["val/response_length/clip_ratio"] = table["truncated"].mean().item()
     group_id_N = table["uid"].long()
     groups = {"val/accuracy": _groups(table["correct"], group_id_N), "val/reward": _groups(table["reward"], group_id_N)}
@@ -162,7 +162,7 @@ def episode_metrics(table: SampleTable) -> dict[str, float]:
     end_N = table["end"]
     if not len(table) or (end_N < 0).any():
         return {}
-    metrics = {**_spread("num_turns", table["num_turns"]), **_spread("tool_calls", table["tool_calls"])}
+    metrics = {**spread("num_turns", table["num_turns"]), **spread("tool_calls", table["tool_calls"])}
     meant = (table["tool_calls"] + table["failed_calls"]).sum().item()
     metrics["tool_calls/unread_frac"] = table["failed_calls"].sum().item() / max(meant, 1.0)
     metrics["episode/sampled_frac"] = (table["sampled_len"].sum() / table["response_len"].sum().clamp(min=1)).item()
@@ -281,7 +281,8 @@ def mfu_metrics(
     return {"perf/mfu/actor": 3 * num_passes * forward_flops(arch, seq_lens) / (update_s * world_size * peak)}
 
 
-def _spread(name: str, values_N: Tensor) -> dict[str, float]:
+def spread(name: str, values_N: Tensor) -> dict[str, float]:
+    """`<name>/{mean,max,min}`."""
     values_N = values_N.double()
     return {
         f"{name}/mean": values_N.mean().item(),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from mrl.observe.metrics import spread
 from mrl.types import SampleTable
 
 
@@ -35,8 +36,7 @@ def staleness_metrics(table: SampleTable, age_of: Callable[[int], int], *, num_c
     found = {"staleness": newest, "staleness_worst": oldest, "spans": table["num_versions"]}
     metrics: dict[str, float] = {}
     for name, values in found.items():
-        for kind, value in (("mean", values.mean()), ("max", values.max()), ("min", values.min())):
-            metrics[f"training/off_policy/trajectory_{name}/{kind}"] = value.item()
+        metrics |= spread(f"training/off_policy/trajectory_{name}", values)
     order = table["response_len"].argsort(stable=True)
     half = len(order) // 2
     for name, part in (("short", order[:half]), ("long", order[half:])):

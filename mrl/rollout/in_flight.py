@@ -49,6 +49,15 @@ class Group:
     replica: int | None = None
     restarted: bool = False
 
+    def sampled_by(self, steps: int, replica: int) -> None:
+        """Weights of so many steps have sampled for it on that replica, maybe not the first ones."""
+        self.born = steps if self.born is None else self.born
+        self.replica = replica
+
+    def begin_again(self) -> None:
+        """It has no samples any more."""
+        self.born = self.place = self.replica = None
+
 
 @dataclass
 class Tally:
@@ -202,7 +211,7 @@ class InFlight:
         for group in self._groups.values():
             too_old = plan.max_age is not None and group.born is not None and step - 1 - group.born > plan.max_age
             if too_old and not plan.waits and not group.restarted:
-                group.born = group.place = group.replica = None
+                group.begin_again()
                 group.restarted = True
                 self.tally.restarted += 1
                 self.rollouts.pop(group.uid, None)
@@ -250,8 +259,7 @@ class InFlight:
             self.tally.whole.append((uid, group.source, group.data_source))
             if uid in kept:
                 group.place, self._num_whole = self._num_whole, self._num_whole + 1
-                group.born = steps if group.born is None else group.born
-                group.replica = grid.replica(holder[uid])
+                group.sampled_by(steps, grid.replica(holder[uid]))
                 self._tables[uid] = _of_prompt(teaching, uid)
             else:
                 self._forget(uid)
@@ -267,9 +275,7 @@ class InFlight:
             steps: In the weights that sampled.
         """
         for uid, replica in replicas.items():
-            group = self._groups[uid]
-            group.replica = replica
-            group.born = steps if group.born is None else group.born
+            self._groups[uid].sampled_by(steps, replica)
 
     # training ---------------------------------------------------------------------------------------------------------
 
@@ -380,7 +386,7 @@ class InFlight:
     def begin_again(self) -> None:
         """All prompts in flight are sampled from the start: what they had does not fit the run any more."""
         for group in self._groups.values():
-            group.born = group.place = group.replica = None
+            group.begin_again()
         self.rollouts, self.begun, self._tables = {}, {}, {}
         self.tally, self._last = Tally(), None
 

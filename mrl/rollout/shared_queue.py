@@ -28,7 +28,6 @@ class SharedQueue(Feed):
     Attributes:
         rollouts: By uid the whole responses of this replica.
         whole: Groups in the order in which they became whole, of all replicas.
-        replica_of: By uid the replica that a group was handed to.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class SharedQueue(Feed):
         self._told_to_stop = told_to_stop
         self.rollouts: dict[int, list[Rollout]] = {}
         self.whole: list[int] = []
-        self.replica_of = dict(held)
         self._own = list(own)
         self._waiting = deque(waiting)
         self._missing = dict(missing)
@@ -71,7 +69,7 @@ class SharedQueue(Feed):
         self._speaks = grid.rollout_rank(rank) == 0 and rank in grid.samplers
         self._replica = grid.replica(rank) if rank in grid.samplers else -1
         self._load = dict.fromkeys(range(grid.num_replicas), 0)
-        for uid, replica in self.replica_of.items():
+        for uid, replica in held.items():
             self._load[replica] += self._missing[uid]
 
     def pulse(self, finished: Sequence[Rollout], num_waiting: int) -> Sequence[Work] | None:
@@ -98,7 +96,6 @@ class SharedQueue(Feed):
                 break
             self._waiting.popleft()
             self._load[replica] += work.num_samples
-            self.replica_of[work.prompt.uid] = replica
             if replica == self._replica:
                 handed.append(work)
         return handed

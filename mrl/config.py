@@ -166,6 +166,9 @@ class ActorConfig:
     """Global gradient norm is clipped to this; 0: not."""
     max_tokens_per_microbatch: int = 16384
     """Sequences are packed into microbatches of at most this many tokens."""
+    use_prefix_grouper: bool = True
+    """Compute tokens that sequences of a microbatch begin with alike once, as prompts of several samples are (verl's
+    name); false: each sequence by itself, with the same losses and gradients."""
     transformer_impl: Literal["auto", "te", "local"] = "auto"
     """TransformerEngine's layers or Megatron's local ones; auto: the first where they can be, on GPUs in bfloat16. The
     log says which."""

@@ -22,6 +22,8 @@ DEVICES = {"cuda"}
 """Where its kernels run."""
 DTYPES = {"bfloat16"}
 """In which it has an attention that is fit for packed sequences: neither flash-attn nor cuDNN's has float32."""
+LENGTH_UNIT = 64
+"""Longest lengths that it is told of are multiples: cuDNN before 9.7 asks for that where keys are more than queries."""
 FLASH_ATTN = "pip install --no-build-isolation flash-attn"
 
 Attention = Literal["flash", "fused", "unfused"]
@@ -77,25 +79,47 @@ def attention(config: Config, arch: ArchSpec) -> Attention | None:
         config: As for `why_local`, and `megatron.transformer.attention_backend`.
         arch: As for `why_local`.
     """
+    return _attention(config, arch, shared=shares(config, arch))
+
+
+def shares(config: Config, arch: ArchSpec) -> bool:
+    """Whether TransformerEngine's attention is given tokens that sequences share once; arguments as for `attention`.
+
+    It is not where only its slow attention could take queries and keys of different numbers.
+    """
+    if not config.actor.use_prefix_grouper:
+        return False
+    shared, alone = (_attention(config, arch, shared=each) for each in (True, False))
+    return shared in ("flash", "fused") or (shared is not None and alone in (None, shared))
+
+
+def _attention(config: Config, arch: ArchSpec, *, shared: bool) -> Attention | None:
     wanted = config.megatron.transformer.get("attention_backend") or "auto"
-    found = [kind for kind in _attentions_for(config, arch) if wanted in ("auto", kind)]
-    return found[0] if found else None
-
-
-def _attentions_for(config: Config, arch: ArchSpec) -> list[Attention]:
     parallel = config.parallel
     tp = parallel.tensor_model_parallel_size
     shape = arch.num_heads // tp, max(1, arch.num_kv_heads // tp), arch.head_dim
-    return _attentions(shape, config.rollout.longest, config.model.dtype, parallel.context_parallel_size > 1)
+    ring = parallel.context_parallel_size > 1 and not shared
+    possible = _attentions(shape, config.rollout.longest, config.model.dtype, ring, shared)
+    found = [kind for kind in possible if wanted in ("auto", kind)]
+    return found[0] if found else None
 
 
 @cache
-def _attentions(shape: tuple[int, int, int], longest: int, dtype: str, is_shared: bool) -> list[Attention]:
-    """Those that it could take, the one that it would choose first."""
+def _attentions(shape: tuple[int, int, int], longest: int, dtype: str, ring: bool, shared: bool) -> list[Attention]:
+    """Those that it could take, the one that it would choose first.
+
+    Args:
+        shape: Heads, KV heads, head dim.
+        longest: Tokens of a sequence.
+        dtype: Of queries, keys and values.
+        ring: Keys go around the context-parallel ranks.
+        shared: The keys of a sequence are more than its queries.
+    """
     import torch
 
     choice = importlib.import_module(f"{NAME}.pytorch.attention.dot_product_attention.utils")
     heads, groups, head_dim = shape
+    longest = -(-longest // LENGTH_UNIT) * LENGTH_UNIT
     wanted = choice.AttentionParams(
         qkv_type=torch.Tensor,
         qkv_dtype=getattr(torch, dtype),
@@ -104,12 +128,12 @@ def _attentions(shape: tuple[int, int, int], longest: int, dtype: str, is_shared
         num_heads=heads,
         num_gqa_groups=groups,
         max_seqlen_q=longest,
-        max_seqlen_kv=longest,
+        max_seqlen_kv=longest + (LENGTH_UNIT if shared else 0),
         head_dim_qk=head_dim,
         head_dim_v=head_dim,
-        attn_mask_type="padding_causal",
+        attn_mask_type="padding_causal_bottom_right" if shared else "padding_causal",
         window_size=(-1, 0),
-        context_parallel=is_shared,
+        context_parallel=ring,
     )
     flash, _, fused, _, unfused, possible = choice.get_attention_backend(wanted)
     kinds = get_args(Attention)
@@ -149,4 +173,8 @@ def described(config: Config, arch: ArchSpec, device: str) -> str:
     slow = (
         f"; it is slow, and its memory grows with the square of the length: {FLASH_ATTN}" if kind == "unfused" else ""
     )
-    return f"the actor's layers are TransformerEngine's ({metadata.version(NAME)}), with its {kind} attention{slow}"
+    alone = ""
+    if config.actor.use_prefix_grouper and not shares(config, arch):
+        alone = "; it has none that is fit for shared tokens: prompts are computed again for each of their samples"
+    version = metadata.version(NAME)
+    return f"the actor's layers are TransformerEngine's ({version}), with its {kind} attention{slow}{alone}"

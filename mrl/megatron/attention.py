@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mrl.data.prefixes import Prefixes
 from mrl.megatron.context import ContextShard
+from mrl.megatron.copies import Copies, copies
 from mrl.megatron.router import Routing
 
 MAX_PADDING = 0.25
@@ -47,7 +48,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core h
         buckets: In the order of their slots.
         slot_to_token: For each slot of all buckets the packed token in it; a padding slot repeats some token.
         token_to_slot: For each packed token a slot that holds it.
-        shared: Whether sequences share tokens: several slots besides padding may hold the same one.
+        copies: Where sequences share tokens: of which token the keys and values of each slot are.
         routing: What the routers of a mixture of experts must know; None for a dense model.
         context: This rank's part of the tokens; None: it has all of them.
     """
@@ -55,26 +56,9 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core h
     buckets: list[Bucket] = field(default_factory=list)
     slot_to_token: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     token_to_slot: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    shared: bool = False
+    copies: Copies | None = None
     routing: Routing | None = None
     context: ContextShard | None = None
-
-
-def pack_for_te(lens: Sequence[int], device: torch.device) -> PackedSequences:
-    """Sequences that lie one after the other, for TransformerEngine's attention.
-
-    Args:
-        lens: Tokens of each sequence, each at least 1.
-        device: Where the index tensors go.
-    """
-    cu_seqlens = torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)
-    return PackedSequences(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max(lens),
-        max_seqlen_kv=max(lens),
-    )
 
 
 def pack(lens: Sequence[int], prefixes: Prefixes, device: torch.device) -> PackedSequences:
@@ -104,9 +88,11 @@ def pack(lens: Sequence[int], prefixes: Prefixes, device: torch.device) -> Packe
         token_parts.append(tokens.reshape(-1))
         packed.buckets.append(Bucket(len(members), width))
         offset += len(members) * width
-    packed.shared = prefixes.origin_D.numel() < starts[-1]
-    packed.slot_to_token = prefixes.distinct_P[torch.cat(token_parts)].to(device)
+    slot_to_token = prefixes.distinct_P[torch.cat(token_parts)]
+    packed.slot_to_token = slot_to_token.to(device)
     packed.token_to_slot = slot_of[prefixes.origin_D].to(device)
+    if prefixes.origin_D.numel() < starts[-1]:
+        packed.copies = copies(slot_to_token, prefixes.origin_D.numel(), device)
     return packed
 
 
@@ -128,27 +114,22 @@ def _similar(lens: Sequence[int]) -> list[list[int]]:
 
 
 class _ToSlots(torch.autograd.Function):
-    """Packed rows -> rows of all buckets; padding slots repeat a row, and so do shared tokens.
+    """Packed rows -> rows of all buckets; padding slots repeat a row, and so do the queries of shared tokens.
 
-    Where only one slot of each token has a gradient, the backward is a gather too: `index_select`'s own adds row by
+    Only one slot of each token has a gradient, so that the backward is a gather too: `index_select`'s own adds row by
     row, which costs more. It drops the gradient of the other slots, which is zero: only padding queries see padding
     keys, and what they and the repeated queries return goes nowhere.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, slot_to_token: Tensor, token_to_slot: Tensor, add: bool) -> Tensor:
-        ctx.save_for_backward(slot_to_token, token_to_slot)
-        ctx.add = add
+    def forward(ctx: Any, rows: Tensor, slot_to_token: Tensor, token_to_slot: Tensor) -> Tensor:
+        ctx.save_for_backward(token_to_slot)
         return rows.index_select(0, slot_to_token)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        slot_to_token, token_to_slot = ctx.saved_tensors
-        if not ctx.add:
-            return grads[0].index_select(0, token_to_slot), None, None, None
-        total = grads[0].new_zeros((token_to_slot.numel(), grads[0].size(1)), dtype=torch.float32)
-        total.index_add_(0, slot_to_token, grads[0].float())
-        return total.to(grads[0].dtype), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (token_to_slot,) = ctx.saved_tensors
+        return grads[0].index_select(0, token_to_slot), None, None
 
 
 class _ToTokens(torch.autograd.Function):
@@ -214,8 +195,10 @@ class CoreAttention(torch.nn.Module):
             return self._over_ranks(query, key, value, plan.context)
         tokens, heads, dim = query.size(0), query.size(2), query.size(3)
         slots = [
-            _ToSlots.apply(x.reshape(tokens, -1), plan.slot_to_token, plan.token_to_slot, add)  # type: ignore[no-untyped-call]
-            for x, add in ((query, False), (key, plan.shared), (value, plan.shared))
+            _ToSlots.apply(rows.reshape(tokens, -1), plan.slot_to_token, plan.token_to_slot)  # type: ignore[no-untyped-call]
+            if plan.copies is None or rows is query
+            else plan.copies.of(rows.reshape(tokens, -1))
+            for rows in (query, key, value)
         ]
         outputs, offset = [], 0
         for bucket in plan.buckets:

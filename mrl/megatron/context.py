@@ -5,7 +5,8 @@ Everything in a model but attention is per token, so a rank may hold any tokens;
 as much as any other rank's: the packed tokens are cut into 2 x size equal runs, and rank r has runs r and
 2 x size - 1 - r.
 
-With TransformerEngine its own attention exchanges keys and values, and each sequence is cut that way by itself.
+TransformerEngine's own attention exchanges keys and values where no two sequences share a token, and then each sequence
+is cut that way by itself.
 
 Shapes: P packed tokens of all ranks, n of them on this rank, B runs of queries, R scored tokens.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,9 @@ MAX_PADDING = 0.5
 
 
 def own_rows(count: int, size: int, rank: int) -> Tensor:
-    """The tokens of a rank among `count`, ascending; `count` is a multiple of 2 x `size`."""
+    """The tokens of a rank among `count`, ascending; `count` is a multiple of 2 x `size`, unless that is 1."""
+    if size == 1:
+        return torch.arange(count)
     runs = torch.arange(count).view(2 * size, -1)
     return torch.cat([runs[rank], runs[2 * size - 1 - rank]])
 
@@ -63,7 +66,7 @@ class ContextShard:
 
     Attributes:
         group: The ranks that share the microbatch.
-        groups: Its queries, for `CoreAttention`; empty with TransformerEngine.
+        groups: Its queries.
         row_of_query: For each of this rank's tokens its place among all groups' queries.
     """
 
@@ -89,21 +92,8 @@ def context_shard(
         device: Of the index tensors.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    count = prefixes.origin_D.numel()
-    place = torch.empty(count, dtype=torch.int64)  # of a distinct token, among the gathered rows
-    place[torch.cat([own_rows(count, size, other) for other in range(size)])] = torch.arange(count)
-    mine = place.view(-1) // (count // size) == rank
-    runs = []
-    start = 0
-    for length in lens:
-        tokens = prefixes.distinct_P[start : start + length]
-        first_own = (prefixes.origin_D[tokens] == torch.arange(start, start + length)) & mine[tokens]
-        positions = first_own.nonzero().squeeze(1)
-        for run in _consecutive(positions):
-            runs.append((place[tokens[run]] - rank * (count // size), place[tokens[: int(run[-1]) + 1]], run))
-        start += length
-    groups = [_group(members, device) for members in _similar(runs)]
-    row_of_query = torch.empty(count // size, dtype=torch.int64)
+    groups = [_group(members, device) for members in _similar(own_runs(size, rank, lens, prefixes))]
+    row_of_query = torch.empty(prefixes.origin_D.numel() // size, dtype=torch.int64)
     offset = 0
     for found in groups:
         row_of_query[found.queries_BQ.flatten().cpu()] = torch.arange(offset, offset + found.queries_BQ.numel())
@@ -111,8 +101,36 @@ def context_shard(
     return ContextShard(group, groups, row_of_query.to(device))
 
 
-_Run = tuple[Tensor, Tensor, Tensor]
-"""(rows of the queries, rows of the keys, positions of the queries among the keys)"""
+class Run(NamedTuple):
+    """Rows of a rank that follow one another in a sequence.
+
+    Attributes:
+        queries: Which of this rank's rows they are.
+        keys: Rows of the tokens that the last of them sees, as all ranks' are gathered.
+        positions: Of the queries among the keys.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    positions: Tensor
+
+
+def own_runs(size: int, rank: int, lens: Sequence[int], prefixes: Prefixes) -> list[Run]:
+    """The runs of a rank of `size`, arguments as for `context_shard`; each of its rows is in one of them."""
+    count = prefixes.origin_D.numel()
+    place = torch.empty(count, dtype=torch.int64)  # of a distinct token, among the gathered rows
+    place[torch.cat([own_rows(count, size, other) for other in range(size)])] = torch.arange(count)
+    mine = place // (count // size) == rank
+    runs = []
+    start = 0
+    for length in lens:
+        tokens = prefixes.distinct_P[start : start + length]
+        first_own = (prefixes.origin_D[tokens] == torch.arange(start, start + length)) & mine[tokens]
+        positions = first_own.nonzero().squeeze(1)
+        for run in _consecutive(positions):
+            runs.append(Run(place[tokens[run]] - rank * (count // size), place[tokens[: int(run[-1]) + 1]], run))
+        start += length
+    return runs
 
 
 def _consecutive(positions: Tensor) -> list[Tensor]:
@@ -123,16 +141,16 @@ def _consecutive(positions: Tensor) -> list[Tensor]:
     return list(positions.tensor_split(breaks))
 
 
-def _similar(runs: list[_Run]) -> list[list[_Run]]:
+def _similar(runs: list[Run]) -> list[list[Run]]:
     """Runs in groups, longest first, in which at most `MAX_PADDING` of the scores are padding."""
-    groups: list[list[_Run]] = []
+    groups: list[list[Run]] = []
     used = 0
-    for run in sorted(runs, key=lambda item: (-item[1].numel(), -item[0].numel())):
-        cost = run[0].numel() * run[1].numel()
+    for run in sorted(runs, key=lambda item: (-item.keys.numel(), -item.queries.numel())):
+        cost = run.queries.numel() * run.keys.numel()
         if groups:
             members = groups[-1]
-            widest = max(run[0].numel(), *(item[0].numel() for item in members))
-            if used + cost >= (1 - MAX_PADDING) * (len(members) + 1) * widest * members[0][1].numel():
+            widest = max(run.queries.numel(), *(item.queries.numel() for item in members))
+            if used + cost >= (1 - MAX_PADDING) * (len(members) + 1) * widest * members[0].keys.numel():
                 members.append(run)
                 used += cost
                 continue
@@ -141,7 +159,7 @@ def _similar(runs: list[_Run]) -> list[list[_Run]]:
     return groups
 
 
-def _group(runs: list[_Run], device: torch.device) -> QueryGroup:
+def _group(runs: list[Run], device: torch.device) -> QueryGroup:
     width = max(queries.numel() for queries, _, _ in runs)
     length = max(keys.numel() for _, keys, _ in runs)
     queries_BQ = torch.stack([queries[torch.arange(width).clamp(max=queries.numel() - 1)] for queries, _, _ in runs])

@@ -40,6 +40,7 @@ from mrl.megatron.moe import load_balance, moe_config, with_router
 from mrl.megatron.norm import RMSNorm
 from mrl.megatron.passed import check_te, given_to, objects
 from mrl.megatron.router import LoadBalance
+from mrl.megatron.te_attention import sharing
 from mrl.megatron_fields.defaults import transformer_defaults
 from mrl.models.base import ArchSpec, MoeSpec
 from mrl.types import Support
@@ -154,7 +155,7 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
     def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._preprocess(*args, **kwargs)
         packed = kwargs.get("packed_seq_params")
-        if isinstance(packed, PackedSequences) and packed.buckets:
+        if isinstance(packed, PackedSequences) and packed.qkv_format == "sbhd":
             # one row of angles for each packed token; Megatron's own way slices them per sequence in every layer
             hidden, angles, *rest = prepared
             return (hidden, angles.index_select(0, kwargs["position_ids"].view(-1)), *rest)
@@ -346,11 +347,16 @@ def _accumulating(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
 def _block_spec(
     config: TransformerConfig, moe: MoeSpec | None, *, te: bool, vp_stage: int | None, balance: LoadBalance | None
 ) -> Any:
-    """Layers of one chunk. The local spec gets our attention, and our norm everywhere, the final one included."""
+    """Layers of one chunk: TransformerEngine's, whose attention also takes shared tokens, or Megatron's local ones.
+
+    The local spec gets our attention, and our norm everywhere, the final one included.
+    """
     experts = {"num_experts": config.num_moe_experts, "moe_grouped_gemm": config.moe_grouped_gemm}
     layer: ModuleSpec
     if te:
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, **experts)
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = sharing(attention.core_attention)
         return _accumulating(with_router(layer, moe, balance), config)
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm", **experts)
     layer = with_router(layer, moe, balance)

@@ -27,13 +27,14 @@ from mrl.data.packing import pack_microbatches
 from mrl.data.prefixes import Prefixes, each_token, shared_prefixes
 from mrl.distributed.groups import ProcessGroups
 from mrl.functional.logprobs import Distribution
-from mrl.megatron.attention import PackedSequences, pack, pack_for_te
+from mrl.megatron.attention import PackedSequences, pack
 from mrl.megatron.choices import Choices
 from mrl.megatron.comparison import Compared, Comparison
 from mrl.megatron.context import context_shard, context_targets, own_rows, own_rows_by_sequence
 from mrl.megatron.model import Targets
 from mrl.megatron.pipeline import messages
 from mrl.megatron.router import routing_of
+from mrl.megatron.te_attention import pack_for_te, pack_shared_for_te
 from mrl.types import RolloutBatch
 
 Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -100,6 +101,7 @@ class Schedule:
         *,
         max_tokens: int,
         te: bool,
+        shares: bool = True,
         num_experts: int = 0,
         layers: Sequence[int] = (),
         even: bool = False,
@@ -113,13 +115,14 @@ class Schedule:
             device: Of the chunks.
             max_tokens: Budget of a microbatch.
             te: Whether attention is TransformerEngine's.
+            shares: Compute the tokens that sequences begin with alike once; False: each sequence by itself.
             num_experts: Experts of a layer; 0: the model is dense.
             layers: Of this rank's pipeline stage; those that `routed_experts_P` is of.
             even: Fill microbatches until all data-parallel ranks' are of the same length.
             replay: Route the tokens of batches that have `routed_experts_P` as it says; may be changed between batches.
         """
         self._chunks, self._groups, self._device = list(chunks), groups, device
-        self._max_tokens, self._te = max_tokens, te
+        self._max_tokens, self._te, self._shares = max_tokens, te, shares
         self._num_experts, self._layers = num_experts, layers
         self._even, self.replay = even, replay
         self.comparison: Comparison | None = None
@@ -216,7 +219,7 @@ class Schedule:
     def _families(self, batch: RolloutBatch) -> list[tuple[list[int], int]]:
         """Sequences with the same prompt, as many as fit a microbatch, and the inputs of each such family."""
         prompt_lens, response_lens = batch.prompt_lens_B.tolist(), batch.response_lens_B.tolist()
-        if self._te:  # its attention shares nothing
+        if not self._shares:
             return [([row], sum(lens) - 1) for row, lens in enumerate(zip(prompt_lens, response_lens, strict=True))]
         ids = batch.tokens_P.numpy()
         families: list[tuple[list[int], int]] = []
@@ -249,15 +252,16 @@ class Schedule:
         is_input_P[part.seq_lens_B.cumsum(0) - 1] = False
         inputs_I, input_lens_B = part.tokens_P[is_input_P], part.seq_lens_B - 1
         lens = input_lens_B.tolist()
-        prefixes = each_token(sum(lens)) if self._te else shared_prefixes(inputs_I, lens)
+        total = sum(lens)
+        prefixes = shared_prefixes(inputs_I, lens) if self._shares else each_token(total)
         grid = self._groups.grid
         # sequence parallelism shards the packed length, context parallelism cuts it into two runs for each rank
         unit = grid.tp * (2 * grid.cp if grid.cp > 1 else 1)
-        laid = (
-            self._laid_by_sequence(lens, unit)
-            if self._te and grid.cp > 1
-            else self._laid(lens, prefixes, unit, at_least)
-        )
+        plain = self._te and prefixes.origin_D.numel() == total  # TransformerEngine's own ways: its ring over ranks
+        if plain and grid.cp > 1:
+            laid = self._laid_by_sequence(lens, unit)
+        else:
+            laid = self._laid(lens, each_token(total) if plain else prefixes, unit, at_least)
         # response token i of a sequence is predicted at the position before it; the last inputs predict the response
         first = input_lens_B.cumsum(0) - part.response_lens_B
         before = part.response_lens_B.cumsum(0) - part.response_lens_B
@@ -271,18 +275,16 @@ class Schedule:
             chosen = part.routed_experts_P if self.replay else None
             chosen = None if chosen is None else chosen[is_input_P]
             routing = routing_of(laid.row_I, laid.count, chosen, self._layers, num_experts=self._num_experts)
-        packed = pack_for_te(laid.lens, self._device) if self._te else pack(laid.lens, laid.prefixes, self._device)
+        packed = self._packed(laid, plain=plain)
         scores, row_I, support, compared = None, laid.row_I, part.support_R, self._compared(part)
         if grid.cp > 1:
-            rows_of_ranks = torch.stack([self._own_rows(laid, rank) for rank in range(grid.cp)])
+            rows_of_ranks = torch.stack([self._own_rows(laid, rank, plain=plain) for rank in range(grid.cp)])
             owner, place = torch.empty(2, laid.count, dtype=torch.int64)
             owner[rows_of_ranks] = torch.arange(grid.cp)[:, None]
             place[rows_of_ranks.flatten()] = torch.arange(laid.count)
             own, row_I = rows_of_ranks[self._groups.coords.cp], place[row_I]
             tokens, positions = tokens[own], positions[own]
             routing = None if routing is None else routing.select(own)
-            if not self._te:
-                packed.context = context_shard(self._groups.cp, laid.lens, laid.prefixes, self._device)
             scores = context_targets(self._groups.cp, owner[rows_R], self._device)
             mine = owner[rows_R] == self._groups.coords.cp
             local = torch.empty(laid.count, dtype=torch.int64)
@@ -307,9 +309,20 @@ class Schedule:
         teacher_B, states_R = required(part.teacher_B, "teacher_B"), required(part.teacher_states_R, "teacher_states_R")
         return Compared(self.comparison, teacher_B[part.sequence_R], states_R)
 
-    def _own_rows(self, laid: _Laid, rank: int) -> Tensor:
+    def _packed(self, laid: _Laid, *, plain: bool) -> PackedSequences:
+        group = self._groups.cp if self._groups.grid.cp > 1 else None
+        if plain:
+            return pack_for_te(laid.lens, self._device)
+        if self._te:
+            return pack_shared_for_te(laid.lens, laid.prefixes, self._device, group)
+        packed = pack(laid.lens, laid.prefixes, self._device)
+        if group is not None:
+            packed.context = context_shard(group, laid.lens, laid.prefixes, self._device)
+        return packed
+
+    def _own_rows(self, laid: _Laid, rank: int, *, plain: bool) -> Tensor:
         size = self._groups.grid.cp
-        return own_rows_by_sequence(laid.lens, size, rank) if self._te else own_rows(laid.count, size, rank)
+        return own_rows_by_sequence(laid.lens, size, rank) if plain else own_rows(laid.count, size, rank)
 
     @staticmethod
     def _laid(lens: list[int], prefixes: Prefixes, unit: int, at_least: int) -> _Laid:

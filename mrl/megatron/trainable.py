@@ -18,7 +18,7 @@ from torch import Tensor
 from mrl.config import Config
 from mrl.distributed.collectives import from_rank
 from mrl.distributed.groups import ProcessGroups
-from mrl.distributed.transformer_engine import why_local
+from mrl.distributed.transformer_engine import shares, why_local
 from mrl.errors import UserError
 from mrl.functional.learning_rate import LearningRate
 from mrl.functional.logprobs import Distribution
@@ -93,6 +93,7 @@ class Trainable:
             device,
             max_tokens=config.actor.max_tokens_per_microbatch,
             te=self._te,
+            shares=config.actor.use_prefix_grouper and (not self._te or shares(config, arch)),
             num_experts=arch.moe.num_experts if arch.moe else 0,
             layers=stage_layers(arch, groups.grid)[groups.coords.pp],
             even=groups.grid.ep > 1 and config.actor.moe_token_dispatcher_type == "allgather",

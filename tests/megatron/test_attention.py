@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.data.prefixes import Prefixes, each_token
-from mrl.megatron.attention import MAX_PADDING, SMALL_BUCKET_TOKENS, CoreAttention, pack, pack_for_te
+from mrl.megatron.attention import MAX_PADDING, SMALL_BUCKET_TOKENS, CoreAttention, pack
+from mrl.megatron.te_attention import pack_for_te
 
 VALUE = 2e-6  # fp32 softmax and sums of at most 2,000 terms of order 1
 GRADIENT = 2e-5  # sums of as many products; keys of long sequences collect the most

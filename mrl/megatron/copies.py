@@ -1,0 +1,59 @@
+"""Rows that are needed several times: copied forward, summed backward.
+
+The sum over the copies of a row is taken in one order and in fp32, so that equal runs have equal gradients, on a GPU
+too: torch's own gradient of a gather adds by atomics there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Which row each copy is of.
+
+    Attributes:
+        row_S: Of each copy, int64.
+        order_S: The copies, those of the first row before those of the second.
+        starts_D: Where in `order_S` those of each row begin.
+    """
+
+    row_S: Tensor
+    order_S: Tensor
+    starts_D: Tensor
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Copies [S, n] of rows [D, n]; differentiable."""
+        copied: Tensor = _Copied.apply(rows, self)  # type: ignore[no-untyped-call]
+        return copied
+
+
+def copies(row_S: Tensor, num_rows: int, device: torch.device) -> Copies:
+    """Each row has at least one copy, or gets gradient zero.
+
+    Args:
+        row_S: Row that each copy is of, on the CPU.
+        num_rows: D.
+        device: Of the index tensors.
+    """
+    counts_D = torch.bincount(row_S, minlength=num_rows)
+    order_S = row_S.argsort(stable=True)
+    return Copies(row_S.to(device), order_S.to(device), (counts_D.cumsum(0) - counts_D).to(device))
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, which: Copies) -> Tensor:
+        ctx.which = which
+        return rows.index_select(0, which.row_S)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # sums of rows by index; in bf16 it adds in fp32
+        return F.embedding_bag(ctx.which.order_S, grads[0].contiguous(), ctx.which.starts_D, mode="sum"), None

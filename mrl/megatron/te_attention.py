@@ -1,0 +1,145 @@
+"""TransformerEngine's attention where sequences share tokens: queries of distinct tokens, keys of whole sequences.
+
+Owns the plan for it, and the module that stands in for Megatron's `TEDotProductAttention` and is one. Everything but
+attention is done once for each distinct token, as with the local layers (`attention.py`). Attention sees runs of rows
+that follow one another in a sequence, a prompt with the first answer, each further answer by itself, as packed ("thd")
+sequences of which the keys are more than the queries: those of all tokens of the sequence up to the run's last, which
+are copied for it. The causal mask is aligned to the last query and the last key ("bottom right").
+
+With context parallelism the runs are those of this rank's rows, and keys and values of all ranks are gathered before
+they are copied; TransformerEngine's own ring is used where nothing is shared.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from mrl.data.prefixes import Prefixes
+from mrl.distributed.transformer_engine import LENGTH_UNIT
+from mrl.megatron.attention import PackedSequences
+from mrl.megatron.context import own_runs
+from mrl.megatron.copies import Copies, copies
+
+
+class _Mask(enum.Enum):
+    """Megatron's enum of masks lacks it."""
+
+    padding_causal_bottom_right = enum.auto()
+
+
+@dataclass
+class SharedSequences(PackedSequences):
+    """Sequences that share tokens, for TransformerEngine.
+
+    Attributes:
+        runs: How many queries and how many keys each run has.
+        keys: Which of all ranks' keys and values they are.
+        group: The ranks that share the microbatch; None: this one has it alone.
+    """
+
+    runs: PackedSeqParams | None = None
+    keys: Copies | None = None
+    group: dist.ProcessGroup | None = None
+
+
+def pack_for_te(lens: Sequence[int], device: torch.device) -> PackedSequences:
+    """Sequences that lie one after the other and share nothing.
+
+    Args:
+        lens: Tokens of each sequence, each at least 1.
+        device: Where the index tensors go.
+    """
+    ends = torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)
+    return PackedSequences(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=max(lens), max_seqlen_kv=max(lens)
+    )
+
+
+def pack_shared_for_te(
+    lens: Sequence[int], prefixes: Prefixes, device: torch.device, group: dist.ProcessGroup | None = None
+) -> SharedSequences:
+    """Sequences of which the distinct tokens lie in the order of their numbers.
+
+    Megatron takes the rotary angles one row for each of these ("sbhd" with a batch of one).
+
+    Args:
+        lens: Tokens of each sequence, each at least 1, filling included as a sequence.
+        prefixes: Which of them are distinct; from `shared_prefixes`, which numbers a sequence's own tokens in a row.
+        device: Where the index tensors go.
+        group: The ranks that share the microbatch; as many distinct tokens as a multiple of twice its size.
+    """
+    size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    found = sorted(own_runs(size, rank, lens, prefixes), key=lambda run: int(run.queries[0]))
+    ends, most = [], []
+    for counts in ([run.queries.numel() for run in found], [run.keys.numel() for run in found]):
+        ends.append(torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device))
+        most.append(-(-max(counts) // LENGTH_UNIT) * LENGTH_UNIT)
+    runs = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends[0], cu_seqlens_kv=ends[1], max_seqlen_q=most[0], max_seqlen_kv=most[1]
+    )
+    keys = copies(torch.cat([run.keys for run in found]), prefixes.origin_D.numel(), device)
+    longest = max(lens)
+    return SharedSequences(
+        qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, runs=runs, keys=keys, group=group
+    )
+
+
+def sharing(kind: type) -> type:
+    """Megatron's `TEDotProductAttention`, which also takes `SharedSequences`."""
+
+    class TESharedAttention(kind):  # type: ignore[misc]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**{**options, "attention_type": "cross"})  # queries and keys have lengths of their own
+
+        def forward(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Tensor | None,
+            attn_mask_type: Any,
+            attention_bias: Tensor | None = None,
+            packed_seq_params: PackedSequences | None = None,
+            **others: Any,
+        ) -> Tensor:
+            """As Megatron's. Of `SharedSequences` it takes [n, 1, heads, D] and returns [n, 1, heads * D]."""
+            plan = packed_seq_params
+            if not isinstance(plan, SharedSequences) or plan.keys is None:
+                whole: Tensor = super().forward(
+                    query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params, **others
+                )
+                return whole
+            copied = [_copied(rows, plan.keys, plan.group) for rows in (key, value)]
+            ring, self.cp_group = self.cp_group, None  # all keys of a run are here
+            try:
+                attended: Tensor = super().forward(
+                    query.squeeze(1),
+                    *copied,
+                    attention_mask,
+                    _Mask.padding_causal_bottom_right,
+                    attention_bias,
+                    plan.runs,
+                    **others,
+                )
+            finally:
+                self.cp_group = ring
+            return attended.reshape(query.size(0), 1, -1)
+
+    return TESharedAttention
+
+
+def _copied(rows: Tensor, keys: Copies, group: dist.ProcessGroup | None) -> Tensor:
+    """Collective over the group: keys or values [n, 1, K, D] of all ranks, copied for each run [S, K, D]."""
+    if group is not None:
+        rows = gather_from_sequence_parallel_region(rows.contiguous(), group=group)
+    return keys.of(rows.flatten(1)).view(-1, *rows.shape[2:])

@@ -109,6 +109,7 @@ def reinforcement_step(job: Job, step: int) -> Metrics:
             table,
             job.groups,
             config.train.minibatch_size or config.train.batch_size,
+            shares=config.actor.use_prefix_grouper,
             routing=job.sampler.routing,
             only_newest=config.rollout.mask_offpolicy,
         )

@@ -124,6 +124,7 @@ ROWS = {
     "actor.adam_eps": row("actor.adam_eps=0.1"),
     "actor.clip_grad": row("actor.clip_grad=0.0001", given=("actor.adam_eps=0.1",)),
     "actor.max_tokens_per_microbatch": row("actor.max_tokens_per_microbatch=20"),
+    "actor.use_prefix_grouper": row("actor.use_prefix_grouper=false"),
     "actor.transformer_impl": row(
         "actor.transformer_impl=te", given=("model.dtype=bfloat16",), refused="cannot be used: the run is on a CPU"
     ),

@@ -1,12 +1,13 @@
 """Which sequences go together: microbatches under a token budget, and bins of equal cost.
 
-Owns the two partitions and nothing else: it sees lengths, never tokens. Both are deterministic, so that every rank
+Owns these partitions and nothing else: it sees lengths, never tokens. They are deterministic, so that every rank
 computes the same answer from the same lengths.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
@@ -40,6 +41,43 @@ def balance(costs: Sequence[float], num_bins: int) -> list[list[int]]:
     for members in bins:
         members.sort()
     return bins
+
+
+def balance_families(
+    families: Sequence[Sequence[int]], prompt_lens: Sequence[int], response_lens: Sequence[int], num_bins: int
+) -> list[list[int]]:
+    """Splits samples over bins so that the largest bin is small, where a bin's samples of a prompt share its tokens.
+
+    Families stay whole unless parts of them make a smaller largest bin: with more bins than prompts, or few prompts.
+
+    Args:
+        families: Samples of each prompt.
+        prompt_lens: Of each sample.
+        response_lens: Of each sample.
+        num_bins: Bins, at least 1.
+
+    Returns:
+        Samples of each bin, ascending; every sample once.
+    """
+    most = max((len(family) for family in families), default=1)
+    found: list[tuple[int, list[list[int]]]] = []
+    parts = 1
+    while True:
+        pieces = [piece for family in families for piece in _cut(family, parts)]
+        costs = [prompt_lens[piece[0]] + sum(response_lens[item] for item in piece) for piece in pieces]
+        chosen = balance(costs, num_bins)
+        loads = [sum(costs[index] for index in members) for members in chosen]
+        found.append((max(loads), [sorted(item for index in members for item in pieces[index]) for members in chosen]))
+        if parts >= most:
+            return min(found, key=lambda each: each[0])[1]
+        parts = min(2 * parts, most)
+
+
+def _cut(family: Sequence[int], parts: int) -> list[Sequence[int]]:
+    """A family in so many parts, or as many as it has samples, of almost equal size."""
+    parts = min(parts, len(family))
+    ends = [len(family) * part // parts for part in range(parts + 1)]
+    return [family[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def pack_microbatches(

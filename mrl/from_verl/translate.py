@@ -128,6 +128,7 @@ def _actor(verl: VerlRun) -> Iterator[Pair]:
     yield "actor.lr_warmup_steps", _warmup(verl)
     yield "actor.ppo_epochs", verl[f"{ACTOR}ppo_epochs"]
     yield "actor.max_tokens_per_microbatch", _microbatch(verl)
+    yield "actor.use_prefix_grouper", verl.given.get(f"{ACTOR}use_prefix_grouper")
     for name in ("param_offload", "grad_offload", "optimizer_offload"):
         key = f"{MEGATRON if verl.megatron or name == 'grad_offload' else FSDP}{name}"
         yield f"actor.{name}", verl[key]

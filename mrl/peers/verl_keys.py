@@ -62,6 +62,8 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     f"{ACTOR}ppo_micro_batch_size_per_gpu": (
         "actor.max_tokens_per_microbatch", None, "without `use_dynamic_bsz`: times prompt and response length"),
     f"{ACTOR}use_dynamic_bsz": ("actor.max_tokens_per_microbatch", False, "says which of the two counts"),
+    f"{ACTOR}use_prefix_grouper": (
+        "actor.use_prefix_grouper", False, "speed only: true here where nothing is set, with any layout"),
     f"{ACTOR}optim.lr": ("actor.lr", 1e-6, ""),
     f"{ACTOR}optim.weight_decay": ("actor.weight_decay", 0.01, ""),
     f"{ACTOR}optim.betas": ("actor.adam_beta1", [0.9, 0.999], "and `actor.adam_beta2`"),
@@ -195,7 +197,6 @@ MOOT: dict[str, str] = {
     f"{ACTOR}*profiler.*": "no profiler; `timing_s/*` is always measured",
     f"{ACTOR}checkpoint.*": "a checkpoint is always whole",
     f"{ACTOR}*pad_to_length*": "sequences are packed without padding",
-    f"{ACTOR}*use_prefix_grouper": "tokens that samples share are computed once in any case",
     f"{ACTOR}*full_determinism": "equal runs give equal numbers",
     f"{MEGATRON}dist_ckpt*": "a checkpoint loads at any layout",
     f"{MEGATRON}distrib_optim*": "a checkpoint loads at any layout",

@@ -32,25 +32,26 @@ class Microbatch:
 
     Attributes:
         tokens: Distinct packed tokens; what samples of a prompt begin with alike is there once, except with
-            TransformerEngine.
+            `actor.use_prefix_grouper=false`.
         slots: Tokens of all sequences, which attention sees.
+        together: Samples of a prompt whose beginning is computed once.
         scored: Response tokens.
         count: Microbatches of a minibatch on a data-parallel rank.
     """
 
     tokens: int
     slots: int
+    together: int
     scored: int
     count: int
 
 
-def largest_microbatch(config: Config, grid: Grid, *, te: bool, learns_from: LearnsFrom = "samples") -> Microbatch:
+def largest_microbatch(config: Config, grid: Grid, *, learns_from: LearnsFrom = "samples") -> Microbatch:
     """The microbatch that needs most memory, before context parallelism cuts it.
 
     Args:
         config: Lengths, samples, batch sizes and the budget of a microbatch.
         grid: Data-parallel size, and what the packed length is filled up to.
-        te: Attention is TransformerEngine's: nothing is shared.
         learns_from: What the algorithm learns from.
     """
     rollout, train = config.rollout, config.train
@@ -58,22 +59,23 @@ def largest_microbatch(config: Config, grid: Grid, *, te: bool, learns_from: Lea
     prompts = train.minibatch_size or train.batch_size
     samples = rollout.n if learns_from == "samples" else 1
     budget = config.actor.max_tokens_per_microbatch
-    together = 1 if te else -(-samples // grid.dp)  # samples of a prompt on a rank
+    once = config.actor.use_prefix_grouper
+    together = -(-samples // -(-grid.dp // prompts)) if once else 1  # samples of a prompt on a rank
     together = max(1, min(together, (budget - prompt) // response))
     sequences = -(-prompts * samples // grid.dp)
     families = -(-sequences // together)
     asked = 1  # times that the prompt of a family is computed
     if learns_from == "pairs":
-        together, families, asked = 2, -(-prompts // grid.dp), 2 if te else 1
+        together, families, asked = 2, -(-prompts // grid.dp), 1 if once else 2
     count = -(-families // max(1, budget // (asked * prompt + together * response)))
     if grid.vpp > 1:
         count = -(-count // grid.pp) * grid.pp
     held = -(-families // count)
-    # without TransformerEngine the last token of a response, which predicts nothing, is not computed
-    computed = response if te else response - 1
+    computed = response - 1  # the last token of a response predicts nothing
     unit = grid.tp * (2 * grid.cp if grid.cp > 1 else 1)
     packed = -(-held * (asked * prompt + together * computed) // unit) * unit
-    return Microbatch(packed, held * together * (prompt + computed), held * together * response, count)
+    slots = held * together * (prompt + computed)
+    return Microbatch(packed, slots, together // asked, held * together * response, count)
 
 
 @dataclass(frozen=True)
@@ -110,9 +112,13 @@ class ActorShape:
         self._config, self._arch, self._grid, self._te = config, arch, grid, te
         self._recompute = recompute_of(config)
         self._itemsize = 2 if config.model.dtype == "bfloat16" else FP32
-        self.microbatch = largest_microbatch(config, grid, te=te, learns_from=learns_from)
+        self.microbatch = largest_microbatch(config, grid, learns_from=learns_from)
         self._tokens = self.microbatch.tokens // grid.cp
         self._slots = self.microbatch.slots // grid.cp
+        # TransformerEngine gets queries of distinct tokens; the keys of the runs on a rank begin before its own tokens
+        self._queries, self._keys = (self._tokens if te else self._slots), self._slots
+        if te and grid.cp > 1 and self.microbatch.together > 1:
+            self._keys = min(self.microbatch.slots, self._slots + 2 * config.rollout.longest)
         self._scored = -(-self.microbatch.scored // grid.cp)
         self._own_tokens = self._tokens // (grid.tp if config.parallel.sequence_parallel else 1)
         self._vocab = padded_vocab(arch, grid.tp) // grid.tp
@@ -132,6 +138,8 @@ class ActorShape:
         hidden = self._own_tokens * arch.hidden_size * self._itemsize
         whole = self._tokens * arch.hidden_size * self._itemsize
         saved = kept + INT64 * (self._slots + 3 * self._tokens)
+        if self.microbatch.together > 1:  # in which order the gradients of copied keys are added
+            saved += INT64 * (self._slots + self._tokens)
         if self._recompute.method is not None:
             saved += self._tokens * arch.head_dim * FP32  # rotary angles; else each layer's cosine and sine
         weight = self._vocab * arch.hidden_size * self._itemsize
@@ -189,9 +197,13 @@ class ActorShape:
         return self._arch.num_heads // self._grid.tp, max(1, self._arch.num_kv_heads // self._grid.tp)
 
     def _core_attention(self) -> int:
-        """Queries, keys, values and the result, of all slots; the logarithm of each row's sum."""
-        heads, kv_heads = self._heads()
-        return self._slots * ((2 * heads + 2 * kv_heads) * self._arch.head_dim * self._itemsize + heads * FP32)
+        """Queries, the result, and the logarithm of each row's sum; keys and values."""
+        heads, _ = self._heads()
+        of_query = 2 * heads * self._arch.head_dim * self._itemsize + heads * FP32
+        return self._queries * of_query + self._copied_keys()
+
+    def _copied_keys(self) -> int:
+        return self._keys * 2 * self._heads()[1] * self._arch.head_dim * self._itemsize
 
     def _mlp(self, width: int) -> int:
         """Gate and up, the activated gate, up once more, their product."""
@@ -218,7 +230,7 @@ class ActorShape:
         else:
             width = arch.moe.intermediate_size // self._grid.expert_tp
             rows, weight = self._own_tokens * arch.moe.top_k * self._grid.expert_tp, width * arch.hidden_size * 2
-        step = (rows * (2 * width + arch.hidden_size) + weight) * size
+        step = max((rows * (2 * width + arch.hidden_size) + weight) * size, self._copied_keys())
         if self._recompute.method is not None:
             return step + self._recompute.layers_at_a_time * self._saved_by_layer()
         again = self._core_attention() if "core_attn" in self._recompute.modules else 0

@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass, replace
 
 from mrl.config import Config
-from mrl.distributed.transformer_engine import asked_for
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.observe.hardware import Hardware
@@ -58,9 +57,7 @@ def predict_durations(found: Resolved, hardware: Hardware, kv_rows: int) -> Dura
         kv_rows: Sequences that a replica decodes at a time.
     """
     config, arch, grid = found.config, found.arch, found.grid
-    rollout = config.rollout
     passes = float(config.actor.ppo_epochs)
-    lens = [rollout.prompt_length + rollout.response_length] * config.train.batch_size * found.algorithm.num_samples
     prefill, decode, steps, bound_by = 0.0, 0.0, 0, ""
     scorings = int(found.algorithm.needs_reference)
     if found.algorithm.supervised:
@@ -70,15 +67,15 @@ def predict_durations(found: Resolved, hardware: Hardware, kv_rows: int) -> Dura
         scorings += config.actor.ppo_epochs * int(found.algorithm.needs_current)
         prefill, decode, steps, bound_by = _rollout(config, arch, grid, hardware, kv_rows)
     rate = len(grid.trainers) * hardware.bf16_flops * hardware.train_flops_frac
-    forward = forward_flops(arch, lens) / rate
+    forward = _trained_flops(found, arch) / rate
     bubble = _bubble(found)
     score, update = scorings * forward, passes * (3 + recompute_of(config).forwards(arch)) * forward
-    score += sum(forward_flops(teacher, lens) / rate for teacher in found.teachers)
+    score += sum(_trained_flops(found, teacher) / rate for teacher in found.teachers)
     if found.reward is not None and not found.algorithm.supervised:
-        score += forward_flops(found.reward, lens) / rate
+        score += _trained_flops(found, found.reward) / rate
     if found.critic is not None:
         of_critic, critic = critic_config(config), found.critic
-        forward = forward_flops(critic, lens) / rate
+        forward = _trained_flops(found, critic) / rate
         score += forward
         update += of_critic.actor.ppo_epochs * (3 + recompute_of(of_critic).forwards(critic)) * forward
     return Durations(
@@ -90,6 +87,14 @@ def predict_durations(found: Resolved, hardware: Hardware, kv_rows: int) -> Dura
         update=update / (1 - bubble),
         bubble_frac=bubble,
     )
+
+
+def _trained_flops(found: Resolved, arch: ArchSpec) -> float:
+    """Of one forward pass of a model over all samples of a step, prompts once for those that share a microbatch."""
+    rollout, count = found.config.rollout, found.config.train.batch_size * found.algorithm.num_samples
+    together = largest_microbatch(found.config, found.grid, learns_from=found.algorithm.learns_from).together
+    prompt, whole = (forward_flops(arch, [length]) for length in (rollout.prompt_length, rollout.longest))
+    return count * (whole - prompt) + math.ceil(count / together) * prompt
 
 
 @dataclass(frozen=True)
@@ -131,9 +136,7 @@ def step_time(times: Durations, refit_s: float, *, has_roles: bool, overlaps: bo
 def _bubble(found: Resolved) -> float:
     """Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2: (p - 1) / (v m) of the ideal time."""
     grid = found.grid
-    count = largest_microbatch(
-        found.config, grid, te=asked_for(found.config), learns_from=found.algorithm.learns_from
-    ).count
+    count = largest_microbatch(found.config, grid, learns_from=found.algorithm.learns_from).count
     idle = (grid.pp - 1) / (grid.vpp * count)
     return idle / (1 + idle)
 

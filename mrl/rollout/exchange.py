@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.data.packing import balance
+from mrl.data.packing import balance_families
 from mrl.distributed.collectives import together
 from mrl.distributed.groups import ProcessGroups
 from mrl.grid import Coords
@@ -75,19 +75,21 @@ def pack(
     groups: ProcessGroups,
     minibatch_size: int,
     *,
+    shares: bool,
     routing: RoutingRecord | None = None,
     only_newest: bool = False,
 ) -> StepBatch:
     """Collective over the job: moves every sample of `table` to the ranks that train on it.
 
     Minibatches are `minibatch_size` prompts in uid order, so that they hold the same samples at any layout; inside one,
-    sequences are spread over the data-parallel ranks so that each gets about as many tokens.
+    samples are spread over the data-parallel ranks so that each computes about as many tokens.
 
     Args:
         rollouts: This replica's samples; those not in the table are dropped.
         table: All samples to train on; their supports travel where it has the columns `SampleTable.KEPT`.
         groups: Who sits where.
         minibatch_size: Prompts per optimizer step.
+        shares: A rank computes the prompt of its samples once (`actor.use_prefix_grouper`).
         routing: Where the rollouts have `routed_experts`, the same on every rank.
         only_newest: Tokens that older weights than a response's last ones sampled are not trained.
 
@@ -95,7 +97,7 @@ def pack(
         RuntimeError: `routing` is given and a rollout has no such record.
     """
     prompt_lens, response_lens = table["prompt_len"].long(), table["response_len"].long()
-    rows = _rows_of_ranks(table, (prompt_lens + response_lens).tolist(), groups.grid.dp, minibatch_size)
+    rows = _rows_of_ranks(table, groups.grid.dp, minibatch_size, shares=shares)
     travel = _Travel(rollouts, table, groups, rows, only_newest=only_newest)
     tokens_P, logprobs_R = travel.tokens_and_logprobs()
     index_B = torch.tensor(travel.mine, dtype=torch.int64)
@@ -290,17 +292,20 @@ def _take_off_marks(tokens_P: Tensor, prompt_lens_B: Tensor, response_lens_B: Te
     return sampled_P[is_response_P]
 
 
-def _rows_of_ranks(table: SampleTable, seq_lens: Sequence[int], dp: int, minibatch_size: int) -> Rows:
+def _rows_of_ranks(table: SampleTable, dp: int, minibatch_size: int, *, shares: bool) -> Rows:
     """Minibatches in the order of the prompts, each balanced over the data-parallel ranks; rows ascend."""
-    of_row = table["uid"].long().tolist()
-    uids = sorted(set(of_row))
-    minibatch_of = {uid: i // minibatch_size for i, uid in enumerate(uids)}
-    members: list[list[int]] = [[] for _ in range(-(-len(uids) // minibatch_size))]
-    for row, uid in enumerate(of_row):
-        members[minibatch_of[uid]].append(row)
-    return [
-        [sorted(rows[i] for i in part) for part in balance([seq_lens[row] for row in rows], dp)] for rows in members
-    ]
+    families: dict[int, list[int]] = {}
+    for row, uid in enumerate(table["uid"].long().tolist()):
+        families.setdefault(uid, []).append(row)
+    lens = table["prompt_len"].long().tolist(), table["response_len"].long().tolist()
+    uids = sorted(families)
+    minibatches = []
+    for first in range(0, len(uids), minibatch_size):
+        members = [families[uid] for uid in uids[first : first + minibatch_size]]
+        if not shares:
+            members = [[row] for row in sorted(row for family in members for row in family)]
+        minibatches.append(balance_families(members, *lens, dp))
+    return minibatches
 
 
 def _local_rows(all_rows: Rows, dp: int) -> list[list[int]]:

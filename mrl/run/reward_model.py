@@ -57,6 +57,7 @@ class RunRewardModel:
         if path is None or plan.reader is None:
             raise RuntimeError("a reward model without a path")
         self._groups, self._policy, self._reader = groups, policy, plan.reader
+        self._shares = plan.config.actor.use_prefix_grouper
         self._model: Frozen | None = None
         with on_trainers(groups):
             if policy is not None:
@@ -77,7 +78,7 @@ class RunRewardModel:
         table = gather_table(read, self._groups, ())
         if not len(table):
             return found
-        data = pack(read, table, self._groups, table.num_prompts)
+        data = pack(read, table, self._groups, table.num_prompts, shares=self._shares)
         with on_trainers(self._groups):
             told = self._scores(data)
         by_row = dict(all_gather_ragged(told, everyone()).tolist())

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from mrl.data.packing import balance, pack_microbatches
+from mrl.data.packing import balance, balance_families, pack_microbatches
 
 BEST_FIT_BOUND = 11 / 9  # Johnson 1974: best fit decreasing needs at most this times the fewest bins (and 4)
 LPT_BOUND = 4 / 3  # Graham 1969: longest processing time first is within 4/3 of the best
@@ -35,6 +35,38 @@ def test_balance_is_a_partition_near_the_mean(seed):
 def test_balance_fills_every_bin_even_with_items_that_cost_nothing():
     assert all(balance([0, 0, 7, 0], 4))
     assert sum(bool(members) for members in balance([3, 2], 4)) == 2
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_families_stay_together_unless_that_costs(seed):
+    """The largest bin is no larger than that of whole families."""
+    chance = random.Random(seed)
+    families, prompts, responses = [], [], []
+    for size in (chance.randint(1, 6) for _ in range(chance.randint(1, 12))):
+        families.append(list(range(len(prompts), len(prompts) + size)))
+        prompts += [chance.choice([1, 50])] * size
+        responses += [chance.randint(1, 40) for _ in range(size)]
+
+    def load(bins):
+        return max(
+            sum(prompts[family[0]] for family in families if set(family) & set(members))
+            + sum(responses[item] for item in members)
+            for members in bins
+        )
+
+    bins = balance_families(families, prompts, responses, 4)
+    assert flat(bins) == list(range(len(prompts)))
+    costs = [prompts[family[0]] + sum(responses[item] for item in family) for family in families]
+    whole = [[item for index in members for item in families[index]] for members in balance(costs, 4)]
+    assert load(bins) <= load(whole)
+    if len(families) == 1:
+        assert sum(map(bool, bins)) == min(4, len(prompts))
+
+
+def test_four_prompts_of_equal_samples_have_a_bin_each():
+    families = [[3 * family + item for item in range(3)] for family in range(4)]
+    assert sorted(balance_families(families, [9] * 12, [5] * 12, 4)) == families
+    assert balance_families([[0, 1, 2, 3]], [9] * 4, [5] * 4, 2) in ([[0, 1], [2, 3]], [[2, 3], [0, 1]])
 
 
 def test_balance_refuses_nonsense():

@@ -65,7 +65,9 @@ def saved_bytes(arch, grid, options) -> int:
 
     microbatches = policy._schedule.microbatches(batch(), policy._sampled)
     for micro in microbatches:
-        for tensor in (micro.tokens, micro.positions, micro.packed.slot_to_token, micro.packed.token_to_slot):
+        packed = micro.packed
+        own = (packed.slot_to_token, packed.token_to_slot, packed.copies.order_S, packed.copies.starts_D)
+        for tensor in (micro.tokens, micro.positions, *own):
             keep(tensor)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         policy._schedule.run(microbatches, loss, backward=True)

@@ -20,13 +20,18 @@ STAGED = ROOT / "configs" / "grpo_llama3.1-70b_8x8_tp8pp4.yaml"
 def test_an_update_is_its_operations_over_the_rate_that_is_reached():
     found = resolve(load(DENSE), 8)
     times = predict_durations(found, H100, 54)
-    forward = forward_flops(found.arch, [5120] * 128 * 8) / (8 * H100.bf16_flops * H100.train_flops_frac)
+    # three answers of 4096 tokens fit a microbatch with their prompt of 1024, which is computed once for them
+    prompt, whole = (forward_flops(found.arch, [length]) for length in (1024, 5120))
+    rate = 8 * H100.bf16_flops * H100.train_flops_frac
+    forward = (1024 * (whole - prompt) + math.ceil(1024 / 3) * prompt) / rate
     assert math.isclose(times.update, 4 * forward)  # forward, backward of twice that, and once more recomputed
     assert math.isclose(times.score, forward)  # the reference
     assert times.bubble_frac == 0
     assert math.isclose(
         predict_durations(resolve(load(DENSE, ["actor.recompute=none"]), 8), H100, 54).update, 3 * forward
     )
+    alone = predict_durations(resolve(load(DENSE, ["actor.use_prefix_grouper=false"]), 8), H100, 54)
+    assert math.isclose(alone.score, 1024 * whole / rate)
 
 
 def test_stages_wait_for_each_other():

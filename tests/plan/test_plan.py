@@ -72,7 +72,7 @@ def test_a_run_that_does_not_fit_is_refused_with_the_term_and_what_fits(config, 
     mine = tmp_path / "mine.yaml"
     mine.write_text("{memory_bytes: 4.0e9, context_bytes: 1, communicator_bytes: 1}")
     arguments = ["plan", str(config), "--world-size", "16", "--hardware", str(mine)]
-    longer = ["model.overrides={intermediate_size: 65536}"]
+    longer = ["model.overrides={intermediate_size: 131072}"]
     assert main([*arguments, *longer]) == 2
     refused = capsys.readouterr().err
     assert "does not fit GPUs of 4 GB" in refused and "the largest term is activations" in refused

@@ -9,11 +9,11 @@ from tests.ranks import run_ranks
 from tests.rollout.samples import LAYERS, TOP_K, groups_of, prompts, rollouts_of, routed, sampled
 
 
-def packed(grid_args, count, minibatch_size, routing=None):
+def packed(grid_args, count, minibatch_size, routing=None, *, shares=True):
     groups = groups_of(grid_args)
     rollouts = sampled(groups, count)
     table = gather_table(rollouts, groups, ["r"])
-    data = pack(rollouts, table, groups, minibatch_size, routing=routing)
+    data = pack(rollouts, table, groups, minibatch_size, shares=shares, routing=routing)
     if not groups.trains:
         assert (data.minibatches, data.batch.tokens_P.numel(), data.index_B.numel()) == ([], 0, 0)
         return None, []
@@ -67,6 +67,16 @@ def test_minibatches_hold_the_same_samples_at_every_layout(grid_args):
             by_dp.setdefault(coords.dp, minibatches[minibatch])
             assert by_dp[coords.dp] == minibatches[minibatch], "ranks of one data-parallel index differ"
         assert sorted(row for rows in by_dp.values() for row in rows) == expected_rows(uids)
+
+
+def test_samples_of_a_prompt_go_to_one_rank_where_it_computes_their_prompt_once():
+    for shares in (True, False):
+        uids = [{row[0] for row in minibatches[0]} for _, minibatches in run_ranks(4, packed_alike, shares)]
+        assert (sum(map(len, uids)) == len(set.union(*uids)) == 8) == shares
+
+
+def packed_alike(shares):
+    return packed({}, 8, 8, shares=shares)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def both(arch, grid, **options):
 def test_scores_and_gradients_are_those_of_the_local_spec(case):
     arch, grid, layout = CASES[case]
     for (names, scored, gradients), (others, local, expected) in run_ranks(2, both, arch, grid, parallel=layout):
-        assert {"TERowParallelLinear", "TEDotProductAttention"} <= names
+        assert {"TERowParallelLinear", "TESharedAttention"} <= names
         assert ("TEGroupedMLP" in names) == (arch.moe is not None)
         assert not any(name.startswith("TE") for name in others)
         torch.testing.assert_close(scored, local, rtol=0, atol=SCORE)
@@ -127,23 +127,60 @@ def test_what_is_on_by_itself_changes_no_number(name):
     assert_same(on[:2], off[:2])
 
 
-def chosen(**parallel):
-    """By compute capability: which attention TransformerEngine says that it would take."""
+def chosen(once, **parallel):
+    """By compute capability: which attention TransformerEngine would take, and whether for shared tokens."""
     from transformer_engine.pytorch.utils import _get_device_compute_capability as known
 
-    config, own, found = config_for(Grid(1), dtype="bfloat16", parallel=parallel), cuda.CAPABILITY, {}
+    config = config_for(Grid(1), dtype="bfloat16", parallel=parallel, actor={"use_prefix_grouper": once})
+    own, found = cuda.CAPABILITY, {}
     for capability in ((9, 0), (8, 0), own):
         cuda.CAPABILITY = capability
         known.cache_clear()
         transformer_engine._attentions.cache_clear()
-        found[capability] = transformer_engine.attention(config, ARCHS["qwen3"])
+        arch = ARCHS["qwen3"]
+        found[capability] = transformer_engine.attention(config, arch), transformer_engine.shares(config, arch)
     return found
 
 
 def test_where_cudnn_takes_no_packed_sequences_there_is_no_fit_attention():
     """flash-attn is not installed here."""
-    assert run_ranks(1, chosen) == [{(9, 0): "fused", (8, 0): "unfused"}]
-    assert run_ranks(1, chosen, context_parallel_size=2) == [{(9, 0): "fused", (8, 0): None}]
+    assert run_ranks(1, chosen, False) == [{(9, 0): ("fused", False), (8, 0): ("unfused", False)}]
+    assert run_ranks(1, chosen, True) == [{(9, 0): ("fused", True), (8, 0): ("unfused", True)}]
+    assert run_ranks(1, chosen, False, context_parallel_size=2) == [{(9, 0): ("fused", False), (8, 0): (None, False)}]
+    assert run_ranks(1, chosen, True, context_parallel_size=2) == [{(9, 0): ("fused", True), (8, 0): ("unfused", True)}]
+
+
+def without_bottom_right():
+    """What is said and done where cuDNN is older than 9.6, which has no such mask for packed sequences."""
+    import transformer_engine_torch as extension
+
+    from tests.te.extension import attention as kernels
+
+    asked = extension.get_fused_attn_backend
+
+    def older(*arguments):
+        masks = [each for each in arguments if isinstance(each, kernels.NVTE_Mask_Type)]
+        is_new = masks[0] in kernels.BOTTOM_RIGHT
+        return kernels.NVTE_Fused_Attn_Backend.NVTE_No_Backend if is_new else asked(*arguments)
+
+    extension.get_fused_attn_backend = older
+    transformer_engine._attentions.cache_clear()
+    try:
+        policy = make_policy(ARCHS["qwen3"], Grid(1))
+        config = config_for(Grid(1))
+        told = transformer_engine.described(config, ARCHS["qwen3"], "cpu")
+        batch = make_batch()
+        rows = sum(micro.tokens.numel() for micro in policy._schedule.microbatches(batch, policy._sampled))
+        return told, rows, int(batch.seq_lens_B.sum()) - batch.num_sequences
+    finally:
+        extension.get_fused_attn_backend = asked
+        transformer_engine._attentions.cache_clear()
+
+
+def test_where_only_slow_attention_takes_shared_tokens_each_sequence_is_computed_alone():
+    ((told, rows, inputs),) = run_ranks(1, without_bottom_right)
+    assert "its fused attention; it has none that is fit for shared tokens: prompts are computed again" in told
+    assert rows == inputs
 
 
 def saved_and_loaded(folder):

@@ -36,8 +36,14 @@ def get_fused_attn_backend(is_training, q_dtype, kv_dtype, layout, bias_type, ma
         and softmax_type == NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
         and dropout == 0
         and (_formats(layout)[0] != "thd" or cuda.CAPABILITY >= PACKED_FROM)
+        and (mask_type not in BOTTOM_RIGHT or _takes_bottom_right(*rest[2:4]))
     )
     return NVTE_Fused_Attn_Backend["NVTE_F16_arbitrary_seqlen" if takes else "NVTE_No_Backend"]
+
+
+def _takes_bottom_right(max_seqlen_q, max_seqlen_kv):
+    """cuDNN 9.6; from 9.7 the lengths need not be multiples."""
+    return max_seqlen_q % 64 == 0 and max_seqlen_kv % 64 == 0 and max_seqlen_q <= max_seqlen_kv
 
 
 def _formats(layout):

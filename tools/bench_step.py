@@ -1,6 +1,6 @@
 """Speed of one whole iteration: GRPO's against TRL's GRPOTrainer, or PPO's against GRPO's, in one run.
 
-    python tools/bench_step.py                     # both cases, fp32 and bf16
+    python tools/bench_step.py                     # all cases, fp32 and bf16
     python tools/bench_step.py --quick             # a few iterations of small models
     python tools/bench_step.py --case small --dtype float32 --iterations 20
     python tools/bench_step.py --device cuda --case middle --dtype bfloat16
@@ -10,8 +10,10 @@ An iteration of mrl is refit, rollout, reward, pack, update and log, as `mrl tra
 of TRL is what its `train()` does between two optimizer steps. Both start from one Hugging Face folder with random
 weights, sample the same number of responses, all of full length (the end token is not sampled in TRL, ignored in mrl),
 score them with the same function, and take one AdamW step (beta 0, clip 1, no recompute, the same learning rate). bf16
-means weights and activations in bf16 for both; mrl then keeps fp32 master weights, TRL does not. The two alternate,
-and the median of the ratios of neighbours is reported, one JSON line for each case and dtype.
+means weights and activations in bf16 for both; mrl then keeps fp32 master weights, TRL does not. TRL first tries how many
+sequences it should take at a time (`per_device_train_batch_size`, the gradients of the parts added up), and keeps what
+was fastest: "trl_batch". Then the two alternate, and the median of the ratios of neighbours is reported, one JSON line
+for each case and dtype. In the case "long_prompts" prompts are four times as long as answers.
 
 With `--algorithm ppo` the two are runs of mrl with the same model and batch: GRPO, and PPO whose critic begins as the
 actor and takes one optimizer step as the actor does. "ratio" is then PPO's time over GRPO's.
@@ -82,17 +84,23 @@ class Case:
 CASES = {
     "small": Case(4, 128, 4, 64, prompts=16, samples=16, prompt_len=8, response_len=8),
     "middle": Case(8, 512, 8, 32000, prompts=8, samples=8, prompt_len=64, response_len=64, microbatch_tokens=1160),
+    "long_prompts": Case(4, 256, 8, 2000, prompts=8, samples=8, prompt_len=128, response_len=32, microbatch_tokens=800),
 }
 QUICK = {
     "small": Case(2, 64, 4, 64, prompts=4, samples=4, prompt_len=8, response_len=8),
     "middle": Case(2, 128, 4, 2000, prompts=4, samples=4, prompt_len=32, response_len=32),
+    "long_prompts": Case(2, 128, 4, 2000, prompts=4, samples=4, prompt_len=64, response_len=16),
 }
+TRL_PARTS = (1, 2, 4, 8)
+"""Into so many parts TRL may cut its batch."""
+TRL_TRIALS = 2
+"""Steps of each, of which the last counts."""
 
 
 def main() -> None:
     """Parses the command line, runs each case and prints its line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=sorted(CASES), nargs="*", default=["small", "middle"])
+    parser.add_argument("--case", choices=sorted(CASES), nargs="*", default=list(CASES))
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], nargs="*", default=["float32", "bfloat16"])
     parser.add_argument("--iterations", type=int, help="timed iterations of each; default 9, with --quick 3")
     parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -133,13 +141,15 @@ def run_case(case: Case, dtype: str, folder: Path, device: str, *, iterations: i
                 times["trl"].append(seconds)
                 phases.append(timings)
 
-        run_trl(case, dtype, folder, device, rows, WARM_UP + iterations, after_step)
+        batch = best_trl_batch(case, dtype, folder, device, rows)
+        run_trl(case, dtype, folder, device, rows, WARM_UP + iterations, after_step, batch)
     ratios = [theirs / ours for theirs, ours in zip(times["trl"], times["mrl"], strict=True)]
     return {
         **described(case, dtype),
         **told(ratios),
         "mrl_s": spread(times["mrl"]),
         "trl_s": spread(times["trl"]),
+        "trl_batch": batch,
         "mrl_phases_s": medians(phases),
         **where(iterations, device, num_threads, ("torch", "trl", "transformers", "megatron-core")),
     }
@@ -330,8 +340,17 @@ def mrl_step(job: Job, case: Case, step: int) -> dict[str, float]:
 # ---- TRL
 
 
-def trl_config(case: Case, dtype: str, folder: Path, device: str, steps: int) -> Any:
-    """A `GRPOConfig` that asks for what mrl's config asks for."""
+def best_trl_batch(case: Case, dtype: str, folder: Path, device: str, rows: list[dict[str, str]]) -> int:
+    """Sequences that TRL trains on at a time, with which its step takes least."""
+    times: dict[int, float] = {}
+    total = case.prompts * case.samples
+    for batch in [total // parts for parts in TRL_PARTS]:
+        run_trl(case, dtype, folder, device, rows, TRL_TRIALS, lambda _, seconds: times.update({batch: seconds}), batch)  # noqa: B023 -- called at once
+    return min(times, key=lambda batch: times[batch])
+
+
+def trl_config(case: Case, dtype: str, folder: Path, device: str, steps: int, batch: int) -> Any:
+    """A `GRPOConfig` that asks for what mrl's config asks for, `batch` sequences at a time."""
     from trl import GRPOConfig
 
     return GRPOConfig(
@@ -339,7 +358,8 @@ def trl_config(case: Case, dtype: str, folder: Path, device: str, steps: int) ->
         use_cpu=device == "cpu",
         bf16=False,  # the weights are in the dtype already; autocast would be slower
         model_init_kwargs={"dtype": dtype},
-        per_device_train_batch_size=case.prompts * case.samples,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=case.prompts * case.samples // batch,
         num_generations=case.samples,
         max_completion_length=case.response_len,
         generation_kwargs={"min_new_tokens": case.response_len},
@@ -368,8 +388,9 @@ def run_trl(
     rows: list[dict[str, str]],
     steps: int,
     after_step: Callable[[int, float], None],
+    batch: int,
 ) -> None:
-    """TRL's training; `after_step` gets each step's number, from 1, and its seconds."""
+    """TRL's training, `batch` sequences at a time; `after_step` gets each step's number, from 1, and its seconds."""
     from datasets import Dataset
     from trl import GRPOTrainer
 
@@ -392,7 +413,7 @@ def run_trl(
     trainer = GRPOTrainer(
         model=str(folder / "model"),
         reward_funcs=reward,
-        args=trl_config(case, dtype, folder, device, steps),
+        args=trl_config(case, dtype, folder, device, steps, batch),
         train_dataset=Dataset.from_list(rows),
         processing_class=transformers.PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"),
         callbacks=[Clock()],

@@ -46,6 +46,8 @@ def from_first_rank(value: Any) -> Any:
 
 def from_rank(source: int, value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Collective over `group`: the value of the rank of the job `source`, on every rank; plain data (`objects.py`)."""
+    if dist.get_world_size(group) == 1:
+        return value
     box = [value]
     dist.broadcast_object_list(box, src=source, group=group)
     return box[0]
@@ -66,6 +68,8 @@ def all_gather_ragged(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
         group: Who takes part.
     """
     size = dist.get_world_size(group)
+    if size == 1:
+        return rows.clone()
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(counts, torch.tensor([rows.size(0)]), group=group)
     most = max(int(count) for count in counts)
@@ -86,6 +90,8 @@ def all_to_all_ragged(
         receive_counts: Elements that each rank sends to this one; all ranks know these beforehand.
         group: Who takes part; None: the whole job.
     """
+    if len(parts) == 1:
+        return parts[0].clone()
     received = parts[0].new_empty(sum(receive_counts))
     dist.all_to_all_single(
         received,
@@ -105,8 +111,9 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
         RankFailedError: It has another exception; the message names the rank and the exception.
     """
     mine = None if error is None else (isinstance(error, UserError), f"{type(error).__name__}: {error}", str(error))
-    found: list[tuple[bool, str, str] | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
+    found: list[tuple[bool, str, str] | None] = [mine] * dist.get_world_size(group)
+    if len(found) > 1:
+        dist.all_gather_object(found, mine, group=group)
     for rank, item in enumerate(found):
         if item is None:
             continue

@@ -10,10 +10,10 @@ An iteration of mrl is refit, rollout, reward, pack, update and log, as `mrl tra
 of TRL is what its `train()` does between two optimizer steps. Both start from one Hugging Face folder with random
 weights, sample the same number of responses, all of full length (the end token is not sampled in TRL, ignored in mrl),
 score them with the same function, and take one AdamW step (beta 0, clip 1, no recompute, the same learning rate). bf16
-means weights and activations in bf16 for both; mrl then keeps fp32 master weights, TRL does not. TRL first tries how many
-sequences it should take at a time (`per_device_train_batch_size`, the gradients of the parts added up), and keeps what
-was fastest: "trl_batch". Then the two alternate, and the median of the ratios of neighbours is reported, one JSON line
-for each case and dtype. In the case "long_prompts" prompts are four times as long as answers.
+means weights and activations in bf16 for both; mrl then keeps fp32 master weights, TRL does not. TRL first tries how
+many sequences it should take at a time (`per_device_train_batch_size`, the gradients of the parts added up), and keeps
+what was fastest: "trl_batch". Then the two alternate, and the median of the ratios of neighbours is reported, one JSON
+line for each case and dtype. In the case "long_prompts" prompts are four times as long as answers.
 
 With `--algorithm ppo` the two are runs of mrl with the same model and batch: GRPO, and PPO whose critic begins as the
 actor and takes one optimizer step as the actor does. "ratio" is then PPO's time over GRPO's.

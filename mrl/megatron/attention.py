@@ -3,149 +3,189 @@
 Owns the core attention of the local layer spec (used where TransformerEngine is not installed) and the plan by which
 packed tokens are laid out for it. Megatron's own core attention without TransformerEngine takes no packed sequences.
 
-Shapes: P packed tokens, B sequences, N heads, K KV heads, D head dim, T longest sequence of a bucket.
+Shapes: n rows of a rank; B runs of a group, Q queries and T keys of its longest; N heads, K KV heads, D head dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from mrl.data.prefixes import Prefixes
-from mrl.megatron.context import ContextShard
 from mrl.megatron.copies import Copies, copies
 from mrl.megatron.router import Routing
+from mrl.megatron.runs import Runs, own_runs
 
 MAX_PADDING = 0.25
-"""Longest part of a bucket that may be padding."""
-SMALL_BUCKET_TOKENS = 4096
-"""A bucket up to this size, padding included, costs less than the calls of two smaller ones."""
+"""Longest part of a group's scores that may be padding."""
+SMALL_GROUP_TOKENS = 4096
+"""A group with up to so many keys, padding included, costs less than the calls of two smaller ones."""
 
 LONGEST_AT_ONCE = 32
 """Up to this length all scores at once cost less on a CPU than torch's fused kernel, which works block by block."""
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Sequences of similar length, padded to the longest: [size, longest] slots."""
+class QueryGroup:
+    """Runs that are attended together, padded to the longest.
+
+    Attributes:
+        size: Runs.
+        queries: Of the longest.
+        keys: Of the longest.
+        unseen: 0 where a query sees a key, else -inf, [B or 1, Q, T]; None: the runs are whole sequences, and causal.
+        at_once: All scores are computed at once; `unseen` is [B or 1, T, Q] then.
+    """
 
     size: int
-    longest: int
+    queries: int
+    keys: int
+    unseen: Tensor | None
+    at_once: bool
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core has no types
-    """Megatron's description of packed sequences, and how to lay them out in buckets.
+    """Megatron's description of packed sequences, and how to lay them out for `CoreAttention`.
 
     Attributes:
-        buckets: In the order of their slots.
-        slot_to_token: For each slot of all buckets the packed token in it; a padding slot repeats some token.
-        token_to_slot: For each packed token a slot that holds it.
-        copies: Where sequences share tokens: of which token the keys and values of each slot are.
+        groups: In the order of their slots.
+        query_slots: Row of this rank in each slot of a query; padding repeats some row.
+        row_to_slot: For each row of this rank the slot of a query that holds it, and whose output it gets.
+        keys: Row among those of all ranks in each slot of a key.
         routing: What the routers of a mixture of experts must know; None for a dense model.
-        context: This rank's part of the tokens; None: it has all of them.
+        group: The ranks that share the microbatch; None: this one has it alone.
     """
 
-    buckets: list[Bucket] = field(default_factory=list)
-    slot_to_token: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    token_to_slot: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    copies: Copies | None = None
+    groups: list[QueryGroup] = field(default_factory=list)
+    query_slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    row_to_slot: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    keys: Copies | None = None
     routing: Routing | None = None
-    context: ContextShard | None = None
+    group: dist.ProcessGroup | None = None
 
 
-def pack(lens: Sequence[int], prefixes: Prefixes, device: torch.device) -> PackedSequences:
+def pack(
+    lens: Sequence[int],
+    prefixes: Prefixes,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> PackedSequences:
     """Sequences of which the distinct tokens lie in the order of their numbers, for `CoreAttention`.
 
     Megatron takes the rotary angles one row for each of these ("sbhd" with a batch of one).
 
     Args:
-        lens: Tokens of each sequence, each at least 1.
+        lens: Tokens of each sequence, each at least 1, filling included as a sequence.
         prefixes: Which of them are distinct. Their numbers need not follow the order of the sequences, also where no
             two sequences share a token.
         device: Where the index tensors go.
+        group: The ranks that share the microbatch; as many distinct tokens as a multiple of twice its size.
+        dtype: Of queries and keys.
     """
-    starts = [0, *accumulate(lens)]
-    packed = PackedSequences(qkv_format="sbhd", max_seqlen_q=max(lens), max_seqlen_kv=max(lens))
-    token_parts, slot_of = [], torch.empty(starts[-1], dtype=torch.int64)
+    size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    runs = own_runs(size, rank, lens, prefixes)
+    count = prefixes.origin_D.numel()
+    packed = PackedSequences(qkv_format="sbhd", max_seqlen_q=max(lens), max_seqlen_kv=max(lens), group=group)
+    query_parts, key_parts, row_to_slot = [], [], torch.empty(count // size, dtype=torch.int64)
     offset = 0
-    for members in _similar(lens):
-        width = lens[members[0]]
-        sizes = torch.tensor([lens[item] for item in members])[:, None]
-        first = torch.tensor([starts[item] for item in members])[:, None]
-        column = torch.arange(width)[None]
-        tokens = first + torch.minimum(column, sizes - 1)
-        filled = column < sizes
-        slots = offset + torch.arange(len(members) * width).view(-1, width)
-        slot_of[tokens[filled]] = slots[filled]
-        token_parts.append(tokens.reshape(-1))
-        packed.buckets.append(Bucket(len(members), width))
-        offset += len(members) * width
-    slot_to_token = prefixes.distinct_P[torch.cat(token_parts)]
-    packed.slot_to_token = slot_to_token.to(device)
-    packed.token_to_slot = slot_of[prefixes.origin_D].to(device)
-    if prefixes.origin_D.numel() < starts[-1]:
-        packed.copies = copies(slot_to_token, prefixes.origin_D.numel(), device)
+    for members, is_whole in _similar(runs, extends=size == 1):
+        first, begin, end = (tokens[members][:, None] for tokens in (runs.first_N, runs.begin_N, runs.end_N))
+        start = first if is_whole else begin
+        width, longest = int((end - start).max()), int((end - first).max())
+        column, key_column = torch.arange(width)[None], torch.arange(longest)[None]
+        rows_BQ = runs.row_P[torch.minimum(start + column, end - 1)] - runs.offset
+        slots_BQ = offset + torch.arange(rows_BQ.numel()).view_as(rows_BQ)
+        own = (start + column >= begin) & (start + column < end)
+        row_to_slot[rows_BQ[own]] = slots_BQ[own]
+        at_once = longest <= LONGEST_AT_ONCE and device.type == "cpu" and dtype == torch.float32
+        unseen = None
+        if not is_whole:
+            before = start - first
+            before = before[:1] if bool((before == before[0]).all()) else before  # one mask is enough
+            sees = key_column[:, None] <= (before + column)[..., None]
+            sees = sees.transpose(1, 2) if at_once else sees
+            unseen = torch.zeros(sees.shape, dtype=dtype).masked_fill_(~sees, -torch.inf).to(device)
+        packed.groups.append(QueryGroup(len(members), width, longest, unseen, at_once))
+        query_parts.append(rows_BQ.flatten())
+        key_parts.append(runs.row_P[torch.minimum(first + key_column, end - 1)].flatten())
+        offset += rows_BQ.numel()
+    packed.query_slots = torch.cat(query_parts).to(device)
+    packed.row_to_slot = row_to_slot.to(device)
+    packed.keys = copies(torch.cat(key_parts), count, device)
     return packed
 
 
-def _similar(lens: Sequence[int]) -> list[list[int]]:
-    """Sequences in buckets, longest first; a bucket is small or has little padding."""
-    buckets: list[list[int]] = []
-    filled = 0
-    for item in sorted(range(len(lens)), key=lambda index: (-lens[index], index)):
-        if buckets:
-            bucket = buckets[-1]
-            slots = (len(bucket) + 1) * lens[bucket[0]]
-            if slots <= SMALL_BUCKET_TOKENS or filled + lens[item] >= (1 - MAX_PADDING) * slots:
-                bucket.append(item)
-                filled += lens[item]
+def _similar(runs: Runs, *, extends: bool) -> list[tuple[Tensor, bool]]:
+    """Runs in groups, longest first, and whether a group is of whole sequences; a group is small or has little padding.
+
+    A kernel that is told to be causal computes half of the scores, one with a mask all of them: where it can be, a long
+    run of more than half of its sequence is computed with the queries before it (`extends`).
+    """
+    queries_N, keys_N = runs.end_N - runs.begin_N, runs.end_N - runs.first_N
+    whole_N = queries_N == keys_N
+    if extends:
+        whole_N |= (keys_N > LONGEST_AT_ONCE) & (2 * queries_N > keys_N)
+    groups: list[tuple[list[int], bool]] = []
+    used, widest = 0, 0
+    queries, keys, whole = queries_N.tolist(), keys_N.tolist(), whole_N.tolist()
+    for run in sorted(range(len(keys)), key=lambda index: (whole[index], -keys[index], -queries[index], index)):
+        width = keys[run] if whole[run] else queries[run]
+        cost = keys[run] * width
+        if groups and groups[-1][1] == whole[run]:
+            members, longest = groups[-1][0], keys[groups[-1][0][0]]
+            slots, most = (len(members) + 1) * longest, max(widest, width)
+            if slots <= SMALL_GROUP_TOKENS or used + cost >= (1 - MAX_PADDING) * slots * most:
+                members.append(run)
+                used, widest = used + cost, most
                 continue
-        buckets.append([item])
-        filled = lens[item]
-    return buckets
+        groups.append(([run], whole[run]))
+        used, widest = cost, width
+    return [(torch.tensor(members), is_whole) for members, is_whole in groups]
 
 
 class _ToSlots(torch.autograd.Function):
-    """Packed rows -> rows of all buckets; padding slots repeat a row, and so do the queries of shared tokens.
+    """Rows -> queries of all groups; padding slots repeat a row, and so do the queries of shared tokens.
 
-    Only one slot of each token has a gradient, so that the backward is a gather too: `index_select`'s own adds row by
-    row, which costs more. It drops the gradient of the other slots, which is zero: only padding queries see padding
-    keys, and what they and the repeated queries return goes nowhere.
+    Only one slot of each row has a gradient, so that the backward is a gather too: `index_select`'s own adds row by
+    row, which costs more. It drops the gradient of the other slots, which is zero: what they return goes nowhere.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, slot_to_token: Tensor, token_to_slot: Tensor) -> Tensor:
-        ctx.save_for_backward(token_to_slot)
-        return rows.index_select(0, slot_to_token)
+    def forward(ctx: Any, rows: Tensor, query_slots: Tensor, row_to_slot: Tensor) -> Tensor:
+        ctx.save_for_backward(row_to_slot)
+        return rows.index_select(0, query_slots)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (token_to_slot,) = ctx.saved_tensors
-        return grads[0].index_select(0, token_to_slot), None, None
+        (row_to_slot,) = ctx.saved_tensors
+        return grads[0].index_select(0, row_to_slot), None, None
 
 
-class _ToTokens(torch.autograd.Function):
-    """Rows of all buckets -> packed rows; what is in padding slots is dropped and gets gradient zero."""
+class _ToRows(torch.autograd.Function):
+    """Outputs of all groups -> rows; what is in padding slots is dropped and gets gradient zero."""
 
     @staticmethod
-    def forward(ctx: Any, slots: Tensor, token_to_slot: Tensor) -> Tensor:
-        ctx.save_for_backward(token_to_slot)
+    def forward(ctx: Any, slots: Tensor, row_to_slot: Tensor) -> Tensor:
+        ctx.save_for_backward(row_to_slot)
         ctx.num_slots = slots.size(0)
-        return slots.index_select(0, token_to_slot)
+        return slots.index_select(0, row_to_slot)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (token_to_slot,) = ctx.saved_tensors
+        (row_to_slot,) = ctx.saved_tensors
         slots = grads[0].new_zeros((ctx.num_slots, grads[0].size(1)))
-        return slots.index_copy_(0, token_to_slot, grads[0]), None
+        return slots.index_copy_(0, row_to_slot, grads[0]), None
 
 
 class CoreAttention(torch.nn.Module):
@@ -174,78 +214,77 @@ class CoreAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """Attention of packed tokens.
+        """Attention of packed tokens; collective over the context-parallel group, if they have one.
 
         Args:
-            query: [P, 1, N, D].
-            key: [P, 1, K, D].
-            value: [P, 1, K, D].
+            query: [n, 1, N, D].
+            key: [n, 1, K, D].
+            value: [n, 1, K, D].
             attention_mask: None; the sequences of `packed_seq_params` say what is seen.
             attn_mask_type: Unused, always causal.
             attention_bias: None.
             packed_seq_params: From `pack`.
 
         Returns:
-            [P, 1, N * D].
+            [n, 1, N * D].
         """
         if attention_mask is not None or attention_bias is not None or packed_seq_params is None:
             raise ValueError("CoreAttention takes packed sequences, and neither a mask nor a bias")
         plan = packed_seq_params
-        if plan.context is not None:
-            return self._over_ranks(query, key, value, plan.context)
-        tokens, heads, dim = query.size(0), query.size(2), query.size(3)
-        slots = [
-            _ToSlots.apply(rows.reshape(tokens, -1), plan.slot_to_token, plan.token_to_slot)  # type: ignore[no-untyped-call]
-            if plan.copies is None or rows is query
-            else plan.copies.of(rows.reshape(tokens, -1))
-            for rows in (query, key, value)
-        ]
-        outputs, offset = [], 0
-        for bucket in plan.buckets:
-            count = bucket.size * bucket.longest
-            q, k, v = (
-                x[offset : offset + count].view(bucket.size, bucket.longest, -1, dim).transpose(1, 2) for x in slots
-            )
-            if bucket.longest <= LONGEST_AT_ONCE and q.device.type == "cpu" and q.dtype == torch.float32:
-                attended = _at_once(q, k, v, dim**-0.5 if self.scale is None else self.scale)
-            else:
-                attended = F.scaled_dot_product_attention(
-                    q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
-                )
-            outputs.append(attended.transpose(1, 2).reshape(count, heads * dim))
-            offset += count
-        stacked = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        attended_P: Tensor = _ToTokens.apply(stacked, plan.token_to_slot)  # type: ignore[no-untyped-call]
-        return attended_P.view(tokens, 1, heads * dim)
-
-    def _over_ranks(self, query: Tensor, key: Tensor, value: Tensor, context: ContextShard) -> Tensor:
-        """Collective over context-parallel: this rank's queries, all ranks' keys and values."""
-        tokens, heads, dim = query.size(0), query.size(2), query.size(3)
-        all_keys, all_values = context.gather(key).flatten(0, 1), context.gather(value).flatten(0, 1)
-        own = query.flatten(0, 1)
+        if plan.keys is None:
+            raise ValueError("CoreAttention takes sequences from `pack`")
+        rows, heads, dim = query.size(0), query.size(2), query.size(3)
+        scale = dim**-0.5 if self.scale is None else self.scale
+        queries = _ToSlots.apply(query.reshape(rows, -1), plan.query_slots, plan.row_to_slot)  # type: ignore[no-untyped-call]
+        keys, values = (plan.keys.of(_of_all_ranks(x, plan.group).flatten(1)) for x in (key, value))
+        query_parts = queries.split([group.size * group.queries for group in plan.groups])
+        key_counts = [group.size * group.keys for group in plan.groups]
         outputs = []
-        for found in context.groups:
-            q, k, v = (
-                rows[index].transpose(1, 2)
-                for rows, index in (
-                    (own, found.queries_BQ),
-                    (all_keys, found.keys_BT),
-                    (all_values, found.keys_BT),
-                )
-            )
-            attended = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=found.sees_BQT[:, None], scale=self.scale, enable_gqa=q.size(1) != k.size(1)
-            )
-            outputs.append(attended.transpose(1, 2).flatten(0, 1).flatten(1))
-        return torch.cat(outputs)[context.row_of_query].view(tokens, 1, heads * dim)
+        for group, *parts in zip(
+            plan.groups, query_parts, keys.split(key_counts), values.split(key_counts), strict=True
+        ):
+            q, k, v = (x.view(group.size, -1, x.size(1) // dim, dim).transpose(1, 2) for x in parts)
+            outputs.append(_attended(q, k, v, group, scale).transpose(1, 2).reshape(-1, heads * dim))
+        stacked = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        attended: Tensor = _ToRows.apply(stacked, plan.row_to_slot)  # type: ignore[no-untyped-call]
+        return attended.view(rows, 1, heads * dim)
 
 
-def _at_once(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention of queries [B, N, T, D] to keys and values [B, K, T, D], with all scores in memory."""
-    size, heads, length, dim = query.shape
-    groups = key.size(1)
-    unseen = query.new_full((length, length), -torch.inf).triu_(1)
-    # the heads that share a KV head are rows of one product
-    scores = query.reshape(size, groups, -1, dim) @ key.transpose(2, 3)
-    probs = torch.add(unseen, scores.view(size, heads, length, length), alpha=scale).softmax(-1)
-    return (probs.view(size, groups, -1, length) @ value).view(query.shape)
+def _of_all_ranks(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Collective over the group: all ranks' keys or values, rank by rank; differentiable."""
+    if group is None:
+        return rows
+    gathered: Tensor = gather_from_sequence_parallel_region(rows.contiguous(), group=group)
+    return gathered
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, group: QueryGroup, scale: float) -> Tensor:
+    """Attention of queries [B, N, Q, D] to keys and values [B, K, T, D]."""
+    unseen = group.unseen
+    if group.at_once:
+        if unseen is None:
+            unseen = query.new_full((1, group.keys, group.keys), -torch.inf).tril_(-1)
+        return _at_once(query, key, value, unseen, scale)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=None if unseen is None else unseen[:, None],
+        is_causal=unseen is None,
+        scale=scale,
+        enable_gqa=query.size(1) != key.size(1),
+    )
+
+
+def _at_once(query: Tensor, key: Tensor, value: Tensor, unseen: Tensor, scale: float) -> Tensor:
+    """The same with all scores in memory, to which `unseen` [B or 1, T, Q] is added.
+
+    The scores of a key lie in a row: torch's softmax over few numbers in a row is slow.
+    """
+    size, _, length, dim = query.shape
+    groups, keys = key.size(1), key.size(2)
+    # the heads that share a KV head are columns of one product
+    scores = key @ query.reshape(size, groups, -1, dim).transpose(2, 3)
+    seen = torch.add(unseen[:, None, :, None], scores.view(size, groups, keys, -1, length), alpha=scale)
+    probs = seen.softmax(2).view(size, groups, keys, -1)
+    return (probs.transpose(2, 3) @ value).view(query.shape)

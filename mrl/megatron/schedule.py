@@ -30,7 +30,7 @@ from mrl.functional.logprobs import Distribution
 from mrl.megatron.attention import PackedSequences, pack
 from mrl.megatron.choices import Choices
 from mrl.megatron.comparison import Compared, Comparison
-from mrl.megatron.context import context_shard, context_targets, own_rows, own_rows_by_sequence
+from mrl.megatron.context import context_targets, own_rows, own_rows_by_sequence
 from mrl.megatron.model import Targets
 from mrl.megatron.pipeline import messages
 from mrl.megatron.router import routing_of
@@ -315,10 +315,8 @@ class Schedule:
             return pack_for_te(laid.lens, self._device)
         if self._te:
             return pack_shared_for_te(laid.lens, laid.prefixes, self._device, group)
-        packed = pack(laid.lens, laid.prefixes, self._device)
-        if group is not None:
-            packed.context = context_shard(group, laid.lens, laid.prefixes, self._device)
-        return packed
+        config: Any = self._chunks[0].config
+        return pack(laid.lens, laid.prefixes, self._device, group, dtype=config.params_dtype)
 
     def _own_rows(self, laid: _Laid, rank: int, *, plain: bool) -> Tensor:
         size = self._groups.grid.cp

@@ -27,8 +27,8 @@ from torch import Tensor
 from mrl.data.prefixes import Prefixes
 from mrl.distributed.transformer_engine import LENGTH_UNIT
 from mrl.megatron.attention import PackedSequences
-from mrl.megatron.context import own_runs
 from mrl.megatron.copies import Copies, copies
+from mrl.megatron.runs import own_runs, ranges
 
 
 class _Mask(enum.Enum):
@@ -79,15 +79,15 @@ def pack_shared_for_te(
         group: The ranks that share the microbatch; as many distinct tokens as a multiple of twice its size.
     """
     size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    found = sorted(own_runs(size, rank, lens, prefixes), key=lambda run: int(run.queries[0]))
+    found = own_runs(size, rank, lens, prefixes).in_order_of_rows()
     ends, most = [], []
-    for counts in ([run.queries.numel() for run in found], [run.keys.numel() for run in found]):
-        ends.append(torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device))
-        most.append(-(-max(counts) // LENGTH_UNIT) * LENGTH_UNIT)
+    for counts_N in (found.end_N - found.begin_N, found.end_N - found.first_N):
+        ends.append(torch.cat([counts_N.new_zeros(1), counts_N.cumsum(0)]).to(device, torch.int32))
+        most.append(-(-int(counts_N.max()) // LENGTH_UNIT) * LENGTH_UNIT)
     runs = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends[0], cu_seqlens_kv=ends[1], max_seqlen_q=most[0], max_seqlen_kv=most[1]
     )
-    keys = copies(torch.cat([run.keys for run in found]), prefixes.origin_D.numel(), device)
+    keys = copies(found.row_P[ranges(found.first_N, found.end_N)], prefixes.origin_D.numel(), device)
     longest = max(lens)
     return SharedSequences(
         qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, runs=runs, keys=keys, group=group
@@ -120,7 +120,8 @@ def sharing(kind: type) -> type:
                 )
                 return whole
             copied = [_copied(rows, plan.keys, plan.group) for rows in (key, value)]
-            ring, self.cp_group = self.cp_group, None  # all keys of a run are here
+            ring: Any = self.cp_group
+            self.cp_group = None  # all keys of a run are here
             try:
                 attended: Tensor = super().forward(
                     query.squeeze(1),

@@ -115,9 +115,17 @@ class ActorShape:
         self.microbatch = largest_microbatch(config, grid, learns_from=learns_from)
         self._tokens = self.microbatch.tokens // grid.cp
         self._slots = self.microbatch.slots // grid.cp
-        # TransformerEngine gets queries of distinct tokens; the keys of the runs on a rank begin before its own tokens
-        self._queries, self._keys = (self._tokens if te else self._slots), self._slots
-        if te and grid.cp > 1 and self.microbatch.together > 1:
+        # the local layers compute long answers with the queries of their prompt, TransformerEngine's never do
+        answer = config.rollout.response_length - 1
+        again = not te and grid.cp == 1 and 2 * answer > config.rollout.prompt_length + answer
+        self._queries, self._keys = (self._slots if again else self._tokens), self._slots
+        self._masks = 0
+        if not te and not again and self.microbatch.together > 1:  # of answers, which see the prompt's keys
+            answers = self.microbatch.scored // config.rollout.response_length // grid.cp
+            self._masks = answers * answer * (config.rollout.prompt_length + answer) * self._itemsize
+            self._masks -= self._masks // self.microbatch.together
+        # with context parallelism the keys of the runs on a rank begin before its own tokens
+        if grid.cp > 1 and self.microbatch.together > 1:
             self._keys = min(self.microbatch.slots, self._slots + 2 * config.rollout.longest)
         self._scored = -(-self.microbatch.scored // grid.cp)
         self._own_tokens = self._tokens // (grid.tp if config.parallel.sequence_parallel else 1)
@@ -137,9 +145,8 @@ class ActorShape:
         first, last = stage == 0, stage == grid.pp - 1
         hidden = self._own_tokens * arch.hidden_size * self._itemsize
         whole = self._tokens * arch.hidden_size * self._itemsize
-        saved = kept + INT64 * (self._slots + 3 * self._tokens)
-        if self.microbatch.together > 1:  # in which order the gradients of copied keys are added
-            saved += INT64 * (self._slots + self._tokens)
+        # ids, positions, where queries, outputs and keys lie, and the order in which gradients of keys are added
+        saved = kept + INT64 * (self._queries + 2 * self._keys + 4 * self._tokens) + self._masks
         if self._recompute.method is not None:
             saved += self._tokens * arch.head_dim * FP32  # rotary angles; else each layer's cosine and sine
         weight = self._vocab * arch.hidden_size * self._itemsize

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.data.prefixes import Prefixes, each_token
-from mrl.megatron.attention import MAX_PADDING, SMALL_BUCKET_TOKENS, CoreAttention, pack
+from mrl.data.prefixes import Prefixes, each_token, shared_prefixes
+from mrl.megatron.attention import MAX_PADDING, SMALL_GROUP_TOKENS, CoreAttention, pack
 from mrl.megatron.te_attention import pack_for_te
 
 VALUE = 2e-6  # fp32 softmax and sums of at most 2,000 terms of order 1
@@ -15,7 +15,7 @@ GRADIENT = 2e-5  # sums of as many products; keys of long sequences collect the 
 CPU = torch.device("cpu")
 SHORT = [5, 9, 3, 7, 1, 9, 16, 2]
 MIXED = [2100, 20, 2000, 1, 900]
-"""Several buckets, one of them with padding."""
+"""Several groups, one of them with padding."""
 
 
 def packed(lens):
@@ -58,18 +58,53 @@ def test_values_and_gradients_are_those_of_each_sequence_alone(lens, heads, grou
 @pytest.mark.parametrize(
     "lens", [SHORT, MIXED, [7] * 40, [4096, 1], list(range(1, 300))], ids=lambda lens: str(len(lens))
 )
-def test_every_token_has_one_slot_and_buckets_hold_little_padding(lens):
+def test_every_token_has_one_slot_and_groups_hold_little_padding(lens):
     plan = packed(lens)
-    assert sum(bucket.size for bucket in plan.buckets) == len(lens)
-    assert plan.token_to_slot.unique().numel() == sum(lens)
-    assert torch.equal(plan.slot_to_token[plan.token_to_slot], torch.arange(sum(lens)))
+    assert sum(group.size for group in plan.groups) == len(lens)
+    assert plan.row_to_slot.unique().numel() == sum(lens)
+    assert torch.equal(plan.query_slots[plan.row_to_slot], torch.arange(sum(lens)))
     start = 0
-    for bucket in plan.buckets:
-        slots = bucket.size * bucket.longest
-        inside = (plan.token_to_slot >= start) & (plan.token_to_slot < start + slots)
-        assert slots <= SMALL_BUCKET_TOKENS or int(inside.sum()) >= (1 - MAX_PADDING) * slots
+    for group in plan.groups:
+        assert group.queries == group.keys and group.unseen is None
+        slots = group.size * group.queries
+        inside = (plan.row_to_slot >= start) & (plan.row_to_slot < start + slots)
+        assert slots <= SMALL_GROUP_TOKENS or int(inside.sum()) >= (1 - MAX_PADDING) * slots
         start += slots
-    assert start == plan.slot_to_token.numel()
+    assert start == plan.query_slots.numel()
+
+
+SHARED = [
+    # prompt, answers
+    [(5, [3, 1, 7]), (9, [2, 2])],
+    [(300, [20, 41, 33, 60]), (10, [90, 75])],
+    [(1, [1, 1, 1]), (500, [40, 40, 40])],
+]
+
+
+@pytest.mark.parametrize("families", SHARED, ids=str)
+def test_shared_tokens_are_queries_once_unless_that_costs_more(families):
+    """Short answers to long prompts see the prompt's keys; of long answers the prompt's queries come again."""
+    generator = torch.Generator().manual_seed(4)
+    ids = []
+    for prompt, answers in families:
+        begin = torch.randint(0, 50, (prompt,), generator=generator)
+        ids += [torch.cat([begin, torch.randint(0, 50, (each,), generator=generator)]) for each in answers]
+    lens = [len(each) for each in ids]
+    prefixes = shared_prefixes(torch.cat(ids), lens)
+    shapes = [(prefixes.origin_D.numel(), 1, count, 8) for count in (4, 2, 2)]
+    inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    plan = pack(lens, prefixes, CPU)
+    scores = sum(group.size * group.queries * group.keys for group in plan.groups)
+    assert scores < 0.8 * len(lens) * max(lens) ** 2
+    found = CoreAttention(None, 1, None, "self")(*inputs, None, packed_seq_params=plan)
+    expected = dense(*(x[prefixes.distinct_P] for x in exact), lens)[prefixes.origin_D]
+    torch.testing.assert_close(found, expected.float(), rtol=VALUE, atol=VALUE)
+    grad = torch.randn(found.shape, generator=generator)
+    found.backward(grad)
+    expected.backward(grad.double())
+    for ours, theirs in zip(inputs, exact, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad.float(), rtol=GRADIENT, atol=GRADIENT)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.randoms(use_true_random=False))
@@ -88,7 +123,7 @@ def test_distinct_tokens_may_be_numbered_in_any_order(lens, random):
 
 
 def test_short_sequences_make_one_call():
-    assert len(packed([15] * 100 + [9] * 100).buckets) == 1
+    assert len(packed([15] * 100 + [9] * 100).groups) == 1
 
 
 def test_transformer_engine_gets_plain_packed_sequences():
@@ -96,7 +131,7 @@ def test_transformer_engine_gets_plain_packed_sequences():
     assert plan.qkv_format == "thd"
     assert plan.cu_seqlens_q.tolist() == [0, 5, 14, 17, 24, 25, 34, 50, 52]
     assert plan.max_seqlen_q == 16
-    assert not plan.buckets
+    assert not plan.groups
 
 
 def test_a_mask_is_refused():

@@ -66,8 +66,9 @@ def saved_bytes(arch, grid, options) -> int:
     microbatches = policy._schedule.microbatches(batch(), policy._sampled)
     for micro in microbatches:
         packed = micro.packed
-        own = (packed.slot_to_token, packed.token_to_slot, packed.copies.order_S, packed.copies.starts_D)
-        for tensor in (micro.tokens, micro.positions, *own):
+        own = (packed.query_slots, packed.row_to_slot, packed.keys.order_S, packed.keys.starts_D, packed.keys.row_S)
+        masks = [group.unseen for group in packed.groups if group.unseen is not None]
+        for tensor in (micro.tokens, micro.positions, *own, *masks):
             keep(tensor)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         policy._schedule.run(microbatches, loss, backward=True)

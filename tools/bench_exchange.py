@@ -76,7 +76,7 @@ def run(args: argparse.Namespace, million_tokens: float) -> dict[str, Any]:
     gc.collect()
     before = forget_peak()
     began = time.process_time()
-    packed = pack(rollouts, table, groups, len(set(table["uid"].tolist())), routing=routing)
+    packed = pack(rollouts, table, groups, len(set(table["uid"].tolist())), shares=True, routing=routing)
     seconds = time.process_time() - began
     grown = memory("VmHWM") - before
     batch = packed.batch

@@ -91,7 +91,7 @@ QUICK = {
     "middle": Case(2, 128, 4, 2000, prompts=4, samples=4, prompt_len=32, response_len=32),
     "long_prompts": Case(2, 128, 4, 2000, prompts=4, samples=4, prompt_len=64, response_len=16),
 }
-TRL_PARTS = (1, 2, 4, 8)
+TRL_PARTS = (1, 2, 4)
 """Into so many parts TRL may cut its batch."""
 TRL_TRIALS = 2
 """Steps of each, of which the last counts."""

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -65,6 +66,8 @@ SLOWEST = 0.8
 
 LINK_BYTES = 256 << 20
 NUM_SEQUENCES = 12
+SAMPLES = 4
+"""Of a prompt."""
 
 
 @contextmanager
@@ -83,7 +86,34 @@ def opened(spec: Spec) -> Iterator[Bench | gpu_commands.Commands]:
 def parity(bench: Bench) -> Facts:
     """Log-probabilities, loss and gradient norm against transformers in fp32, and as far off as its own bfloat16."""
     job = bench.job
-    batch = random_batch(job.arch.vocab_size, NUM_SEQUENCES, job.config.rollout.longest)
+    return _against_transformers(bench, random_batch(job.arch.vocab_size, NUM_SEQUENCES, job.config.rollout.longest))
+
+
+def shared(bench: Bench) -> Facts:
+    """Parity of samples whose prompts are computed once, and their time and scores against each computed alone."""
+    job = bench.job
+    if not job.policy.shares:
+        raise NotHereError("TransformerEngine has no attention here that is fit for shared tokens")
+    longest = job.config.rollout.longest
+    batch = samples_of_prompts(job.arch.vocab_size, NUM_SEQUENCES, prompt=4 * longest // 5, answer=longest // 5)
+    facts = _against_transformers(bench, batch)
+    once, _ = job.policy.score(batch)
+    once_s = best_time(lambda: job.policy.score(batch), job.device, 3)
+    job.policy.shares = False
+    alone, _ = job.policy.score(batch)
+    alone_s = best_time(lambda: job.policy.score(batch), job.device, 3)
+    job.policy.shares = True
+    facts |= {"time of each alone, over that of all": alone_s / once_s, "apart, nats": _apart(once, alone)}
+    low = f"transformers' {job.config.model.dtype}, log-probabilities"
+    bound = OF_PEER * float(facts.get(low, 0.0)) + EXACT
+    if _apart(once, alone) > bound:
+        raise CheckError(f"samples are {_apart(once, alone):.3g} from what each is alone, at most {bound:.3g}", facts)
+    return facts
+
+
+def _against_transformers(bench: Bench, batch: RolloutBatch) -> Facts:
+    """What `parity` finds, of these sequences."""
+    job = bench.job
     own = batch if job.groups.coords.dp == 0 else batch.select([])
     scored, _ = job.policy.score(own)
     job.policy.start_optimizer(learning_rate(job.config))
@@ -146,6 +176,25 @@ def random_batch(vocabulary: int, num: int, longest: int, *, ragged: bool = True
         group_id_B=torch.arange(num),
         rewards_B=torch.zeros(num),
         advantages_R=torch.ones(count),
+        weights_R=weights,
+        metric_weights_R=weights.clone(),
+    )
+
+
+def samples_of_prompts(vocabulary: int, num: int, *, prompt: int, answer: int) -> RolloutBatch:
+    """Random tokens, each `SAMPLES` sequences with one prompt; each token of an answer has the same weight."""
+    batch = random_batch(vocabulary, num, prompt + answer, ragged=False)
+    tokens_BT = batch.tokens_P.view(num, -1)
+    tokens_BT[:, :prompt] = tokens_BT[::SAMPLES, :prompt].repeat_interleave(SAMPLES, 0)[:num]
+    weights = torch.full((num * answer,), 1 / (num * answer))
+    return replace(
+        batch,
+        prompt_lens_B=torch.full((num,), prompt),
+        response_lens_B=torch.full((num,), answer),
+        response_mask_R=torch.ones(num * answer, dtype=torch.bool),
+        rollout_logprobs_R=torch.zeros(num * answer),
+        group_id_B=torch.arange(num) // SAMPLES,
+        advantages_R=torch.ones(num * answer),
         weights_R=weights,
         metric_weights_R=weights.clone(),
     )
@@ -342,6 +391,7 @@ FUNCTIONS: dict[str, Callable[[Any], Facts]] = {
     **gpu_commands.FUNCTIONS,
     "parity": parity,
     "parity_local": parity,
+    "shared": shared,
     "experts": _experts,
     "refit": checks.refit,
     "logprobs": checks.logprobs,
@@ -355,5 +405,6 @@ FUNCTIONS: dict[str, Callable[[Any], Facts]] = {
     "parity_tp2": parity,
     "parity_pp2": parity,
     "parity_ep2": _experts,
+    "shared_cp2": shared,
     "logprobs_tp2": checks.logprobs,
 }

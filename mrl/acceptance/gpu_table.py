@@ -56,6 +56,12 @@ CHECKS: dict[str, GpuCheck] = {
         NO_TRAIN,
         settings=("actor.transformer_impl=local",),
     ),
+    "shared": GpuCheck(
+        JOB,
+        "The same of samples whose prompt is computed once, and how much time that saves",
+        "attention of queries to more keys is not what TransformerEngine says, or copies of keys are wrong",
+        "actor.use_prefix_grouper=false",
+    ),
     "experts": GpuCheck(
         JOB,
         "The same of a mixture of experts, with grouped products",
@@ -184,6 +190,14 @@ CHECKS: dict[str, GpuCheck] = {
         num_ranks=SEVERAL,
         model="experts",
         settings=("parallel.expert_model_parallel_size=2",),
+    ),
+    "shared_cp2": GpuCheck(
+        JOB,
+        "Samples whose prompt is computed once, with context parallelism over two GPUs",
+        "keys of the other GPU do not come, or not in their order",
+        "actor.use_prefix_grouper=false: TransformerEngine's own ring",
+        num_ranks=SEVERAL,
+        settings=("parallel.context_parallel_size=2",),
     ),
     "logprobs_tp2": GpuCheck(
         JOB,

@@ -237,7 +237,7 @@ class CoreAttention(torch.nn.Module):
         scale = dim**-0.5 if self.scale is None else self.scale
         queries = _ToSlots.apply(query.reshape(rows, -1), plan.query_slots, plan.row_to_slot)  # type: ignore[no-untyped-call]
         keys, values = (plan.keys.of(_of_all_ranks(x, plan.group).flatten(1)) for x in (key, value))
-        query_parts = queries.split([group.size * group.queries for group in plan.groups])
+        query_parts = torch.split(queries, [group.size * group.queries for group in plan.groups])
         key_counts = [group.size * group.keys for group in plan.groups]
         outputs = []
         for group, *parts in zip(

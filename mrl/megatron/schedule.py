@@ -89,6 +89,7 @@ class Schedule:
     """Cuts batches into microbatches and runs them through the chunks of this rank.
 
     Attributes:
+        shares: Compute the tokens that sequences begin with alike once; may be changed between batches.
         replay: Route the tokens of batches that have `routed_experts_P` as it says.
         comparison: With `teacher_B` and `teacher_states_R` of a batch; None: its distributions are not compared.
     """
@@ -122,7 +123,7 @@ class Schedule:
             replay: Route the tokens of batches that have `routed_experts_P` as it says; may be changed between batches.
         """
         self._chunks, self._groups, self._device = list(chunks), groups, device
-        self._max_tokens, self._te, self._shares = max_tokens, te, shares
+        self._max_tokens, self._te, self.shares = max_tokens, te, shares
         self._num_experts, self._layers = num_experts, layers
         self._even, self.replay = even, replay
         self.comparison: Comparison | None = None
@@ -219,7 +220,7 @@ class Schedule:
     def _families(self, batch: RolloutBatch) -> list[tuple[list[int], int]]:
         """Sequences with the same prompt, as many as fit a microbatch, and the inputs of each such family."""
         prompt_lens, response_lens = batch.prompt_lens_B.tolist(), batch.response_lens_B.tolist()
-        if not self._shares:
+        if not self.shares:
             return [([row], sum(lens) - 1) for row, lens in enumerate(zip(prompt_lens, response_lens, strict=True))]
         ids = batch.tokens_P.numpy()
         families: list[tuple[list[int], int]] = []
@@ -253,7 +254,7 @@ class Schedule:
         inputs_I, input_lens_B = part.tokens_P[is_input_P], part.seq_lens_B - 1
         lens = input_lens_B.tolist()
         total = sum(lens)
-        prefixes = shared_prefixes(inputs_I, lens) if self._shares else each_token(total)
+        prefixes = shared_prefixes(inputs_I, lens) if self.shares else each_token(total)
         grid = self._groups.grid
         # sequence parallelism shards the packed length, context parallelism cuts it into two runs for each rank
         unit = grid.tp * (2 * grid.cp if grid.cp > 1 else 1)

@@ -98,6 +98,8 @@ def sharing(kind: type) -> type:
     """Megatron's `TEDotProductAttention`, which also takes `SharedSequences`."""
 
     class TESharedAttention(kind):  # type: ignore[misc]
+        cp_group: Any
+
         def __init__(self, **options: Any) -> None:
             super().__init__(**{**options, "attention_type": "cross"})  # queries and keys have lengths of their own
 
@@ -120,8 +122,7 @@ def sharing(kind: type) -> type:
                 )
                 return whole
             copied = [_copied(rows, plan.keys, plan.group) for rows in (key, value)]
-            ring: Any = self.cp_group
-            self.cp_group = None  # all keys of a run are here
+            ring, self.cp_group = self.cp_group, None  # all keys of a run are here
             try:
                 attended: Tensor = super().forward(
                     query.squeeze(1),

@@ -116,6 +116,15 @@ class Trainable:
         """Whether its layers are TransformerEngine's."""
         return self._te
 
+    @property
+    def shares(self) -> bool:
+        """Whether tokens that sequences begin with alike are computed once; may be set between batches."""
+        return self._schedule.shares
+
+    @shares.setter
+    def shares(self, once: bool) -> None:
+        self._schedule.shares = once
+
     # memory
 
     def offload(self, *, keep: Collection[Part] = ()) -> None:

@@ -90,6 +90,20 @@ def _bring_others(bench):
     policy.bring = bring_and_spoil
 
 
+def _mix_up_prompts(bench):
+    """Keys of another token stand for those of the first."""
+    schedule = bench.job.policy._schedule
+    lay = schedule._packed
+
+    def laid(*given, **options):
+        packed = lay(*given, **options)
+        keys = packed.keys
+        keys.row_S[keys.row_S == 0] = 1
+        return packed
+
+    schedule._packed = laid
+
+
 def _skip_the_update(bench):
     update = bench.job.policy.update
     bench.job.policy.update = lambda *given: update(*given) | {"actor/grad_norm": 0.0}
@@ -98,6 +112,8 @@ def _skip_the_update(bench):
 ASKED = {
     "parity": ("parity", {}, None),
     "parity of experts": ("experts", {}, None),
+    "shared": ("shared", {}, None),
+    "keys of the wrong prompt": ("shared", {}, _mix_up_prompts),
     "cycles": ("cycles", {}, None),
     "offload": ("offload", {}, None),
     "a bent norm": ("parity", {}, _bend_a_norm),
@@ -108,6 +124,7 @@ ASKED = {
 """What is looked at -> its check, settings, and the fault that is planted."""
 
 SAID = {
+    "keys of the wrong prompt": "log-probabilities: ",
     "a bent norm": "log-probabilities: ",
     "a gradient of nothing": "gradient: 1 from transformers",
     "an engine that forgets": "the engine's answers moved",

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from mrl.data.schedule import Schedule
 from mrl.grid import Grid
+from mrl.rollout.acceptance import Acceptance, sizes_of
 from mrl.rollout.tally import Taken, Tally
 from mrl.types import Begun, Prompt, Rollout, SampleTable
 
@@ -41,6 +42,8 @@ class Group:
         place: Which group it was to become whole in this run; None: it is not whole.
         replica: Which has its samples; None: no samples are kept.
         restarted: It became too old once, and began again.
+        num_samples: Its samples with a token.
+        num_tokens: Theirs.
     """
 
     uid: int
@@ -50,15 +53,18 @@ class Group:
     place: int | None = None
     replica: int | None = None
     restarted: bool = False
+    num_samples: int = 0
+    num_tokens: int = 0
 
-    def sampled_by(self, steps: int, replica: int) -> None:
-        """Weights of so many steps have sampled for it on that replica, maybe not the first ones."""
+    def sampled_by(self, steps: int, replica: int, num_samples: int, num_tokens: int) -> None:
+        """Weights of so many steps have sampled for it on that replica, maybe not the first ones; what it has now."""
         self.born = steps if self.born is None else self.born
-        self.replica = replica
+        self.replica, self.num_samples, self.num_tokens = replica, num_samples, num_tokens
 
     def begin_again(self) -> None:
         """It has no samples any more."""
         self.born = self.place = self.replica = None
+        self.num_samples = self.num_tokens = 0
 
 
 class InFlight:
@@ -67,6 +73,7 @@ class InFlight:
     Attributes:
         schedule: Of the config.
         tally: Since the last `take`.
+        acceptance: What was taken and what began, by length.
         rollouts: By uid the whole responses that this rank's replica has, scored once their group is whole.
         begun: By uid the responses that go on, of this rank's replica.
     """
@@ -75,6 +82,7 @@ class InFlight:
         """Args: prompt_at: The prompt with a uid, for what comes out of a commit."""
         self.schedule = schedule
         self.tally = Tally()
+        self.acceptance = Acceptance()
         self.rollouts: dict[int, list[Rollout]] = {}
         self.begun: dict[int, list[Begun]] = {}
         self._groups: dict[int, Group] = {}
@@ -163,6 +171,7 @@ class InFlight:
         for group in self._groups.values():
             too_old = plan.max_age is not None and group.born is not None and step - 1 - group.born > plan.max_age
             if too_old and not plan.waits and not group.restarted:
+                self.acceptance.discards(group.num_samples, group.num_tokens)
                 group.begin_again()
                 group.restarted = True
                 self.tally.restarted += 1
@@ -201,6 +210,7 @@ class InFlight:
         """
         kept = set(teaching["uid"].long().tolist())
         holder = dict(zip(table["uid"].long().tolist(), table["rank"].long().tolist(), strict=True))
+        sizes = sizes_of(table)
         for uid in uids:
             self.rollouts.pop(uid, None)
         for rollout in rollouts:
@@ -212,7 +222,7 @@ class InFlight:
             self.tally.whole.append((uid, group.source, group.data_source))
             if uid in kept:
                 group.place, self._num_whole = self._num_whole, self._num_whole + 1
-                group.sampled_by(steps, grid.replica(holder[uid]))
+                group.sampled_by(steps, grid.replica(holder[uid]), *sizes[uid])
             else:
                 self._forget(uid)
                 self._rejected += self.rollouts.pop(uid, [])
@@ -221,15 +231,20 @@ class InFlight:
             self._whole = _joined(self._whole, _of_prompts(teaching, kept))
         self.tally.drawn = _joined(self.tally.drawn, table)
 
-    def stopped(self, replicas: Mapping[int, int], steps: int) -> None:
+    def held(self, uid: int) -> tuple[int, int]:
+        """Samples of a group on this rank's replica, and their tokens."""
+        lens = [len(one.response_ids) for one in (*self.begun.get(uid, ()), *self.rollouts.get(uid, ()))]
+        return len(lens), sum(lens)
+
+    def stopped(self, held: Iterable[Sequence[int]], steps: int) -> None:
         """Sampling has ended with samples of groups that are not whole.
 
         Args:
-            replicas: By uid, which has them.
+            held: (uid, replica that has them, samples, their tokens).
             steps: In the weights that sampled.
         """
-        for uid, replica in replicas.items():
-            self._groups[uid].sampled_by(steps, replica)
+        for uid, replica, num_samples, num_tokens in held:
+            self._groups[uid].sampled_by(steps, replica, num_samples, num_tokens)
 
     # training ---------------------------------------------------------------------------------------------------------
 
@@ -250,6 +265,10 @@ class InFlight:
         for group in taken:
             rollouts += self.rollouts.pop(group.uid, [])
             self._forget(group.uid)
+        if table is not None:
+            at_once = {group.uid for group in taken if group.born == step - 1 and not group.restarted}
+            at_once_N = torch.tensor([int(uid) in at_once for uid in table["uid"].tolist()])
+            self.acceptance.took(*_size(taken), table["response_len"], at_once_N)
         self.tally, self._rejected = Tally(), []
         return Taken(
             rollouts,
@@ -257,6 +276,7 @@ class InFlight:
             {group.uid: group.data_source for group in taken} if taken else tally.names,
             tally,
             sum(group.born is not None for group in self._groups.values()),
+            _size(self._groups.values()),
         )
 
     def _split_off(self, uids: Set[int]) -> SampleTable | None:
@@ -305,6 +325,7 @@ class InFlight:
             "groups": [asdict(group) for group in self._groups.values()],
             "num_whole": self._num_whole,
             "steps_of": sorted(self._steps_of.items()),
+            "acceptance": self.acceptance.state_dict(),
             "turn_rewards": [[*key, rewards] for key, rewards in turns.items()],
             "tally": tally,
         }
@@ -352,11 +373,13 @@ class InFlight:
             group.begin_again()
         self.rollouts, self.begun = {}, {}
         self.tally, self._whole, self._last = Tally(), None, None
+        self.acceptance = Acceptance()
 
     def follow(self, state: Mapping[str, Any], columns: Sequence[str], tables: Mapping[str, Tensor]) -> None:
         """Takes over what `state_dict` and `tables` gave, here or on another rank; samples stay as they are."""
         self._groups = {item["uid"]: Group(**item) for item in state["groups"]}
         self._num_whole = int(state["num_whole"])
+        self.acceptance = Acceptance.of(state["acceptance"])
         self._steps_of = {int(version): int(steps) for version, steps in state["steps_of"]}
         self.tally = Tally(**state["tally"])
         self.tally.whole = [(int(uid), str(source), str(name)) for uid, source, name in self.tally.whole]
@@ -365,6 +388,12 @@ class InFlight:
         self._last, self.tally.drawn = named.get("last"), named.get("drawn")
         rows = named.get("rows")
         self._whole = None if rows is None else _of_prompts(rows, set(rows["uid"].long().tolist()))
+
+
+def _size(groups: Iterable[Group]) -> tuple[int, int]:
+    """Samples with a token, and their tokens."""
+    sizes = [(group.num_samples, group.num_tokens) for group in groups]
+    return sum(count for count, _ in sizes), sum(tokens for _, tokens in sizes)
 
 
 def _joined(table: SampleTable | None, new: SampleTable) -> SampleTable:

@@ -51,6 +51,7 @@ class Taken:
         names: uid -> data set.
         tally: Of the time since the step before.
         num_carried: Groups that stay in flight with samples.
+        carried: Their samples with a token, and the tokens of these.
     """
 
     rollouts: list[Rollout]
@@ -58,3 +59,4 @@ class Taken:
     names: dict[int, str]
     tally: Tally
     num_carried: int
+    carried: tuple[int, int]

@@ -143,7 +143,8 @@ class Run:
         turns = {(one.prompt.uid, one.sample_index): [float(one.prompt.uid)] for part in made for one in part}
         rows_NC = torch.tensor(rows, dtype=torch.float64).view(-1, len(SampleTable.FACTS))
         table = SampleTable(SampleTable.FACTS, rows_NC, turns)
-        self.each(lambda flight: flight.stopped(left, steps))
+        held = [(uid, at, *self.flights[at].held(uid)) for uid, at in left.items()]
+        self.each(lambda flight: flight.stopped(held, steps))
         teaching = table
         if self.dynamic:
             good = {uid for uid in whole if self.draw.random() < 0.6}

@@ -29,6 +29,11 @@ TROUBLES = {
         f"sleep 2 {UPDATE}", BESIDE, {70},
         rf"{SAMPLER} is late: ranks 0-1 have waited \d+ s in a collective\.[^!]*at step 2, gen[^!]*in make_trouble\n",
     ),
+    "a rank that trains hangs": (
+        f"sleep 1 {UPDATE}", BESIDE, {70},
+        r"rank 1 \(host \S+ process \d+\) is late: ranks 0, 2 have waited \d+ s in a collective\."
+        r"[^!]*at step 2, update_actor[^!]*in make_trouble\n",
+    ),
     "a rank that samples is killed": (f"kill 2 {UPDATE}", BESIDE, {70, -9}, rf"{SAMPLER} is gone"),
     "a rank that trains is killed in its update": (
         f"kill 1 {UPDATE}", BESIDE, {70, -9}, r"rank 1 \(host \S+ process \d+\) is gone",

@@ -56,13 +56,12 @@ def stream(
     groups = _sorted(groups, flight, history)
     own = [_work(group, flight, sampling.n) for group in groups if group.replica is not None and group.replica == here]
     waiting = [_work(group, flight, sampling.n) for group in groups if group.replica is None]
-    own_sizes = [(work.prompt.uid, work.num_samples) for work in own]
-    lacking = {row[0]: row[1] for row in _told(own_sizes, 2, ranks, over)}
+    missing = _told([(work.prompt.uid, work.num_samples) for work in own], 2, ranks, over)
     queue = SharedQueue(
         own,
         {group.uid: group.replica for group in groups if group.replica is not None},
         waiting,
-        lacking | {work.prompt.uid: work.num_samples for work in waiting},
+        {row[0]: row[1] for row in missing} | {work.prompt.uid: work.num_samples for work in waiting},
         partial(flight.enough, step=step, least=least),
         num_rows=engine.spec.config.max_num_seqs,
         grid=ranks.grid,

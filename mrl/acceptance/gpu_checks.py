@@ -104,8 +104,8 @@ def shared(bench: Bench) -> Facts:
     alone_s = best_time(lambda: job.policy.score(batch), job.device, 3)
     job.policy.shares = True
     facts |= {"time of each alone, over that of all": alone_s / once_s, "apart, nats": _apart(once, alone)}
-    low = f"transformers' {job.config.model.dtype}, log-probabilities"
-    bound = OF_PEER * float(facts.get(low, 0.0)) + EXACT
+    own = facts.get(f"transformers' {job.config.model.dtype}, log-probabilities")
+    bound = OF_PEER * (own if isinstance(own, float) else 0.0) + EXACT
     if _apart(once, alone) > bound:
         raise CheckError(f"samples are {_apart(once, alone):.3g} from what each is alone, at most {bound:.3g}", facts)
     return facts

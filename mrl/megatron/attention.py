@@ -237,13 +237,17 @@ class CoreAttention(torch.nn.Module):
         scale = dim**-0.5 if self.scale is None else self.scale
         queries = _ToSlots.apply(query.reshape(rows, -1), plan.query_slots, plan.row_to_slot)  # type: ignore[no-untyped-call]
         keys, values = (plan.keys.of(_of_all_ranks(x, plan.group).flatten(1)) for x in (key, value))
-        query_parts = torch.split(queries, [group.size * group.queries for group in plan.groups])
-        key_counts = [group.size * group.keys for group in plan.groups]
+        parts = [
+            x.split_with_sizes([group.size * count for group, count in zip(plan.groups, counts, strict=True)])
+            for x, counts in (
+                (queries, [group.queries for group in plan.groups]),
+                (keys, [group.keys for group in plan.groups]),
+                (values, [group.keys for group in plan.groups]),
+            )
+        ]
         outputs = []
-        for group, *parts in zip(
-            plan.groups, query_parts, keys.split(key_counts), values.split(key_counts), strict=True
-        ):
-            q, k, v = (x.view(group.size, -1, x.size(1) // dim, dim).transpose(1, 2) for x in parts)
+        for group, *of_group in zip(plan.groups, *parts, strict=True):
+            q, k, v = (x.view(group.size, -1, x.size(1) // dim, dim).transpose(1, 2) for x in of_group)
             outputs.append(_attended(q, k, v, group, scale).transpose(1, 2).reshape(-1, heads * dim))
         stacked = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         attended: Tensor = _ToRows.apply(stacked, plan.row_to_slot)  # type: ignore[no-untyped-call]

@@ -63,6 +63,7 @@ def stream(
         waiting,
         lacking | {work.prompt.uid: work.num_samples for work in waiting},
         partial(flight.enough, step=step, least=least),
+        most=flight.schedule.most_in_flight * sampling.n,
         num_rows=engine.spec.config.max_num_seqs,
         grid=ranks.grid,
         rank=ranks.rank,

@@ -97,6 +97,7 @@ class Run:
         v = self.done if step > self.done else self.done - 1  # steps in the weights that sample
         most = (self.plan.lead + v + 1) * self.plan.batch_size + self.plan.extra
         assert len(done_with) + len(in_flight) <= most
+        assert len(in_flight) <= self.plan.most_in_flight
 
     def sample(self, step, *, beside):
         """As `train.sample`."""

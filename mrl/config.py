@@ -348,8 +348,8 @@ class RolloutConfig:
     n_gpus_per_node: int = 8
     """Ranks on a node of `nnodes`."""
     over_sample_rate: float = 0.0
-    """Prompts begun beyond `train.batch_size`, as a part of it, [0, 1]. Sampling stops once a batch is whole; what is
-    not whole goes on in the next step, first, under the new weights."""
+    """Prompts begun beyond `train.batch_size`, as a part of it; at most 1 where `train.max_off_policy_steps` is set.
+    Sampling stops once a batch is whole; what is not whole goes on in the next step, first, under the new weights."""
     over_age: Literal["wait", "drop"] = "wait"
     """What happens to a prompt that would become older than `train.max_off_policy_steps`, with `over_sample_rate`: its
     step waits for it, or its samples are dropped and it begins again, once."""

@@ -73,7 +73,7 @@ RANGES = {
     "distillation.distillation_loss.clip_ratio_low": "(0, 1]",
     "distillation.distillation_loss.clip_ratio_high": "(0, 1e9]",
     "rollout.n": "[1, 65536]",
-    "rollout.over_sample_rate": "[0, 1]",
+    "rollout.over_sample_rate": "[0, 16]",
     "rollout.temperature": "[1e-6, 1e6]",
     "rollout.top_k": "-1 or [1, 1e9]",
     "rollout.top_p": "(0, 1]",

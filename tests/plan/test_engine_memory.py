@@ -54,6 +54,18 @@ def bytes_of(layout, dtype_bytes=2):
     return sum(math.prod(stored.shape) * sizes[stored.dtype] for stored in layout.values())
 
 
+def test_the_native_cache_is_for_all_that_may_be_in_flight_where_sampling_may_stop(resolved):
+    def cache(*overrides):
+        return phases(resolved("train.batch_size=8", *overrides, ranks=2)).phases["rollout"]["KV cache"]
+
+    one = cache() / 16  # 4 prompts of each replica, 4 samples each
+    assert cache("rollout.over_sample_rate=0.5") == (8 + 4) * 4 * one
+    assert cache("rollout.over_sample_rate=0.5", "rollout.max_num_seqs=40") == 40 * one
+    ahead = ("train.mode=async", "algorithm.rollout_correction.preset=decoupled_token_is")
+    assert cache(*ahead, "train.max_off_policy_steps=1") == 16 * one
+    assert cache(*ahead, "train.max_off_policy_steps=3") == (8 + 3 * 8) * 4 * one
+
+
 def test_the_llm_api_sleeps_while_the_actor_trains(resolved):
     found = resolved("rollout.name=trtllm", *OFFLOAD)
     memory, weights = phases(found), bytes_of(native_layout(found.arch, 1, 0, "bfloat16"))

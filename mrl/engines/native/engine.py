@@ -212,7 +212,7 @@ class NativeEngine(RolloutEngine):
         self._check_ready()
         config = self.spec.config
         longest = min(config.longest_prompt + sampling.max_tokens, self.spec.max_len)
-        limit = min(config.max_num_seqs, config.max_num_batched_tokens)
+        limit = min(config.max_num_seqs, config.max_num_batched_tokens, feed.most)
         self._rows = self._reserve(limit, longest, sampling.max_tokens, limit)
 
         def check(prompts: Sequence[Prompt], room: int) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from mrl.config import Config
 from mrl.engines.native.experts import work_bytes
+from mrl.engines.native.history import History
 from mrl.engines.native.kv_cache import SLOT_MULTIPLE
 from mrl.engines.native.rows import record_of
 from mrl.engines.trtllm.kv_cache import kv_cache
@@ -109,6 +110,8 @@ def _native(found: Resolved, device: Device, weights: int, actor: int) -> Engine
     row_bytes = _row_bytes(arch, slots, grid.rollout_tp, size)
     if (record := record_of(arch, rollout)) is not None:
         row_bytes += slots * record.token_bytes
+    if rollout.speculative.method is not None and device.is_host:  # elsewhere nothing is drafted
+        row_bytes += slots * History.token_bytes()
     rows = min(rollout.max_num_seqs, rollout.max_num_batched_tokens, _samples(found))
     if device.capacity is not None:
         free = device.capacity - device.allowance - weights - copies - actor

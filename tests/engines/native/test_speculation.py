@@ -178,6 +178,29 @@ def test_samples_that_stop_and_go_on_are_a_function_of_config_and_seed(folder, m
     assert {one[:2]: one[2] for one in found[0][0]} == plain
 
 
+def _streams_on_ranks(folder):
+    usual = streaming.PULSE, drafting.ASSUMED
+    streaming.PULSE, drafting.ASSUMED = 3, {"steps": [[1, 1], [2, 1]], "slot": 0.0, "drafts": 0.0}
+    try:
+        accepted, engine = [], make_engine(folder, tp_group=dist.group.WORLD, speculative=ON, **NARROW)
+
+        def between(_):
+            accepted.append(engine.stats()["accepted_tokens"])
+
+        whole, left = disturbed(engine, LOW, last=4, between=between)
+        plain = undisturbed(make_engine(folder, tp_group=dist.group.WORLD, **NARROW), LOW)
+    finally:
+        streaming.PULSE, drafting.ASSUMED = usual
+    told = [exact(one) for one in whole], [[exact_begun(one) for one in part] for part in left], accepted
+    return told, [exact(one)[:3] for one in plain]
+
+
+def test_two_ranks_of_a_replica_draft_alike_and_stop_at_the_same_tokens(folder):
+    (first, plain), (second, _) = run_ranks(2, _streams_on_ranks, folder)
+    assert first == second and sum(first[2]) > 0 and any(first[1])
+    assert sorted(one[:3] for one in first[0]) == sorted(plain)
+
+
 def exact_begun(one):
     return one.prompt.uid, one.sample_index, one.response_ids, one.rollout_logprobs
 

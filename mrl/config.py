@@ -26,6 +26,7 @@ from mrl.schema.paths import FilePath, TokenizerPath
 from mrl.schema.policy_losses import ClipCovConfig, DppoConfig, DroConfig, KlCovConfig, SapoConfig, VespoConfig
 from mrl.schema.reward_model import RewardModelConfig
 from mrl.schema.rollout_correction import RolloutCorrectionConfig
+from mrl.schema.speculative import SpeculativeConfig
 from mrl.schema.values import Values
 from mrl.schema.yaml_file import read_yaml
 
@@ -387,6 +388,7 @@ class RolloutConfig:
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
     checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
 
     @property
     def longest(self) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from mrl.config import Config
 from mrl.data.schedule import Schedule
 from mrl.engines.native.experts import work_bytes
+from mrl.engines.native.history import History
 from mrl.engines.native.kv_cache import SLOT_MULTIPLE
 from mrl.engines.native.rows import record_of
 from mrl.engines.trtllm.kv_cache import kv_cache
@@ -110,6 +111,8 @@ def _native(found: Resolved, device: Device, weights: int, actor: int) -> Engine
     row_bytes = _row_bytes(arch, slots, grid.rollout_tp, size)
     if (record := record_of(arch, rollout)) is not None:
         row_bytes += slots * record.token_bytes
+    if rollout.speculative.method is not None and device.is_host:  # elsewhere nothing is drafted
+        row_bytes += slots * History.token_bytes()
     schedule = Schedule.of(config)
     asked = schedule.most_in_flight * rollout.n if schedule.by_parts else _samples(found)
     rows = min(rollout.max_num_seqs, rollout.max_num_batched_tokens, asked)

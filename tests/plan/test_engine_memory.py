@@ -236,6 +236,14 @@ def test_vllm_sleeps_on_a_gpu_and_keeps_all_on_a_cpu(resolved):
     assert all(terms["vLLM's KV cache"] == asked.wanted_bytes for terms in on_cpu.phases.values())
 
 
+def test_drafts_keep_what_was_said_beside_the_cache_of_a_cpu(resolved):
+    own, drafts = ("rollout.name=native", "rollout.max_num_seqs=8"), "rollout.speculative.method=ngram"
+    for device, kept in ((Device(te=False, is_host=True), 8 * 128 * 4 * 4), (GPU, 0)):  # 4 sequences of int32 a row
+        plain, drafting = (phases(resolved(*given), device) for given in (own, (*own, drafts)))
+        more = drafting.phases["rollout"]["KV cache"] - plain.phases["rollout"]["KV cache"]
+        assert more == kept
+
+
 def test_vllm_keeps_the_experts_of_what_is_cached_in_host_memory(resolved):
     replay = ("actor.router_replay=rollout", "rollout.enable_rollout_routing_replay=true")
     run = ("rollout.name=vllm", "model.preset=qwen3_moe_tiny", "~model.overrides")

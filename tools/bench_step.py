@@ -84,7 +84,9 @@ class Case:
 CASES = {
     "small": Case(4, 128, 4, 64, prompts=16, samples=16, prompt_len=8, response_len=8),
     "middle": Case(8, 512, 8, 32000, prompts=8, samples=8, prompt_len=64, response_len=64, microbatch_tokens=1160),
-    "long_prompts": Case(4, 128, 4, 2000, prompts=8, samples=8, prompt_len=128, response_len=32, microbatch_tokens=1600),
+    "long_prompts": Case(
+        4, 128, 4, 2000, prompts=8, samples=8, prompt_len=128, response_len=32, microbatch_tokens=1600
+    ),
 }
 QUICK = {
     "small": Case(2, 64, 4, 64, prompts=4, samples=4, prompt_len=8, response_len=8),

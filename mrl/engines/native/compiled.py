@@ -1,7 +1,7 @@
 """The operations between products from `kernels.c`: one pass over memory each, attention over each row's own slots.
 
-Owns how the file is compiled, once for each processor, compiler and dtype into the user's cache folder, and how it is
-called. It runs on the threads of PyTorch's own OpenMP: two pools would fight for the cores.
+Owns how that and `drafts.c` are compiled, once for each processor, compiler and dtype into the user's cache folder, and
+how they are called. They run on the threads of PyTorch's own OpenMP: two pools would fight for the cores.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from mrl.engines.native import machine
+from mrl.engines.native.history import History
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.operations import Attention, HeadNorms, Heads, Operations, Rotation
 from mrl.errors import UserError
 
-SOURCE = Path(__file__).with_name("kernels.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "drafts.c"))
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 DTYPES: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16: ("-DBF16",)}
@@ -35,8 +36,9 @@ _ARGUMENTS = {
     "norm": [*[_P] * 4, *[_N] * 2, _F],
     "rotate": [*[_P] * 6, *[_N] * 4, _F],
     "gate": [*[_P] * 2, *[_N] * 2],
-    "attend": [*[_P] * 3, _N, *[_P] * 4, *[_N] * 6, _F],
+    "attend": [*[_P] * 3, _N, *[_P] * 5, *[_N] * 6, _F],
     "sample": [_P, _N, *[_P] * 4, *[_N] * 2, _F, _B],
+    "draft": [_P, _N, *[_P] * 5, *[_N] * 4, *[_P] * 3],
 }
 
 
@@ -83,19 +85,34 @@ class Compiled(Operations):
     def decode_attention(self, cache: KVCache, positions_B: Tensor, length: int, num_heads: int) -> Attention:
         """See `Operations`; each row's own slots are read."""
         del length
-        rows, kv_heads = positions_B.numel(), cache.num_kv_heads
-        positions_B = positions_B.contiguous()
+        return self.verify_attention(cache, positions_B, None, num_heads)
 
-        def attend(layer: int, q_BND: Tensor, k_BKD: Tensor, v_BKD: Tensor) -> Tensor:
+    def verify_attention(
+        self, cache: KVCache, positions_P: Tensor, firsts_B: Tensor | None, num_heads: int
+    ) -> Attention:
+        """Of several new tokens in each of the first B rows: each with the bits that it would have alone.
+
+        Args:
+            cache: Holds everything before the new tokens.
+            positions_P: Position of each, one after the other in a row.
+            firsts_B: Index of each row's first token, and P at the end, int64; None: one token a row.
+            num_heads: N.
+        """
+        rows = positions_P.numel() if firsts_B is None else firsts_B.numel() - 1
+        kv_heads = cache.num_kv_heads
+        positions_P = positions_P.contiguous()
+        firsts = None if firsts_B is None else firsts_B.data_ptr()
+
+        def attend(layer: int, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor) -> Tensor:
             keys, values = cache.keys[layer], cache.values[layer]
-            dim = q_BND.size(2)
-            out_BND = q_BND.new_empty(rows, num_heads, dim)
+            num, _, dim = q_PND.shape
+            out_PND = q_PND.new_empty(num, num_heads, dim)
             self._call["attend"](
-                *(q_BND.data_ptr(), k_BKD.data_ptr(), v_BKD.data_ptr(), q_BND.stride(0)),
-                *(positions_B.data_ptr(), keys.data_ptr(), values.data_ptr(), out_BND.data_ptr()),
+                *(q_PND.data_ptr(), k_PKD.data_ptr(), v_PKD.data_ptr(), q_PND.stride(0)),
+                *(positions_P.data_ptr(), firsts, keys.data_ptr(), values.data_ptr(), out_PND.data_ptr()),
                 *(rows, num_heads, kv_heads, dim, keys.stride(0), keys.stride(1), dim**-0.5),
             )
-            return out_BND
+            return out_PND
 
         return attend
 
@@ -114,6 +131,30 @@ class Compiled(Operations):
             *(tokens_N.data_ptr(), logprobs_N.data_ptr(), num, size, temperature, int(greedy)),
         )
         return tokens_N, logprobs_N
+
+    def draft(
+        self, history: History, slots_B: Tensor, limits_B: Tensor, lookup: range, drafts_BK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What each row's sequence may say next.
+
+        Args:
+            history: What was said.
+            slots_B: The sequence of each row, int64.
+            limits_B: Tokens to draft at most, int64.
+            lookup: Lengths of its end that are looked for; the longest that is found counts.
+            drafts_BK: Receives the drafted tokens, int64.
+
+        Returns:
+            Of each row how many were drafted, and the length that was found, 0: none; int64.
+        """
+        counts_B, matched_B = torch.empty_like(slots_B), torch.empty_like(slots_B)
+        self._call["draft"](
+            *(history.tokens_HW.data_ptr(), history.tokens_HW.size(1), history.lengths_H.data_ptr()),
+            *(history.begins_H.data_ptr(), history.next_H.data_ptr(), slots_B.data_ptr(), limits_B.data_ptr()),
+            *(slots_B.numel(), lookup.start, lookup.stop - 1, drafts_BK.size(1)),
+            *(drafts_BK.data_ptr(), counts_B.data_ptr(), matched_B.data_ptr()),
+        )
+        return counts_B, matched_B
 
 
 def operations(dtype: torch.dtype, device: torch.device, *, eager: bool) -> tuple[Operations, str | None]:
@@ -157,8 +198,8 @@ def _library(dtype: torch.dtype) -> tuple[ctypes.CDLL | None, str | None]:
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
         flags = (*FLAGS, *DTYPES[dtype])
-        source = SOURCE.read_text(encoding="utf-8")
-        key = machine.key(source, *flags, version, str(openmp), machine.processor())
+        sources = [source.read_text(encoding="utf-8") for source in SOURCES]
+        key = machine.key(*sources, *flags, version, str(openmp), machine.processor())
         name = f"kernels/{key}.so"
         made = machine.kept(name, lambda: _compile(compiler, flags, openmp))
         return _load(machine.place(name), made), None
@@ -171,10 +212,10 @@ def _library(dtype: torch.dtype) -> tuple[ctypes.CDLL | None, str | None]:
 
 def _compile(compiler: str, flags: tuple[str, ...], openmp: Path) -> bytes:
     with tempfile.TemporaryDirectory() as name:
-        part, whole = Path(name, "kernels.o"), Path(name, "kernels.so")
+        parts, whole = [str(Path(name, source.stem + ".o")) for source in SOURCES], Path(name, "kernels.so")
         for command in (
-            [compiler, *flags, "-c", str(SOURCE), "-o", str(part)],
-            [compiler, "-shared", str(part), str(openmp), "-lm", "-o", str(whole)],
+            *([compiler, *flags, "-c", str(source), "-o", part] for source, part in zip(SOURCES, parts, strict=True)),
+            [compiler, "-shared", *parts, str(openmp), "-lm", "-o", str(whole)],
         ):
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
         return whole.read_bytes()

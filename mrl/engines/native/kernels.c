@@ -280,29 +280,35 @@ static inline __attribute__((always_inline)) void attend_some(const T *queries, 
             put(out + g * dim + i, *(vec *)(acc + g * wide + i) / sum[g], dim - i);
 }
 
-/* One new token in each row r < B of the cache, whose keys and values [row, head, slot, D] it enters at its position:
- * attention over the row's own slots. A token's q[N, D], k[K, D] and v[K, D] are `stride` from the last one's;
- * out[B, N, D]. */
-void attend(const T *q, const T *k, const T *v, int64_t stride, const int64_t *positions, T *keys, T *values, T *out,
-            int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t row_stride, int64_t head_stride,
-            float scale) {
+/* New tokens of the first rows of the cache, whose keys and values [row, head, slot, D] they enter at their positions:
+ * attention of each over its row's slots up to its own. Row r has tokens firsts[r] to firsts[r + 1] - 1, at one position
+ * after the other; without `firsts`, token r. A token's q[N, D], k[K, D] and v[K, D] are `stride` from the last one's;
+ * out[P, N, D]. */
+void attend(const T *q, const T *k, const T *v, int64_t stride, const int64_t *positions, const int64_t *firsts, T *keys,
+            T *values, T *out, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t row_stride,
+            int64_t head_stride, float scale) {
     int64_t group = heads / kv_heads;
 #pragma omp parallel for schedule(dynamic) if (rows * kv_heads > 1)
     for (int64_t task = 0; task < rows * kv_heads; task++) {
-        int64_t row = task / kv_heads, head = task % kv_heads, position = positions[row];
-        const T *queries = q + row * stride + head * group * dim;
+        int64_t row = task / kv_heads, head = task % kv_heads;
         T *own_keys = keys + row * row_stride + head * head_stride;
         T *own_values = values + row * row_stride + head * head_stride;
-        memcpy(own_keys + position * dim, k + row * stride + head * dim, dim * sizeof(T));
-        memcpy(own_values + position * dim, v + row * stride + head * dim, dim * sizeof(T));
-        for (int64_t g = 0; g < group; g += 4) {
-            const T *some = queries + g * dim, *next = own_keys + (g + 4 < group ? 0 : head_stride);
-            T *to = out + (row * heads + head * group + g) * dim;
-            switch (group - g) {
-            case 1: attend_some(some, own_keys, own_values, next, to, position + 1, dim, scale, 1); break;
-            case 2: attend_some(some, own_keys, own_values, next, to, position + 1, dim, scale, 2); break;
-            case 3: attend_some(some, own_keys, own_values, next, to, position + 1, dim, scale, 3); break;
-            default: attend_some(some, own_keys, own_values, next, to, position + 1, dim, scale, 4);
+        int64_t end = firsts ? firsts[row + 1] : row + 1;
+        for (int64_t token = firsts ? firsts[row] : row; token < end; token++) {
+            int64_t position = positions[token];
+            const T *queries = q + token * stride + head * group * dim;
+            memcpy(own_keys + position * dim, k + token * stride + head * dim, dim * sizeof(T));
+            memcpy(own_values + position * dim, v + token * stride + head * dim, dim * sizeof(T));
+            for (int64_t g = 0; g < group; g += 4) {
+                const T *some = queries + g * dim;
+                const T *next = own_keys + (g + 4 < group || token + 1 < end ? 0 : head_stride);
+                T *to = out + (token * heads + head * group + g) * dim;
+                switch (group - g) {
+                case 1: attend_some(some, own_keys, own_values, next, to, position + 1, dim, scale, 1); break;
+                case 2: attend_some(some, own_keys, own_values, next, to, position + 1, dim, scale, 2); break;
+                case 3: attend_some(some, own_keys, own_values, next, to, position + 1, dim, scale, 3); break;
+                default: attend_some(some, own_keys, own_values, next, to, position + 1, dim, scale, 4);
+                }
             }
         }
     }

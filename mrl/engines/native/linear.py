@@ -41,7 +41,7 @@ class Linear:
         self._stored = (weight, bias)
         self._scales = scales
         self._dtype = dtype
-        self._form: Form | None = form_of(tuple(weight.shape), dtype) if _packs(weight.device) else None
+        self._form: Form | None = form_of(tuple(weight.shape), dtype) if packs(weight.device) else None
         self._weight, self._bias = weight, bias
 
     @property
@@ -74,7 +74,7 @@ class Linear:
         return self._form(x_PI, self._weight, self._bias)
 
 
-def _packs(device: torch.device) -> bool:
+def packs(device: torch.device) -> bool:
     """Whether products have a form of their own."""
     on_x86 = torch.backends.cpu.get_cpu_capability().startswith("AVX")
     return device.type == "cpu" and on_x86 and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]

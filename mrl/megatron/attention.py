@@ -47,6 +47,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core h
         buckets: In the order of their slots.
         slot_to_token: For each slot of all buckets the packed token in it; a padding slot repeats some token.
         token_to_slot: For each packed token a slot that holds it.
+        token_to_first: For each packed token the first slot of the sequence in which this slot is.
         shared: Whether sequences share tokens: several slots besides padding may hold the same one.
         routing: What the routers of a mixture of experts must know; None for a dense model.
         context: This rank's part of the tokens; None: it has all of them.
@@ -55,6 +56,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core h
     buckets: list[Bucket] = field(default_factory=list)
     slot_to_token: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     token_to_slot: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    token_to_first: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     shared: bool = False
     routing: Routing | None = None
     context: ContextShard | None = None
@@ -90,7 +92,7 @@ def pack(lens: Sequence[int], prefixes: Prefixes, device: torch.device) -> Packe
     """
     starts = [0, *accumulate(lens)]
     packed = PackedSequences(qkv_format="sbhd", max_seqlen_q=max(lens), max_seqlen_kv=max(lens))
-    token_parts, slot_of = [], torch.empty(starts[-1], dtype=torch.int64)
+    token_parts, (slot_of, first_of) = [], torch.empty(2, starts[-1], dtype=torch.int64)
     offset = 0
     for members in _similar(lens):
         width = lens[members[0]]
@@ -101,12 +103,14 @@ def pack(lens: Sequence[int], prefixes: Prefixes, device: torch.device) -> Packe
         filled = column < sizes
         slots = offset + torch.arange(len(members) * width).view(-1, width)
         slot_of[tokens[filled]] = slots[filled]
+        first_of[tokens[filled]] = slots[:, :1].expand_as(slots)[filled]
         token_parts.append(tokens.reshape(-1))
         packed.buckets.append(Bucket(len(members), width))
         offset += len(members) * width
     packed.shared = prefixes.origin_D.numel() < starts[-1]
     packed.slot_to_token = prefixes.distinct_P[torch.cat(token_parts)].to(device)
     packed.token_to_slot = slot_of[prefixes.origin_D].to(device)
+    packed.token_to_first = first_of[prefixes.origin_D].to(device)
     return packed
 
 

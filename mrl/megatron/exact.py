@@ -118,8 +118,8 @@ class Attention(CoreAttention):
         """The same by PyTorch's operators, with a gradient."""
         positions_P = plan.token_to_slot - plan.token_to_first
         cos, sin = (table[positions_P][:, None, None] for table in self._tables)
-        turned = (x * cos + x.roll(x.size(-1) // 2, -1) * sin for x in (query, key))
-        return super().forward(*turned, value, None, packed_seq_params=plan)
+        query, key = (x * cos + x.roll(x.size(-1) // 2, -1) * sin for x in (query, key))
+        return super().forward(query, key, value, None, packed_seq_params=plan)
 
 
 class Head:

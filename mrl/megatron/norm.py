@@ -41,7 +41,8 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *gradients(*ctx.saved_tensors, grads[0]), None
+        x, weight, scale = ctx.saved_tensors
+        return *gradients(x, weight, scale, grads[0]), None
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:

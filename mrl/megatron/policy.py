@@ -201,10 +201,11 @@ class Policy(Trainable):
     def _refuse(self, metrics: dict[str, float]) -> None:
         if metrics.get(DIFFERENCE, 0.0):
             error = UserError(
-                f"rollout.true_on_policy=true, but the actor's log-probabilities of {metrics[DIFFERING]:.0f} tokens "
-                f"of this minibatch are not the engine's, by {metrics[DIFFERENCE]:.3g} at most: the weights that sampled "
-                "are not the actor's, or the two compute otherwise. The update was not made, and the last checkpoint is "
-                "not affected. Without the mode the run goes on and reports training/rollout_probs_diff_*."
+                f"rollout.true_on_policy=true, but the actor's log-probabilities of {metrics[DIFFERING]:.0f} "
+                f"tokens of this minibatch are not the engine's, by {metrics[DIFFERENCE]:.3g} at most: the weights "
+                "that sampled are not the actor's, or the two compute otherwise. The update was not made, and the last "
+                "checkpoint is not affected. Without the mode the run would go on, and report "
+                "training/rollout_probs_diff_max."
             )
             error.everywhere = True
             raise error

@@ -100,8 +100,8 @@ def expert_rule(config: Config, arch: ArchSpec) -> Iterator[str]:
     if config.rollout.true_on_policy and arch.moe is not None:
         yield (
             f"{KEY} with a mixture of experts ({arch.family}): Megatron's dispatcher adds up a token's experts in "
-            "another order than the engine, and their routers round probabilities otherwise. Take a dense model; without the "
-            "mode actor.router_replay=rollout keeps the choice of experts."
+            "another order than the engine, and their routers round probabilities otherwise. Take a dense model; "
+            "without the mode actor.router_replay=rollout keeps the choice of experts."
         )
 
 

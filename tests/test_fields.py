@@ -209,6 +209,7 @@ ROWS = {
     "rollout.max_num_batched_tokens": row(*NARROW),
     "rollout.enable_chunked_prefill": row("rollout.enable_chunked_prefill=false", given=NARROW),
     "rollout.enable_prefix_caching": row("rollout.enable_prefix_caching=false"),
+    "rollout.true_on_policy": row("rollout.true_on_policy=true"),
     "rollout.gpu_memory_utilization": row("rollout.gpu_memory_utilization=1e-9", refused="MiB for the KV cache"),
     "rollout.free_cache_engine": row("rollout.free_cache_engine=false"),
     "rollout.engine_kwargs": row(

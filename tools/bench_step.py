@@ -158,7 +158,7 @@ def run_ppo_case(
 ) -> dict[str, Any]:
     """PPO against GRPO."""
     critic = {"lr": LEARNING_RATE, "adam_beta2": 0.999, "clip_grad": 1.0}
-    runs = {"grpo": {}, "ppo": {"algorithm": {"name": "ppo"}, "critic": critic}}
+    runs: dict[str, Settings] = {"grpo": {}, "ppo": {"algorithm": {"name": "ppo"}, "critic": critic}}
     return run_two(runs, case, dtype, folder, device, iterations=iterations, num_threads=num_threads)
 
 

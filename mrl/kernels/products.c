@@ -4,7 +4,7 @@
  * Each element of the product is one chain of fused multiply-adds over I, from the first input to the last, in fp32: it
  * is added to in no other order for few rows or many, in any place of the matrix, by any number of threads, and also
  * where the weight is one rank's part of its rows. bfloat16 is rounded once, after the bias. Where the processor
- * multiplies pairs of bfloat16, the chain goes on by pairs; without fused multiply-adds each product is rounded.
+ * multiplies pairs of bfloat16, the chain goes on by pairs.
  *
  * Packed weights are panels of PANEL outputs: [panel][step][PANEL][STEP]. Rows are packed in blocks of TALL:
  * [block][step][TALL], a step being one input, or a pair.
@@ -40,9 +40,8 @@ static inline vec added(vec sum, X x, vec w) {
 #elif defined(__FMA__)
     return (vec)_mm256_fmadd_ps(_mm256_set1_ps(x), (__m256)w, (__m256)sum);
 #else
-    vec product = w * x;
-    __asm__("" : "+x"(product)); /* no fusing in one place and not in another */
-    return sum + product;
+    for (int i = 0; i < LANES; i++) sum[i] = __builtin_fmaf(x, w[i], sum[i]);
+    return sum;
 #endif
 }
 #else

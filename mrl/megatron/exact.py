@@ -72,7 +72,8 @@ class GatedMlp(MLP):  # type: ignore[misc]
     """down(silu(gate x) * up x)."""
 
     def __init__(self, config: Any, **options: Any) -> None:
-        super().__init__(config, MLPSubmodules(linear_fc1=Column, linear_fc2=Row), **options)
+        layers = MLPSubmodules(linear_fc1=Column, linear_fc2=Row)
+        super().__init__(config, layers, ffn_hidden_size=config.ffn_hidden_size, **options)
 
     def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
         """Collective over tensor-parallel: (the output, no bias)."""
@@ -235,7 +236,7 @@ class _Gate(torch.autograd.Function):
         with torch.enable_grad():
             gate_up = ctx.saved_tensors[0].detach().requires_grad_()
             gate, up = gate_up.chunk(2, -1)
-            (grad,) = torch.autograd.grad(F.silu(gate) * up, gate_up, grads[0])
+            grad: Tensor = torch.autograd.grad(F.silu(gate) * up, gate_up, grads[0])[0]
         return grad
 
 

@@ -26,7 +26,7 @@ def numbers(*shape, dtype, seed):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(rows=st.integers(1, 200), inputs=sizes, outputs=sizes, with_bias=st.booleans(), data=st.data())
 def test_each_row_of_a_product_has_its_own_bits(dtype, rows, inputs, outputs, with_bias, data):
     """Whatever rows are beside it, wherever its weight's rows stand, whoever holds some of them; by any threads."""
@@ -59,7 +59,7 @@ def test_threads_change_no_bit_of_a_product(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(rows=st.integers(1, 40), vocabulary=st.integers(1, 1500), temperature=st.sampled_from([1.0, 0.7, 1.3]))
 def test_a_token_is_scored_in_the_bits_with_which_it_was_sampled(dtype, rows, vocabulary, temperature):
     compiled = required(dtype)
@@ -75,7 +75,7 @@ def test_a_token_is_scored_in_the_bits_with_which_it_was_sampled(dtype, rows, vo
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(lens=st.lists(st.integers(1, 150), min_size=1, max_size=4), heads=st.sampled_from([(4, 2, 12), (7, 1, 64)]))
 def test_attention_of_a_prompt_has_the_bits_of_attention_token_by_token(dtype, lens, heads):
     num_heads, kv_heads, dim = heads

@@ -102,7 +102,7 @@ def in_any_company(grid, dtype, seeds):
     batch = make_batch(12, longest=20)
     whole = policy.score(batch)[0].split(batch.response_lens_B.tolist())
 
-    @settings(max_examples=15, database=None, deadline=None)
+    @settings(max_examples=15, deadline=None, derandomize=True, database=None)
     @given(rows=st.permutations(range(12)), num=st.integers(1, 12), most=st.integers(40, 400))
     def company(rows, num, most):
         policy._schedule._max_tokens = most

@@ -28,7 +28,7 @@ def rollout_correction(given: Mapping[str, Any], notes: dict[str, str]) -> Itera
             names.remove("rollout_is")
     for kind in ("rollout_is", "rollout_rs"):
         names += [name for name in given if name.startswith(f"{kind}_") and kind in given and kind in names]
-    yield f"{CORRECTION}.bypass_mode", None if bypass else False
+    yield f"{CORRECTION}.bypass_mode", bypass
     for name in names:
         value = given.get(name)
         yield f"{CORRECTION}.{name}", str(value) if name.endswith("threshold") and value is not None else value

@@ -79,6 +79,20 @@ AGES: tuple[Drawing, ...] = (
             ("begun again, too old", "rollout/num_restarted_groups"),
         ),
     ),
+    (
+        "Taken by the step for which they began, fraction of the samples by length",
+        tuple(
+            (name, f"rollout/accepted_at_once/quarter_{number}")
+            for number, name in enumerate(("shortest quarter", "second", "third", "longest quarter"), 1)
+        ),
+    ),
+    (
+        "Mean length over the run, tokens",
+        (
+            ("of what was begun", "rollout/begun_mean_length"),
+            ("of what was taken", "rollout/accepted_mean_length"),
+        ),
+    ),
 )
 SPEED: tuple[Drawing, ...] = (
     ("Tokens per second and rank", (("throughput", "perf/throughput"),)),

@@ -5,7 +5,7 @@ Pure functions of a step's table.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -43,3 +43,33 @@ def staleness_metrics(table: SampleTable, age_of: Callable[[int], int], *, num_c
         if len(part):
             metrics[f"training/off_policy/{name}_response_staleness"] = oldest[part].mean().item()
     return metrics | {"rollout/num_carried_groups": float(num_carried)}
+
+
+def acceptance_metrics(
+    *, accepted: Sequence[int], begun: Sequence[int], carried: Sequence[int], quarters: Sequence[float | None]
+) -> dict[str, float]:
+    """Whether what steps take is shorter than what is begun; each of the first three is (samples, their tokens).
+
+    Args:
+        accepted: Taken by a step since the run began.
+        begun: These, those that were thrown away, and those in flight after the step.
+        carried: In flight after the step.
+        quarters: Of the last steps' samples, by quarters of their length, shortest first: the part of them that was
+            taken by the step for which they began; None: there were none.
+
+    Returns:
+        `rollout/num_{accepted,begun}_samples`, `rollout/{accepted,begun}_mean_length` (tokens, over the run),
+        `rollout/carried_mean_length` and `rollout/accepted_at_once/quarter_{1,2,3,4}`. A sample that is not whole
+        counts with the tokens that it has: so the length of what was begun is a lower bound.
+    """
+    metrics = {"rollout/num_accepted_samples": float(accepted[0]), "rollout/num_begun_samples": float(begun[0])}
+    lengths = {
+        "rollout/accepted_mean_length": accepted,
+        "rollout/begun_mean_length": begun,
+        "rollout/carried_mean_length": carried,
+    }
+    for name, (count, tokens) in lengths.items():
+        if count:
+            metrics[name] = tokens / count
+    found = {f"rollout/accepted_at_once/quarter_{number}": part for number, part in enumerate(quarters, 1)}
+    return metrics | {name: part for name, part in found.items() if part is not None}

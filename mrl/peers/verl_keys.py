@@ -142,7 +142,7 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     "algorithm.filter_groups.enable": ("algorithm.dynamic_sampling", False, ""),
     "algorithm.filter_groups.max_num_gen_batches": ("algorithm.max_sampling_rounds", 0, "0: the default here"),
     **{f"{CORRECTION}.{name}": (f"{CORRECTION}.{name}", default, text) for name, default, text in (
-        ("bypass_mode", False, "true here where nothing is set"),
+        ("bypass_mode", False, "here true where nothing is set and nothing is sampled ahead"),
         ("loss_type", "ppo_clip", ""),
         ("rollout_is", None, "not with `bypass_mode` and `ppo_clip`, where it does nothing there"),
         ("rollout_is_threshold", 2.0, ""),

@@ -1,15 +1,34 @@
 """Refuses sampling ahead of the updates, or beyond a batch, where it cannot be or would have no effect.
 
 Owns the rules of `train.mode`, `train.max_off_policy_steps`, `rollout.over_sample_rate`, `rollout.over_age` and
-`rollout.mask_offpolicy`. It imports no torch.
+`rollout.mask_offpolicy`, and which correction a run takes that asks for none. It imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from mrl.config import Config
 from mrl.data.schedule import Schedule
+from mrl.schema.rollout_correction import RolloutCorrectionConfig
+
+AHEAD = "decoupled_token_is"
+"""`algorithm.rollout_correction.preset` of a run that samples ahead and sets no field of the section: with the clip
+around what sampled, tokens would be clipped for what earlier steps did to them."""
+
+
+def corrected_ahead(config: Config) -> Config:
+    """The config with the correction of runs that sample ahead, where it asks for none.
+
+    Where only a teacher is learned from, and not as a policy gradient, weights would act on nothing: it stays.
+    """
+    algorithm, loss = config.algorithm, config.distillation.distillation_loss
+    only_teacher = config.distillation.enabled and not loss.use_task_rewards and not loss.use_policy_gradient
+    open_section = algorithm.rollout_correction == RolloutCorrectionConfig()
+    if not Schedule.of(config).lead or not open_section or only_teacher:
+        return config
+    return replace(config, algorithm=replace(algorithm, rollout_correction=RolloutCorrectionConfig(preset=AHEAD)))
 
 
 def off_policy_rules(config: Config, *, supervised: bool) -> Iterator[str]:

@@ -27,8 +27,9 @@ from torch import Tensor
 from mrl.config import CheckpointEngineConfig
 from mrl.distributed.collectives import from_rank, together
 from mrl.engines.base import RolloutEngine, WeightSlice
+from mrl.refit.delivery import hand_over
 from mrl.refit.quantizer import Quantizer
-from mrl.refit.transfer import Transfer, hand_over
+from mrl.refit.transfer import Transfer
 from mrl.weights.checksum import MODULUS
 from mrl.weights.copies import num_bytes
 from mrl.weights.fp8 import DTYPE as FP8

@@ -1,11 +1,11 @@
 """Runs copies between ranks, bucket by bucket, with a checksum on every message.
 
 Owns `Transfer`. Which copies there are is `weights/plan.py`'s business; what happens to arriving data is the caller's:
-it hands in a sink. A message is one contiguous buffer per pair of ranks and round (gloo moves wrong bytes of anything
-else). It ends in the sums of the bits of its parts, as the sender put them there. Each must be the sum of what is read
-back from where the part was written (`WeightSlice.write_to`), so one comparison finds what was damaged on the way and
-what was lost at its end. Sums are taken where bytes are copied, while these are in the cache. Where a sink keeps
-slices for later, what it was given is added up instead.
+it hands in a sink (`delivery.py`). A message (`message.py`) is one contiguous buffer per pair of ranks and round (gloo
+moves wrong bytes of anything else). It ends in the sums of the bits of its parts, as the sender put them there. Each
+must be the sum of what is read back from where the part was written (`WeightSlice.write_to`), so one comparison finds
+what was damaged on the way and what was lost at its end. Sums are taken where bytes are copied, while these are in the
+cache. Where a sink keeps slices for later, what it was given is added up instead.
 
 Ranks of one host whose buffers are in its memory read each other's messages where they were packed (`shared.py`): no
 byte of these goes through a socket.
@@ -29,6 +29,8 @@ from torch import Tensor
 from mrl.distributed.collectives import raise_together, together
 from mrl.engines.base import WeightSlice
 from mrl.refit import shared
+from mrl.refit.delivery import Sink, difference, hand_over
+from mrl.refit.message import by_peer, message_bytes, parts_of, places
 from mrl.weights.buckets import NUM_BUFFERS, local_turns, round_bytes, rounds
 from mrl.weights.checksum import MODULUS, bits, copy_bits
 from mrl.weights.copies import Copy
@@ -36,14 +38,8 @@ from mrl.weights.fp8 import DTYPE as FP8
 from mrl.weights.regions import slices
 from mrl.weights.tensors import DTYPES
 
-_WORD = 8
-"""Bytes; each part of a message starts at a multiple of it, and its sum takes one, after all parts."""
-
 _CAST_BYTES = 1 << 20
 """Copies inside a rank that need a cast are made in parts of so many bytes, which stay in the cache."""
-
-
-Sink = Callable[[Sequence[WeightSlice]], None]
 
 Quantize = Callable[[Copy, Tensor], Tensor]
 """(copy, the values of its source) -> what is sent of them in FP8."""
@@ -89,8 +85,8 @@ class Transfer:
         self._quantize = quantize
         batches = rounds(copies, round_bytes(copies, bucket_bytes))
         self._local = local_turns(copies, rank, batches, bucket_bytes)
-        self._rounds = [_by_peer(batch, rank) for batch in batches]
-        self._places = [_places(batch, rank) for batch in batches]
+        self._rounds = [by_peer(batch, rank) for batch in batches]
+        self._places = [places(batch, rank) for batch in batches]
         self._staging: list[tuple[Tensor, Tensor]] = []
         self._near: dict[int, list[Tensor]] = {}
         self._read_by: set[int] = set()
@@ -185,7 +181,7 @@ class Transfer:
         """Largest buffer, to send (`way` 0) or to receive (1), of every `NUM_BUFFERS`-th round from `first` on."""
         turns = self._rounds[first::NUM_BUFFERS]
         far = [[copies for peer, copies in peers[way].items() if way == 0 or peer not in self._near] for peers in turns]
-        return max((sum(map(_message_bytes, messages)) for messages in far), default=0)
+        return max((sum(map(message_bytes, messages)) for messages in far), default=0)
 
     def _messages(self, number: int, way: int) -> dict[int, Tensor]:
         """Peer -> its part of the round's buffer; `way` is 0 to send and 1 to receive, from those that are not near."""
@@ -193,7 +189,7 @@ class Transfer:
         found, offset = {}, 0
         for peer, copies in self._rounds[number][way].items():
             if way == 0 or peer not in self._near:
-                size = _message_bytes(copies)
+                size = message_bytes(copies)
                 found[peer] = buffer[offset : offset + size]
                 offset += size
         return found
@@ -225,7 +221,7 @@ class Transfer:
         for peer, buffers in self._near.items():
             if peer in receives:
                 start = self._places[number][peer]
-                message = buffers[number % NUM_BUFFERS][start : start + _message_bytes(receives[peer])]
+                message = buffers[number % NUM_BUFFERS][start : start + message_bytes(receives[peer])]
                 total += self._unpack(number, peer, message, sink)
         return total
 
@@ -272,7 +268,7 @@ class Transfer:
             if data.dtype != dtype:
                 arrived = WeightSlice(copy.target_name, copy.target_region, data, given)
                 if given is not None and int(bits(data)) != int(given):
-                    raise RuntimeError(f"{where}: {_difference(arrived, int(given), int(bits(data)))}")
+                    raise RuntimeError(f"{where}: {difference(arrived, int(given), int(bits(data)))}")
                 data, given = data.to(dtype), None
             items.append(WeightSlice(copy.target_name, copy.target_region, data, given))
         total, read_back = hand_over(items, sink, where)
@@ -281,95 +277,16 @@ class Transfer:
 
     def _pack(self, copies: Sequence[Copy], message: Tensor) -> None:
         """Fills a message: the copies' bytes, then their sums."""
-        parts, sums = _parts(copies, message)
+        parts, sums = parts_of(copies, message)
         for number, (copy, part) in enumerate(zip(copies, parts, strict=True)):
             sums[number] = copy_bits(part, self._source(copy))[1]
 
     def _unpack(self, number: int, peer: int, message: Tensor, sink: Sink) -> int:
         """Delivers a message, which compares its sums."""
         copies = self._rounds[number][1][peer]
-        parts, sums = _parts(copies, message)
+        parts, sums = parts_of(copies, message)
         where = f"round {number + 1} of {self.num_rounds}, message from rank {peer}"
         return self._deliver(copies, parts, sums, where, sink)
-
-
-def hand_over(items: Sequence[WeightSlice], sink: Sink, where: str) -> tuple[int, bool]:
-    """Gives slices to a sink and compares the bits that were given with those that came.
-
-    Args:
-        items: Where `given` is there, it is the sender's.
-        sink: Takes them.
-        where: For messages.
-
-    Returns:
-        (sum of what was given modulo 2^64, whether all of it was read back from where it was written).
-
-    Raises:
-        RuntimeError: The sink failed, or bits differ; tensors are named.
-    """
-    if not items:
-        return 0, True
-    try:
-        sink(items)
-    except Exception as error:
-        raise RuntimeError(f"{where}: writing {_names(items)} failed: {error}") from error
-    given, came = [], []
-    for item in items:
-        found = item.stored if item.stored is not None else bits(item.data)
-        came.append(found)
-        given.append(item.given if item.given is not None else found)
-    sums = torch.stack([torch.stack(given), torch.stack(came)]).tolist()  # waits for a GPU once
-    for item, sent, arrived in zip(items, *sums, strict=True):
-        if sent != arrived:
-            raise RuntimeError(f"{where}: {_difference(item, sent, arrived)}")
-    return sum(sums[0]) % MODULUS, all(item.stored is not None for item in items)
-
-
-def _difference(item: WeightSlice, sent: int, arrived: int) -> str:
-    """Why the sums of a slice are not the same."""
-    came = int(bits(item.data))
-    region = f"'{item.name}' {list(item.region)}"
-    if came == sent:
-        return (
-            f"what is stored of {region} adds up to {arrived % MODULUS:016x}, what was given to {sent % MODULUS:016x}: "
-            "a write was lost, or something else wrote"
-        )
-    return f"what arrived adds up to {came % MODULUS:016x}, what was sent to {sent % MODULUS:016x}; damaged: {region}"
-
-
-def _names(items: Iterable[WeightSlice]) -> str:
-    """The target tensors, shortened where they are many."""
-    names = list(dict.fromkeys(item.name for item in items))
-    return f"'{names[0]}'" if len(names) == 1 else f"'{names[0]}' to '{names[-1]}' ({len(names)} tensors)"
-
-
-def _by_peer(copies: Sequence[Copy], rank: int) -> tuple[dict[int, list[Copy]], dict[int, list[Copy]]]:
-    """(receiver -> what `rank` sends it, sender -> what `rank` gets from it), in the order of `copies`."""
-    sends: dict[int, list[Copy]] = {}
-    receives: dict[int, list[Copy]] = {}
-    for copy in copies:
-        if copy.source_rank == rank:
-            sends.setdefault(copy.target_rank, []).append(copy)
-        if copy.target_rank == rank:
-            receives.setdefault(copy.source_rank, []).append(copy)
-    return sends, receives
-
-
-def _places(copies: Sequence[Copy], rank: int) -> dict[int, int]:
-    """Sender -> first byte of its message to `rank` in its buffer, which `_by_peer` puts in order there."""
-    sent: dict[int, dict[int, list[Copy]]] = {}
-    senders = {copy.source_rank for copy in copies if copy.target_rank == rank}
-    for copy in copies:
-        if copy.source_rank in senders:
-            sent.setdefault(copy.source_rank, {}).setdefault(copy.target_rank, []).append(copy)
-    found = {}
-    for sender, messages in sent.items():
-        offset = 0
-        for receiver, parts in messages.items():
-            if receiver == rank:
-                found[sender] = offset
-            offset += _message_bytes(parts)
-    return found
 
 
 class _Work:
@@ -398,22 +315,3 @@ def _any_failed(error: Exception | None) -> bool:
 def _wait(works: Iterable[dist.Work]) -> None:
     for work in works:
         work.wait()
-
-
-def _message_bytes(copies: Sequence[Copy]) -> int:
-    return sum(_aligned(copy.num_bytes) + _WORD for copy in copies)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _WORD) * _WORD
-
-
-def _parts(copies: Sequence[Copy], message: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Views of a message: one per copy, in its wire dtype and shape, and the sums [copies]."""
-    parts, offset = [], 0
-    for copy in copies:
-        shape = [stop - start for start, stop in copy.target_region]
-        part = message[offset : offset + copy.num_bytes].view(DTYPES[copy.wire_dtype]).view(shape)
-        parts.append(part)
-        offset += _aligned(copy.num_bytes)
-    return parts, message[offset:].view(torch.int64)

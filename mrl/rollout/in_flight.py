@@ -16,14 +16,17 @@ Each step takes `batch_size` groups that are whole. When v steps are done and th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mrl.data.schedule import Schedule
 from mrl.grid import Grid
+from mrl.rollout.acceptance import Acceptance, sizes_of
+from mrl.rollout.tally import Taken, Tally
 from mrl.types import Begun, Prompt, Rollout, SampleTable
 
 
@@ -39,6 +42,8 @@ class Group:
         place: Which group it was to become whole in this run; None: it is not whole.
         replica: Which has its samples; None: no samples are kept.
         restarted: It became too old once, and began again.
+        num_samples: Its samples with a token.
+        num_tokens: Theirs.
     """
 
     uid: int
@@ -48,65 +53,18 @@ class Group:
     place: int | None = None
     replica: int | None = None
     restarted: bool = False
+    num_samples: int = 0
+    num_tokens: int = 0
 
-    def sampled_by(self, steps: int, replica: int) -> None:
-        """Weights of so many steps have sampled for it on that replica, maybe not the first ones."""
+    def sampled_by(self, steps: int, replica: int, num_samples: int, num_tokens: int) -> None:
+        """Weights of so many steps have sampled for it on that replica, maybe not the first ones; what it has now."""
         self.born = steps if self.born is None else self.born
-        self.replica = replica
+        self.replica, self.num_samples, self.num_tokens = replica, num_samples, num_tokens
 
     def begin_again(self) -> None:
         """It has no samples any more."""
         self.born = self.place = self.replica = None
-
-
-@dataclass
-class Tally:
-    """What sampling did since a step last took its groups; JSON-able but for the table.
-
-    Attributes:
-        rounds: Times that it ran.
-        dropped: Groups with nothing to learn from.
-        restarted: Groups that were too old.
-        whole: (uid, source, data set) of each prompt that became whole.
-        notes: What people should hear.
-        drawn: The table of these prompts, samples without a score too; None: there are none.
-    """
-
-    rounds: int = 0
-    dropped: int = 0
-    restarted: int = 0
-    whole: list[tuple[int, str, str]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    drawn: SampleTable | None = None
-
-    @property
-    def sources(self) -> dict[int, str]:
-        """Where each prompt came from, by uid."""
-        return {uid: source for uid, source, _ in self.whole}
-
-    @property
-    def names(self) -> dict[int, str]:
-        """The data set of each prompt, by uid."""
-        return {uid: name for uid, _, name in self.whole}
-
-
-@dataclass(frozen=True)
-class Taken:
-    """What a step trains on.
-
-    Attributes:
-        rollouts: Samples that this rank's replica has, maybe some that are not in the table.
-        table: All samples.
-        names: uid -> data set.
-        tally: Of the time since the step before.
-        num_carried: Groups that stay in flight with samples.
-    """
-
-    rollouts: list[Rollout]
-    table: SampleTable
-    names: dict[int, str]
-    tally: Tally
-    num_carried: int
+        self.num_samples = self.num_tokens = 0
 
 
 class InFlight:
@@ -115,6 +73,7 @@ class InFlight:
     Attributes:
         schedule: Of the config.
         tally: Since the last `take`.
+        acceptance: What was taken and what began, by length.
         rollouts: By uid the whole responses that this rank's replica has, scored once their group is whole.
         begun: By uid the responses that go on, of this rank's replica.
     """
@@ -123,10 +82,11 @@ class InFlight:
         """Args: prompt_at: The prompt with a uid, for what comes out of a commit."""
         self.schedule = schedule
         self.tally = Tally()
+        self.acceptance = Acceptance()
         self.rollouts: dict[int, list[Rollout]] = {}
         self.begun: dict[int, list[Begun]] = {}
         self._groups: dict[int, Group] = {}
-        self._tables: dict[int, SampleTable] = {}
+        self._whole: SampleTable | None = None
         self._prompts: dict[int, Prompt] = {}
         self._prompt_at = prompt_at
         self._num_whole = 0
@@ -207,16 +167,18 @@ class InFlight:
 
     def age(self, step: int) -> None:
         """Before sampling for `step`: what it could not take any more begins again, or is waited for."""
-        plan = self.schedule
+        plan, restarted = self.schedule, set[int]()
         for group in self._groups.values():
             too_old = plan.max_age is not None and group.born is not None and step - 1 - group.born > plan.max_age
             if too_old and not plan.waits and not group.restarted:
+                self.acceptance.discards(group.num_samples, group.num_tokens)
                 group.begin_again()
                 group.restarted = True
                 self.tally.restarted += 1
                 self.rollouts.pop(group.uid, None)
                 self.begun.pop(group.uid, None)
-                self._tables.pop(group.uid, None)
+                restarted.add(group.uid)
+        self._split_off(restarted)
 
     def _is_due(self, group: Group, step: int) -> bool:
         """Whether no step after this one could take it, where it is sampled for this one at the latest."""
@@ -248,6 +210,7 @@ class InFlight:
         """
         kept = set(teaching["uid"].long().tolist())
         holder = dict(zip(table["uid"].long().tolist(), table["rank"].long().tolist(), strict=True))
+        sizes = sizes_of(table)
         for uid in uids:
             self.rollouts.pop(uid, None)
         for rollout in rollouts:
@@ -259,23 +222,29 @@ class InFlight:
             self.tally.whole.append((uid, group.source, group.data_source))
             if uid in kept:
                 group.place, self._num_whole = self._num_whole, self._num_whole + 1
-                group.sampled_by(steps, grid.replica(holder[uid]))
-                self._tables[uid] = _of_prompt(teaching, uid)
+                group.sampled_by(steps, grid.replica(holder[uid]), *sizes[uid])
             else:
                 self._forget(uid)
                 self._rejected += self.rollouts.pop(uid, [])
                 self.tally.dropped += 1
-        self.tally.drawn = table if self.tally.drawn is None else SampleTable.join([self.tally.drawn, table])
+        if kept:
+            self._whole = _joined(self._whole, _of_prompts(teaching, kept))
+        self.tally.drawn = _joined(self.tally.drawn, table)
 
-    def stopped(self, replicas: Mapping[int, int], steps: int) -> None:
+    def held(self, uid: int) -> tuple[int, int]:
+        """Samples of a group on this rank's replica, and their tokens."""
+        lens = [len(one.response_ids) for one in (*self.begun.get(uid, ()), *self.rollouts.get(uid, ()))]
+        return len(lens), sum(lens)
+
+    def stopped(self, held: Iterable[Sequence[int]], steps: int) -> None:
         """Sampling has ended with samples of groups that are not whole.
 
         Args:
-            replicas: By uid, which has them.
+            held: (uid, replica that has them, samples, their tokens).
             steps: In the weights that sampled.
         """
-        for uid, replica in replicas.items():
-            self._groups[uid].sampled_by(steps, replica)
+        for uid, replica, num_samples, num_tokens in held:
+            self._groups[uid].sampled_by(steps, replica, num_samples, num_tokens)
 
     # training ---------------------------------------------------------------------------------------------------------
 
@@ -292,19 +261,32 @@ class InFlight:
         if not plan.in_order:
             whole.sort(key=lambda each: (not self._must_go(each[1], step), not self._is_due(each[1], step), each[0]))
         taken = [group for _, group in whole[: plan.batch_size]]
-        rollouts, tables = [*self._rejected], []
+        rollouts, table = [*self._rejected], self._split_off({group.uid for group in taken})
         for group in taken:
             rollouts += self.rollouts.pop(group.uid, [])
-            tables.append(self._tables.pop(group.uid))
             self._forget(group.uid)
+        if table is not None:
+            at_once = {group.uid for group in taken if group.born == step - 1 and not group.restarted}
+            at_once_N = torch.tensor([int(uid) in at_once for uid in table["uid"].tolist()])
+            self.acceptance.took(*_size(taken), table["response_len"], at_once_N)
         self.tally, self._rejected = Tally(), []
         return Taken(
             rollouts,
-            SampleTable.join(tables) if tables else last.scored,
-            {group.uid: group.data_source for group in taken} if tables else tally.names,
+            last.scored if table is None else table,
+            {group.uid: group.data_source for group in taken} if taken else tally.names,
             tally,
             sum(group.born is not None for group in self._groups.values()),
+            _size(self._groups.values()),
         )
+
+    def _split_off(self, uids: Set[int]) -> SampleTable | None:
+        """The rows of these prompts, which leave the table of what is whole."""
+        if self._whole is None or not uids:
+            return None
+        held = {int(uid) for uid in self._whole["uid"].tolist()}
+        found, left = _of_prompts(self._whole, uids), held - uids
+        self._whole = _of_prompts(self._whole, left) if left else None
+        return found
 
     def _forget(self, uid: int) -> None:
         del self._groups[uid]
@@ -336,13 +318,14 @@ class InFlight:
     def state_dict(self) -> dict[str, Any]:
         """JSON-able: all but samples and tables."""
         tally = {name: value for name, value in vars(self.tally).items() if name != "drawn"}
-        held = [*self._tables.values(), *([] if self._last is None else [self._last])]
+        held = [table for table in (self._whole, self._last) if table is not None]
         turns = {key: list(rewards) for table in held for key, rewards in table.turn_rewards.items()}
         return {
             "schedule": asdict(replace(self.schedule, num_steps=None)),
             "groups": [asdict(group) for group in self._groups.values()],
             "num_whole": self._num_whole,
             "steps_of": sorted(self._steps_of.items()),
+            "acceptance": self.acceptance.state_dict(),
             "turn_rewards": [[*key, rewards] for key, rewards in turns.items()],
             "tally": tally,
         }
@@ -352,8 +335,8 @@ class InFlight:
         if self._last is None:
             return (), {}
         found = {"last": self._last.rows_NC}
-        if self._tables:
-            found["rows"] = SampleTable.join(list(self._tables.values())).rows_NC
+        if self._whole is not None:
+            found["rows"] = self._whole.rows_NC
         if self.tally.drawn is not None:
             found["drawn"] = self.tally.drawn.rows_NC
         return self._last.columns, found
@@ -376,24 +359,27 @@ class InFlight:
             self.rollouts.setdefault(whole.prompt.uid, []).append(whole)
         for one in begun:
             self.begun.setdefault(one.prompt.uid, []).append(one)
-        place = self._last.columns.index("rank") if self._last is not None else 0
+        holder = dict[int, int]()
         for group in self._groups.values():
             if group.replica is not None:
                 group.replica %= len(rank_of)
-                if group.uid in self._tables:
-                    self._tables[group.uid].rows_NC[:, place] = rank_of[group.replica]
+                holder[group.uid] = rank_of[group.replica]
+        if self._whole is not None:
+            self._whole["rank"][:] = torch.tensor([holder[int(uid)] for uid in self._whole["uid"].tolist()])
 
     def begin_again(self) -> None:
         """All prompts in flight are sampled from the start: what they had does not fit the run any more."""
         for group in self._groups.values():
             group.begin_again()
-        self.rollouts, self.begun, self._tables = {}, {}, {}
-        self.tally, self._last = Tally(), None
+        self.rollouts, self.begun = {}, {}
+        self.tally, self._whole, self._last = Tally(), None, None
+        self.acceptance = Acceptance()
 
     def follow(self, state: Mapping[str, Any], columns: Sequence[str], tables: Mapping[str, Tensor]) -> None:
         """Takes over what `state_dict` and `tables` gave, here or on another rank; samples stay as they are."""
         self._groups = {item["uid"]: Group(**item) for item in state["groups"]}
         self._num_whole = int(state["num_whole"])
+        self.acceptance = Acceptance.of(state["acceptance"])
         self._steps_of = {int(version): int(steps) for version, steps in state["steps_of"]}
         self.tally = Tally(**state["tally"])
         self.tally.whole = [(int(uid), str(source), str(name)) for uid, source, name in self.tally.whole]
@@ -401,11 +387,21 @@ class InFlight:
         named = {name: SampleTable(tuple(columns), rows, turns) for name, rows in tables.items()}
         self._last, self.tally.drawn = named.get("last"), named.get("drawn")
         rows = named.get("rows")
-        uids = set() if rows is None else set(rows["uid"].long().tolist())
-        self._tables = {uid: _of_prompt(rows, uid) for uid in uids if rows is not None}
+        self._whole = None if rows is None else _of_prompts(rows, set(rows["uid"].long().tolist()))
 
 
-def _of_prompt(table: SampleTable, uid: int) -> SampleTable:
-    """The rows of a prompt."""
-    turns = {key: rewards for key, rewards in table.turn_rewards.items() if key[0] == uid}
-    return SampleTable(table.columns, table.rows_NC[table["uid"] == uid], turns)
+def _size(groups: Iterable[Group]) -> tuple[int, int]:
+    """Samples with a token, and their tokens."""
+    sizes = [(group.num_samples, group.num_tokens) for group in groups]
+    return sum(count for count, _ in sizes), sum(tokens for _, tokens in sizes)
+
+
+def _joined(table: SampleTable | None, new: SampleTable) -> SampleTable:
+    return new if table is None else SampleTable.join([table, new])
+
+
+def _of_prompts(table: SampleTable, uids: Set[int]) -> SampleTable:
+    """The rows of these prompts, and what their turns were given; it looks at each once."""
+    turns = {key: rewards for key, rewards in table.turn_rewards.items() if key[0] in uids}
+    mask_N = torch.tensor([int(uid) in uids for uid in table["uid"].tolist()], dtype=torch.bool)
+    return SampleTable(table.columns, table.rows_NC[mask_N], turns)

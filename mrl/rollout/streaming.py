@@ -56,12 +56,12 @@ def stream(
     groups = _sorted(groups, flight, history)
     own = [_work(group, flight, sampling.n) for group in groups if group.replica is not None and group.replica == here]
     waiting = [_work(group, flight, sampling.n) for group in groups if group.replica is None]
-    lacking = _told([(work.prompt.uid, work.num_samples) for work in own], ranks, over)
+    missing = _told([(work.prompt.uid, work.num_samples) for work in own], 2, ranks, over)
     queue = SharedQueue(
         own,
         {group.uid: group.replica for group in groups if group.replica is not None},
         waiting,
-        lacking | {work.prompt.uid: work.num_samples for work in waiting},
+        {row[0]: row[1] for row in missing} | {work.prompt.uid: work.num_samples for work in waiting},
         partial(flight.enough, step=step, least=least),
         num_rows=engine.spec.config.max_num_seqs,
         grid=ranks.grid,
@@ -78,7 +78,8 @@ def stream(
         flight.rollouts.setdefault(uid, []).extend(rollouts)
     left = {group.uid for group in groups} - set(queue.whole)
     with_samples = sorted(left & {*flight.begun, *flight.rollouts})
-    flight.stopped(_told([(uid, here or 0) for uid in with_samples], ranks, over), steps)
+    held = [(uid, here or 0, *flight.held(uid)) for uid in with_samples]
+    flight.stopped(_told(held, 4, ranks, over), steps)
     whole = [rollout for uid in queue.whole for rollout in flight.rollouts.get(uid, ())]
     return sorted(whole, key=lambda one: (one.prompt.uid, one.sample_index)), queue.whole
 
@@ -101,7 +102,8 @@ def _work(group: Group, flight: InFlight, num_samples: int) -> Work:
     return Work(flight.prompt(group.uid), new, begun)
 
 
-def _told(mine: Sequence[tuple[int, int]], ranks: ProcessGroups, over: dist.ProcessGroup) -> dict[int, int]:
-    """Collective over `over`: the pairs of all replicas, each told by its first rank."""
-    own = torch.tensor(mine if ranks.leads_replica else [], dtype=torch.int64).reshape(-1, 2)
-    return dict(all_gather_ragged(own, over).tolist())
+def _told(mine: Sequence[Sequence[int]], width: int, ranks: ProcessGroups, over: dist.ProcessGroup) -> list[list[int]]:
+    """Collective over `over`: the rows of all replicas, each told by its first rank."""
+    own = torch.tensor(mine if ranks.leads_replica else [], dtype=torch.int64).reshape(-1, width)
+    rows: list[list[int]] = all_gather_ragged(own, over).tolist()
+    return rows

@@ -235,6 +235,8 @@ class Job:
         if flight.schedule.is_off_policy and len(table):
             metrics |= staleness_metrics(table, partial(flight.age_of, step=step), num_carried=taken.num_carried)
             metrics["rollout/num_restarted_groups"] = float(tally.restarted)
+            if not flight.schedule.in_order:
+                metrics |= flight.acceptance.metrics(taken.carried)
             flight.check_age(metrics["training/off_policy/trajectory_staleness_worst/max"])
         return table, taken.rollouts, metrics
 

@@ -36,6 +36,7 @@ from mrl.preflight import preflight
 from mrl.preflight.critic import check_critic
 from mrl.preflight.distillation import check_distillation, check_named, teacher_of
 from mrl.preflight.megatron import SWITCHES, check_switches
+from mrl.preflight.off_policy import corrected_ahead
 from mrl.preflight.parallel import grid_of
 from mrl.preflight.reward_model import check_reward_model, reward_arch
 from mrl.preflight.true_on_policy import check_device
@@ -188,6 +189,8 @@ def resolve(config: Config, world_size: int) -> Resolved:
         UserError: A mistake in the config or the model folder.
     """
     algorithm = algorithms.build(config.algorithm, config.rollout)
+    if not algorithm.supervised and (corrected := corrected_ahead(config)) is not config:
+        config, algorithm = corrected, algorithms.build(corrected.algorithm, config.rollout)
     config = local_models(replace(config, algorithm=algorithm.config))
     arch, tokenizer = load_model_facts(config)
     preflight.check(config, arch, world_size, tokenizer.vocab_size, learns_from=algorithm.learns_from)

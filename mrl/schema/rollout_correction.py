@@ -17,7 +17,8 @@ class RolloutCorrectionConfig:
 
     preset: Optional[str] = None
     """Name of one of verl's (`mrl/peers/verl_presets.py`), which sets the fields below; of these only thresholds may be
-    set beside it."""
+    set beside it. null: none; but decoupled_token_is where `train.mode=async` samples ahead of the updates and no field
+    of the section is set."""
     bypass_mode: Optional[bool] = None
     """Denominator of the clipped ratio: true: the log-probabilities captured while sampling; false ("decoupled"): the
     actor's own at the rollout weights, from a pass before the update. null: true, or the preset's."""

@@ -32,8 +32,9 @@ MOMENT_S = 0.6
 """After a new line of the metrics; a step takes less."""
 
 
-def _rank(folder, arguments, rank, port):
+def _rank(folder, arguments, rank, port, variables):
     os.environ.update(
+        variables,
         RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
@@ -50,7 +51,7 @@ def _rank(folder, arguments, rank, port):
 class Job:
     """The processes of a run that has begun."""
 
-    def __init__(self, folder, settings, *, by_torchrun):
+    def __init__(self, folder, settings, *, by_torchrun, variables=()):
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         if by_torchrun:
@@ -60,7 +61,8 @@ class Job:
             arguments, port = runs.arguments(folder, settings), free_port()
             self._process = None
             self._processes = [
-                forks(PRELOAD).Process(target=_rank, args=(folder, arguments, rank, port)) for rank in range(RANKS)
+                forks(PRELOAD).Process(target=_rank, args=(folder, arguments, rank, port, dict(variables)))
+                for rank in range(RANKS)
             ]
             for process in self._processes:
                 process.start()

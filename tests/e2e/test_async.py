@@ -14,6 +14,7 @@ from tests.ranks import run_ranks
 OWN = "rollout.num_ranks"
 STEPS = ["train.num_steps=4", "train.eval_interval=2", "checkpoint.interval=2"]
 WORST, SPANS = (f"training/off_policy/trajectory_{name}/max" for name in ("staleness_worst", "spans"))
+AT_ONCE = "rollout/accepted_at_once/quarter_4"
 TP, ROLLOUT_TP = "parallel.tensor_model_parallel_size=2", "rollout.tensor_model_parallel_size=2"
 LONGER = ["train.num_steps=6", "rollout.response_length=12", "rollout.max_num_seqs=6"]
 OVER = ["rollout.over_sample_rate=0.5"]
@@ -73,6 +74,8 @@ def check_ages(name, lines, num_steps):
     assert worst > 0 or BOUNDS[name] == 0
     assert (max(row[SPANS] for row in steps) > 1) == (name not in WHOLE)
     assert all("training/rollout_probs_diff_mean" in row for row in steps)
+    counts = [row["rollout/num_accepted_samples"] for row in steps if AT_ONCE in row]
+    assert counts == ([32 * number for number in range(1, num_steps + 1)] if name.startswith("more than") else [])
 
 
 NUM_SLEEPS = 200
@@ -144,7 +147,9 @@ def test_a_run_goes_on_with_another_number_of_replicas(tmp_path):
     settings = [*LONGER, "checkpoint.interval=1", *OVER]
     for number, replicas in enumerate((2, 1, 3), 1):
         runs.train_in_pool(tmp_path, [*settings, f"train.num_steps={2 * number}", f"{OWN}={replicas}"], 1 + replicas)
-    assert [row["step"] for row in runs.metrics(tmp_path) if WORST in row] == [1, 2, 3, 4, 5, 6]
+    steps = [row for row in runs.metrics(tmp_path) if AT_ONCE in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert [row["rollout/num_accepted_samples"] for row in steps] == [32.0 * row["step"] for row in steps]
 
 
 def test_prompts_in_flight_begin_again_where_another_bound_is_set(tmp_path):

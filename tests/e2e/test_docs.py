@@ -63,7 +63,7 @@ VARIANTS = [
         "algorithm.dynamic_sampling=true",
         "rollout.val_kwargs={n: 2, do_sample: true}",
     ],
-    ["algorithm.name=reinforce_pp", "algorithm.kl_in=reward", "rollout.top_p=0.9"],
+    ["algorithm.name=reinforce_pp", "algorithm.kl_in=reward", "rollout.top_p=0.9", "rollout.over_sample_rate=0.5"],
     ["algorithm.name=ppo", "train.mode=async"],
     GUESSING,
     [

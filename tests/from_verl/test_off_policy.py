@@ -147,7 +147,7 @@ def test_a_recipe_is_one_step_off_on_ranks_of_its_own(words, steps, tmp_path):
         assert (train["mode"], train["max_off_policy_steps"]) == ("async", 1)
         assert (train["batch_size"], train["minibatch_size"]) == (512, 32) and train.get("num_steps") == steps
         assert tree["rollout"]["nnodes"] == 2 and found.num_nodes == 6
-        assert "rollout_correction" not in tree["algorithm"]  # bypass_mode is the recipes' own default, and mrl's
+        assert tree["algorithm"]["rollout_correction"] == {"bypass_mode": True}  # the recipes' own default
         assert [one for one in found.missing if "async" in one or one.startswith("rollout.")] == []
 
 

@@ -3,7 +3,10 @@
     TROUBLE="KIND RANK UPDATE FILE"     KIND in the loss of rank RANK's update UPDATE, unless FILE is there; it is then
 
 That is `algorithm.name=tests.launch.trouble:Trouble`. `rollout.name=tests.launch.trouble:Sampling` does so in its
-UPDATE'th `generate`, `:Refitting` in its UPDATE'th refit, when half of the first bucket is stored.
+UPDATE'th `generate`, `:Refitting` in its UPDATE'th refit, when half of the first bucket is stored. With
+`algorithm.name=tests.launch.trouble:Beside` and `rollout.name=tests.launch.trouble:Streaming` the ranks that train
+and those that sample first meet in update UPDATE and in the UPDATE'th `stream`, after some decode steps: what happens
+then happens while both are at work.
 
 The kinds: sleep (for ever), raise, mistake (a UserError of one rank), kill (this process), down (this host, which is a
 network namespace: all its processes, once it was heard here), wait (in a collective that the others never enter).
@@ -35,6 +38,31 @@ class Trouble(Grpo):
         return super().loss(logprobs_R, entropy_R, microbatch)
 
 
+class Beside(Trouble):
+    def loss(self, logprobs_R, entropy_R, microbatch):
+        meet("update", "stream", self.updates)
+        return super().loss(logprobs_R, entropy_R, microbatch)
+
+
+class Streaming(NativeEngine):
+    streams = 0
+
+    def stream(self, feed, sampling):
+        self.streams += 1
+        pulse, num_pulses = feed.pulse, 0
+
+        def troubled(finished, num_waiting):
+            nonlocal num_pulses
+            num_pulses += 1
+            if num_pulses == 2:
+                meet("stream", "update", self.streams)
+                maybe_make_trouble(self.streams)
+            return pulse(finished, num_waiting)
+
+        feed.pulse = troubled
+        return super().stream(feed, sampling)
+
+
 class Sampling(NativeEngine):
     calls = 0
 
@@ -56,6 +84,21 @@ class Refitting(NativeEngine):
         if len(bucket) > 1:
             maybe_make_trouble(self.refits)
         super().update_weights(bucket[len(bucket) // 2 :])
+
+
+MEET_S = 60
+
+
+def meet(here, there, count):
+    """Waits for the other kind of ranks, unless this is another update, or the trouble is over."""
+    _, _, update, file = os.environ["TROUBLE"].split()
+    if count != int(update) or Path(file).exists():
+        return
+    Path(f"{file}.{here}").touch()
+    deadline = time.monotonic() + MEET_S
+    while not Path(f"{file}.{there}").exists():
+        assert time.monotonic() < deadline, f"no {there} beside this {here}"
+        time.sleep(0.01)
 
 
 def maybe_make_trouble(count):

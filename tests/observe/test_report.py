@@ -233,6 +233,12 @@ def test_ages_and_the_distance_to_what_sampled_are_drawn_where_they_are_logged(t
         "training/off_policy/short_response_staleness": 1.25,
         "rollout/num_carried_groups": 3.0,
         "rollout/num_restarted_groups": 0.0,
+        "rollout/accepted_at_once/quarter_1": 0.9,
+        "rollout/accepted_at_once/quarter_2": 0.8,
+        "rollout/accepted_at_once/quarter_3": 0.7,
+        "rollout/accepted_at_once/quarter_4": 0.3,
+        "rollout/accepted_mean_length": 20.5,
+        "rollout/begun_mean_length": 21.5,
         "rollout_corr/kl": 0.01,
     }
     with logging(tmp_path / "run", num_steps=2) as (run, log):
@@ -241,7 +247,9 @@ def test_ages_and_the_distance_to_what_sampled_are_drawn_where_they_are_logged(t
     write_report(run.root)
     page = Page(run.report)
     titles = ("Age of the samples, steps", "Oldest token by length, mean age, steps",
-              "Versions that sampled a response", "Groups", "KL of the actor to what sampled, nats")  # fmt: skip
+              "Versions that sampled a response", "Groups", "KL of the actor to what sampled, nats",
+              "Taken by the step for which they began, fraction of the samples by length",
+              "Mean length over the run, tokens")  # fmt: skip
     assert [title for title in titles if title not in page.figures()] == []
     assert "oldest token, max" in page.words and not [name for name in page.figures() if name in ages]
 

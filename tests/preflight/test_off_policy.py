@@ -1,7 +1,10 @@
 """Sampling ahead of the updates, or beyond a batch, is refused where it cannot be or would have no effect."""
 
+from dataclasses import replace
+
 import pytest
 
+from mrl.preflight.off_policy import AHEAD, corrected_ahead
 from mrl.preflight.preflight import check_config
 from tests.preflight.runs import make, refusal
 
@@ -59,3 +62,31 @@ def test_what_samples_nothing_cannot_sample_ahead(key, algorithm, learns_from):
 )
 def test_what_can_be_is_let_pass(overrides):
     check_config(make(*overrides), world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "preset"),
+    [
+        ([ASYNC], AHEAD),
+        ([ASYNC, "train.max_off_policy_steps=4"], AHEAD),
+        ([ASYNC, "algorithm.rollout_correction.preset=null"], AHEAD),
+        ([ASYNC, "train.max_off_policy_steps=0"], None),
+        ([ASYNC, "algorithm.rollout_correction.bypass_mode=true"], None),
+        ([ASYNC, "algorithm.rollout_correction.preset=bypass_ppo_clip"], "bypass_ppo_clip"),
+        ([ASYNC, "algorithm.rollout_correction.off_policy_mask_threshold=1"], None),
+        ([OVER], None),
+        ([], None),
+    ],
+    ids=str,
+)
+def test_who_samples_ahead_and_asks_for_no_correction_gets_one(overrides, preset):
+    found = corrected_ahead(make(*overrides))
+    assert found.algorithm.rollout_correction.preset == preset
+    assert corrected_ahead(found) == found
+
+
+def test_where_only_a_teacher_is_learned_from_nothing_is_weighed():
+    config = make(ASYNC)
+    loss = replace(config.distillation.distillation_loss, use_task_rewards=False, use_policy_gradient=False)
+    config = replace(config, distillation=replace(config.distillation, enabled=True, distillation_loss=loss))
+    assert corrected_ahead(config) == config

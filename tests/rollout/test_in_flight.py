@@ -140,8 +140,11 @@ class Run:
             flight.begun = {uid: found for uid, found in flight.begun.items() if uid not in uids} | parts
             made.append([rollout for group in mine for rollout in group])
             rows += [row(rollout, rank) for rollout in made[-1]]
-        table = SampleTable(SampleTable.FACTS, torch.tensor(rows, dtype=torch.float64).view(-1, len(SampleTable.FACTS)))
-        self.each(lambda flight: flight.stopped(left, steps))
+        turns = {(one.prompt.uid, one.sample_index): [float(one.prompt.uid)] for part in made for one in part}
+        rows_NC = torch.tensor(rows, dtype=torch.float64).view(-1, len(SampleTable.FACTS))
+        table = SampleTable(SampleTable.FACTS, rows_NC, turns)
+        held = [(uid, at, *self.flights[at].held(uid)) for uid, at in left.items()]
+        self.each(lambda flight: flight.stopped(held, steps))
         teaching = table
         if self.dynamic:
             good = {uid for uid in whole if self.draw.random() < 0.6}
@@ -177,6 +180,7 @@ class Run:
             return
         assert set(uids) == set(table["uid"].long().tolist()) == set(taken[0].names)
         assert len(table) == SAMPLES * len(uids) and len(uids) <= self.plan.batch_size
+        assert table.turn_rewards == {(uid, sample): [float(uid)] for uid in uids for sample in range(SAMPLES)}
         held = Counter(one.prompt.uid for part in taken for one in part.rollouts)
         assert {uid: held[uid] for uid in uids} == dict.fromkeys(uids, SAMPLES)
         for rank, part in enumerate(taken):  # the table says who has the tokens

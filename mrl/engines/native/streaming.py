@@ -1,7 +1,7 @@
 """Work that comes in parts, in one loop: a feed hands samples out between decode steps, and may say stop there.
 
 Owns when the feed is asked, and what becomes of samples that are not whole. It is asked at the start, then once in
-`PULSE` decode steps, and at once when nothing runs and nothing waits: at logical times, so that what shares a batch
+`pulse_steps`, and at once when nothing runs and nothing waits: at logical times, so that what shares a batch
 follows from what was handed out, never from the clock.
 
 A sample that goes on is read again, prompt and response, under the weights of now, and draws its next token with the
@@ -27,7 +27,9 @@ from mrl.engines.native.scheduler import Sample
 from mrl.types import Begun, Prompt, Rollout
 
 PULSE = 8
-"""Decode steps between two questions to the feed."""
+"""Decode steps between two questions to the feed, at most."""
+PULSES = 8
+"""Questions while the longest response is sampled, at least: with one, no response would ever stop unfinished."""
 
 
 class Stream(Generation):
@@ -46,6 +48,7 @@ class Stream(Generation):
         super().__init__(sampling=sampling, **parts)
         self._feed = feed
         self._check = check
+        self._pulse_steps = pulse_steps(sampling.max_tokens)
         self._whole: list[Rollout] = []
         self.stats |= {"reread_tokens": 0.0, "waited_s": 0.0}
 
@@ -59,7 +62,7 @@ class Stream(Generation):
         while (work := self._pulse()) is not None:
             if not abandoned:
                 self._wait(work)
-                abandoned = self._advance(policy_version, PULSE)
+                abandoned = self._advance(policy_version, self._pulse_steps)
         if abandoned:
             return []
         left = [self._begun(row, policy_version) for row in range(len(self._scheduler.running))]
@@ -132,6 +135,11 @@ class Stream(Generation):
             found.support,
             tuple(found.log_kept_mass),
         )
+
+
+def pulse_steps(max_tokens: int) -> int:
+    """Decode steps between two questions to the feed, where a response has at most so many tokens."""
+    return max(1, min(PULSE, max_tokens // PULSES))
 
 
 def merged(runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

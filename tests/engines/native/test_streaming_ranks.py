@@ -42,9 +42,9 @@ def engine(folder):
 
 def _on_ranks_of_a_replica(folder, sampling, settings):
     engine = make_engine(folder, tp_group=dist.group.WORLD, **settings)
-    streaming.PULSE, usual = 3, streaming.PULSE
+    streaming.pulse_steps, usual = (lambda max_tokens: 3), streaming.pulse_steps
     whole, left = disturbed(engine, sampling)
-    streaming.PULSE = usual
+    streaming.pulse_steps = usual
     return whole, left
 
 
@@ -68,7 +68,7 @@ def _one_rank_is_told(folder):
 def test_all_ranks_of_a_replica_stop_where_one_is_told(folder):
     first, second = run_ranks(2, _one_rank_is_told, folder)
     assert first == second
-    assert first[:2] == ([], 9) and first[2] < 3 * streaming.PULSE
+    assert first[:2] == ([], 9) and first[2] < 3 * streaming.pulse_steps(60)
 
 
 class Shared(Feed):
@@ -118,7 +118,7 @@ def _on_replicas(folder, seed):
         return decode(batch, length)
 
     engine._decode_eagerly = late
-    streaming.PULSE, usual = 1, streaming.PULSE
+    streaming.pulse_steps, usual = (lambda max_tokens: 1), streaming.pulse_steps
     whole, rounds, begun = [], [], []
     while len(whole) < len(ALL):
         known = {one[:2] for one in whole} | {key_of(one) for one in begun}
@@ -129,7 +129,7 @@ def _on_replicas(folder, seed):
         begun = sorted([one for left in lefts for one in left] + late_ones, key=key_of)
         whole += [one for heard in feed.log for found, _ in heard for one in found]
         rounds.append((feed.log, [[exact(one) for one in left] for left in lefts]))
-    streaming.PULSE = usual
+    streaming.pulse_steps = usual
     return whole, rounds
 
 

@@ -127,7 +127,7 @@ void product(const T *x, int64_t stride, const T *packed, const T *bias, T *out,
     int64_t steps = steps_of(ins), panels = (outs + PANEL - 1) / PANEL, blocks = (rows + TALL - 1) / TALL;
     int64_t spans = (blocks + BLOCKS - 1) / BLOCKS;
     X *xs = scratch;
-#pragma omp parallel if (rows * outs * ins > 16 * SMALL)
+#pragma omp parallel if (rows * outs * ins > 64 * SMALL)
     {
 #pragma omp for schedule(static)
         for (int64_t block = 0; block < blocks; block++)

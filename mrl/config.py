@@ -26,6 +26,7 @@ from mrl.schema.paths import FilePath, TokenizerPath
 from mrl.schema.policy_losses import ClipCovConfig, DppoConfig, DroConfig, KlCovConfig, SapoConfig, VespoConfig
 from mrl.schema.reward_model import RewardModelConfig
 from mrl.schema.rollout_correction import RolloutCorrectionConfig
+from mrl.schema.speculative import SpeculativeConfig
 from mrl.schema.values import Values
 from mrl.schema.yaml_file import read_yaml
 
@@ -348,8 +349,8 @@ class RolloutConfig:
     n_gpus_per_node: int = 8
     """Ranks on a node of `nnodes`."""
     over_sample_rate: float = 0.0
-    """Prompts begun beyond `train.batch_size`, as a part of it, [0, 1]. Sampling stops once a batch is whole; what is
-    not whole goes on in the next step, first, under the new weights."""
+    """Prompts begun beyond `train.batch_size`, as a part of it; at most 1 where `train.max_off_policy_steps` is set.
+    Sampling stops once a batch is whole; what is not whole goes on in the next step, first, under the new weights."""
     over_age: Literal["wait", "drop"] = "wait"
     """What happens to a prompt that would become older than `train.max_off_policy_steps`, with `over_sample_rate`: its
     step waits for it, or its samples are dropped and it begins again, once."""
@@ -390,6 +391,7 @@ class RolloutConfig:
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
     checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
 
     @property
     def longest(self) -> int:

@@ -207,7 +207,11 @@ ROWS = {
     ),
     "rollout.max_num_seqs": row("rollout.max_num_seqs=3"),
     "rollout.max_num_batched_tokens": row(*NARROW),
-    "rollout.enable_chunked_prefill": row("rollout.enable_chunked_prefill=false", given=NARROW),
+    "rollout.enable_chunked_prefill": row(
+        "rollout.enable_chunked_prefill=false",
+        given=("rollout.max_num_batched_tokens=8",),
+        refused="such a prompt could not be read",
+    ),
     "rollout.enable_prefix_caching": row("rollout.enable_prefix_caching=false"),
     "rollout.true_on_policy": row("rollout.true_on_policy=true"),
     "rollout.gpu_memory_utilization": row("rollout.gpu_memory_utilization=1e-9", refused="MiB for the KV cache"),
@@ -324,6 +328,10 @@ ELSEWHERE = {
     "rollout.agent.time_limit_s": EPISODES,
     "rollout.agent.memory_limit_mb": EPISODES,
     "rollout.checkpoint_engine.update_weights_bucket_megabytes": ("refit/test_refit.py", "a small model fits one"),
+    **{
+        f"rollout.speculative.{name}": ("engines/native/test_speculation.py", "how fast tokens come, never which ones")
+        for name in ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+    },
     "algorithm.credit": ("rollout/test_turns.py", "needs an environment in processes of its own"),
     "reward.functions[].batch": ("rewards/test_batches.py", "needs a function of lists, in a process of its own"),
     "reward.model.path": ("e2e/test_reward_model.py", "needs a second model"),

@@ -2,15 +2,17 @@
 
     python tools/bench_async.py                       # both, one core for each rank
     python tools/bench_async.py --part overlap --steps 20
-    python tools/bench_async.py --part tail --slow 0.05 --factor 8
+    python tools/bench_async.py --part tail --slow 0.05 --factor 8 --samples 8
 
 overlap: a rank that trains and one that samples, each on a core of its own, `train.mode=async` one step ahead. Lengths
 are such that either has about as much to do. "ratio" is the median over the steps of the step's time over the longer
 of the two ranks' work in it: sampling and scoring, or scores and updates. 1: nothing but the longer one.
 
 tail: of the responses a part (`--slow`) is `--factor` times as long as the others, the same ones in both runs, drawn by
-the key of their random numbers. "ratio" is the samples per second with `rollout.over_sample_rate=1` over those of a
-run without; the two run in processes of their own, on one core each, in turns of one step.
+the key of their random numbers. The two run in processes of their own, in turns of one step. A prompt has `--samples`
+responses, and is whole when all of them are: with 2 one prompt in ten has a long one, with 8 one in three. "ratio" is
+the samples per second with `rollout.over_sample_rate` (`--rate`) over those of a run without, of whole steps.
+"ratio_of_sampling" is that of sampling alone, which takes "sampling_part" of the steps of the run without.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ def settings(folder: Path, part: str, *, steps: int, batch_size: int, **rollout:
         "data": {"task": "addition", "task_kwargs": {"min_terms": 2, "max_terms": 3, "max_value": 9, "num_val": 0}},
         "train": {"num_steps": steps, "batch_size": batch_size},
         "actor": {"lr": 1e-5, "max_tokens_per_microbatch": 8192},
-        "rollout": {"n": 2, "prompt_length": 12, "ignore_eos": True, **rollout},
+        "rollout": {"prompt_length": 12, "ignore_eos": True, **rollout},
         "algorithm": {"name": "grpo"},
         "observe": {"console": "off", "report": False, "tensorboard": False},
     }
@@ -105,6 +107,7 @@ def overlap(steps: int, response_len: int) -> dict[str, Any]:
             "overlap",
             steps=WARM_UP["overlap"] + steps + 1,
             batch_size=32,
+            n=2,
             max_num_seqs=MAX_SEQS,
             response_length=response_len,
             num_ranks=1,
@@ -163,9 +166,9 @@ def run_of_tail(config: dict[str, Any], trace: tuple[int, int, float], pipe: Con
             pipe.send(phases)
 
 
-def tail(steps: int, short: int, factor: int, slow: float) -> dict[str, Any]:
+def tail(steps: int, short: int, factor: int, slow: float, samples: int, rate: float) -> dict[str, Any]:
     """The two runs."""
-    kinds = {"sync": {}, "over": {"over_sample_rate": 1.0}}
+    kinds = {"sync": {}, "over": {"over_sample_rate": rate}}
     times: dict[str, list[float]] = {name: [] for name in kinds}
     sampling: dict[str, list[float]] = {name: [] for name in kinds}
     processes = multiprocessing.get_context("spawn")
@@ -177,6 +180,7 @@ def tail(steps: int, short: int, factor: int, slow: float) -> dict[str, Any]:
                 "tail",
                 steps=WARM_UP["tail"] + steps,
                 batch_size=8,
+                n=samples,
                 response_length=short * factor,
                 **more,
             )
@@ -190,7 +194,7 @@ def tail(steps: int, short: int, factor: int, slow: float) -> dict[str, Any]:
                 phases = pipes[name].recv()
                 if step > WARM_UP["tail"]:
                     times[name].append(phases["step"])
-                    sampling[name].append(phases["gen"])
+                    sampling[name].append(phases.get("gen", 0.0))  # where enough was whole nothing is sampled
         for process in ranks:
             process.join()
     return {
@@ -199,6 +203,8 @@ def tail(steps: int, short: int, factor: int, slow: float) -> dict[str, Any]:
         "sampling_part": round(sum(sampling["sync"]) / sum(times["sync"]), 3),
         "slow": slow,
         "factor": factor,
+        "samples": samples,
+        "rate": rate,
         "response_len": short,
         "steps": steps,
         "sync_s": spread(times["sync"]),
@@ -214,13 +220,15 @@ def main() -> None:
     parser.add_argument("--response-len", type=int, default=48, help="tokens; of tail: of the short responses")
     parser.add_argument("--slow", type=float, default=0.05, help="part of the responses that is long")
     parser.add_argument("--factor", type=int, default=8, help="times as long")
+    parser.add_argument("--samples", type=int, default=2, help="of tail: responses to a prompt")
+    parser.add_argument("--rate", type=float, default=1.0, help="of tail: prompts beyond a batch, as a part of it")
     given = parser.parse_args()
     began = time.strftime("%Y-%m-%d")
     for part in given.part:
         if part == "overlap":
             found = overlap(given.steps, given.response_len)
         else:
-            found = tail(given.steps, given.response_len, given.factor, given.slow)
+            found = tail(given.steps, given.response_len, given.factor, given.slow, given.samples, given.rate)
         versions = {name: version(name) for name in ("torch", "megatron-core")}
         about = {"model": MODELS[part], "device": device_name("cpu"), "versions": versions, "commit": commit()}
         print(json.dumps({"bench": f"async_{part}", "date": began, **found, **about}), flush=True)

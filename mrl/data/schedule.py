@@ -55,6 +55,11 @@ class Schedule:
         )
 
     @property
+    def most_in_flight(self) -> int:
+        """Groups that are in flight at a time, at most."""
+        return (self.lead + 1) * self.batch_size + self.extra
+
+    @property
     def in_order(self) -> bool:
         """Whether groups are taken in the order of their prompts, not as they become whole."""
         return not self.extra

@@ -82,9 +82,13 @@ def all_gather_ragged(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
         group: Who takes part.
     """
     size = dist.get_world_size(group)
+    if size == 1:
+        return rows.detach().clone(memory_format=torch.contiguous_format)
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(counts, torch.tensor([rows.size(0)]), group=group)
     most = max(int(count) for count in counts)
+    if not most:
+        return rows.new_zeros((0, *rows.shape[1:]))
     padded = rows.new_zeros((most, *rows.shape[1:]))
     padded[: rows.size(0)] = rows
     parts = [torch.empty_like(padded) for _ in range(size)]

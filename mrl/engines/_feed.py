@@ -37,7 +37,13 @@ class Feed(ABC):
 
     A replica calls `pulse` at the start, then once in a number of decode steps, and when it has nothing left to run. So
     what happens at which pulse follows from config and seed alone, never from the clock.
+
+    Attributes:
+        most: Samples that a replica may have at a time, for which an engine makes room; the same in all calls of a run,
+            so that the room can stay as it is.
     """
+
+    most: int
 
     @abstractmethod
     def pulse(self, finished: Sequence[Rollout], num_waiting: int) -> Sequence[Work] | None:

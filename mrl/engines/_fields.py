@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from mrl.config import RolloutConfig
+from mrl.schema.speculative import SpeculativeConfig
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,19 @@ ENGINE_DIR = refused(
     "only rollout.name=trtllm_engine has a folder of engines", lambda r: r.engine_dir is not None, "Leave it out."
 )
 """Of engines that are not built."""
+
+
+def no_drafts(why: str, instead: str) -> Fields:
+    """The section `speculative` of an engine that has no drafts whose tokens are known to stay the same."""
+    return {
+        f"speculative.{name}": refused(why, _drafts_otherwise(name, value), instead)
+        for name, value in vars(SpeculativeConfig()).items()
+    }
+
+
+def _drafts_otherwise(name: str, value: object) -> Callable[[RolloutConfig], bool]:
+    return lambda rollout: getattr(rollout.speculative, name) != value
+
 
 _WHOLE = "it samples whole responses: nothing would stop early"
 _STOPS = "Use rollout.name=native, or leave it out."

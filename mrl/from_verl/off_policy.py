@@ -133,11 +133,14 @@ def _beyond(verl: VerlRun) -> Iterator[Pair]:
     if verl[f"{ROLLOUT}enable_rollout_routing_replay"]:
         verl.notes[MODE] = "with enable_rollout_routing_replay no response may go on under other weights"
         return
-    if warmup > 1:
-        verl.notes[WARMUP["colocate_async"]] = "at most a batch beyond the step's own: 1 is taken"
+    if warmup > 1 and bound is not None:
+        verl.notes[WARMUP["colocate_async"]] = (
+            f"at most a batch beyond the step's own where {THRESHOLD} is not null: 1 is taken"
+        )
+        warmup = 1
     if warmup <= 0:
         return
-    yield "rollout.over_sample_rate", float(min(warmup, 1))
+    yield "rollout.over_sample_rate", float(warmup)
     strategy = verl.one_of(STRATEGY, ("drop", "wait"), "drop")
     if bound == 0 and strategy == "wait":
         verl.notes[STRATEGY] = "each step would wait for all that was begun: drop is taken"

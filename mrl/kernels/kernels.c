@@ -190,27 +190,33 @@ static inline void attend_group(const T *queries, const T *keys, const T *values
     }
 }
 
-/* One new token in each row r < B of the cache, whose keys and values [row, head, slot, D] it enters at its position:
- * attention over the row's own slots. A token's q[N, D], k[K, D] and v[K, D] are `stride` from the last one's;
- * out[B, N, D]. */
-void attend(const T *q, const T *k, const T *v, int64_t stride, const int64_t *positions, T *keys, T *values, T *out,
-            int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t row_stride, int64_t head_stride,
-            float scale) {
+/* New tokens of the first rows of the cache, whose keys and values [row, head, slot, D] they enter at their positions:
+ * attention of each over its row's slots up to its own. Row r has tokens firsts[r] to firsts[r + 1] - 1, at one position
+ * after the other; without `firsts`, token r. A token's q[N, D], k[K, D] and v[K, D] are `stride` from the last one's;
+ * out[P, N, D]. */
+void attend(const T *q, const T *k, const T *v, int64_t stride, const int64_t *positions, const int64_t *firsts, T *keys,
+            T *values, T *out, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t row_stride,
+            int64_t head_stride, float scale) {
     int64_t group = heads / kv_heads;
 #pragma omp parallel for schedule(dynamic) if (rows * kv_heads > 1)
     for (int64_t task = 0; task < rows * kv_heads; task++) {
-        int64_t row = task / kv_heads, head = task % kv_heads, position = positions[row];
+        int64_t row = task / kv_heads, head = task % kv_heads;
         T *own_keys = keys + row * row_stride + head * head_stride;
         T *own_values = values + row * row_stride + head * head_stride;
-        memcpy(own_keys + position * dim, k + row * stride + head * dim, dim * sizeof(T));
-        memcpy(own_values + position * dim, v + row * stride + head * dim, dim * sizeof(T));
-        attend_group(q + row * stride + head * group * dim, own_keys, own_values, out + (row * heads + head * group) * dim,
-                     group, position + 1, dim, head_stride, scale);
+        int64_t end = firsts ? firsts[row + 1] : row + 1;
+        for (int64_t token = firsts ? firsts[row] : row; token < end; token++) {
+            int64_t position = positions[token];
+            memcpy(own_keys + position * dim, k + token * stride + head * dim, dim * sizeof(T));
+            memcpy(own_values + position * dim, v + token * stride + head * dim, dim * sizeof(T));
+            attend_group(q + token * stride + head * group * dim, own_keys, own_values,
+                         out + (token * heads + head * group) * dim, group, position + 1, dim,
+                         token + 1 < end ? 0 : head_stride, scale);
+        }
     }
 }
 
-/* The same for P tokens, several of a row maybe, whose keys and values are in the cache already: token p is at
- * positions[p] of rows[p], and sees the slots up to its own. */
+/* The same for P tokens whose keys and values are in the cache already, in any rows: token p is at positions[p] of
+ * rows[p], and sees the slots up to its own. */
 void attend_at(const T *q, int64_t stride, const int64_t *rows, const int64_t *positions, const T *keys, const T *values,
                T *out, int64_t count, int64_t heads, int64_t kv_heads, int64_t dim, int64_t row_stride,
                int64_t head_stride, float scale) {

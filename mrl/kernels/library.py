@@ -1,4 +1,4 @@
-"""The compiled functions of `kernels.c` and `products.c`, called with tensors.
+"""The compiled functions of `kernels.c`, `products.c` and `drafts.c`, called with tensors.
 
 Owns how the files are compiled, once for each processor, compiler and dtype into the user's cache folder, and how they
 are called. They run on the threads of PyTorch's own OpenMP: two pools would fight for the cores.
@@ -28,7 +28,7 @@ from torch import Tensor
 from mrl.errors import UserError
 from mrl.kernels import machine
 
-HEADER, *SOURCES = (Path(__file__).with_name(name) for name in ("vectors.h", "kernels.c", "products.c"))
+HEADER, *SOURCES = (Path(__file__).with_name(name) for name in ("vectors.h", "kernels.c", "products.c", "drafts.c"))
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 DTYPES: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16: ("-DBF16",)}
@@ -39,10 +39,11 @@ _ARGUMENTS = {
     "norm": [*[_P] * 4, *[_N] * 2, _F],
     "rotate": [*[_P] * 6, *[_N] * 4, _F],
     "gate": [*[_P] * 2, *[_N] * 2],
-    "attend": [*[_P] * 3, _N, *[_P] * 4, *[_N] * 6, _F],
+    "attend": [*[_P] * 3, _N, *[_P] * 5, *[_N] * 6, _F],
     "attend_at": [_P, _N, *[_P] * 5, *[_N] * 6, _F],
     "sample": [_P, _N, *[_P] * 4, *[_N] * 2, _F, _B],
     "score": [_P, _N, *[_P] * 2, *[_N] * 2, _F],
+    "draft": [_P, _N, *[_P] * 5, *[_N] * 4, *[_P] * 3],
     "pack": [*[_P] * 2, *[_N] * 2],
     "product": [_P, _N, *[_P] * 4, *[_N] * 3],
 }
@@ -113,26 +114,36 @@ class Library:
         return out_PI
 
     def attend(
-        self, q_BND: Tensor, k_BKD: Tensor, v_BKD: Tensor, positions_B: Tensor, keys_BKTD: Tensor, values_BKTD: Tensor
+        self,
+        q_PND: Tensor,
+        k_PKD: Tensor,
+        v_PKD: Tensor,
+        positions_P: Tensor,
+        keys_BTD: Tensor,
+        values_BTD: Tensor,
+        firsts_B: Tensor | None = None,
     ) -> Tensor:
-        """Enters one new token in each row of a cache; attention [B, N, D] over the row's slots up to the token's.
+        """Enters new tokens in the first rows of a cache; attention [P, N, D] of each over its row's slots up to it.
 
         Args:
-            q_BND: Tokens may be apart, those of k and v as far.
-            k_BKD: Of the same tensor.
-            v_BKD: Of the same tensor.
-            positions_B: Slots of the new tokens, int64.
-            keys_BKTD: The cache's, of more rows maybe; slots lie one after the other.
-            values_BKTD: As the keys.
+            q_PND: Tokens may be apart, those of k and v as far.
+            k_PKD: Of the same tensor.
+            v_PKD: Of the same tensor.
+            positions_P: Slots of the new tokens, int64, one after the other in a row.
+            keys_BTD: The cache's [rows, K, T, D]; slots lie one after the other.
+            values_BTD: As the keys.
+            firsts_B: Index of each row's first token, and P at the end, int64; None: one token a row.
         """
-        rows, num_heads, dim = q_BND.shape
-        out_BND = q_BND.new_empty(rows, num_heads, dim)
+        num, num_heads, dim = q_PND.shape
+        rows = num if firsts_B is None else firsts_B.numel() - 1
+        firsts = None if firsts_B is None else firsts_B.data_ptr()
+        out_PND = q_PND.new_empty(num, num_heads, dim)
         self._call["attend"](
-            *(q_BND.data_ptr(), k_BKD.data_ptr(), v_BKD.data_ptr(), q_BND.stride(0)),
-            *(positions_B.data_ptr(), keys_BKTD.data_ptr(), values_BKTD.data_ptr(), out_BND.data_ptr()),
-            *(rows, num_heads, k_BKD.size(1), dim, keys_BKTD.stride(0), keys_BKTD.stride(1), dim**-0.5),
+            *(q_PND.data_ptr(), k_PKD.data_ptr(), v_PKD.data_ptr(), q_PND.stride(0)),
+            *(positions_P.data_ptr(), firsts, keys_BTD.data_ptr(), values_BTD.data_ptr(), out_PND.data_ptr()),
+            *(rows, num_heads, k_PKD.size(1), dim, keys_BTD.stride(0), keys_BTD.stride(1), dim**-0.5),
         )
-        return out_BND
+        return out_PND
 
     def attend_at(
         self, q_PND: Tensor, rows_P: Tensor, positions_P: Tensor, keys_BKTD: Tensor, values_BKTD: Tensor
@@ -190,6 +201,30 @@ class Library:
             *(*logits_PV.shape, temperature),
         )
         return logprobs_P
+
+    def draft(
+        self,
+        tokens_HW: Tensor,
+        lengths_H: Tensor,
+        begins_H: Tensor,
+        next_H: Tensor,
+        slots_B: Tensor,
+        limits_B: Tensor,
+        lookup: range,
+        drafts_BK: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """What each row's sequence may say next, by what was said; see `engines/native/history.py` for the first four.
+
+        Returns:
+            Of each row how many tokens `drafts_BK` received, and the length that was found, 0: none; int64.
+        """
+        counts_B, matched_B = torch.empty_like(slots_B), torch.empty_like(slots_B)
+        self._call["draft"](
+            *(tokens_HW.data_ptr(), tokens_HW.size(1), lengths_H.data_ptr(), begins_H.data_ptr(), next_H.data_ptr()),
+            *(slots_B.data_ptr(), limits_B.data_ptr(), slots_B.numel(), lookup.start, lookup.stop - 1),
+            *(drafts_BK.size(1), drafts_BK.data_ptr(), counts_B.data_ptr(), matched_B.data_ptr()),
+        )
+        return counts_B, matched_B
 
     def pack(self, weight_OI: Tensor) -> Tensor:
         """The weight as `product` takes it, a copy."""

@@ -22,7 +22,7 @@ MAPS: dict[str, tuple[str, Any, str]] = {
         "the updates there too",
     ),
     WARMUP["separate_async"]: ("train.max_off_policy_steps", 1, "batches begun ahead; a part of one counts as one"),
-    WARMUP["colocate_async"]: ("rollout.over_sample_rate", 1, "of `colocate_async`, at most 1"),
+    WARMUP["colocate_async"]: ("rollout.over_sample_rate", 1, "of `colocate_async`, at most 1 where ages have a bound"),
     THRESHOLD: (
         "train.max_off_policy_steps",
         8,

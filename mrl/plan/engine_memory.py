@@ -11,7 +11,9 @@ import math
 from dataclasses import dataclass, field
 
 from mrl.config import Config
+from mrl.data.schedule import Schedule
 from mrl.engines.native.experts import work_bytes
+from mrl.engines.native.history import History
 from mrl.engines.native.kv_cache import SLOT_MULTIPLE
 from mrl.engines.native.rows import record_of
 from mrl.engines.trtllm.kv_cache import kv_cache
@@ -97,7 +99,7 @@ def engine_memory(found: Resolved, device: Device, *, weights: int, actor: int) 
 
 
 def _native(found: Resolved, device: Device, weights: int, actor: int) -> EngineMemory:
-    """Its cache is as large as its prompts need; its weights come with each refit."""
+    """Its cache is for a step's prompts, or all in flight where sampling may stop; its weights come with each refit."""
     config, arch, grid, rollout = found.config, found.arch, found.grid, found.config.rollout
     copies, in_fp8_bytes = packed_elements(arch, grid) * device.engine_copies, 0
     if rollout.quantization is not None:
@@ -109,7 +111,11 @@ def _native(found: Resolved, device: Device, weights: int, actor: int) -> Engine
     row_bytes = _row_bytes(arch, slots, grid.rollout_tp, size)
     if (record := record_of(arch, rollout)) is not None:
         row_bytes += slots * record.token_bytes
-    rows = min(rollout.max_num_seqs, rollout.max_num_batched_tokens, _samples(found))
+    if rollout.speculative.method is not None and device.is_host:  # elsewhere nothing is drafted
+        row_bytes += slots * History.token_bytes()
+    schedule = Schedule.of(config)
+    asked = schedule.most_in_flight * rollout.n if schedule.by_parts else _samples(found)
+    rows = min(rollout.max_num_seqs, rollout.max_num_batched_tokens, asked)
     if device.capacity is not None:
         free = device.capacity - device.allowance - weights - copies - actor
         free -= _experts_work(arch, grid, rollout.max_num_batched_tokens)

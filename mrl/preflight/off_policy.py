@@ -66,6 +66,11 @@ def off_policy_rules(config: Config, *, supervised: bool) -> Iterator[str]:
             f"{over} with train.max_off_policy_steps=0: each step would wait for all that was begun. Raise "
             "train.max_off_policy_steps, or set rollout.over_age=drop, and what is not whole begins again."
         )
+    if rate > 1 and most is not None:
+        yield (
+            f"{over} with train.max_off_policy_steps={most}: more prompts than a batch could reach that age in the "
+            "same step, which takes one batch. Take at most 1, or leave train.max_off_policy_steps at null."
+        )
     if rate and rollout.multi_turn.enable:
         yield (
             f"{over} with rollout.multi_turn.enable: a conversation cannot stop and go on later. Leave one out, "

@@ -16,6 +16,7 @@ from mrl.engines.vllm import passed as vllm_passed
 from mrl.models.base import ArchSpec
 from mrl.schema import own_code, registry
 from mrl.schema.nearest import did_you_mean
+from mrl.schema.speculative import SpeculativeConfig
 
 PASSED = {"trtllm": trtllm_passed, "vllm": vllm_passed}
 """Engine -> what it is handed beside the keys of `rollout`."""
@@ -73,6 +74,7 @@ def sampling_rules(config: Config) -> Iterator[str]:
     yield from routing.refusals(rollout)
     yield from _engine_arguments(rollout)
     yield from _quantization_rules(config)
+    yield from _speculative_rules(rollout.speculative)
     if any(not text for text in rollout.stop):
         yield "rollout.stop holds an empty string, which would end every response at once."
 
@@ -93,6 +95,22 @@ def _engine_arguments(rollout: RolloutConfig) -> Iterator[str]:
             yield f"{key} is refused with rollout.name={rollout.name}: nothing would read it. Leave it out."
         else:
             yield from PASSED[engine].refusals(rollout)
+
+
+def _speculative_rules(drafts: SpeculativeConfig) -> Iterator[str]:
+    """A message where settings of drafts say nothing, or would find none."""
+    for name, value in vars(SpeculativeConfig()).items():
+        if drafts.method is None and getattr(drafts, name) != value:
+            yield (
+                f"rollout.speculative.{name}={getattr(drafts, name)} without rollout.speculative.method=ngram: nothing "
+                "would read it."
+            )
+    least, most = drafts.prompt_lookup_min, drafts.prompt_lookup_max
+    if least > most:
+        yield (
+            f"rollout.speculative.prompt_lookup_min={least} is above rollout.speculative.prompt_lookup_max={most}: no "
+            "end of a sequence would be looked for."
+        )
 
 
 def _quantization_rules(config: Config) -> Iterator[str]:

@@ -113,10 +113,10 @@ class InFlight:
     def _most(self, step: int, beside: bool) -> int:
         """Prompts that may be in flight."""
         plan = self.schedule
-        most = (plan.lead + (not beside)) * plan.batch_size
+        most = plan.most_in_flight - beside * plan.batch_size
         if plan.num_steps is not None:
-            most = min(most, (plan.num_steps - step + 1) * plan.batch_size)
-        return most + plan.extra
+            most = min(most, (plan.num_steps - step + 1) * plan.batch_size + plan.extra)
+        return most
 
     def draw(self, prompts: Iterable[Prompt]) -> None:
         """These are in flight from now on."""

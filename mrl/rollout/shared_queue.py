@@ -38,6 +38,7 @@ class SharedQueue(Feed):
         missing: Mapping[int, int],
         enough: Callable[[Collection[int]], bool],
         *,
+        most: int,
         num_rows: int,
         grid: Grid,
         rank: int,
@@ -52,12 +53,14 @@ class SharedQueue(Feed):
             waiting: The others, in the order in which they begin.
             missing: By uid the samples that a group lacks.
             enough: Whether it is, once these groups have become whole.
+            most: See `Feed`.
             num_rows: Sequences that run at a time in a replica.
             grid: Who sits where.
             rank: This one.
             over: The ranks that sample, at least.
             told_to_stop: Whether this rank was told to: then all replicas stop, and the result is not used.
         """
+        self.most = most
         self._told_to_stop = told_to_stop
         self.rollouts: dict[int, list[Rollout]] = {}
         self.whole: list[int] = []

@@ -63,6 +63,7 @@ def stream(
         waiting,
         {row[0]: row[1] for row in missing} | {work.prompt.uid: work.num_samples for work in waiting},
         partial(flight.enough, step=step, least=least),
+        most=flight.schedule.most_in_flight * sampling.n,
         num_rows=engine.spec.config.max_num_seqs,
         grid=ranks.grid,
         rank=ranks.rank,
@@ -77,8 +78,7 @@ def stream(
     for uid, rollouts in queue.rollouts.items():
         flight.rollouts.setdefault(uid, []).extend(rollouts)
     left = {group.uid for group in groups} - set(queue.whole)
-    with_samples = sorted(left & {*flight.begun, *flight.rollouts})
-    held = [(uid, here or 0, *flight.held(uid)) for uid in with_samples]
+    held = [(uid, here or 0, *flight.held(uid)) for uid in sorted(left & {*flight.begun, *flight.rollouts})]
     flight.stopped(_told(held, 4, ranks, over), steps)
     whole = [rollout for uid in queue.whole for rollout in flight.rollouts.get(uid, ())]
     return sorted(whole, key=lambda one: (one.prompt.uid, one.sample_index)), queue.whole

@@ -26,6 +26,7 @@ CASES = [
     (config(over_sample_rate=0.3, steps=2), 2, (0, 2, True)),
     (config(over_sample_rate=0.01, batch_size=10), None, (0, 1, True)),
     (config(over_sample_rate=0.07, batch_size=100), None, (0, 7, True)),  # the product of floats is above 7
+    (config(over_sample_rate=2.2, batch_size=5), None, (0, 11, True)),
     (config(over_sample_rate=1.0, steps=0, over_age="drop"), 0, (0, 4, True)),
 ]
 
@@ -44,3 +45,4 @@ def test_groups_are_taken_in_the_order_of_their_prompts_unless_more_begin_than_a
         plan = Schedule.of(given)
         assert plan.in_order == (not extra)
         assert plan.is_off_policy == bool(lead or extra)
+        assert plan.most_in_flight == given.train.batch_size * (1 + lead) + extra

@@ -1,5 +1,7 @@
 """Ragged exchanges and joint errors, over real gloo ranks."""
 
+import random
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +25,24 @@ def _gather():
 def test_all_gather_ragged_keeps_rank_order_and_takes_empty_parts():
     expected = [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0], [3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     assert run_ranks(4, _gather) == [expected] * 4
+
+
+def _gather_any(seed):
+    """Rows of any numbers, none at all too, out of a tensor that is not contiguous; the answer is a copy."""
+    draw, size, rank = random.Random(seed), dist.get_world_size(), dist.get_rank()
+    for _ in range(30):
+        counts = [draw.choice((0, 0, 0, 1, 3)) for _ in range(size)]
+        matrix = 10 * rank + torch.arange(2 * counts[rank]).view(2, counts[rank]).t()
+        found = all_gather_ragged(matrix, dist.group.WORLD)
+        parts = [10 * one + torch.arange(2 * count).view(2, count).t() for one, count in enumerate(counts)]
+        assert torch.equal(found, torch.cat(parts)) and found.dtype == matrix.dtype
+        found += 1
+        assert torch.equal(matrix, parts[rank])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_all_gather_ragged_gives_what_was_put_in_for_any_numbers_of_rows(ranks):
+    run_ranks(ranks, _gather_any, 7)
 
 
 def _exchange():

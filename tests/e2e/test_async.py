@@ -43,7 +43,7 @@ SETTINGS = {
     "more than a batch": OVER,
     "more than a batch, waited for": [*OVER, "train.max_off_policy_steps=1"],
     "more than a batch, begun again": [*OVER, "rollout.over_age=drop", "train.max_off_policy_steps=0"],
-    "more than a batch, old tokens masked": [*OVER, "rollout.mask_offpolicy=true"],
+    "more than two batches, old tokens masked": ["rollout.over_sample_rate=2", "rollout.mask_offpolicy=true"],
     "more than a batch, truncated": [*OVER, "rollout.top_p=0.8"],
 }
 BOUNDS = {"one step": 1, "two steps": 2, "four steps, groups dropped": 4}

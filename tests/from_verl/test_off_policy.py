@@ -66,6 +66,8 @@ def test_a_colocated_trainer_begins_beyond_a_batch_and_stops_for_the_updates(tmp
     assert replace(plan, num_samples=1) == expected
     plan, config = schedule(tmp_path, {**COLOCATED, WARMUP["colocate"]: 0.5, THRESHOLD: None})
     assert (plan.extra, plan.max_age, config.rollout.over_age) == (32, None, "wait")
+    plan, config = schedule(tmp_path, {**COLOCATED, WARMUP["colocate"]: 2, THRESHOLD: None})
+    assert (plan.extra, plan.max_age) == (128, None)
     plan, _ = schedule(tmp_path, {**COLOCATED, THRESHOLD: 3, STRATEGY: "wait"})
     assert (plan.max_age, plan.waits) == (2, True)
 

@@ -54,6 +54,18 @@ def bytes_of(layout, dtype_bytes=2):
     return sum(math.prod(stored.shape) * sizes[stored.dtype] for stored in layout.values())
 
 
+def test_the_native_cache_is_for_all_that_may_be_in_flight_where_sampling_may_stop(resolved):
+    def cache(*overrides):
+        return phases(resolved("train.batch_size=8", *overrides, ranks=2)).phases["rollout"]["KV cache"]
+
+    one = cache() / 16  # 4 prompts of each replica, 4 samples each
+    assert cache("rollout.over_sample_rate=0.5") == (8 + 4) * 4 * one
+    assert cache("rollout.over_sample_rate=0.5", "rollout.max_num_seqs=40") == 40 * one
+    ahead = ("train.mode=async", "algorithm.rollout_correction.preset=decoupled_token_is")
+    assert cache(*ahead, "train.max_off_policy_steps=1") == 16 * one
+    assert cache(*ahead, "train.max_off_policy_steps=3") == (8 + 3 * 8) * 4 * one
+
+
 def test_the_llm_api_sleeps_while_the_actor_trains(resolved):
     found = resolved("rollout.name=trtllm", *OFFLOAD)
     memory, weights = phases(found), bytes_of(native_layout(found.arch, 1, 0, "bfloat16"))
@@ -222,6 +234,14 @@ def test_vllm_sleeps_on_a_gpu_and_keeps_all_on_a_cpu(resolved):
     on_cpu = phases(found, Device(te=False, is_host=True))
     assert all(terms["engine's weights"] == weights for terms in on_cpu.phases.values())
     assert all(terms["vLLM's KV cache"] == asked.wanted_bytes for terms in on_cpu.phases.values())
+
+
+def test_drafts_keep_what_was_said_beside_the_cache_of_a_cpu(resolved):
+    own, drafts = ("rollout.name=native", "rollout.max_num_seqs=8"), "rollout.speculative.method=ngram"
+    for device, kept in ((Device(te=False, is_host=True), 8 * 128 * 4 * 4), (GPU, 0)):  # 4 sequences of int32 a row
+        plain, drafting = (phases(resolved(*given), device) for given in (own, (*own, drafts)))
+        more = drafting.phases["rollout"]["KV cache"] - plain.phases["rollout"]["KV cache"]
+        assert more == kept
 
 
 def test_vllm_keeps_the_experts_of_what_is_cached_in_host_memory(resolved):

@@ -57,6 +57,7 @@ GREEDY = ("rollout.n=1", "algorithm.singleton_group=reward")
 EPISODES = ("rollout.multi_turn.enable=true", "rollout.agent.environment=guess")
 REPLAYED = ("actor.router_replay=rollout",)
 OVER = ("rollout.over_sample_rate=0.5", "train.max_off_policy_steps=1")
+DRAFTS = ("rollout.speculative.method=ngram",)
 WHOLE = "trtllm trtllm_engine vllm"
 TWO = ("rollout.tensor_model_parallel_size=2",)
 CASES = [
@@ -145,6 +146,11 @@ CASES = [
     Case("checkpoint_engine.update_weights_bucket_megabytes", 64),
     Case("checkpoint_engine.canary", True),
     Case("checkpoint_engine.canary", False),
+    Case("speculative.method", "ngram", WHOLE),
+    Case("speculative.method", "ngram", f"native {WHOLE}", ("rollout.tensor_model_parallel_size=4",)),
+    Case("speculative.num_speculative_tokens", 3, WHOLE, DRAFTS),
+    Case("speculative.prompt_lookup_max", 3, WHOLE, DRAFTS),
+    Case("speculative.prompt_lookup_min", 3, WHOLE, DRAFTS),
 ]
 
 

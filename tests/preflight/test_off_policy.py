@@ -9,6 +9,7 @@ from mrl.preflight.preflight import check_config
 from tests.preflight.runs import make, refusal
 
 ASYNC, OVER = "train.mode=async", "rollout.over_sample_rate=0.5"
+MORE = "rollout.over_sample_rate=1.5"
 TALK = ("rollout.multi_turn.enable=true", "rollout.agent.environment=guess")
 REPLAY = ("rollout.enable_rollout_routing_replay=true", "actor.router_replay=rollout")
 
@@ -28,7 +29,8 @@ RULES = [
     ),
     ([ASYNC, "train.max_off_policy_steps=2", *REPLAY], "or take train.max_off_policy_steps=1"),
     ([OVER, "rollout.name=vllm"], "with rollout.name=vllm: it samples whole responses: nothing would stop early"),
-    (["rollout.over_sample_rate=1.5"], "rollout.over_sample_rate=1.5 is out of range; expected [0, 1]"),
+    (["rollout.over_sample_rate=16.5"], "rollout.over_sample_rate=16.5 is out of range; expected [0, 16]"),
+    ([MORE, "train.max_off_policy_steps=3"], "more prompts than a batch could reach that age in the same step"),
     (["train.max_off_policy_steps=-1"], "train.max_off_policy_steps=-1 is out of range; expected [0, 1024]"),
 ]
 
@@ -55,6 +57,8 @@ def test_what_samples_nothing_cannot_sample_ahead(key, algorithm, learns_from):
         [ASYNC, *TALK],
         [ASYNC, "train.max_off_policy_steps=4", *TALK],
         [OVER],
+        [MORE],
+        ["rollout.over_sample_rate=1", "train.max_off_policy_steps=3"],
         [OVER, "train.max_off_policy_steps=1", "rollout.mask_offpolicy=true"],
         [OVER, "train.max_off_policy_steps=0", "rollout.over_age=drop"],
     ],

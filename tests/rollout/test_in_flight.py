@@ -97,6 +97,7 @@ class Run:
         v = self.done if step > self.done else self.done - 1  # steps in the weights that sample
         most = (self.plan.lead + v + 1) * self.plan.batch_size + self.plan.extra
         assert len(done_with) + len(in_flight) <= most
+        assert len(in_flight) <= self.plan.most_in_flight
 
     def sample(self, step, *, beside):
         """As `train.sample`."""
@@ -192,15 +193,22 @@ class Run:
         flight.check_age(worst)
 
 
+def beyond(batch, extra, age):
+    """At most a batch where ages have a bound."""
+    return extra if age is None else min(extra, batch)
+
+
 SCHEDULES = st.builds(
     lambda batch, lead, extra, age, waits, parts: (
         Schedule(batch, SAMPLES, lead=lead, max_age=lead, by_parts=parts)
         if lead is not None
-        else Schedule(batch, SAMPLES, extra=min(extra, batch), max_age=age, waits=waits and age != 0, by_parts=True)
+        else Schedule(
+            batch, SAMPLES, extra=beyond(batch, extra, age), max_age=age, waits=waits and age != 0, by_parts=True
+        )
     ),
     st.integers(1, 5),
     st.none() | st.integers(0, 4),
-    st.integers(1, 5),
+    st.integers(1, 20),
     st.none() | st.integers(0, 3),
     st.booleans(),
     st.booleans(),

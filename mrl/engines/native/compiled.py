@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mrl.engines.native.attention import Chunk, PrefillAttention
+from mrl.engines.native.history import History
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.operations import Attention, HeadNorms, Heads, Operations, Rotation
 from mrl.errors import UserError
@@ -46,11 +47,26 @@ class Compiled(Operations):
 
     def decode_attention(self, cache: KVCache, positions_B: Tensor, length: int, num_heads: int) -> Attention:
         """See `Operations`; each row's own slots are read."""
-        del length, num_heads
-        positions_B = positions_B.contiguous()
+        del length
+        return self.verify_attention(cache, positions_B, None, num_heads)
 
-        def attend(layer: int, q_BND: Tensor, k_BKD: Tensor, v_BKD: Tensor) -> Tensor:
-            return self._library.attend(q_BND, k_BKD, v_BKD, positions_B, cache.keys[layer], cache.values[layer])
+    def verify_attention(
+        self, cache: KVCache, positions_P: Tensor, firsts_B: Tensor | None, num_heads: int
+    ) -> Attention:
+        """Of several new tokens in each of the first B rows: each with the bits that it would have alone.
+
+        Args:
+            cache: Holds everything before the new tokens.
+            positions_P: Position of each, one after the other in a row.
+            firsts_B: Index of each row's first token, and P at the end, int64; None: one token a row.
+            num_heads: N.
+        """
+        del num_heads
+        positions_P = positions_P.contiguous()
+
+        def attend(layer: int, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor) -> Tensor:
+            keys, values = cache.keys[layer], cache.values[layer]
+            return self._library.attend(q_PND, k_PKD, v_PKD, positions_P, keys, values, firsts_B)
 
         return attend
 
@@ -59,6 +75,24 @@ class Compiled(Operations):
     ) -> tuple[Tensor, Tensor]:
         """See `Operations`; logits stay as they are."""
         return self._library.sample(logits_NV, keys_N, counts_N, temperature, greedy=greedy)
+
+    def draft(
+        self, history: History, slots_B: Tensor, limits_B: Tensor, lookup: range, drafts_BK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What each row's sequence may say next.
+
+        Args:
+            history: What was said.
+            slots_B: The sequence of each row, int64.
+            limits_B: Tokens to draft at most, int64.
+            lookup: Lengths of its end that are looked for; the longest that is found counts.
+            drafts_BK: Receives the drafted tokens, int64.
+
+        Returns:
+            Of each row how many were drafted, and the length that was found, 0: none; int64.
+        """
+        said = (history.tokens_HW, history.lengths_H, history.begins_H, history.next_H)
+        return self._library.draft(*said, slots_B, limits_B, lookup, drafts_BK)
 
 
 class RowByRow(Compiled):

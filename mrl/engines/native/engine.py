@@ -3,7 +3,7 @@
 Owns the engine's life: weights that are replaced in place, and the KV cache that sleeps and wakes. The parts are one
 noun each: `generation` (the loop), `sessions` (conversations in it), `streaming` (work as it comes), `scheduler` (who
 runs where), `parking` (who waits where), `rows` (device state), `kv_cache`, `memory`, `model`, `attention`, `sampler`,
-`stopping`, `cuda_graphs`.
+`stopping`, `cuda_graphs`; `drafting`, `speculation`, `history` and `costs` (tokens that are guessed and verified).
 
 On CPU it is tested against transformers. On CUDA the same code runs, decoding through CUDA graphs unless
 `rollout.enforce_eager`; that path has not been run on real hardware.
@@ -28,7 +28,9 @@ from mrl.engines._talk import Talk
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
 from mrl.engines.native.compiled import operations
 from mrl.engines.native.cuda_graphs import DecodeGraphs
+from mrl.engines.native.drafting import NOT_HERE, Drafting
 from mrl.engines.native.generation import Generation
+from mrl.engines.native.history import History
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.linear import compute_dtype
 from mrl.engines.native.model import Decoder
@@ -74,8 +76,7 @@ class NativeEngine(RolloutEngine):
             name: torch.zeros(stored.shape, dtype=DTYPES[stored.dtype], device=device)
             for name, stored in self._layout.items()
         }
-        exact = config.true_on_policy
-        dtype = compute_dtype(spec.dtype, device, exact=exact)
+        dtype, exact = compute_dtype(spec.dtype, device, exact=config.true_on_policy), config.true_on_policy
         between, problem = operations(dtype, device, eager=config.enforce_eager, exact=exact)
         if problem is not None:
             self.notes = (f"the native engine computes by PyTorch's operators, slower than compiled ones: {problem}",)
@@ -106,6 +107,9 @@ class NativeEngine(RolloutEngine):
             device=device,
             budget_bytes=kv_budget(device, config.gpu_memory_utilization, tp_group, later_bytes=later_bytes),
         )
+        self._drafting = Drafting.found(spec, self._model, self._cache)
+        if config.speculative.method is not None and self._drafting is None:
+            self.notes += (NOT_HERE,)
         self._rows: Rows | None = None
         self._graphs: DecodeGraphs | None = None
         self._asleep = False
@@ -215,7 +219,7 @@ class NativeEngine(RolloutEngine):
         self._check_ready()
         config = self.spec.config
         longest = min(config.longest_prompt + sampling.max_tokens, self.spec.max_len)
-        limit = min(config.max_num_seqs, config.max_num_batched_tokens)
+        limit = min(config.max_num_seqs, config.max_num_batched_tokens, feed.most)
         self._rows = self._reserve(limit, longest, sampling.max_tokens, limit)
 
         def check(prompts: Sequence[Prompt], room: int) -> None:
@@ -223,7 +227,8 @@ class NativeEngine(RolloutEngine):
 
         try:
             kind = partial(Stream, feed, check)
-            stream = self._generation(kind, (), sampling, min(limit, self._cache.num_rows), self._rows)
+            num_rows = min(limit, self._cache.num_rows)
+            stream = self._generation(kind, (), sampling, num_rows, self._rows)
             begun = stream.until_stopped(self.policy_version)
         except (RuntimeError, UserError):
             self._drop_cache()
@@ -251,7 +256,8 @@ class NativeEngine(RolloutEngine):
         self._rows = self._reserve(wanted, longest, sampling.max_tokens, limit)
         try:
             kind = Generation if talk is None else partial(Session, talk)
-            generation = self._generation(kind, prompts, sampling, min(limit, self._cache.num_rows), self._rows)
+            num_rows, measured = min(limit, self._cache.num_rows), talk is None
+            generation = self._generation(kind, prompts, sampling, num_rows, self._rows, measured=measured)
             rollouts = generation.run(self.policy_version)
         except (RuntimeError, UserError):
             self._drop_cache()  # what is not a number must not outlive the call in masked slots
@@ -266,8 +272,11 @@ class NativeEngine(RolloutEngine):
         sampling: SamplingConfig,
         num_rows: int,
         rows: Rows,
+        *,
+        measured: bool = False,
     ) -> Loop:
-        config = self.spec.config
+        """`measured`: see `Drafting.call`."""
+        config, drafts = self.spec.config, self._drafting
         return kind(
             sampling=replace(sampling, with_support=sampling.with_support and self.spec.leads_replica),
             model=self._model,
@@ -284,15 +293,16 @@ class NativeEngine(RolloutEngine):
             ),
             stopping=Stopping(sampling, self.spec.decode, self.spec.device),
             max_prefill_tokens=config.max_num_batched_tokens,
-            cut_prompts=config.enable_chunked_prefill,
             abandoned=Poll(self.told_to_stop, self.spec.tp_group),
+            speculation=None if drafts is None else drafts.call(sampling, num_rows, rows, measured=measured),
         )
 
     def _reserve(self, wanted_rows: int, row_len: int, max_tokens: int, limit: int) -> Rows:
         """Cache and row state for the call, of whose rows `limit` decode; kept where the shape is the last call's."""
         before = (self._cache.num_rows, self._cache.row_len)
         record = record_of(self.spec.arch, self.spec.config)
-        num_rows = self._cache.reserve(wanted_rows, row_len, row_len * record.token_bytes if record else 0)
+        token_bytes = (record.token_bytes if record else 0) + (History.token_bytes() if self._drafting else 0)
+        num_rows = self._cache.reserve(wanted_rows, row_len, row_len * token_bytes)
         rows = self._rows
         if rows is None or rows.shape != (num_rows, max_tokens) or before != (num_rows, self._cache.row_len):
             rows = Rows(num_rows, max_tokens, self.spec.device, record)

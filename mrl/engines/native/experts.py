@@ -13,15 +13,19 @@ Shapes: P tokens, K experts of a token, E experts, A = P x K assignments, I widt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.engines.native.linear import Linear
+from mrl.engines.native.operations import Operations
 from mrl.engines.native.scales import Scales
 from mrl.models.base import MoeSpec
+
+Activation = Callable[[Tensor], Tensor]
+"""silu(gate) x up of [gate; up] columns."""
 
 _SHARED = ("shared_gate_up", "shared_down", "shared_gate")
 _STACKS = ("experts_gate_up", "experts_down")
@@ -47,6 +51,7 @@ class Experts:
         held: Experts of this rank.
         dtype: Of the products; routing is float32.
         scales: Of those weights that are stored in FP8, by `NAMES`.
+        operations: Between products; None: PyTorch's.
 
     Attributes:
         is_capturable: Whether a call can be part of a CUDA graph.
@@ -59,7 +64,9 @@ class Experts:
         held: range,
         dtype: torch.dtype,
         scales: Mapping[str, Scales] | None = None,
+        operations: Operations | None = None,
     ) -> None:
+        self._activate = (operations or Operations()).gate
         self._moe = moe
         self._held = held
         self._dtype = dtype
@@ -124,11 +131,11 @@ class Experts:
         if self.is_capturable:
             outputs_AH = grouped(x_PH, chosen_PK, self._held, *self._stacks)
         else:
-            outputs_AH = one_by_one(x_PH, chosen_PK, self._held, self._gate_up, self._down)
+            outputs_AH = one_by_one(x_PH, chosen_PK, self._held, self._gate_up, self._down, self._activate)
         mixed = outputs_AH.view(*chosen_PK.shape, x_PH.size(1)).mul(shares_PK[..., None]).sum(1).to(self._dtype)
         if self._shared:
-            shared = self._shared["shared_down"](_activate(self._shared["shared_gate_up"](x_PH)))
-            mixed += shared.mul_(self._shared["shared_gate"](x_PH).sigmoid())
+            shared = self._shared["shared_down"](self._activate(self._shared["shared_gate_up"](x_PH)))
+            mixed += shared.mul_(_sigmoid(self._shared["shared_gate"](x_PH)))
         return mixed
 
 
@@ -154,7 +161,9 @@ def has_grouped_products(capability: tuple[int, int]) -> bool:
     return hasattr(F, "grouped_mm") and GROUPED_FROM <= capability < GROUPED_BELOW  # from torch 2.10 on
 
 
-def one_by_one(x_PH: Tensor, chosen_PK: Tensor, held: range, gate_up: list[Linear], down: list[Linear]) -> Tensor:
+def one_by_one(
+    x_PH: Tensor, chosen_PK: Tensor, held: range, gate_up: list[Linear], down: list[Linear], activate: Activation
+) -> Tensor:
     """The chosen experts' outputs [A, H], zero where another rank holds the expert: a product for each one present."""
     order_A = chosen_PK.flatten().sort(stable=True).indices
     counts = torch.bincount(chosen_PK.flatten(), minlength=held.stop)[: held.stop].tolist()
@@ -166,7 +175,7 @@ def one_by_one(x_PH: Tensor, chosen_PK: Tensor, held: range, gate_up: list[Linea
     if present:
         experts, sizes = [expert for expert, _ in present], [count for _, count in present]
         parts = torch.split(x_PH[order_A // chosen_PK.size(1)], sizes)
-        inner_AI = _activate(torch.cat([gate_up[expert](part) for expert, part in zip(experts, parts, strict=True)]))
+        inner_AI = activate(torch.cat([gate_up[expert](part) for expert, part in zip(experts, parts, strict=True)]))
         parts = torch.split(inner_AI, sizes)
         outputs_AH[order_A] = torch.cat([down[expert](part) for expert, part in zip(experts, parts, strict=True)])
     return outputs_AH
@@ -179,14 +188,13 @@ def grouped(x_PH: Tensor, chosen_PK: Tensor, held: range, gate_up_EJH: Tensor, d
     order_A = ours_A.sort(stable=True).indices
     experts = torch.arange(len(held), device=x_PH.device)
     ends_E = (ours_A[:, None] <= experts).sum(0, dtype=torch.int32)
-    inner_AI = _activate(F.grouped_mm(x_PH[order_A // chosen_PK.size(1)], gate_up_EJH.mT, offs=ends_E))
+    inner_AI = Operations().gate(F.grouped_mm(x_PH[order_A // chosen_PK.size(1)], gate_up_EJH.mT, offs=ends_E))
     sorted_AH = F.grouped_mm(inner_AI, down_EHI.mT, offs=ends_E)
     outputs_AH = torch.empty_like(sorted_AH)
     outputs_AH[order_A] = sorted_AH
     return outputs_AH.masked_fill_((ours_A == len(held))[:, None], 0)  # rows behind the last group are not computed
 
 
-def _activate(gate_up: Tensor) -> Tensor:
-    """silu(gate) x up of [gate; up] columns."""
-    gate, up = torch.chunk(gate_up, 2, -1)
-    return F.silu(gate).mul_(up)
+def _sigmoid(x_P1: Tensor) -> Tensor:
+    """Of each row alone: torch's own rounds otherwise at the end of a column than inside it."""
+    return torch.cat([x_P1, torch.zeros_like(x_P1)], 1).softmax(1)[:, :1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mrl.engines._fields import ENGINE_DIR, Fields, Use, refused
+from mrl.engines._fields import ENGINE_DIR, Fields, Refusal, Use, refused
 
 FIELDS: Fields = {
     "engine_dir": ENGINE_DIR,
@@ -32,7 +32,9 @@ FIELDS: Fields = {
     "moe_tensor_parallel_size": Use("must be what `expert_parallel_size` leaves of the replica"),
     "max_num_seqs": Use("rows that decode at a time, where the KV cache has room for them"),
     "max_num_batched_tokens": Use("prompt tokens of a forward; no more rows than that"),
-    "enable_chunked_prefill": Use("true: a prompt is cut where a forward is full"),
+    "enable_chunked_prefill": Use(
+        "true: a prompt is cut each `max_num_batched_tokens` tokens; its log-probabilities depend on no other prompt"
+    ),
     "enable_prefix_caching": Use("true: a prompt is read once for its samples; nothing outlives a call"),
     "gpu_memory_utilization": Use("part of what is free at start, less what the model takes later, for the KV cache"),
     "free_cache_engine": Use("true: the KV cache is freed between rollouts, the weights too before an update"),
@@ -41,5 +43,20 @@ FIELDS: Fields = {
     "enable_rollout_routing_replay": Use("true: the experts of each token are kept"),
     "engine_kwargs": refused("nothing would read it"),
     "multi_turn.enable": Use("true: episodes; one that waits holds up no other, and keeps its cache"),
+    "speculative.method": Use(
+        "`ngram`: drafted from what the samples of a prompt have said, on a CPU with compiled operations; no token and "
+        "no log-probability changes. Elsewhere nothing is drafted, and the log says so",
+        refuses=(
+            Refusal(
+                "with replicas of more than 2 ranks",
+                "gloo adds what more than 2 ranks computed in an order that depends on the number of tokens in a step",
+                lambda r: r.speculative.method is not None and r.tensor_model_parallel_size > 2,
+                "Lower rollout.tensor_model_parallel_size, or leave it out.",
+            ),
+        ),
+    ),
+    "speculative.num_speculative_tokens": Use("most for a sequence in a step; fewer where more would not pay"),
+    "speculative.prompt_lookup_max": Use("longest end of a sequence that is looked for"),
+    "speculative.prompt_lookup_min": Use("shortest"),
     "checkpoint_engine.canary": Use("true: refits twice at start and compares answers; null: no"),
 }

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from mrl.engines.native.parking import Move
 from mrl.engines.native.rows import Rows
 from mrl.engines.native.sampler import Sampler
 from mrl.engines.native.scheduler import Group, Sample, Scheduler, prefill_chunks
+from mrl.engines.native.speculation import Drafted, Speculation
 from mrl.engines.native.stopping import Stopping
 from mrl.errors import UserError
 from mrl.functional.sampling import stream_key
@@ -44,8 +46,8 @@ class Generation:
         sampling: The distribution and the keys of its random numbers.
         stopping: When a response ends.
         max_prefill_tokens: Prompt tokens in one forward.
-        cut_prompts: Whether a prompt may be read in several forwards.
         abandoned: Whether the call is to end now; asked between forwards.
+        speculation: Drafts tokens; None: a step has one token for each row.
     """
 
     def __init__(
@@ -59,8 +61,8 @@ class Generation:
         sampling: SamplingConfig,
         stopping: Stopping,
         max_prefill_tokens: int,
-        cut_prompts: bool,
         abandoned: Callable[[], bool],
+        speculation: Speculation | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -70,12 +72,15 @@ class Generation:
         self._sampling = sampling
         self._sampler = Sampler(sampling, model.operations)
         self._stopping = stopping
-        self._chunks = partial(prefill_chunks, max_tokens=max_prefill_tokens, cut=cut_prompts)
+        self._chunks = partial(prefill_chunks, max_tokens=max_prefill_tokens)
         self._abandoned = abandoned
+        self._speculation = speculation
         self._num_steps = 0
         self._finished: dict[Key, Rollout] = {}
         names = ("prefill_tokens", "decode_steps", "decode_tokens", "prefill_s", "decode_s", "max_running")
         self.stats: dict[str, float] = dict.fromkeys(names, 0.0)
+        if speculation is not None:
+            self.stats |= {"drafted_tokens": 0.0, "accepted_tokens": 0.0}
 
     def run(self, policy_version: int) -> list[Rollout]:
         """All rollouts, ordered by prompt, then sample index; if it was abandoned those that had ended."""
@@ -153,6 +158,9 @@ class Generation:
 
     def _place(self, rows: Sequence[int], samples: Sequence[Sample]) -> Tensor:
         """Makes the rows those of samples that begin in them; returns them as an index."""
+        if self._speculation is not None:
+            for row, sample in zip(rows, samples, strict=True):
+                self._speculation.history.begin(row, self._family(sample), sample.key[1], *sample.group.whole)
         return self._rows.begin(
             rows,
             [sample.group.prompt_len for sample in samples],
@@ -160,14 +168,64 @@ class Generation:
             [sample.group.room for sample in samples],
         )
 
+    def _family(self, sample: Sample) -> int:
+        """Names the samples from which this one's tokens are drafted."""
+        return sample.group.prompt.uid
+
     def _decode(self) -> list[int]:
-        """One token for every running row; returns the rows that ended with it."""
+        """One token for every running row, or more where they were drafted; returns the rows that ended with it."""
         batch = len(self._scheduler.running)
+        if self._speculation is not None:
+            drafted = self._speculation.draft(self._rows, batch)
+            if drafted is not None:
+                return self._verify(self._speculation, drafted)
         logits_BV = self._decode_step(batch, self._scheduler.longest(self._num_steps))
+        self._count(batch)
+        ended = self._take(slice(0, batch), logits_BV)
+        if self._speculation is not None:
+            self._speculation.learn(self._rows.tokens_S[:batch].numpy())
+        return ended
+
+    def _count(self, num_tokens: int) -> None:
         self._num_steps += 1
         self.stats["decode_steps"] += 1
-        self.stats["decode_tokens"] += batch
-        return self._take(slice(0, batch), logits_BV)
+        self.stats["decode_tokens"] += num_tokens
+
+    def _verify(self, speculation: Speculation, drafted: Drafted) -> list[int]:
+        """Every running row's next token, and what was drafted behind it as far as it is what is drawn there."""
+        rows, running = self._rows, self._scheduler.running
+        logits_PV, routed_PLK = speculation.forward(drafted)
+        rows_P, offsets_P = torch.from_numpy(drafted.rows_P), torch.from_numpy(drafted.offsets_P)
+        counts_P = rows.counts_S[rows_P] + offsets_P
+        tokens_P, logprobs_P, kept = self._sampler.sample(logits_PV, rows.keys_S[rows_P], counts_P)
+        rows.put(rows_P, offsets_P, tokens_P, logprobs_P, routed_PLK)
+        ended_P = self._stopping.ended(tokens_P, counts_P + 1, rows.rooms_S[rows_P]).numpy()
+        broken_P = ~logprobs_P.isfinite().numpy()
+        right_P = drafted.right(tokens_P.numpy())
+        taken_B = drafted.leading(right_P & ~ended_P & ~broken_P) + 1
+        ended_B = ended_P[drafted.firsts_B[:-1] + taken_B - 1]
+        if self._stopping.has_strings:
+            for row, most in enumerate(taken_B.tolist()):
+                hits = (count for count in range(1, most + 1) if self._stopping.hits_string(rows, row, count))
+                hit = next(hits, None)
+                if hit is not None:
+                    taken_B[row], ended_B[row] = hit, True
+        rows.take_several(torch.from_numpy(taken_B))
+        broken_B = broken_P[drafted.firsts_B[:-1] + taken_B - 1]
+        if broken_B.any():
+            self._refuse(broken_B.nonzero()[0].tolist())
+        used_P = drafted.offsets_P < taken_B[drafted.rows_P]
+        if kept is not None:
+            where = torch.from_numpy(used_P)
+            add_step(kept[0][where], kept[1][where], [running[row].kept for row in drafted.rows_P[used_P].tolist()])
+        for sample, taken in zip(running, taken_B.tolist(), strict=True):
+            sample.ahead += taken - 1
+        speculation.took(drafted, tokens_P.numpy(), taken_B)
+        self._count(int(taken_B.sum()))
+        self.stats["drafted_tokens"] += drafted.num_drafted
+        self.stats["accepted_tokens"] += int(taken_B.sum()) - taken_B.size
+        ended: list[int] = ended_B.nonzero()[0].tolist()
+        return ended
 
     def _take(self, index: Tensor | slice, logits_BV: Tensor) -> list[int]:
         """Samples the next token of the given rows; returns which of them ended.
@@ -179,12 +237,15 @@ class Generation:
         tokens_B, logprobs_B, kept = self._sampler.sample(logits_BV, rows.keys_S[index], rows.counts_S[index])
         rows.take(index, tokens_B, logprobs_B)
         # one number a row comes to the host: 0 goes on, 1 ended, 2 or more: not a distribution
-        status = (self._stopping.ended(rows, index) + 2 * ~logprobs_B.isfinite()).tolist()
+        ended_B = self._stopping.ended(rows.tokens_S[index], rows.counts_S[index], rows.rooms_S[index])
+        status = (ended_B + 2 * ~logprobs_B.isfinite()).tolist()
         where = list(range(len(status))) if isinstance(index, slice) else index.tolist()
         if max(status) >= 2:
             self._refuse([where[i] for i, value in enumerate(status) if value >= 2])
         if kept is not None:
             add_step(*kept, [self._scheduler.running[row].kept for row in where])
+        if self._speculation is not None:
+            self._speculation.history.add(np.array(where), 0, tokens_B.numpy(), 1)
         ended = [i for i, value in enumerate(status) if value]
         if self._stopping.has_strings:
             ended = [i for i, value in enumerate(status) if value or self._stopping.hits_string(rows, where[i])]
@@ -204,6 +265,9 @@ class Generation:
         """Turns ended rows into rollouts and closes the gaps; returns rows in which a sample begins."""
         samples = {row: self._scheduler.running[row] for row in ended}
         waiting = self._end({row: self._rollout(row, sample, policy_version) for row, sample in samples.items()})
+        if self._speculation is not None:
+            for row in samples:
+                self._speculation.history.end(row)
         begun, moves = self._scheduler.retire(samples, self._num_steps, waiting)
         for move in moves:
             self._move(move)
@@ -218,6 +282,8 @@ class Generation:
     def _move(self, move: Move) -> None:
         self._cache.copy_row(move.source, move.target, move.length)
         self._rows.move(move.source, move.target)
+        if self._speculation is not None:
+            self._speculation.history.move(move.source, move.target)
 
     def _rollout(self, row: int, sample: Sample, policy_version: int) -> Rollout:
         response = self._rows.response(row)

@@ -8,6 +8,7 @@ Shapes: S rows, K KV heads of this rank, T slots of a row, D head dim.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,9 @@ from mrl.errors import UserError
 
 SLOT_MULTIPLE = 16
 """Rows are rounded up to this many slots."""
+
+ALIGNED = 64
+"""Bytes of a CPU's cache line, at a multiple of which its pool begins."""
 
 
 class KVCache:
@@ -95,9 +99,14 @@ class KVCache:
         return rows
 
     def _allocate(self, elements: int) -> Tensor:
-        """On a GPU out of memory of its own: what is allocated while the pool is away must not settle in its place."""
-        if self._device.type != "cuda":
-            return torch.zeros(elements, dtype=self._dtype, device=self._device)
+        """Zeros; on a GPU in memory of its own: what is allocated while the pool is away must not settle in its place.
+
+        On a CPU the system gives pages of zeros when they are touched, and most of a row is never reached.
+        """
+        if self._device.type == "cpu":
+            pages = torch.from_numpy(np.zeros(elements * self._dtype.itemsize + ALIGNED, dtype=np.uint8))
+            first = -pages.data_ptr() % ALIGNED
+            return pages[first : first + elements * self._dtype.itemsize].view(self._dtype)
         self._memory = torch.cuda.MemPool()
         with torch.cuda.use_mem_pool(self._memory, self._device):
             return torch.zeros(elements, dtype=self._dtype, device=self._device)

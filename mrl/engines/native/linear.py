@@ -54,7 +54,7 @@ class Linear:
         self._form: Form | None = None
         if exact:
             self._form = row_by_row(weight.size(0), dtype)
-        elif _packs(weight.device):
+        elif packs(weight.device):
             self._form = form_of(tuple(weight.shape), dtype)
         self._weight, self._bias = weight, bias
 
@@ -88,7 +88,7 @@ class Linear:
         return self._form(x_PI, self._weight, self._bias)
 
 
-def _packs(device: torch.device) -> bool:
+def packs(device: torch.device) -> bool:
     """Whether products have a form of their own."""
     on_x86 = torch.backends.cpu.get_cpu_capability().startswith("AVX")
     return device.type == "cpu" and on_x86 and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]

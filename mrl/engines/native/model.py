@@ -9,6 +9,7 @@ Shapes: P packed tokens, N heads and K KV heads of this rank, D head dim, H hidd
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from mrl.distributed.collectives import sum_in_rank_order
 from mrl.engines.native.experts import NAMES, Experts
+from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.linear import Linear, compute_dtype
 from mrl.engines.native.operations import Attention, HeadNorms, Heads, Operations
 from mrl.engines.native.scales import Scales
@@ -111,7 +113,7 @@ class Decoder:
                 prefix = f"layers.{i}."
                 inside = {name: weights[prefix + name] for name in NAMES if prefix + name in weights}
                 scaled = {name: scales[prefix + name] for name in NAMES if prefix + name in scales}
-                self._experts.append(Experts(arch.moe, inside, held, self.dtype, scaled))
+                self._experts.append(Experts(arch.moe, inside, held, self.dtype, scaled, operations))
         self.is_capturable = all(experts.is_capturable for experts in self._experts)
         self._linears = {
             name: Linear(weight, weights.get(f"{name}_bias"), self.dtype, scales.get(name), exact=exact)
@@ -212,6 +214,35 @@ class Decoder:
             dist.all_gather(parts, local, group=self._tp_group)
             local = torch.cat(parts, 1)
         return local[:, : self._arch.vocab_size]
+
+    def own_work(self, num_rows: int) -> Tensor:
+        """What this rank does in a decode step of so many rows, without attention and other ranks; to measure it."""
+        group, self._tp_group = self._tp_group, None
+        try:
+            tokens_P = torch.arange(num_rows, device=self._embed_table.device) % self._embed_table.size(0)
+            positions_P = torch.zeros_like(tokens_P)
+            return self.logits(self.forward(tokens_P, positions_P, lambda _, q_PND, *__: q_PND.contiguous()))
+        finally:
+            self._tp_group = group
+
+    def own_attention(self, num_tokens: int, num_slots: int) -> None:
+        """What attention does in a decode step of so many rows, over so many slots of each; to measure it."""
+        dim, device = self._arch.head_dim, self._embed_table.device
+        cache = KVCache(
+            num_layers=1,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=dim,
+            dtype=self.dtype,
+            device=device,
+            budget_bytes=sys.maxsize,
+        )
+        cache.reserve(num_tokens, num_slots)
+        positions_P = torch.full((num_tokens,), num_slots - 1, device=device)
+        attention = self.operations.decode_attention(cache, positions_P, num_slots, self.num_heads)
+        qkv = torch.zeros(num_tokens, self.num_heads + 2 * self.num_kv_heads, dim, dtype=self.dtype, device=device)
+        parts = torch.split(qkv, [self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
+        for _ in range(self._arch.num_layers):
+            attention(0, *parts)
 
     def _embed(self, tokens_P: Tensor) -> Tensor:
         table = self._embed_table

@@ -102,6 +102,31 @@ class Rows:
         self.counts_S[index] += 1
         self.positions_S[index] += 1
 
+    def put(
+        self, rows_P: Tensor, offsets_P: Tensor, tokens_P: Tensor, logprobs_P: Tensor, routed_PLK: Tensor | None
+    ) -> None:
+        """Tokens that may be the next ones of their rows; `take_several` says how many are.
+
+        Args:
+            rows_P: Of each token.
+            offsets_P: Its place among those of its row.
+            tokens_P: What was drawn.
+            logprobs_P: Their log-probabilities.
+            routed_PLK: Experts of the tokens that they were drawn after, where they are recorded.
+        """
+        counts_P = self.counts_S[rows_P] + offsets_P
+        self.response_ST[rows_P, counts_P] = tokens_P
+        self.logprobs_ST[rows_P, counts_P] = logprobs_P
+        if routed_PLK is not None:
+            self._routed_STLK[rows_P, counts_P - 1] = routed_PLK
+
+    def take_several(self, taken_B: Tensor) -> None:
+        """Of the tokens that were `put`, so many are the next ones of the first rows."""
+        batch = taken_B.numel()
+        self.counts_S[:batch] += taken_B
+        self.positions_S[:batch] += taken_B
+        self.tokens_S[:batch] = self.response_ST[self._index_S[:batch], self.counts_S[:batch] - 1]
+
     def keep_routed(self, batch: int) -> None:
         """Files the experts of the newest tokens of the first `batch` rows, before the next tokens are taken."""
         if self.routed_SLK is not None:
@@ -115,9 +140,12 @@ class Rows:
         self.response_ST[target] = self.response_ST[source]
         self.logprobs_ST[target] = self.logprobs_ST[source]
 
-    def response(self, row: int, start: int = 0) -> list[int]:
-        """Sampled tokens of a row, from the `start`-th on; the last ones where `start` is negative."""
-        count = int(self.counts_S[row])
+    def response(self, row: int, start: int = 0, more: int = 0) -> list[int]:
+        """Sampled tokens of a row, from the `start`-th on; the last ones where `start` is negative.
+
+        With `more` as if so many of those that were `put` had been taken.
+        """
+        count = int(self.counts_S[row]) + more
         found: list[int] = self.response_ST[row, max(0, count + start if start < 0 else start) : count].tolist()
         return found
 

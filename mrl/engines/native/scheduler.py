@@ -52,14 +52,29 @@ class Group:
         """Prompt tokens."""
         return len(self.prompt.prompt_ids)
 
+    @property
+    def whole(self) -> tuple[Sequence[int], int]:
+        """The sequence that its samples go on with, and how many tokens of it are the prompt that they share."""
+        shared = self.prompt if self.begun is None else self.begun.prompt
+        return self.prompt.prompt_ids, len(shared.prompt_ids)
+
 
 @dataclass
 class Sample:
-    """A running response; `started` is the number of decode steps made before it, `kept` what truncation kept of it."""
+    """A running response.
+
+    Attributes:
+        group: Its prompt.
+        sample_index: Among the samples of that.
+        started: Decode steps that were made before it.
+        ahead: Tokens that it has beyond one for each step since.
+        kept: What truncation kept of it.
+    """
 
     group: Group
     sample_index: int
     started: int
+    ahead: int = 0
     kept: Kept = field(default_factory=Kept)
 
     @property
@@ -69,7 +84,7 @@ class Sample:
 
     def num_cached(self, step: int) -> int:
         """Slots that it has filled after so many decode steps."""
-        return self.group.prompt_len + step - self.started
+        return self.group.prompt_len + step - self.started + self.ahead
 
 
 class Scheduler:
@@ -226,12 +241,13 @@ class Scheduler:
 
 
 def prefill_chunks(
-    prompt_lens: Sequence[int], first_row: int, max_tokens: int, *, starts: Sequence[int] = (), cut: bool = True
+    prompt_lens: Sequence[int], first_row: int, max_tokens: int, *, starts: Sequence[int] = ()
 ) -> Iterable[list[Chunk]]:
     """Spreads prompts over forwards of at most `max_tokens` tokens; prompt i goes to row `first_row + i`.
 
-    Whole prompts of similar length share a forward; a prompt is cut only where the forward is full, and without `cut`
-    it waits for the next one. What comes before a prompt's place in `starts` is in its row already.
+    Prompts of similar length share a forward. One that is longer than a forward is cut each `max_tokens` tokens, never
+    where others leave off: a token's bits depend on where its prompt is cut, and not on what is read beside it. What
+    comes before a prompt's place in `starts` is in its row already.
     """
     starts = starts or [0] * len(prompt_lens)
     order = sorted(range(len(prompt_lens)), key=lambda i: prompt_lens[i] - starts[i])
@@ -239,7 +255,7 @@ def prefill_chunks(
     room = max_tokens
     for i in order:
         start = starts[i]
-        if not cut and batch and prompt_lens[i] - start > room:
+        if batch and prompt_lens[i] - start > room:
             yield sorted(batch, key=lambda chunk: chunk.extent)
             batch, room = [], max_tokens
         while start < prompt_lens[i]:

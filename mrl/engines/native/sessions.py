@@ -28,7 +28,7 @@ from mrl.engines._conversation import Conversation
 from mrl.engines._talk import Key, Talk, check_answer
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native.generation import Generation
-from mrl.engines.native.scheduler import Group
+from mrl.engines.native.scheduler import Group, Sample
 from mrl.types import Rollout
 
 LIVE = 3
@@ -82,6 +82,9 @@ class Session(Generation):
     @property
     def _done(self) -> bool:
         return self._scheduler.done and not self._queue
+
+    def _family(self, sample: Sample) -> int:
+        return sample.group.index  # a later turn is a prompt of its own
 
     def _decode(self) -> list[int]:
         self._talk.hear()

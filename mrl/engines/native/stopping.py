@@ -36,21 +36,27 @@ class Stopping:
         # each token of a stop string has at least one of its bytes
         self._tail = TAIL_TOKENS + max((len(text.encode()) for text in self._strings), default=0)
 
-    def ended(self, rows: Rows, index: Tensor | slice) -> Tensor:
-        """Which of the given rows ended with their newest token, bool."""
-        done = rows.counts_S[index] >= rows.rooms_S[index]
+    def ended(self, tokens_P: Tensor, counts_P: Tensor, rooms_P: Tensor) -> Tensor:
+        """Which tokens end their response by what they are, or by its length, bool.
+
+        Args:
+            tokens_P: Drawn.
+            counts_P: Tokens of the response with each.
+            rooms_P: Tokens that it may have.
+        """
+        done = counts_P >= rooms_P
         if self._stop_ids.numel():
-            done = done | torch.isin(rows.tokens_S[index], self._stop_ids)
+            done = done | torch.isin(tokens_P, self._stop_ids)
         return done
 
-    def hits_string(self, rows: Rows, row: int) -> bool:
-        """Whether the newest token of a row completed a stop string."""
+    def hits_string(self, rows: Rows, row: int, more: int = 0) -> bool:
+        """Whether the newest token of a row completed a stop string; with `more`, as `Rows.response`."""
         if not self._strings:
             return False
-        tail = self._decode(rows.response(row, -self._tail))
+        tail = self._decode(rows.response(row, -self._tail, more))
         if not any(text in tail for text in self._strings):
             return False
-        whole = self._decode(rows.response(row))
+        whole = self._decode(rows.response(row, more=more))
         return any(text in whole for text in self._strings)
 
     @property

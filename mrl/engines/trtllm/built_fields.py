@@ -6,7 +6,7 @@ each size that does not fit; here such fields only say so. It imports no torch.
 
 from __future__ import annotations
 
-from mrl.engines._fields import WHOLE_RESPONSES, Fields, Refusal, Use, passed, refused
+from mrl.engines._fields import WHOLE_RESPONSES, Fields, Refusal, Use, no_drafts, passed, refused
 from mrl.engines.trtllm import routing
 from mrl.engines.trtllm.fields import CALIBRATED
 
@@ -18,6 +18,7 @@ FITS = Refusal("above the engine's", OTHER)
 
 FIELDS: Fields = {
     **WHOLE_RESPONSES,
+    **no_drafts("they are built without drafts", "Use rollout.name=native, or leave it out."),
     "engine_dir": Use(
         "folder of the engines, which must fit the run",
         refuses=(Refusal("where it is null", "needs rollout.engine_dir"),),

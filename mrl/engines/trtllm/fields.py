@@ -7,7 +7,17 @@ anything starts. It imports no torch.
 from __future__ import annotations
 
 from mrl.config import RolloutConfig
-from mrl.engines._fields import ANOTHERS, ENGINE_DIR, WHOLE_RESPONSES, Fields, Refusal, Use, passed, refused
+from mrl.engines._fields import (
+    ANOTHERS,
+    ENGINE_DIR,
+    WHOLE_RESPONSES,
+    Fields,
+    Refusal,
+    Use,
+    no_drafts,
+    passed,
+    refused,
+)
 from mrl.engines.trtllm import routing
 from mrl.engines.trtllm.llm_fields import VERSION
 from mrl.errors import UserError
@@ -21,6 +31,10 @@ CALIBRATED = (
 
 FIELDS: Fields = {
     **WHOLE_RESPONSES,
+    **no_drafts(
+        "nothing shows that TensorRT-LLM's tokens stay the same with drafts",
+        "Its own drafts are asked for with rollout.engine_kwargs.trtllm.speculative_config={decoding_type: NGram}.",
+    ),
     "engine_dir": ENGINE_DIR,
     "n": Use("each sample is a request of its own"),
     "temperature": passed(

@@ -12,6 +12,7 @@ from mrl.engines._fields import (
     Fields,
     Refusal,
     Use,
+    no_drafts,
     passed,
     refusals,
     refused,
@@ -26,6 +27,11 @@ _ORDER = "with `top_p` vLLM drops by `min_p` first, mrl's other engines last: vL
 
 FIELDS: Fields = {
     **WHOLE_RESPONSES,
+    **no_drafts(
+        "vLLM accepts drafts by random numbers of its own, so that tokens would change; and on a CPU vLLM 0.32 scores "
+        "drafted tokens at a temperature that nobody wrote",
+        "Use rollout.name=native, or leave it out.",
+    ),
     "engine_dir": ENGINE_DIR,
     "n": Use("each sample is a request of its own"),
     "temperature": passed(

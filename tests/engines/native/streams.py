@@ -20,8 +20,8 @@ ALL = [(prompt, sample) for prompt in PROMPTS for sample in range(SAMPLING.n)]
 class Parts(Feed):
     """Hands out one part of the work at each pulse, and says stop at the `last`, or once all is whole."""
 
-    def __init__(self, parts, last=None):
-        self.parts, self.last = list(parts), last
+    def __init__(self, parts, last=None, most=15):
+        self.parts, self.last, self.most = list(parts), last, most
         self.num_pulses, self.num_asked, self.whole, self.waiting = 0, 0, [], []
 
     def pulse(self, finished, num_waiting):

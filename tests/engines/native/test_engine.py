@@ -144,6 +144,15 @@ def test_tokens_do_not_depend_on_the_batch(qwen, settings):
     assert narrow.stats()["max_running"] <= settings.get("max_num_seqs", 16)
 
 
+def test_the_bits_of_a_response_do_not_depend_on_what_is_read_beside_its_prompt(qwen):
+    """Where a prompt is cut follows from its own length."""
+    sampling = SamplingConfig(n=2, max_tokens=6, temperature=0.9, ignore_eos=True)
+    prompts, engine = make_prompts(LENGTHS), make_engine(qwen, max_num_batched_tokens=8)
+    together = engine.generate(prompts, sampling)
+    alone = [rollout for prompt in prompts for rollout in engine.generate([prompt], sampling)]
+    assert [one.rollout_logprobs for one in together] == [one.rollout_logprobs for one in alone]
+
+
 def test_a_prompt_is_prefilled_once_for_its_samples(qwen):
     sampling, prompts = SamplingConfig(n=4, max_tokens=3, ignore_eos=True), make_prompts(LENGTHS)
     shared, single = make_engine(qwen, max_num_seqs=6), make_engine(qwen, enable_prefix_caching=False)

@@ -5,6 +5,7 @@ import torch
 
 from mrl.engines.base import SamplingConfig
 from mrl.kernels import library
+from mrl.schema.speculative import SpeculativeConfig
 from tests.engines.native.streams import NARROW, PROMPTS, disturbed, exact, key_of
 from tests.engines.native.test_converse import conversations
 from tests.engines.native.test_engine import LOGPROB_ATOL, reference, score
@@ -15,6 +16,8 @@ pytestmark = pytest.mark.skipif(library.library(torch.float32)[0] is None, reaso
 DTYPES = [torch.float32, torch.bfloat16]
 SAMPLING = SamplingConfig(n=3, max_tokens=14, temperature=0.9, stop_token_ids=(5, 6, 7), seed=1)
 CUT = SamplingConfig(n=2, max_tokens=9, temperature=1.2, top_p=0.8, top_k=20, seed=4, with_support=True)
+
+DRAFTS = SpeculativeConfig(method="ngram", prompt_lookup_min=1)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +34,8 @@ def in_bits(rollouts):
 def test_batches_chunks_and_shared_prompts_change_no_bit(folder, dtype, sampling):
     wide = make_engine(folder, dtype=dtype, true_on_policy=True)
     expected = in_bits(wide.generate(PROMPTS, sampling))
-    for settings in ({"max_num_seqs": 1}, {**NARROW, "max_num_batched_tokens": 7}, {"enable_prefix_caching": False}):
+    for settings in ({"max_num_seqs": 1}, {**NARROW, "max_num_batched_tokens": 7}, {"enable_prefix_caching": False},
+                     {"speculative": DRAFTS}):  # fmt: skip
         engine = make_engine(folder, dtype=dtype, true_on_policy=True, **settings)
         assert in_bits(engine.generate(PROMPTS[::-1], sampling)) == expected
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native.experts import grouped, has_grouped_products, one_by_one
 from mrl.engines.native.linear import Linear
+from mrl.engines.native.operations import Operations
 from tests.engines.native.test_engine import (
     LENGTHS,
     LOGPROB_ATOL,
@@ -90,6 +91,17 @@ def test_tokens_do_not_depend_on_the_batch(folders, family, settings):
     assert tokens(engine.generate(prompts[::-1], sampling)) == expected
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_bits_of_a_token_depend_on_no_other(folders, family, dtype):
+    engine = make_engine(folders(family), dtype=dtype)
+    (experts, *_), x_PH = engine._model._experts, torch.randn(70, 48, generator=torch.Generator().manual_seed(0))
+    x_PH = x_PH.to(engine._model.dtype)
+    whole, _ = experts(x_PH)
+    for num in (1, 2, 3, 8, 17, 31, 33, 64):
+        assert torch.equal(experts(x_PH[:num])[0], whole[:num])
+
+
 @pytest.mark.parametrize("held", [range(8), range(2), range(2, 6), range(6, 8)], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 9])
 def test_grouped_products_equal_one_for_each_expert(held, num_tokens):
@@ -108,7 +120,8 @@ def test_grouped_products_equal_one_for_each_expert(held, num_tokens):
                 gate, up = (gate_up[expert - held.start] @ x_PH[token]).chunk(2)
                 plain[token, place] = down[expert - held.start] @ (torch.nn.functional.silu(gate) * up)
     scale = plain.abs().max().clamp(min=1)
-    for found in (one_by_one(x_PH, chosen_PK, held, *linears), grouped(x_PH, chosen_PK, held, gate_up, down)):
+    alone = one_by_one(x_PH, chosen_PK, held, *linears, Operations().gate)
+    for found in (alone, grouped(x_PH, chosen_PK, held, gate_up, down)):
         assert (found.view_as(plain) - plain).abs().max() <= GROUPED_ATOL * scale
 
 

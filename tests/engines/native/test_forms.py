@@ -9,11 +9,11 @@ import torch.nn.functional as F
 
 from mrl.engines.native import forms
 from mrl.engines.native.forms import FORMS, PACKED, PLAIN, TRANSPOSED, form_of
-from mrl.engines.native.linear import _packs
+from mrl.engines.native.linear import packs
 from mrl.kernels import machine
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(not _packs(torch.device("cpu")), reason="this processor has one form")
+pytestmark = pytest.mark.skipif(not packs(torch.device("cpu")), reason="this processor has one form")
 
 SHAPE = (512, 600)
 ATOL = 5e-5

@@ -1,11 +1,35 @@
-"""The pool of keys and values on a GPU: its memory goes back to the device, whatever was allocated meanwhile."""
+"""The pool of keys and values: on a CPU it takes memory as it is written, on a GPU memory that it gives back."""
+
+from pathlib import Path
 
 import pytest
 import torch
 
-from mrl.engines.native.kv_cache import KVCache
+from mrl.engines.native.kv_cache import ALIGNED, KVCache
 
 MIB = 1 << 20
+PAGE = 4096
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pool_on_a_cpu_is_zeros_and_takes_memory_where_it_is_written(dtype):
+    sizes = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 64, "dtype": dtype}
+    cache = KVCache(**sizes, device=torch.device("cpu"), budget_bytes=4096 * MIB)
+    before = resident_bytes()
+    for rows in (cache.fitting(4096), 3):  # the second after the first was given back
+        assert cache.reserve(rows, 4096) == rows
+        assert cache.allocated_bytes == rows * 4096 * cache.token_bytes
+        assert not any(part.data_ptr() % ALIGNED for part in (*cache.keys, *cache.values))
+        cache.keys[1][rows - 1] = cache.values[0][0] = 1.0
+        assert cache.keys[1][rows - 1].all() and cache.values[0][0].all()
+        assert not (cache.values[1][rows - 1].any() or cache.keys[0][0].any())
+        assert resident_bytes() - before < 256 * MIB
+        cache.free()
+        assert cache.allocated_bytes == 0
 
 
 @pytest.mark.gpu

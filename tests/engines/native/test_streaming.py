@@ -85,8 +85,9 @@ def test_work_in_any_parts_gives_what_generate_gives(cheap, by_cheap, data):
             continue
         parts += {"pulse": [[]], "idle": [[], []]}.get(how, [])
         parts[-1].append(Work(prompt, (sample,)))
-    feed = Parts(parts)
+    feed = Parts(parts, most=data.draw(st.integers(1, len(ALL))))
     assert cheap.stream(feed, SAMPLING) == []
+    assert cheap.stats()["max_running"] <= feed.most  # where there is room for fewer than come, the others wait
     assert_same(feed.whole, by_cheap)
     assert {r.version_runs for r in feed.whole} == {()}
 
@@ -122,6 +123,17 @@ def test_a_tight_cache_makes_samples_wait(folder, engine):
     whole, _ = disturbed(tight)
     assert_same(whole, undisturbed(engine))
     assert tight.stats()["kv_cache_bytes"] == 2 * row_bytes
+
+
+def test_room_is_made_for_what_may_come_and_for_no_more(folder):
+    engine, pool_bytes = make_engine(folder), []
+    for most in (1, 2, 7, 15, 10**9):
+        engine.stream(Parts([work_of(ALL[:1])], most=most), SAMPLING)
+        pool_bytes.append(engine.stats()["kv_cache_bytes"])
+        engine.sleep()
+        engine.wake()
+    rows = engine.spec.config.max_num_seqs
+    assert pool_bytes == [pool_bytes[0] * most for most in (1, 2, 7, 15, rows)] and rows > 15
 
 
 def test_what_the_feed_hands_out_late_needs_no_other_cache(folder):

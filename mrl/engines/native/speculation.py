@@ -1,0 +1,176 @@
+"""Which tokens are drafted, and how many: those of which so many come true that the longer step pays.
+
+Owns that decision. It depends on tokens, on counts of drafts that came true, and on costs that stand still (`costs`):
+all ranks of a replica make the same one, and a run that takes the first responses takes the same ones again. A draft
+that is not fed is compared with what is drawn all the same, so that acceptance is known where nothing is fed.
+
+Shapes: B rows that decode, K drafted tokens of a row at most, P tokens that are fed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mrl.engines.native.compiled import Compiled
+from mrl.engines.native.costs import Costs
+from mrl.engines.native.history import History, Ints
+from mrl.engines.native.rows import Rows
+from mrl.schema.speculative import SpeculativeConfig
+
+PRIOR = 0.5
+"""Part of the drafts that come true, before any was seen."""
+
+WINDOW = 64
+"""Drafted tokens over which that part is averaged, later ones with more weight."""
+
+MARGIN = 1.05
+"""A step with drafts must bring so many times as many tokens for its cost as one without, by what is expected."""
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What a step feeds: of each row its newest token, then what may follow.
+
+    Attributes:
+        rows_P: The row of each token.
+        offsets_P: 0 for the newest token, then 1, 2 ...
+        firsts_B: Index of each row's newest token, and P at the end.
+        tokens_P: The tokens.
+    """
+
+    rows_P: Ints
+    offsets_P: Ints
+    firsts_B: Ints
+    tokens_P: Ints
+
+    @property
+    def num_drafted(self) -> int:
+        """Drafted tokens of all rows."""
+        return self.tokens_P.size - self.firsts_B.size + 1
+
+    def right(self, drawn_P: Ints) -> npt.NDArray[np.bool_]:
+        """After which tokens the next one of the row is what was drawn there."""
+        right = np.zeros(self.tokens_P.size, dtype=bool)
+        right[:-1] = (drawn_P[:-1] == self.tokens_P[1:]) & (self.offsets_P[1:] > 0)
+        return right
+
+    def leading(self, holds_P: npt.NDArray[np.bool_]) -> Ints:
+        """How many of each row's tokens it holds for, up to the first one for which it does not."""
+        places = np.where(holds_P, self.tokens_P.size, self.offsets_P)
+        found: Ints = np.minimum.reduceat(places, self.firsts_B[:-1])
+        return found
+
+
+class Speculation:
+    """Of one call.
+
+    Args:
+        config: What may be drafted.
+        operations: Find drafts.
+        history: What was said.
+        costs: Of a step; it has no more tokens than these tell of.
+        num_rows: Rows that decode at most.
+        forward: What is fed -> logits [P, V] after each token, and the experts of each, where they are recorded.
+    """
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        operations: Compiled,
+        history: History,
+        costs: Costs,
+        num_rows: int,
+        forward: Callable[[Drafted], tuple[Tensor, Tensor | None]],
+    ) -> None:
+        self.history = history
+        self.forward = forward
+        self._operations = operations
+        self._costs = costs
+        self._lookup = range(config.prompt_lookup_min, config.prompt_lookup_max + 1)
+        self._drafts_SK = torch.zeros(num_rows, config.num_speculative_tokens, dtype=torch.int64)
+        self._rates = np.full(self._lookup.stop, PRIOR)
+        self._found: tuple[Ints, Ints, Ints] | None = None
+
+    def draft(self, rows: Rows, batch: int) -> Drafted | None:
+        """What to feed for the first `batch` rows; None: no draft, the newest tokens alone."""
+        limits_B = rows.rooms_S[:batch] - rows.counts_S[:batch] - 1  # one more is drawn after the last
+        drafts_BK = self._drafts_SK[:batch]
+        counts, matched = self._operations.draft(
+            self.history, self.history.slots(batch), limits_B, self._lookup, drafts_BK
+        )
+        counts_B, matched_B, drafts = counts.numpy(), matched.numpy(), drafts_BK.numpy()
+        if not counts_B.any():
+            self._found = None
+            return None
+        self._found = (counts_B, matched_B, drafts[:, 0].copy())
+        chosen_B = self._chosen(counts_B, matched_B, rows.positions_S[:batch].numpy() + 1)
+        if chosen_B is None:
+            return None
+        firsts_B = np.zeros(batch + 1, dtype=np.int64)
+        np.cumsum(chosen_B + 1, out=firsts_B[1:])
+        rows_P = np.repeat(np.arange(batch), chosen_B + 1)
+        offsets_P = np.arange(rows_P.size) - firsts_B[rows_P]
+        newest_P = rows.tokens_S.numpy()[rows_P]
+        tokens_P = np.where(offsets_P > 0, drafts[rows_P, offsets_P - 1], newest_P)
+        return Drafted(rows_P, offsets_P, firsts_B, tokens_P)
+
+    def _chosen(self, counts_B: Ints, matched_B: Ints, lengths_B: Ints) -> Ints | None:
+        """Drafted tokens of each row, the likeliest of all as long as they pay; None: none does."""
+        batch, most, steps = counts_B.size, self._drafts_SK.size(1), self._costs.steps
+        there_KB = np.arange(most)[:, None] < counts_B
+        places = np.flatnonzero(there_KB)
+        room = min(places.size, steps.size - 1 - batch)
+        if room < 1:
+            return None
+        likely_KB = np.multiply.accumulate(np.broadcast_to(self._rates[matched_B], (most, batch)), 0)
+        likely = likely_KB.ravel()[places]
+        order = np.argsort(-likely, kind="stable")[:room]
+        rows = places[order] % batch
+        slots = int(lengths_B.sum())
+        alone = steps[batch] + self._costs.slot * slots
+        longer = steps[batch + 1 : batch + 1 + room] + self._costs.slot * lengths_B[rows].cumsum()
+        longer += self._costs.slot * slots + self._costs.drafts
+        worth = (batch + likely[order].cumsum()) / longer
+        best = int(worth.argmax())
+        if worth[best] <= MARGIN * batch / alone:
+            return None
+        return np.bincount(rows[: best + 1], minlength=batch)
+
+    def took(self, drafted: Drafted, drawn_P: Ints, taken_B: Ints) -> None:
+        """What became of a step.
+
+        Args:
+            drafted: What was fed.
+            drawn_P: What was drawn after each token.
+            taken_B: Of each row how many of these came, up to its end.
+        """
+        used_P = drafted.offsets_P < taken_B[drafted.rows_P]
+        rows = drafted.rows_P[used_P]
+        self.history.add(rows, drafted.offsets_P[used_P], drawn_P[used_P], taken_B[rows])
+        fed_B = drafted.firsts_B[1:] - drafted.firsts_B[:-1] - 1
+        self.learn(drawn_P[drafted.firsts_B[:-1]], fed_B, drafted.leading(drafted.right(drawn_P)))
+
+    def learn(self, first_B: Ints, fed_B: Ints | None = None, accepted_B: Ints | None = None) -> None:
+        """What came after the last `draft`.
+
+        Args:
+            first_B: The next token of each row.
+            fed_B: Drafted tokens of each row that were fed; None: none.
+            accepted_B: Of these, how many came, one after the other.
+        """
+        if self._found is None:
+            return
+        (counts_B, matched_B, drafted_B), self._found = self._found, None
+        hits_B = ((drafted_B == first_B) & (counts_B > 0)).astype(np.int64)
+        tries_B = (counts_B > 0).astype(np.int64)
+        if fed_B is not None and accepted_B is not None:
+            hits_B = np.where(fed_B > 0, accepted_B, hits_B)
+            tries_B = np.where(fed_B > 0, np.minimum(accepted_B + 1, fed_B), tries_B)
+        hits, tries = (np.bincount(matched_B, each, self._rates.size) for each in (hits_B, tries_B))
+        self._rates = (self._rates * WINDOW + hits) / (WINDOW + tries)

@@ -1,0 +1,214 @@
+"""Tokens per second of the native engine with drafts from n-grams over those without, in one run, on a CPU.
+
+    python tools/bench_speculation.py                         # a model of 8 layers x 512; float32 and bfloat16
+    python tools/bench_speculation.py --dtype float32 --rows 1 8 --num-threads 1
+
+Two models of the same size, whose weights are made, not trained: what is compared is the time of steps, which does not
+depend on what the weights know.
+
+    repeats    each token has one that most often follows it (the output matrix holds the token's own embedding there),
+               in cycles of 8; now and then another comes, and with it another cycle. So the text repeats itself, with
+               breaks, as copied or tabular text does; `follows_frac` says how often the likely token came
+    random     any token follows any other: nothing can be drafted
+
+Nothing is told to the engine but `rollout.speculative`; it looks for drafts in prompts, 32 tokens of such text, and in
+what it samples itself. Both engines sample the same prompts with the same seed at temperature 1, in turns, and every
+token and log-probability must be equal, to the bit, or the run ends. One JSON line for each dtype:
+
+    cases      text and rows that decode at a time -> ratio, the median time without drafts over that with them;
+               processor_ratio, the same of processor time, which does not depend on what else the machine does;
+               drafted_frac, drafted tokens for each that came; accepted_frac, the part of the drafted ones that came;
+               tokens_per_step, for each row; tokens_per_s with drafts
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mrl.config import RolloutConfig
+from mrl.distributed import launch
+from mrl.engines.base import EngineSpec, SamplingConfig, WeightSlice
+from mrl.engines.native.engine import NativeEngine
+from mrl.models.base import ArchSpec
+from mrl.models.hf_config import arch_from_config
+from mrl.observe.benchmark import commit, device_name
+from mrl.schema.speculative import SpeculativeConfig
+from mrl.types import Prompt, Rollout
+from mrl.weights.init import random_init
+from mrl.weights.regions import whole
+from mrl.weights.tensors import allocate
+
+PROMPT_LEN = 32
+CYCLE = 8
+LIKELY = 0.995
+"""About the part of the tokens that follow as they mostly do."""
+
+MODELS: dict[str, dict[str, Any]] = {
+    "small": {"vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8},
+    "tiny": {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+}
+SHARED = {
+    "model_type": "qwen2",
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+TEXTS = ("repeats", "random")
+
+
+def main() -> None:
+    """Parses the command line, runs each dtype and prints its line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(MODELS), default="small")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], nargs="*", default=["float32", "bfloat16"])
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32], help="samples, of which 4 have a prompt")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    launch.start("cpu", num_threads=args.num_threads)
+    for dtype in args.dtype:
+        found = run_case(args.model, dtype, args.rows, args.new_tokens, args.repeats)
+        print(json.dumps(found), flush=True)
+    launch.stop()
+
+
+def run_case(model: str, dtype: str, rows: Sequence[int], new_tokens: int, repeats: int) -> dict[str, Any]:
+    """One comparison."""
+    arch = arch_from_config({**SHARED, **MODELS[model]})
+    cases: dict[str, dict[str, float]] = {}
+    for text in TEXTS:
+        engines = [engine_of(arch, dtype, text, method, max(rows), new_tokens) for method in (None, "ngram")]
+        cases |= {f"{text}, {count} rows": compare(arch, text, engines, count, new_tokens, repeats) for count in rows}
+        for engine in engines:
+            engine.close()
+    return {
+        "bench": "speculation",
+        "model": f"{arch.num_layers} layers, hidden {arch.hidden_size}, vocabulary {arch.vocab_size}",
+        "dtype": dtype,
+        "new_tokens": new_tokens,
+        "speculative": {"num_speculative_tokens": SpeculativeConfig.num_speculative_tokens},
+        "cases": cases,
+        "device": device_name("cpu"),
+        "num_threads": torch.get_num_threads(),
+        "versions": {"torch": torch.__version__},
+        "commit": commit(),
+    }
+
+
+def followers(vocab_size: int) -> torch.Tensor:
+    """The token that mostly follows each: the next of its cycle."""
+    order = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(0))
+    cycles = order[: vocab_size // CYCLE * CYCLE].view(-1, CYCLE)
+    follows = torch.arange(vocab_size)
+    follows[cycles] = cycles.roll(-1, 1)
+    return follows
+
+
+def engine_of(arch: ArchSpec, dtype: str, text: str, method: Any, num_rows: int, new_tokens: int) -> NativeEngine:
+    """With the weights of a text."""
+    config = RolloutConfig(
+        prompt_length=PROMPT_LEN,
+        response_length=new_tokens,
+        max_num_seqs=num_rows,
+        gpu_memory_utilization=0.2,
+        speculative=SpeculativeConfig(method=method),
+    )
+    spec = EngineSpec(
+        config=config,
+        arch=arch,
+        tp_group=None,
+        device=torch.device("cpu"),
+        dtype=getattr(torch, dtype),
+        decode=str,
+        model_folder=lambda _: Path(),  # this engine reads no files
+        timeout_s=60.0,
+        trains_on_logprobs=False,
+    )
+    engine = NativeEngine(spec)
+    layout = engine.layout()
+    weights = allocate(layout)
+    random_init(arch, layout, weights, seed=0)
+    if text == "repeats":
+        embed = weights["embed"]
+        embed.copy_(torch.randn(embed.shape, generator=torch.Generator().manual_seed(1)))  # above what layers add
+        logit = math.log(arch.vocab_size * LIKELY / (1 - LIKELY))
+        weights["lm_head"][followers(arch.vocab_size)] = embed * (logit / arch.hidden_size)
+    engine.begin_update()
+    engine.update_weights([WeightSlice(name, whole(value.shape), value) for name, value in weights.items()])
+    engine.finish_update(0)
+    return engine
+
+
+def compare(
+    arch: ArchSpec, text: str, engines: Sequence[NativeEngine], num_rows: int, new_tokens: int, repeats: int
+) -> dict[str, float]:
+    """Without drafts and with them.
+
+    Raises:
+        RuntimeError: Their tokens or log-probabilities differ.
+    """
+    num_prompts = -(-num_rows // 4)
+    prompts = [Prompt(uid, tuple(ids), "") for uid, ids in enumerate(prompts_of(arch, text, num_prompts))]
+    sampling = SamplingConfig(n=num_rows // num_prompts, max_tokens=new_tokens, ignore_eos=True)
+    times: list[list[tuple[float, float]]] = [[], []]
+    for _ in range(1 + repeats):
+        rollouts = []
+        for engine, taken in zip(engines, times, strict=True):
+            began = time.perf_counter(), time.process_time()
+            rollouts.append(engine.generate(prompts, sampling))
+            taken.append((time.perf_counter() - began[0], time.process_time() - began[1]))
+        if [bits(each) for each in rollouts[0]] != [bits(each) for each in rollouts[1]]:
+            raise RuntimeError(f"tokens or log-probabilities of {num_rows} rows differ with drafts")
+    # the first of each warms up
+    plain_s, drafted_s = (statistics.median(wall for wall, _ in one[1:]) for one in times)
+    plain_cpu_s, drafted_cpu_s = (statistics.median(processor for _, processor in one[1:]) for one in times)
+    stats = engines[1].stats()
+    drafted = max(stats["drafted_tokens"], 1.0)
+    return {
+        "ratio": round(plain_s / drafted_s, 2),
+        "processor_ratio": round(plain_cpu_s / drafted_cpu_s, 2),
+        "follows_frac": follows_frac(rollouts[0], followers(arch.vocab_size)),
+        "drafted_frac": round(stats["drafted_tokens"] / stats["decode_tokens"], 3),
+        "accepted_frac": round(stats["accepted_tokens"] / drafted, 3),
+        "tokens_per_step": round((new_tokens - 1) / stats["decode_steps"], 2),
+        "tokens_per_s": round(len(prompts) * sampling.n * new_tokens / drafted_s),
+    }
+
+
+def prompts_of(arch: ArchSpec, text: str, count: int) -> list[list[int]]:
+    """Of the text that is to go on."""
+    ids_BT = torch.randint(0, arch.vocab_size, (count, PROMPT_LEN), generator=torch.Generator().manual_seed(count))
+    if text == "repeats":
+        follows = followers(arch.vocab_size)
+        for place in range(1, PROMPT_LEN):
+            ids_BT[:, place] = follows[ids_BT[:, place - 1]]
+    found: list[list[int]] = ids_BT.tolist()
+    return found
+
+
+def bits(rollout: Rollout) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """What must be equal."""
+    return tuple(rollout.response_ids), tuple(rollout.rollout_logprobs)
+
+
+def follows_frac(rollouts: Sequence[Rollout], follows: torch.Tensor) -> float:
+    """The part of the tokens that are what mostly follows the one before."""
+    ids_BT = torch.tensor([rollout.response_ids for rollout in rollouts])
+    return round(float((follows[ids_BT[:, :-1]] == ids_BT[:, 1:]).float().mean()), 3)
+
+
+if __name__ == "__main__":
+    main()

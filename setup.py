@@ -27,7 +27,7 @@ setup(
     package_dir={
         "": "."
     },  # an editable install is then a folder on the path, and wins over a clone named mrl in the cwd
-    package_data={"mrl": ["py.typed", "docs/*.md", "docs/mkdocs.yml", "engines/native/*.c"]},
+    package_data={"mrl": ["py.typed", "docs/*.md", "docs/mkdocs.yml", "kernels/*.c", "kernels/*.h"]},
     ext_modules=[  # without a compiler torch does its work, in more passes over memory
         Extension("mrl.weights._copying", ["mrl/weights/_copying.c"], extra_compile_args=["-O3"], optional=True)
     ],

@@ -380,6 +380,9 @@ class RolloutConfig:
     """Free the KV cache between samplings, and the engine's weights while training."""
     enforce_eager: bool = False
     """No CUDA graphs; on a CPU the native engine compiles nothing."""
+    true_on_policy: bool = False
+    """Engine and actor compute by the same functions in the same order: the actor's log-probability of a sampled token
+    is the engine's in every bit, and each step checks it before its update. On a CPU, `name=native`, dense models."""
     calculate_log_probs: bool = True
     """Must be true: sampling-time log-probabilities are pi_old."""
     enable_rollout_routing_replay: bool = False

@@ -214,6 +214,7 @@ ROWS = {
         refused="such a prompt could not be read",
     ),
     "rollout.enable_prefix_caching": row("rollout.enable_prefix_caching=false"),
+    "rollout.true_on_policy": row("rollout.true_on_policy=true"),
     "rollout.gpu_memory_utilization": row("rollout.gpu_memory_utilization=1e-9", refused="MiB for the KV cache"),
     "rollout.free_cache_engine": row("rollout.free_cache_engine=false"),
     "rollout.engine_kwargs": row(

@@ -95,7 +95,7 @@ def test_the_wheel_holds_every_module_and_imports(tmp_path):
     subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("mrl-*.whl")
     held = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("mrl/")}
-    others = {PACKAGE / "py.typed", *(PACKAGE / "engines/native").glob("*.c"), *(PACKAGE / "docs").iterdir()}
+    others = {PACKAGE / "py.typed", *(PACKAGE / "kernels").glob("*.[ch]"), *(PACKAGE / "docs").iterdir()}
     extension = {name for name in held if name.startswith("mrl/weights/_copying.") and name.endswith((".so", ".pyd"))}
     assert len(extension) <= 1  # none where there is no compiler
     assert held - extension == {path.relative_to(ROOT).as_posix() for path in [*modules(), *others]}

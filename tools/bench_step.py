@@ -1,10 +1,11 @@
-"""Speed of one whole iteration: GRPO's against TRL's GRPOTrainer, or PPO's against GRPO's, in one run.
+"""Speed of one whole iteration: against TRL's GRPOTrainer, or of PPO or true on-policy mode against mrl's own GRPO.
 
     python tools/bench_step.py                     # all cases, fp32 and bf16
     python tools/bench_step.py --quick             # a few iterations of small models
     python tools/bench_step.py --case small --dtype float32 --iterations 20
     python tools/bench_step.py --device cuda --case middle --dtype bfloat16
     python tools/bench_step.py --algorithm ppo     # with a critic of the actor's size, against mrl's own GRPO
+    python tools/bench_step.py --true-on-policy    # the price of rollout.true_on_policy, against mrl without it
 
 An iteration of mrl is refit, rollout, reward, pack, update and log, as `mrl train` runs it, in one process. One
 of TRL is what its `train()` does between two optimizer steps. Both start from one Hugging Face folder with random
@@ -16,7 +17,8 @@ what was fastest: "trl_batch". Then the two alternate, and the median of the rat
 line for each case and dtype. In the case "long_prompts" prompts are four times as long as answers.
 
 With `--algorithm ppo` the two are runs of mrl with the same model and batch: GRPO, and PPO whose critic begins as the
-actor and takes one optimizer step as the actor does. "ratio" is then PPO's time over GRPO's.
+actor and takes one optimizer step as the actor does. "ratio" is then PPO's time over GRPO's. With `--true-on-policy`
+they are GRPO with `rollout.true_on_policy` and without it, and "ratio" is the time with it over that without.
 """
 
 from __future__ import annotations
@@ -51,6 +53,9 @@ LEARNING_RATE = 1e-5
 SEED = 0
 PATTERN = "[02468]$"
 """Of the reward function "regex": 1 where the last word ends in an even digit."""
+
+Settings = dict[str, dict[str, Any]]
+"""Sections of a config and their fields."""
 
 
 @dataclass(frozen=True)
@@ -110,17 +115,20 @@ def main() -> None:
     parser.add_argument(
         "--algorithm", choices=["grpo", "ppo"], default="grpo", help="grpo: against TRL; ppo: against mrl's GRPO"
     )
+    parser.add_argument("--true-on-policy", action="store_true", help="with rollout.true_on_policy against without")
     add_device(parser)
     args = parser.parse_args()
+    if args.true_on_policy and args.algorithm == "ppo":
+        parser.error("--true-on-policy is measured with GRPO: leave --algorithm out")
+    bench = "step_ppo" if args.algorithm == "ppo" else "step_true_on_policy" if args.true_on_policy else "step"
+    run = {"step": run_case, "step_ppo": run_ppo_case, "step_true_on_policy": run_true_on_policy_case}[bench]
     transformers.logging.set_verbosity_error()
     for name in args.case:
         case = (QUICK if args.quick else CASES)[name]
         for dtype in args.dtype:
             iterations = args.iterations or (3 if args.quick else 9)
             with tempfile.TemporaryDirectory() as folder:
-                run = run_ppo_case if args.algorithm == "ppo" else run_case
                 found = run(case, dtype, Path(folder), args.device, iterations=iterations, num_threads=args.num_threads)
-            bench = "step_ppo" if args.algorithm == "ppo" else "step"
             print(json.dumps({"bench": bench, "case": name, "quick": args.quick, **found}), flush=True)
 
 
@@ -160,28 +168,63 @@ def run_case(case: Case, dtype: str, folder: Path, device: str, *, iterations: i
 def run_ppo_case(
     case: Case, dtype: str, folder: Path, device: str, *, iterations: int, num_threads: int
 ) -> dict[str, Any]:
-    """PPO against GRPO: two runs in processes of their own that step in turn, the first of them by turns too."""
+    """PPO against GRPO."""
+    critic = {"lr": LEARNING_RATE, "adam_beta2": 0.999, "clip_grad": 1.0}
+    runs: dict[str, Settings] = {"grpo": {}, "ppo": {"algorithm": {"name": "ppo"}, "critic": critic}}
+    return run_two(runs, case, dtype, folder, device, iterations=iterations, num_threads=num_threads)
+
+
+def run_true_on_policy_case(
+    case: Case, dtype: str, folder: Path, device: str, *, iterations: int, num_threads: int
+) -> dict[str, Any]:
+    """GRPO with `rollout.true_on_policy` against GRPO without."""
+    runs: dict[str, Settings] = {"off": {}, "on": {"rollout": {"true_on_policy": True}}}
+    return run_two(runs, case, dtype, folder, device, iterations=iterations, num_threads=num_threads)
+
+
+def run_two(
+    runs: dict[str, Settings],
+    case: Case,
+    dtype: str,
+    folder: Path,
+    device: str,
+    *,
+    iterations: int,
+    num_threads: int,
+) -> dict[str, Any]:
+    """The second run's time over the first's: they step in turn in processes of their own, the first by turns too.
+
+    Args:
+        runs: By name what each has beside `job_config`.
+        case: Model and batch.
+        dtype: Of the model.
+        folder: Holds inputs and runs.
+        device: Of both.
+        iterations: Timed steps of each.
+        num_threads: Of each.
+    """
     write_inputs(case, folder)
-    times: dict[str, list[float]] = {"grpo": [], "ppo": []}
-    phases: dict[str, list[dict[str, float]]] = {"grpo": [], "ppo": []}
+    first, second = runs
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    phases: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
     processes = multiprocessing.get_context("spawn")
     pipes = {}
-    for name in times:
+    for name, more in runs.items():
         place = folder / name
         place.mkdir()
         steps = WARM_UP + iterations
-        config = job_config(case, dtype, folder, device, num_threads, steps=steps, algorithm=name, place=place)
+        config = job_config(case, dtype, folder, device, num_threads, steps=steps, more=more, place=place)
         pipes[name], theirs = processes.Pipe()
         processes.Process(target=step_when_told, args=(config, case, theirs), daemon=True).start()
         theirs.close()
     for step in range(1, WARM_UP + iterations + 1):
-        for name in sorted(pipes, reverse=step % 2 == 0):
+        for name in (second, first) if step % 2 == 0 else (first, second):
             pipes[name].send(step)
             seconds, timings = pipes[name].recv()  # EOFError where the run failed, which has told why
             if step > WARM_UP:
                 times[name].append(seconds)
                 phases[name].append(timings)
-    ratios = [ppo / grpo for ppo, grpo in zip(times["ppo"], times["grpo"], strict=True)]
+    ratios = [theirs / base for theirs, base in zip(times[second], times[first], strict=True)]
     return {
         **described(case, dtype),
         **told(ratios),
@@ -290,10 +333,10 @@ def job_config(
     num_threads: int,
     *,
     steps: int,
-    algorithm: str = "grpo",
+    more: Settings | None = None,
     place: Path | None = None,
 ) -> mrl_config.Config:
-    """The run, as a YAML file gives it: of the inputs in `folder`, in `place` or there."""
+    """The run, as a YAML file gives it: of the inputs in `folder`, in `place` or there; `more` goes into it."""
     settings: dict[str, Any] = {
         "run": {
             "output_dir": str((place or folder) / "run"),
@@ -316,13 +359,13 @@ def job_config(
             "ignore_eos": True,
             "max_num_seqs": case.prompts * case.samples,
         },
-        "algorithm": {"name": algorithm},
+        "algorithm": {"name": "grpo"},
         "reward": {"functions": [{"name": "regex", "kwargs": {"pattern": PATTERN}}]},
         "data": {"train_files": [str(folder / "train.jsonl")]},
         "observe": {"console": "off", "report": False},
     }
-    if algorithm == "ppo":
-        settings["critic"] = {"lr": LEARNING_RATE, "adam_beta2": 0.999, "clip_grad": 1.0}
+    for section, values in (more or {}).items():
+        settings[section] = {**settings.get(section, {}), **values}
     path = (place or folder) / "run.yaml"
     path.write_text(json.dumps(settings))  # JSON is YAML
     return mrl_config.load(path)

@@ -60,6 +60,22 @@ def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
+def sum_in_rank_order(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Collective over `group`: the elementwise sum, the same bits wherever and how many numbers are summed.
+
+    It begins with the first rank's numbers, adds those of the next to it, and so on, in fp32, rounded once at the end.
+    """
+    size = dist.get_world_size(group)
+    if size == 1:
+        return partial
+    parts = [torch.empty_like(partial, memory_format=torch.contiguous_format) for _ in range(size)]
+    dist.all_gather(parts, partial.contiguous(), group=group)
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total.to(partial.dtype)
+
+
 def all_gather_ragged(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Collective over `group`: the ranks' rows, one rank after the other.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,19 @@ class VocabShard:
     group: dist.ProcessGroup | None = None
 
 
+class Head(Protocol):
+    """Computes logits and log-probabilities in the bits in which an engine does; holds the output weight."""
+
+    def logits(self, hidden_CH: Tensor) -> Tensor:
+        """This rank's columns, padding included."""
+
+    def whole(self, logits_CV: Tensor) -> Tensor:
+        """Collective over `VocabShard.group`: the columns of all ranks, without padding."""
+
+    def logprobs(self, whole_CV: Tensor, targets_C: Tensor, temperature: float) -> Tensor:
+        """Of the targets, fp32 [C]: log softmax(logits / temperature)."""
+
+
 def linear_logprobs(
     hidden_PH: Tensor,
     weight_VH: Tensor,
@@ -59,6 +72,7 @@ def linear_logprobs(
     shard: VocabShard,
     distribution: Distribution,
     support: Support | None = None,
+    head: Head | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Collective over `shard.group`: log p(target) and entropy of softmax(hidden weight^T / temperature), by row.
 
@@ -74,6 +88,7 @@ def linear_logprobs(
         shard: Which tokens the weight's rows are.
         distribution: Temperature, chunk size.
         support: Tokens kept at each of the R rows, the same on all ranks of the group; None: all.
+        head: Computes the values; gradients and entropy are those of its logits. None: PyTorch does.
 
     Returns:
         logprobs_R and entropy_R in nats, fp32, both differentiable. Logits are in the dtype of the weight,
@@ -89,7 +104,7 @@ def linear_logprobs(
     if support is not None and support.counts_R.numel() != rows_R.numel():
         raise ValueError(f"a support of {support.counts_R.numel()} rows came, expected one of {rows_R.numel()}")
     logprobs_R, entropy_R = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_PH, weight_VH, rows_R, targets_R, shard, distribution, support
+        hidden_PH, weight_VH, rows_R, targets_R, shard, distribution, support, head
     )
     return logprobs_R, entropy_R
 
@@ -105,6 +120,7 @@ class _LinearLogprobs(torch.autograd.Function):
         shard: VocabShard,
         distribution: Distribution,
         support: Support | None,
+        head: Head | None,
     ) -> tuple[Tensor, Tensor]:
         weight = weight_VH[: shard.size]
         # of this rank's tokens, at each row: largest logit m; sums of e^(x-m) and (x-m) e^(x-m); the target's logit
@@ -112,9 +128,15 @@ class _LinearLogprobs(torch.autograd.Function):
         powers: Tensor | None = None
         chunks = _chunks(rows_R.numel(), distribution.chunk_rows)
         kept = _kept(support, chunks)
+        told: list[Tensor] = []  # by the head
         for part, own_kept in zip(chunks, kept, strict=True):
             del powers  # the last chunk's, before this chunk's logits exist
-            logits, own = _scaled_logits(hidden_PH, weight, rows_R[part], targets_R[part], shard, distribution)
+            if head is None:
+                logits, own = _scaled_logits(hidden_PH, weight, rows_R[part], targets_R[part], shard, distribution)
+            else:
+                raw = head.logits(hidden_PH.index_select(0, rows_R[part]))
+                told.append(_logprobs_of_head(head, raw, targets_R[part], distribution.temperature, own_kept))
+                logits, own = _scaled(raw[:, : shard.size], targets_R[part], shard, distribution)
             target = logits.gather(1, own.clamp(min=0)[:, None]).squeeze(1) if shard.size else partial[3, part]
             if own_kept is not None:
                 _drop(logits, own, own_kept, shard)
@@ -138,7 +160,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.shard, ctx.distribution, ctx.kept = shard, distribution, kept
         ctx.powers, ctx.largest = powers, partial[0]
         ctx.set_materialize_grads(False)
-        return target - normalizer, entropy
+        return torch.cat(told) if told else target - normalizer, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -184,7 +206,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_weight[: shard.size].addmm_(scaled.T, hidden)
             else:
                 grad_weight[: shard.size] += scaled.T @ hidden
-        return grad_hidden.to(hidden_PH.dtype), grad_weight.to(weight_VH.dtype), None, None, None, None, None
+        return grad_hidden.to(hidden_PH.dtype), grad_weight.to(weight_VH.dtype), None, None, None, None, None, None
 
 
 def _chunks(count: int, size: int) -> list[slice]:
@@ -195,10 +217,25 @@ def _scaled_logits(
     hidden_PH: Tensor, weight: Tensor, rows: Tensor, targets: Tensor, shard: VocabShard, distribution: Distribution
 ) -> tuple[Tensor, Tensor]:
     """Logits over the temperature, fp32 [C, shard.size], and each target's column here, -1 if it is elsewhere."""
-    logits = F.linear(hidden_PH.index_select(0, rows), weight).float()
+    return _scaled(F.linear(hidden_PH.index_select(0, rows), weight), targets, shard, distribution)
+
+
+def _scaled(logits: Tensor, targets: Tensor, shard: VocabShard, distribution: Distribution) -> tuple[Tensor, Tensor]:
+    """As `_scaled_logits`, of logits, which may be overwritten."""
+    logits = logits.float()
     if distribution.temperature != 1.0:
         logits.div_(distribution.temperature)
     return logits, _own_columns(targets, shard)
+
+
+def _logprobs_of_head(head: Head, logits: Tensor, targets: Tensor, temperature: float, kept: Support | None) -> Tensor:
+    """Collective over the group: log-probabilities of a chunk's targets, of what is kept of softmax(logits / T)."""
+    whole = head.whole(logits)
+    if kept is None:
+        return head.logprobs(whole, targets, temperature)
+    whole = whole.float() / temperature
+    _drop(whole, targets, kept, VocabShard(0, whole.size(1)))
+    return head.logprobs(whole, targets, 1.0)
 
 
 def _own_columns(targets: Tensor, shard: VocabShard) -> Tensor:

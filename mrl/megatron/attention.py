@@ -61,6 +61,8 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core h
         query_slots: Row of this rank in each slot of a query; padding repeats some row.
         row_to_slot: For each row of this rank the slot of a query that holds it, and whose output it gets.
         keys: Row among those of all ranks in each slot of a key.
+        row_to_first: For each row of this rank the slot of its sequence's first key.
+        positions: Of each row of this rank in its sequence.
         routing: What the routers of a mixture of experts must know; None for a dense model.
         group: The ranks that share the microbatch; None: this one has it alone.
     """
@@ -69,6 +71,8 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core h
     query_slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     row_to_slot: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     keys: Copies | None = None
+    row_to_first: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     routing: Routing | None = None
     group: dist.ProcessGroup | None = None
 
@@ -97,8 +101,9 @@ def pack(
     runs = own_runs(size, rank, lens, prefixes)
     count = prefixes.origin_D.numel()
     packed = PackedSequences(qkv_format="sbhd", max_seqlen_q=max(lens), max_seqlen_kv=max(lens), group=group)
-    query_parts, key_parts, row_to_slot = [], [], torch.empty(count // size, dtype=torch.int64)
-    offset = 0
+    query_parts, key_parts = [], []
+    row_to_slot, row_to_first, positions = torch.empty(3, count // size, dtype=torch.int64)
+    offset = key_offset = 0
     for members, is_whole in _similar(runs, extends=size == 1):
         first, begin, end = (tokens[members][:, None] for tokens in (runs.first_N, runs.begin_N, runs.end_N))
         start = first if is_whole else begin
@@ -108,6 +113,8 @@ def pack(
         slots_BQ = offset + torch.arange(rows_BQ.numel()).view_as(rows_BQ)
         own = (start + column >= begin) & (start + column < end)
         row_to_slot[rows_BQ[own]] = slots_BQ[own]
+        row_to_first[rows_BQ[own]] = (key_offset + torch.arange(len(members))[:, None] * longest).expand_as(own)[own]
+        positions[rows_BQ[own]] = (start + column - first)[own]
         at_once = longest <= LONGEST_AT_ONCE and device.type == "cpu" and dtype == torch.float32
         unseen = None
         if not is_whole:
@@ -120,8 +127,10 @@ def pack(
         query_parts.append(rows_BQ.flatten())
         key_parts.append(runs.row_P[torch.minimum(first + key_column, end - 1)].flatten())
         offset += rows_BQ.numel()
+        key_offset += len(members) * longest
     packed.query_slots = torch.cat(query_parts).to(device)
-    packed.row_to_slot = row_to_slot.to(device)
+    packed.row_to_slot, packed.row_to_first = row_to_slot.to(device), row_to_first.to(device)
+    packed.positions = positions.to(device)
     packed.keys = copies(torch.cat(key_parts), count, device)
     return packed
 

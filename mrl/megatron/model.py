@@ -33,9 +33,11 @@ from torch import Tensor
 
 from mrl.config import ActorConfig, MegatronConfig, ParallelConfig
 from mrl.functional.logprobs import Distribution, VocabShard, linear_logprobs
+from mrl.kernels.library import check_alike
 from mrl.megatron.attention import CoreAttention, PackedSequences
 from mrl.megatron.comparison import Compared
 from mrl.megatron.context import ContextTargets
+from mrl.megatron.exact import Head, Norm, Tables, angles_of, exact_layer
 from mrl.megatron.moe import load_balance, moe_config, with_router
 from mrl.megatron.norm import RMSNorm
 from mrl.megatron.passed import check_te, given_to, objects
@@ -103,27 +105,33 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
         te: bool,
         vp_stage: int | None,
         balance: LoadBalance | None = None,
+        tables: Tables | None = None,
     ) -> None:
         stage = {"ignore_virtual": False, "vp_stage": vp_stage}
         # the output layer would ask for Apex's kernel, and is not called as a module anyway
         outside = replace(config, gradient_accumulation_fusion=False) if config.gradient_accumulation_fusion else config
         super().__init__(
             outside,
-            _block_spec(config, arch.moe, te=te, vp_stage=vp_stage, balance=balance),
+            _block_spec(config, arch.moe, te=te, vp_stage=vp_stage, balance=balance, tables=tables),
             vocab_size=padded_vocab(arch, config.tensor_model_parallel_size),
             max_sequence_length=arch.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**stage),
             post_process=parallel_state.is_pipeline_last_stage(**stage),
             share_embeddings_and_output_weights=arch.tie_word_embeddings,
-            position_embedding_type="rope",
+            position_embedding_type="none" if tables else "rope",  # "none": our attention turns by its tables
             rotary_base=arch.rope_theta,
             vp_stage=vp_stage,
         )
-        self.arch = arch
+        self.arch, self._is_exact = arch, tables is not None
         if arch.value_head and self.post_process:
             self.output_layer = ValueHead(config)
-        if arch.rope_scaling is not None:
-            scaling = arch.rope_scaling
+        if not self._is_exact:
+            self._set_angles()
+        self._forget_weights()
+
+    def _set_angles(self) -> None:
+        if self.arch.rope_scaling is not None:
+            scaling = self.arch.rope_scaling
             self.rotary_pos_emb.inv_freq = self.rotary_pos_emb._apply_scaling(
                 self.rotary_pos_emb.inv_freq,
                 factor=scaling.factor,
@@ -132,7 +140,6 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
                 original_max_position_embeddings=scaling.original_max_position_embeddings,
             )
         self.rotary_pos_emb.cp_group = None  # angles are taken by position: they are not to be cut over ranks before
-        self._forget_weights()
 
     @torch.no_grad()
     def _forget_weights(self) -> None:
@@ -155,7 +162,7 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
     def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._preprocess(*args, **kwargs)
         packed = kwargs.get("packed_seq_params")
-        if isinstance(packed, PackedSequences) and packed.qkv_format == "sbhd":
+        if isinstance(packed, PackedSequences) and packed.qkv_format == "sbhd" and not self._is_exact:
             # one row of angles for each packed token; Megatron's own way slices them per sequence in every layer
             hidden, angles, *rest = prepared
             return (hidden, angles.index_select(0, kwargs["position_ids"].view(-1)), *rest)
@@ -193,6 +200,7 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
             shard=shard,
             distribution=labels.distribution,
             support=labels.support,
+            head=Head(weight, self.arch.vocab_size, self.pg_collection.tp) if self._is_exact else None,
         )
         if labels.compared is not None:
             scores += labels.compared.scores(hidden.squeeze(1), weight, labels.rows_R, shard)
@@ -208,6 +216,7 @@ def build_chunks(
     te: bool,
     balance: LoadBalance | None = None,
     megatron: MegatronConfig | None = None,
+    exact_positions: int = 0,
 ) -> list[ScoringModel]:
     """Collective over the job: this rank's chunks of the model, one for each virtual stage, parameters NaN.
 
@@ -219,9 +228,11 @@ def build_chunks(
         te: The layers are TransformerEngine's, not Megatron's local ones.
         balance: What the routers of a mixture of experts report to; None: one that nobody asks.
         megatron: What is passed on to Megatron.
+        exact_positions: Compute by the functions of the native engine (`exact.py`), in sequences of so many tokens at
+            most; 0: by PyTorch's.
 
     Raises:
-        UserError: Megatron refuses what is passed on.
+        UserError: Megatron refuses what is passed on, or nothing can be compiled here.
     """
     given = megatron.transformer if megatron else {}
     check_te("transformer", given, te=te)
@@ -229,9 +240,13 @@ def build_chunks(
     balance = balance or load_balance(arch, actor)
     stages = parallel.virtual_pipeline_model_parallel_size or 1
     virtual = stages > 1
+    tables = None
+    if exact_positions:
+        check_alike(dtype)
+        tables = angles_of(arch, exact_positions, dtype)
     with given_to("transformer", given):
         return [
-            ScoringModel(config, arch, te=te, vp_stage=stage if virtual else None, balance=balance)
+            ScoringModel(config, arch, te=te, vp_stage=stage if virtual else None, balance=balance, tables=tables)
             for stage in range(stages)
         ]
 
@@ -345,7 +360,13 @@ def _accumulating(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
 
 
 def _block_spec(
-    config: TransformerConfig, moe: MoeSpec | None, *, te: bool, vp_stage: int | None, balance: LoadBalance | None
+    config: TransformerConfig,
+    moe: MoeSpec | None,
+    *,
+    te: bool,
+    vp_stage: int | None,
+    balance: LoadBalance | None,
+    tables: Tables | None,
 ) -> Any:
     """Layers of one chunk: TransformerEngine's, whose attention also takes shared tokens, or Megatron's local ones.
 
@@ -360,11 +381,14 @@ def _block_spec(
         return _accumulating(with_router(layer, moe, balance), config)
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm", **experts)
     layer = with_router(layer, moe, balance)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    if tables is not None:
+        layer = exact_layer(layer, tables, qk_norm=config.qk_layernorm)
+        return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=Norm)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = CoreAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    count = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)

@@ -35,20 +35,30 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale: Tensor = norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()
+        scale = inverse_rms(x, eps)
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
+        return (x.float() * scale).mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        grad = grads[0].float()
-        unit = x.float() * scale
-        product = grad * unit
-        grad_weight = product.flatten(0, -2).sum(0)
-        # d x = r (w g - u mean(w g u)) with u = x r
-        along = (product @ weight.float()).div_(x.size(-1)).unsqueeze(-1)
-        grad_x = torch.addcmul(grad.mul(weight), unit, along, value=-1).mul_(scale)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        return *gradients(x, weight, scale, grads[0]), None
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """(mean x^2 + eps)^-1/2 of each row, fp32 [..., 1]."""
+    norm = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)
+    scale: Tensor = norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()
+    return scale
+
+
+def gradients(x: Tensor, weight: Tensor, scale: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Of x and of the weight, from that of the normed rows and the rows' `inverse_rms`."""
+    wide = grad.float()
+    unit = x.float() * scale
+    product = wide * unit
+    grad_weight = product.flatten(0, -2).sum(0)
+    # d x = r (w g - u mean(w g u)) with u = x r
+    along = (product @ weight.float()).div_(x.size(-1)).unsqueeze(-1)
+    grad_x = torch.addcmul(wide.mul(weight), unit, along, value=-1).mul_(scale)
+    return grad_x.to(x.dtype), grad_weight.to(weight.dtype)

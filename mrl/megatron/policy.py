@@ -18,6 +18,7 @@ from mrl.algorithms._distillation import Distillation
 from mrl.algorithms.base import Algorithm, required
 from mrl.config import Config
 from mrl.distributed.groups import ProcessGroups
+from mrl.errors import UserError
 from mrl.functional.logprobs import Distribution
 from mrl.functional.mismatch import mismatch_metrics, mismatch_sums, off_policy_metrics, off_policy_sums
 from mrl.functional.sampling import truncates
@@ -32,6 +33,10 @@ from mrl.types import RolloutBatch
 from mrl.weights.megatron import stage_layers
 from mrl.weights.tensors import choice_dtype
 
+DIFFERENCE = "training/rollout_logprobs_diff_max"
+DIFFERING = "training/rollout_logprobs_differing"
+"""With `rollout.true_on_policy`, of the first minibatch of a step: both are 0."""
+
 
 class Policy(Trainable):
     """The actor, and further sets of weights for its modules: the reference's, teachers'.
@@ -42,6 +47,7 @@ class Policy(Trainable):
 
     section: ClassVar[str] = "actor"
     loss_metric: ClassVar[str] = "actor/loss"
+    samples: ClassVar[bool] = True
 
     def __init__(self, config: Config, arch: ArchSpec, groups: ProcessGroups, device: torch.device) -> None:
         """Collective over the job: see `Trainable`; samples are scored under what `rollout` draws them from."""
@@ -192,6 +198,18 @@ class Policy(Trainable):
             self._schedule.comparison = None
         return algorithm.told(metrics)
 
+    def _refuse(self, metrics: dict[str, float]) -> None:
+        if metrics.get(DIFFERENCE, 0.0):
+            error = UserError(
+                f"rollout.true_on_policy=true, but the actor's log-probabilities of {metrics[DIFFERING]:.0f} "
+                f"tokens of this minibatch are not the engine's, by {metrics[DIFFERENCE]:.3g} at most: the weights "
+                "that sampled are not the actor's, or the two compute otherwise. The update was not made, and the last "
+                "checkpoint is not affected. Without the mode the run would go on, and report "
+                "training/rollout_probs_diff_max."
+            )
+            error.everywhere = True
+            raise error
+
     def _check(self, batch: RolloutBatch) -> None:
         if self._truncated and self._is_last_stage and batch.support_R is None:
             raise RuntimeError(
@@ -207,7 +225,17 @@ class Policy(Trainable):
         dist.all_reduce(added, group=self._groups.dp)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._groups.dp)
         sums, more = added[: sums.numel()], added[sums.numel() :]
-        return mismatch_metrics(sums, most[0]) | off_policy_metrics(more, most[1:], float(sums[0]))
+        found = mismatch_metrics(sums, most[0]) | off_policy_metrics(more, most[1:], float(sums[0]))
+        return found | self._differences(batch, logprobs_R) if self._exact else found
+
+    def _differences(self, batch: RolloutBatch, logprobs_R: Tensor) -> dict[str, float]:
+        """Collective over data-parallel: how many trained tokens' log-probabilities differ in any bit, and how far."""
+        diff_R = (logprobs_R - batch.rollout_logprobs_R)[batch.response_mask_R].abs().double()
+        count = (~(diff_R == 0.0)).sum()  # what is not a number differs
+        largest = torch.cat([diff_R.nan_to_num(nan=torch.inf), diff_R.new_zeros(1)]).max()
+        dist.all_reduce(count, group=self._groups.dp)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._groups.dp)
+        return {DIFFERENCE: float(largest), DIFFERING: float(count)}
 
 
 def sampled_distribution(config: Config) -> Distribution:

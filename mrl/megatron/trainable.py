@@ -58,6 +58,9 @@ class Trainable:
     loss_metric: ClassVar[str]
     """Name of the loss among them."""
 
+    samples: ClassVar[bool] = False
+    """Whether the engine samples by its weights: with `rollout.true_on_policy` it computes as the engine does."""
+
     trained: ClassVar[bool] = True
     """Whether it ever gets gradients."""
 
@@ -74,6 +77,7 @@ class Trainable:
         self._megatron = config.megatron
         self._dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         self._te = why_local(config, arch, device.type) is None
+        self._exact = self.samples and config.rollout.true_on_policy
         self._balance = load_balance(arch, config.actor)
         self.chunks = build_chunks(
             arch,
@@ -83,6 +87,7 @@ class Trainable:
             te=self._te,
             balance=self._balance,
             megatron=config.megatron,
+            exact_positions=config.rollout.longest if self._exact else 0,
         )
         for chunk in self.chunks:
             chunk.to(device)
@@ -273,6 +278,7 @@ class Trainable:
             self._balance.start([micro.packed.routing for micro in microbatches], self._groups.dp_cp)
         reports = self._schedule.run(microbatches, loss, backward=True)
         metrics = self._reduced(microbatches, reports, beside)
+        self._refuse(metrics)
         if self._balance is not None:
             balance = self._balance.metrics().items()
             metrics |= {name.replace("actor/", f"{self.section}/"): value for name, value in balance}
@@ -289,6 +295,9 @@ class Trainable:
             error.everywhere = True
             raise error
         return metrics | {f"{self.section}/grad_norm": float(grad_norm), f"{self.section}/lr": rate}
+
+    def _refuse(self, metrics: dict[str, float]) -> None:
+        """Raises on all ranks where the metrics of a step, before its update, say that it must not be made."""
 
     def _reduced(self, microbatches: list[Microbatch], reports: Reports, beside: Beside | None) -> dict[str, float]:
         """Collective over the model's replicas: reports summed over microbatches and data-parallel ranks."""

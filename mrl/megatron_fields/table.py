@@ -159,7 +159,7 @@ LACKING: Rows = {
         "moe_use_legacy_grouped_gemm": "refit and checkpoint know TransformerEngine's grouped experts, not these",
         "flash_decode use_inference_optimized_layers inference_fuse_tp_communication inference_rng_tracker "
         "inference_sampling_seed mlp_chunks_for_prefill symmetric_ar_type": _INFERENCE,
-        "batch_invariant_mode": "it needs an engine with the same kernels; mrl's engines have others",
+        "batch_invariant_mode": "its kernels are for GPUs, and no engine shares them; on a CPU: rollout.true_on_policy",
         "fused_single_qkv_rope": "Megatron has it for sequences that are not packed",
         "moe_layer_recompute": "Megatron replaced it: recompute_granularity=selective, recompute_modules=[moe]",
     },

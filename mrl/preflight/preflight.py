@@ -1,10 +1,10 @@
 """Refuses a run that cannot work, before any process group exists: ranges, rules between fields, rules with the model.
 
 Each section of the config has its rules in a file of its own here: `ranges.py` `parallel.py` `roles.py` `train.py`
-`off_policy.py` `rollout.py` `model.py` `data.py`, then `megatron.py`, `experts.py`, `engine.py` and `idle.py`, across
-sections. They need no tensor and no rank but this one. What a section alone decides stays with its owner: the
-algorithm's own fields in `algorithms/base.py`, rows of data in `data/`, values' types in `config.py`. All broken rules
-are told at once. It imports no torch.
+`off_policy.py` `rollout.py` `true_on_policy.py` `model.py` `data.py`, then `megatron.py`, `experts.py`, `engine.py` and
+`idle.py`, across sections. They need no tensor and no rank but this one. What a section alone decides stays with its
+owner: the algorithm's own fields in `algorithms/base.py`, rows of data in `data/`, values' types in `config.py`. All
+broken rules are told at once. It imports no torch.
 
     check_config(config, world_size)                   # needs no model
     check(config, arch, world_size, vocab_size, ...)   # the same rules, and those with model, tokenizer and algorithm
@@ -30,6 +30,7 @@ from mrl.preflight.ranges import fixed_rules, range_rules
 from mrl.preflight.roles import role_rules
 from mrl.preflight.rollout import length_rules, position_rules, sampling_rules
 from mrl.preflight.train import share_rules, step_rules
+from mrl.preflight.true_on_policy import expert_rule, true_on_policy_rules
 
 
 def check_config(
@@ -58,6 +59,7 @@ def check_config(
         *layout_rules(config, grid),
         *role_rules(config, grid, supervised=learns_from != "samples"),
         *off_policy_rules(config, supervised=learns_from != "samples"),
+        *true_on_policy_rules(config, grid, supervised=learns_from != "samples"),
         *step_rules(config, grid),
         *length_rules(config),
         *sampling_rules(config),
@@ -98,6 +100,7 @@ def check(
         *division_rules(arch, grid),
         *position_rules(config, arch),
         *expert_rules(config, arch, grid, supervised=learns_from != "samples"),
+        *expert_rule(config, arch),
         *engine_rules(config, arch),
         *blocks.refusals(config, arch),
         *vllm_blocks.refusals(config, arch),

@@ -39,6 +39,7 @@ from mrl.preflight.megatron import SWITCHES, check_switches
 from mrl.preflight.off_policy import corrected_ahead
 from mrl.preflight.parallel import grid_of
 from mrl.preflight.reward_model import check_reward_model, reward_arch
+from mrl.preflight.true_on_policy import check_device
 from mrl.rewards.scorer import Scorer
 from mrl.run.reward_text import Reader, reader_of
 from mrl.run.supervised import examples
@@ -126,6 +127,7 @@ def prepare(config: Config, *, resumes: bool = True) -> Plan:
     check_switches(config, launch.variables(*SWITCHES))
     found = check_run(local_models(config, download=True), here.world_size, launcher=here.launcher)
     transformer_engine.check(found.config, found.arch, device)
+    check_device(found.config, device)
     if config.rollout.name == vllm.NAME and vllm_package.installed() is None and found.needs_engine:
         raise UserError(f"rollout.name=vllm needs vLLM, which is not installed. {vllm_package.ADVICE}")
     if resumes:

@@ -6,7 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mrl.distributed.collectives import all_gather_ragged, all_to_all_ragged, raise_together, sum_over
+from mrl.distributed.collectives import (
+    all_gather_ragged,
+    all_to_all_ragged,
+    raise_together,
+    sum_in_rank_order,
+    sum_over,
+)
 from mrl.errors import UserError
 from tests.ranks import RankError, run_ranks
 
@@ -59,6 +65,19 @@ def test_sum_over_is_right_for_non_contiguous_input_and_leaves_it_alone():
     for total, kept in run_ranks(4, _sum_transposed):
         assert total == [[0.0, 12.0], [4.0, 16.0], [8.0, 20.0]]
         assert kept == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+
+
+def _sum_in_order(columns):
+    parts = torch.randn(4, 3, 50, generator=torch.Generator().manual_seed(1)).bfloat16()
+    own = parts[dist.get_rank()]
+    one = parts.float()
+    return sum_in_rank_order(own[:, columns], dist.group.WORLD), (((one[0] + one[1]) + one[2]) + one[3]).bfloat16()
+
+
+def test_a_sum_in_rank_order_has_the_same_bits_on_all_ranks_and_in_any_part():
+    for columns in (slice(None), slice(7, 8), slice(3, 40, 3)):
+        for total, expected in run_ranks(4, _sum_in_order, columns):
+            assert torch.equal(total, expected[:, columns])
 
 
 def _raise(user):

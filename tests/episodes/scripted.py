@@ -16,7 +16,7 @@ from mrl.config import load
 from mrl.distributed import launch
 from mrl.distributed.collectives import everyone
 from mrl.engines import _conversation
-from mrl.engines.native import compiled, operations, sampler
+from mrl.engines.native import compiled, operations
 from mrl.episodes import episodes
 from mrl.functional.sampling import stream_key
 from mrl.rollout.exchange import pack
@@ -154,8 +154,8 @@ def talked(words, form):
             (_conversation.Conversation, "asked", later), (episodes.Episodes, "run", begun),
             (episodes._Talk, "ask", stopped), (episodes._Talk, "answers", answered),
             (compiled.Compiled, "sample", operations.Operations.sample),
-            *((place, "uniforms", lambda keys, counts: (keys, counts)) for place in (sampler, operations)),
-            *((place, "draw", told.draw) for place in (sampler, operations)),
+            (operations, "uniforms", lambda keys, counts: (keys, counts)),
+            (operations, "draw", told.draw),
         ]  # fmt: skip
         before = [(place, name, getattr(place, name)) for place, name, _ in patched]
         for place, name, function in patched:
@@ -166,7 +166,7 @@ def talked(words, form):
             for place, name, function in before:
                 setattr(place, name, function)
         table, rollouts, _ = job.take(1)
-        batch = pack(rollouts, table, job.groups, config.train.batch_size).batch
+        batch = pack(rollouts, table, job.groups, config.train.batch_size, shares=True).batch
         scored, _ = job.policy.score(batch)
         ids = [part.tolist() for part in torch.split(batch.tokens_P, batch.seq_lens_B.tolist())]
         lens = batch.response_lens_B.tolist()

@@ -59,7 +59,7 @@ def sampled(policy: Policy, engine: RolloutEngine, cut: dict) -> tuple[StepBatch
     masses = {key: values for part in found for key, values in part.items()}
     mass = torch.tensor([value for key in sorted(masses) for value in masses[key]]).exp()
     assert abs(float(table["kept_mass"].sum() - mass.double().sum())) < 1e-4 * mass.numel()
-    return pack(rollouts, table, groups, 3), mass
+    return pack(rollouts, table, groups, 3, shares=True), mass
 
 
 def in_order(policy: Policy, batch: RolloutBatch, values: Tensor) -> Tensor:

@@ -108,6 +108,7 @@ CASES = [
     ),
     Case("enable_prefix_caching", False),
     Case("enable_prefix_caching", True, "trtllm_engine"),
+    Case("true_on_policy", True, WHOLE),
     Case("gpu_memory_utilization", 0.3),
     Case("free_cache_engine", False),
     Case("enforce_eager", True),

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.engines.native.kv_cache import KVCache
+from mrl.kernels.library import Library
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,12 @@ class PrefillAttention:
     Args:
         cache: Holds everything before each chunk.
         chunks: Sorted by `extent`.
+        compiled: Computes each token as if it was decoded; None: PyTorch's operators, chunks of one extent together.
     """
 
-    def __init__(self, cache: KVCache, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, cache: KVCache, chunks: Sequence[Chunk], compiled: Library | None = None) -> None:
         device = cache.keys[0].device
-        self._cache = cache
+        self._cache, self._compiled = cache, compiled
         self.positions_P = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks]).to(device)
         counts = torch.tensor([chunk.stop - chunk.start for chunk in chunks])
         self._rows_P = torch.tensor([chunk.row for chunk in chunks]).repeat_interleave(counts).to(device)
@@ -59,6 +61,8 @@ class PrefillAttention:
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         keys[self._rows_P, :, self.positions_P] = k_PKD
         values[self._rows_P, :, self.positions_P] = v_PKD
+        if self._compiled is not None:
+            return self._compiled.attend_at(q_PND, self._rows_P, self.positions_P, keys, values)
         outputs = []
         first = 0
         for start, stop, rows, mask in self._parts:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mrl.engines.native import machine
+from mrl.kernels import machine
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Of the steps that are measured."""

@@ -76,7 +76,8 @@ class NativeEngine(RolloutEngine):
             name: torch.zeros(stored.shape, dtype=DTYPES[stored.dtype], device=device)
             for name, stored in self._layout.items()
         }
-        between, problem = operations(compute_dtype(spec.dtype, device), device, eager=config.enforce_eager)
+        dtype, exact = compute_dtype(spec.dtype, device, exact=config.true_on_policy), config.true_on_policy
+        between, problem = operations(dtype, device, eager=config.enforce_eager, exact=exact)
         if problem is not None:
             self.notes = (f"the native engine computes by PyTorch's operators, slower than compiled ones: {problem}",)
         self._model = Decoder(
@@ -93,6 +94,7 @@ class NativeEngine(RolloutEngine):
                 if is_quantized(stored, grids)
             },
             operations=between,
+            exact=exact,
         )
         later_bytes = self._model.later_bytes(config.max_num_batched_tokens)
         if device.type == "cpu":  # a CPU gives zeros their memory when they are written

@@ -39,6 +39,7 @@ FIELDS: Fields = {
     "gpu_memory_utilization": Use("part of what is free at start, less what the model takes later, for the KV cache"),
     "free_cache_engine": Use("true: the KV cache is freed between rollouts, the weights too before an update"),
     "enforce_eager": Use("true: no CUDA graphs; on a CPU PyTorch's operators between products, nothing is compiled"),
+    "true_on_policy": Use("true: computes by the functions of the actor, each row in one order, on a CPU"),
     "enable_rollout_routing_replay": Use("true: the experts of each token are kept"),
     "engine_kwargs": refused("nothing would read it"),
     "multi_turn.enable": Use("true: episodes; one that waits holds up no other, and keeps its cache"),

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mrl.engines.native import machine
+from mrl.kernels import library, machine
 
 ROWS_HINT = 64
 """Rows that the inner product's order is chosen for; any value from 8 up gives the same order."""
@@ -99,6 +99,20 @@ TRANSPOSED = Form("transposed", lambda w_OI: w_OI.t().contiguous(), _transposed,
 """The weight [I, O]."""
 
 FORMS = {form.name: form for form in (PACKED, PLAIN, TRANSPOSED)}
+
+
+def row_by_row(outputs: int, dtype: torch.dtype) -> Form:
+    """The form by which the actor computes too: each element is one sum in one order, whatever the rows.
+
+    Raises:
+        UserError: Nothing can be compiled here.
+    """
+    compiled = library.required(dtype)
+
+    def product(x_PI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
+        return compiled.product(x_PI, packed, bias_O, outputs)
+
+    return Form("row_by_row", compiled.pack, product, least=1, multiple=1, copies=True)
 
 
 def form_of(shape: tuple[int, ...], dtype: torch.dtype) -> Form:

@@ -21,7 +21,6 @@ from torch import Tensor
 from mrl.engines._kept import add_step
 from mrl.engines._talk import Key
 from mrl.engines.base import SamplingConfig
-from mrl.engines.native.attention import PrefillAttention
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.model import Decoder
 from mrl.engines.native.parking import Move
@@ -128,7 +127,7 @@ class Generation:
         for chunks in self._chunks([group.prompt_len for group in groups], first_row, starts=starts):
             ids = [groups[chunk.row - first_row].prompt.prompt_ids[chunk.start : chunk.stop] for chunk in chunks]
             tokens_P = torch.tensor([token for part in ids for token in part], device=self._rows.tokens_S.device)
-            attention = PrefillAttention(self._cache, chunks)
+            attention = self._model.operations.prefill_attention(self._cache, chunks)
             ends = accumulate(chunk.stop - chunk.start for chunk in chunks)
             complete = {
                 end - 1: groups[chunk.row - first_row]

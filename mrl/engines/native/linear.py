@@ -4,7 +4,8 @@ Owns the choice of compute dtype and the packed copies of weights. On CUDA nothi
 product has the form that was measured to be the fastest for its shape (`forms`), at the price of one more copy of most
 matrices; the form is the same for any number of rows, on every rank and in every run of this machine: a run that goes
 on must have the numbers of one that never stopped. A CPU without bfloat16 instructions multiplies bfloat16 many times
-slower than float32, so there the copy is float32, and so are activations and KV cache.
+slower than float32, so there the copy is float32, and so are activations and KV cache. With `rollout.true_on_policy`
+all this gives way to the one form by which the actor computes too.
 
 A weight that is stored in FP8 is multiplied with its scales once for each refit, into a copy on every device: products
 are those of the weights that were quantised, with activations that are not.
@@ -16,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mrl.engines.native.forms import Form, form_of
+from mrl.engines.native.forms import Form, form_of, row_by_row
 from mrl.engines.native.scales import Scales
 
 
-def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of activations for stored weights of `dtype`."""
-    if device.type == "cpu" and dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
+def compute_dtype(dtype: torch.dtype, device: torch.device, *, exact: bool = False) -> torch.dtype:
+    """The dtype of activations for stored weights of `dtype`; `exact`: as the actor's are."""
+    if not exact and device.type == "cpu" and dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
         return torch.float32
     return dtype
 
@@ -35,13 +36,26 @@ class Linear:
         bias: Stored bias [out].
         dtype: Of the product.
         scales: Of a weight that is stored in FP8.
+        exact: In the form by which the actor computes too.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, scales: Scales | None = None) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        scales: Scales | None = None,
+        *,
+        exact: bool = False,
+    ) -> None:
         self._stored = (weight, bias)
         self._scales = scales
         self._dtype = dtype
-        self._form: Form | None = form_of(tuple(weight.shape), dtype) if packs(weight.device) else None
+        self._form: Form | None = None
+        if exact:
+            self._form = row_by_row(weight.size(0), dtype)
+        elif packs(weight.device):
+            self._form = form_of(tuple(weight.shape), dtype)
         self._weight, self._bias = weight, bias
 
     @property

@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from mrl.distributed.collectives import sum_in_rank_order
 from mrl.engines.native.experts import NAMES, Experts
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.linear import Linear, compute_dtype
 from mrl.engines.native.operations import Attention, HeadNorms, Heads, Operations
 from mrl.engines.native.scales import Scales
-from mrl.functional.rope import inverse_frequencies, scale_llama3
+from mrl.kernels.rotary import rotary_tables
 from mrl.models.base import ArchSpec
 from mrl.weights.native import expert_shard
 
@@ -62,6 +63,7 @@ class Decoder:
         ep_size: Parts in which the replica's ranks spread the experts.
         scales: Of the weights that are stored in FP8, by their names.
         operations: Between products; None: PyTorch's.
+        exact: Products and sums over ranks are those by which the actor computes too; `operations` are of that kind.
 
     Attributes:
         dtype: Of activations, keys and values.
@@ -81,8 +83,9 @@ class Decoder:
         ep_size: int = 1,
         scales: Mapping[str, Scales] | None = None,
         operations: Operations | None = None,
+        exact: bool = False,
     ) -> None:
-        self._arch = arch
+        self._arch, self._exact = arch, exact
         self.operations = operations or Operations()
         self._weights = weights
         scales = scales or {}
@@ -94,17 +97,14 @@ class Decoder:
         self._embed_table = weights["embed"]
         self._first_token = tp_rank * self._embed_table.size(0)
         device = self._embed_table.device
-        self.dtype = compute_dtype(self._embed_table.dtype, device)
-        inv_freq = inverse_frequencies(arch.head_dim, arch.rope_theta)
-        if arch.rope_scaling is not None:
-            inv_freq = scale_llama3(inv_freq, **asdict(arch.rope_scaling))
-        angles = torch.outer(torch.arange(max_positions).float(), inv_freq).to(device)
+        self.dtype = compute_dtype(self._embed_table.dtype, device, exact=exact)
+        cos, sin = rotary_tables(arch, max_positions, self.dtype, device)
         self._heads = Heads(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             eps=arch.rms_norm_eps,
-            cos=torch.cat([angles.cos(), angles.cos()], 1).to(self.dtype),
-            sin=torch.cat([-angles.sin(), angles.sin()], 1).to(self.dtype),
+            cos=cos,
+            sin=sin,
         )
         self._experts: list[Experts] = []
         if arch.moe is not None:
@@ -116,7 +116,7 @@ class Decoder:
                 self._experts.append(Experts(arch.moe, inside, held, self.dtype, scaled, operations))
         self.is_capturable = all(experts.is_capturable for experts in self._experts)
         self._linears = {
-            name: Linear(weight, weights.get(f"{name}_bias"), self.dtype, scales.get(name))
+            name: Linear(weight, weights.get(f"{name}_bias"), self.dtype, scales.get(name), exact=exact)
             for name, weight in weights.items()
             if weight.dim() == 2
             and (name != "embed" or arch.tie_word_embeddings)
@@ -254,7 +254,10 @@ class Decoder:
         return self._sum(found.masked_fill_(elsewhere[:, None], 0))
 
     def _sum(self, partial: Tensor) -> Tensor:
-        """Collective over the replica: the sum of the ranks' partial results, in place."""
-        if self._tp_group is not None:
-            dist.all_reduce(partial, group=self._tp_group)
+        """Collective over the replica: the sum of the ranks' partial results, maybe in place."""
+        if self._tp_group is None:
+            return partial
+        if self._exact:
+            return sum_in_rank_order(partial, self._tp_group)
+        dist.all_reduce(partial, group=self._tp_group)
         return partial

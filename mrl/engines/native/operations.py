@@ -8,14 +8,14 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mrl.engines.native.attention import DecodeAttention
+from mrl.engines.native.attention import Chunk, DecodeAttention, PrefillAttention
 from mrl.engines.native.kv_cache import KVCache
 from mrl.functional.sampling import draw, uniforms
 
@@ -78,6 +78,10 @@ class Operations:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
+    def prefill_attention(self, cache: KVCache, chunks: Sequence[Chunk]) -> PrefillAttention:
+        """Of prompt chunks, sorted by `extent`."""
+        return PrefillAttention(cache, chunks)
+
     def decode_attention(self, cache: KVCache, positions_B: Tensor, length: int, num_heads: int) -> Attention:
         """Of one new token in each of the first B rows, whose longest has `length` slots."""
         return DecodeAttention(cache, positions_B, length, num_heads)
@@ -97,6 +101,10 @@ class Operations:
         logits = logits_NV.float()
         if temperature != 1.0:
             logits = logits.div_(temperature)
-        probs_NV = logits.softmax(1)
+        return self.sample_kept(logits, keys_N, counts_N, greedy=greedy)
+
+    def sample_kept(self, kept_NV: Tensor, keys_N: Tensor, counts_N: Tensor, *, greedy: bool) -> tuple[Tensor, Tensor]:
+        """As `sample`, of fp32 logits over the temperature, of which those that were dropped are -inf."""
+        probs_NV = kept_NV.softmax(1)
         tokens_N = probs_NV.argmax(1) if greedy else draw(probs_NV, uniforms(keys_N, counts_N))
         return tokens_N, probs_NV.gather(1, tokens_N[:, None]).squeeze(1).log()

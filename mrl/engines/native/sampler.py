@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native.operations import Operations
-from mrl.functional.sampling import draw, keep_threshold, truncates, uniforms
+from mrl.functional.sampling import keep_threshold, truncates
 
 
 class Sampler:
@@ -19,7 +19,7 @@ class Sampler:
 
     Args:
         sampling: The distribution.
-        operations: Draw from the whole softmax.
+        operations: Draw.
     """
 
     def __init__(self, sampling: SamplingConfig, operations: Operations) -> None:
@@ -53,8 +53,6 @@ class Sampler:
         threshold = keep_threshold(logits, sampling.top_k, sampling.top_p, sampling.min_p)
         if threshold is not None:
             logits = logits.masked_fill_(logits < threshold[:, None], -torch.inf)
-        probs_NV = logits.softmax(1)
-        tokens_N = probs_NV.argmax(1) if sampling.greedy else draw(probs_NV, uniforms(keys_N, counts_N))
-        logprobs_N = probs_NV.gather(1, tokens_N[:, None]).squeeze(1).log()
+        tokens_N, logprobs_N = self._operations.sample_kept(logits, keys_N, counts_N, greedy=sampling.greedy)
         kept = None if whole_N is None else (logits > -torch.inf, (logits.logsumexp(1) - whole_N).clamp_(max=0.0))
         return tokens_N, logprobs_N, kept

@@ -84,6 +84,11 @@ FIELDS: Fields = {
             ),
         )
     ),
+    "true_on_policy": refused(
+        "its kernels are not the actor's, and add a row's numbers in an order that follows from the batch",
+        lambda r: r.true_on_policy,
+        "Use rollout.name=native on a CPU, or leave it out.",
+    ),
     "enable_rollout_routing_replay": refused(
         "TensorRT-LLM's ModelRunner does not tell which experts it chose",
         lambda r: r.enable_rollout_routing_replay,

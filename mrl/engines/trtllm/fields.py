@@ -7,7 +7,17 @@ anything starts. It imports no torch.
 from __future__ import annotations
 
 from mrl.config import RolloutConfig
-from mrl.engines._fields import ANOTHERS, ENGINE_DIR, WHOLE_RESPONSES, Fields, Refusal, Use, no_drafts, passed
+from mrl.engines._fields import (
+    ANOTHERS,
+    ENGINE_DIR,
+    WHOLE_RESPONSES,
+    Fields,
+    Refusal,
+    Use,
+    no_drafts,
+    passed,
+    refused,
+)
 from mrl.engines.trtllm import routing
 from mrl.engines.trtllm.llm_fields import VERSION
 from mrl.errors import UserError
@@ -90,6 +100,11 @@ FIELDS: Fields = {
         "cuda_graph_config",
         does="none where true, else `CudaGraphConfig(enable_padding=True)`; none too where a 1.2 engine sleeps, since "
         "its own tests leave graphs out there",
+    ),
+    "true_on_policy": refused(
+        "its kernels are not the actor's, and add a row's numbers in an order that follows from the batch",
+        lambda r: r.true_on_policy,
+        "Use rollout.name=native on a CPU, or leave it out.",
     ),
     "enable_rollout_routing_replay": Use(
         "`enable_return_routed_experts`, and `return_routed_experts` of each request, with the CUTLASS experts and no "

@@ -143,6 +143,11 @@ FIELDS: Fields = {
         "vLLM frees nothing",
     ),
     "enforce_eager": passed("enforce_eager", does="always on a CPU"),
+    "true_on_policy": refused(
+        "its kernels are not the actor's; `VLLM_BATCH_INVARIANT`, on GPUs, makes them independent of the batch only",
+        lambda r: r.true_on_policy,
+        "Use rollout.name=native on a CPU, or leave it out.",
+    ),
     "enable_rollout_routing_replay": Use("vLLM's own hooks on its routers (`RoutedExpertsCapturer`)"),
     "engine_kwargs": Use(
         "arguments of `LLM` by their own names, under `vllm`: [which](vllm.md#arguments-of-its-own)",

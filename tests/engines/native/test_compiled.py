@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mrl.engines.native import compiled, machine
 from mrl.engines.native.compiled import Compiled, operations
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.operations import Heads, Operations
 from mrl.errors import UserError
 from mrl.functional.sampling import stream_key
+from mrl.kernels import library, machine
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -17,7 +17,7 @@ RTOL = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 """fp32 sums in another order; bf16 results are rounded once, PyTorch's after each operator."""
 ATOL = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
-needs_compiler = pytest.mark.skipif(compiled._library(torch.float32)[0] is None, reason="nothing can be compiled here")
+needs_compiler = pytest.mark.skipif(library.library(torch.float32)[0] is None, reason="nothing can be compiled here")
 
 
 @pytest.fixture(params=sorted(DTYPES))
@@ -171,10 +171,10 @@ def test_eager_and_other_devices_have_pytorchs_operators():
 
 @pytest.fixture
 def without_compiler(monkeypatch):
-    monkeypatch.setattr(compiled, "COMPILERS", ("no-such-compiler",))
-    compiled._library.cache_clear()
+    monkeypatch.setattr(library, "COMPILERS", ("no-such-compiler",))
+    library.library.cache_clear()
     yield
-    compiled._library.cache_clear()
+    library.library.cache_clear()
 
 
 def test_without_a_compiler_pytorchs_operators_run_and_the_reason_is_told(without_compiler):
@@ -205,9 +205,9 @@ def test_it_is_compiled_once_where_the_cache_folder_can_be_written(tmp_path, mon
         home.write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     made = []
-    compile_it = compiled._compile
-    monkeypatch.setattr(compiled, "_compile", lambda *given: made.append(given) or compile_it(*given))
+    compile_it = library._compile
+    monkeypatch.setattr(library, "_compile", lambda *given: made.append(given) or compile_it(*given))
     for _ in range(2):
-        compiled._library.cache_clear()
+        library.library.cache_clear()
         assert type(operations(torch.float32, CPU, eager=False)[0]) is Compiled
     assert len(made) == (1 if writable else 2)

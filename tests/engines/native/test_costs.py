@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mrl.engines.native import costs as module
-from mrl.engines.native import machine
 from mrl.engines.native.costs import ASSUMED, costs, curve, measured, of
+from mrl.kernels import machine
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mrl.engines.native import forms, machine
+from mrl.engines.native import forms
 from mrl.engines.native.forms import FORMS, PACKED, PLAIN, TRANSPOSED, form_of
 from mrl.engines.native.linear import packs
+from mrl.kernels import machine
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not packs(torch.device("cpu")), reason="this processor has one form")

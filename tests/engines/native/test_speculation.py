@@ -12,11 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mrl.engines.base import SamplingConfig
-from mrl.engines.native import compiled, drafting, streaming
+from mrl.engines.native import drafting, streaming
 from mrl.engines.native.costs import ASSUMED, Costs, of
 from mrl.engines.native.drafting import NOT_HERE, Drafting
 from mrl.engines.native.history import SEQUENCES_PER_ROW, History
 from mrl.engines.native.speculation import Speculation
+from mrl.kernels import library
 from mrl.schema.speculative import SpeculativeConfig
 from mrl.types import Prompt
 from tests.engines.native.streams import ALL, NARROW, SAMPLING, Parts, disturbed, exact, undisturbed, work_of
@@ -27,7 +28,7 @@ from tests.engines.native.tiny import make_checkpoint, make_engine
 from tests.observed import course
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(compiled._library(torch.float32)[0] is None, reason="nothing can be compiled here")
+pytestmark = pytest.mark.skipif(library.library(torch.float32)[0] is None, reason="nothing can be compiled here")
 
 CHEAP = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "vocab_size": 12}
 ON = SpeculativeConfig(method="ngram", prompt_lookup_min=1)

@@ -1,167 +1,56 @@
 /* What stands between the products of a decoder, in one pass over memory each, for one dtype: float32, or bfloat16 with
- * -DBF16. `compiled.py` compiles, loads and calls it.
+ * -DBF16. `library.py` compiles, loads and calls it.
  *
  * Every row is computed by one thread, in an order that depends on the row's own size alone: its bits depend neither on
- * the other rows nor on the threads. Sums and exponentials are fp32, the draw's cumulative sum is fp64.
+ * the other rows nor on the threads. Sums and exponentials are fp32, the draw's cumulative sum is fp64. What two of the
+ * exported functions compute alike is a function of its own (ALONE), so that both run the same instructions.
  *
  * Shapes: P packed tokens, B decoding rows, H columns, N heads and K KV heads, D head dim, I inner columns, V vocabulary.
  */
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-#if defined(BF16) && defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
+#include "vectors.h"
 
-#ifdef __AVX512F__
-#define LANES 16
-#else
-#define LANES 8
-#endif
-#define SMALL (1 << 14) /* elements: below it a second thread costs more than it does */
-#define SPAN 64         /* cache slots that attention takes at a time */
-#define BLOCK 256       /* tokens whose probabilities are summed together */
-
-typedef float vec __attribute__((vector_size(LANES * 4), aligned(4)));
-typedef int32_t ivec __attribute__((vector_size(LANES * 4), aligned(4)));
-typedef uint32_t uvec __attribute__((vector_size(LANES * 4), aligned(4)));
-typedef uint16_t hvec __attribute__((vector_size(LANES * 2), aligned(2)));
-
-#ifdef BF16
-typedef uint16_t T;
-
-static inline vec widen(hvec half) { return (vec)(__builtin_convertvector(half, uvec) << 16); }
-
-#ifdef __AVX512BF16__
-static inline hvec narrow(vec x) { return (hvec)_mm512_cvtneps_pbh((__m512)x); }
-#else
-static inline hvec narrow(vec x) { /* to nearest, ties to even; what is not a number stays so */
-    uvec bits = (uvec)x;
-    uvec rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    uvec is_nan = (uvec)(x != x);
-    return __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7fc0), hvec);
-}
-#endif
-
-static inline vec load(const T *from) { return widen(*(const hvec *)from); }
-static inline void store(T *to, vec x) { *(hvec *)to = narrow(x); }
-static inline vec round_to(vec x) { return widen(narrow(x)); }
-typedef hvec raw;
-#else
-typedef float T;
-static inline vec load(const T *from) { return *(const vec *)from; }
-static inline void store(T *to, vec x) { *(vec *)to = x; }
-static inline vec round_to(vec x) { return x; }
-typedef vec raw;
-#endif
-
-/* The last vector of a row that does not end on a whole one; the rest of it is `rest`. */
-static inline vec load_part(const T *from, int64_t count, float rest) {
-    T part[LANES] = {0};
-    memcpy(part, from, count * sizeof(T));
-    vec x = load(part);
-    for (int64_t i = count; i < LANES; i++) x[i] = rest;
-    return x;
-}
-
-static inline void store_part(T *to, vec x, int64_t count) {
-    T part[LANES];
-    store(part, x);
-    memcpy(to, part, count * sizeof(T));
-}
-
-static inline vec take(const T *from, int64_t left) { return left >= LANES ? load(from) : load_part(from, left, 0.0f); }
-
-static inline void put(T *to, vec x, int64_t left) {
-    if (left >= LANES) store(to, x);
-    else store_part(to, x, left);
-}
-
-static inline vec splat(float x) { return x - (vec){0}; }
-
-#if LANES == 16
-#define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
-#define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
-#else
-#define EVEN 0, 2, 4, 6, 8, 10, 12, 14
-#define ODD 1, 3, 5, 7, 9, 11, 13, 15
-#endif
-
-/* Sums of neighbours: those of a, then those of b. */
-static inline vec pairs(vec a, vec b) {
+#define SPAN 64   /* cache slots that attention takes at a time */
+#define BLOCK 256 /* tokens whose probabilities are summed together */
 #ifdef __clang__
-    return __builtin_shufflevector(a, b, EVEN) + __builtin_shufflevector(a, b, ODD);
+#define ALONE static __attribute__((noinline))
 #else
-    return __builtin_shuffle(a, b, (ivec){EVEN}) + __builtin_shuffle(a, b, (ivec){ODD});
+#define ALONE static __attribute__((noinline, noclone))
 #endif
-}
 
-/* The sum of each of LANES vectors. */
-static inline vec totals(vec *x) {
-    for (int width = LANES; width > 1; width /= 2)
-        for (int i = 0; i < width / 2; i++) x[i] = pairs(x[2 * i], x[2 * i + 1]);
-    return x[0];
-}
-
-static inline float total(vec x) {
-    for (int width = LANES; width > 1; width /= 2) x = pairs(x, x);
-    return x[0];
-}
-
-static inline vec choose(ivec where, vec a, vec b) { return (vec)((where & (ivec)a) | (~where & (ivec)b)); }
-
-static inline vec larger(vec a, vec b) { return choose(a > b, a, b); }
-
-/* e^x within 2 units in the last place; 0 below -87, what is not a number stays so. Cephes' polynomial. */
-static inline vec exponential(vec x) {
-    ivec tiny = x < -87.0f;
-    x = choose(x > 88.0f, splat(88.0f), x);
-    x = choose(tiny, splat(-87.0f), x);
-    vec shifted = x * 1.44269504088896341f + 12582912.0f; /* 1.5 x 2^23: the sum's last bits are the whole number */
-    vec whole = shifted - 12582912.0f;
-    vec r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-    vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    uvec power = ((uvec)shifted << 23) + (127u << 23) - ((uvec)splat(12582912.0f) << 23);
-    vec result = p * (vec)power;
-    return choose(tiny, (vec){0}, result);
+/* to = from / rms(from) * weight; `to` may be `from`. */
+ALONE void norm_row(const T *from, const T *weight, T *to, int64_t cols, float eps) {
+    vec squares = {0};
+    for (int64_t i = 0; i < cols; i += LANES) {
+        vec value = take(from + i, cols - i);
+        squares += value * value;
+    }
+    float scale = 1.0f / sqrtf(total(squares) / (float)cols + eps);
+    for (int64_t i = 0; i < cols; i += LANES)
+        put(to + i, take(from + i, cols - i) * scale * take(weight + i, cols - i), cols - i);
 }
 
 /* out[P, H] = x / rms(x) * weight; where there is a delta it is added to x first, in place. */
 void norm(T *x, const T *delta, const T *weight, T *out, int64_t rows, int64_t cols, float eps) {
 #pragma omp parallel for schedule(static) if (rows > 1 && rows * cols > SMALL)
     for (int64_t row = 0; row < rows; row++) {
-        T *own = x + row * cols, *to = out + row * cols;
-        const T *more = delta ? delta + row * cols : 0;
-        vec squares = {0};
-        for (int64_t i = 0; i < cols; i += LANES) {
-            vec value = take(own + i, cols - i);
-            if (more) {
-                value = round_to(value + take(more + i, cols - i));
-                put(own + i, value, cols - i);
-            }
-            squares += value * value;
-        }
-        float scale = 1.0f / sqrtf(total(squares) / (float)cols + eps);
-        for (int64_t i = 0; i < cols; i += LANES)
-            put(to + i, take(own + i, cols - i) * scale * take(weight + i, cols - i), cols - i);
+        T *own = x + row * cols;
+        if (delta)
+            for (int64_t i = 0; i < cols; i += LANES)
+                put(own + i, take(own + i, cols - i) + take(delta + row * cols + i, cols - i), cols - i);
+        norm_row(own, weight, out + row * cols, cols, eps);
     }
 }
 
-static inline void norm_head(T *head, const T *weight, int64_t dim, float eps) {
-    vec squares = {0};
-    for (int64_t i = 0; i < dim; i += LANES) {
-        vec value = take(head + i, dim - i);
-        squares += value * value;
+/* One head's two halves, turned by its angles. */
+ALONE void turn(T *low, const T *c, const T *s, int64_t half) {
+    T *high = low + half;
+    for (int64_t i = 0; i < half; i += LANES) {
+        vec a = take(low + i, half - i), b = take(high + i, half - i);
+        vec vc = take(c + i, half - i), vs = take(s + i, half - i);
+        put(low + i, a * vc - b * vs, half - i);
+        put(high + i, b * vc + a * vs, half - i);
     }
-    float scale = 1.0f / sqrtf(total(squares) / (float)dim + eps);
-    for (int64_t i = 0; i < dim; i += LANES)
-        put(head + i, take(head + i, dim - i) * scale * take(weight + i, dim - i), dim - i);
 }
 
 /* Queries and keys in qkv[P, N + 2K, D], in place: normed where the model does, and rotated. cos, sin: [positions, D],
@@ -173,15 +62,10 @@ void rotate(T *qkv, const int64_t *positions, const T *cos, const T *sin, const 
     for (int64_t row = 0; row < rows; row++) {
         const T *c = cos + positions[row] * dim, *s = sin + positions[row] * dim + half;
         for (int64_t h = 0; h < heads + kv_heads; h++) {
-            T *low = qkv + (row * (heads + 2 * kv_heads) + h) * dim, *high = low + half;
+            T *head = qkv + (row * (heads + 2 * kv_heads) + h) * dim;
             const T *weight = h < heads ? q_norm : k_norm;
-            if (weight) norm_head(low, weight, dim, eps);
-            for (int64_t i = 0; i < half; i += LANES) {
-                vec a = take(low + i, half - i), b = take(high + i, half - i);
-                vec vc = take(c + i, half - i), vs = take(s + i, half - i);
-                put(low + i, a * vc - b * vs, half - i);
-                put(high + i, b * vc + a * vs, half - i);
-            }
+            if (weight) norm_row(head, weight, head, dim, eps);
+            turn(head, c, s, half);
         }
     }
 }
@@ -200,7 +84,7 @@ void gate(const T *gate_up, T *out, int64_t rows, int64_t inner) {
 }
 
 /* scores[g][t] of `num` queries and `count` keys; q holds whole vectors. The values are read next. */
-static inline __attribute__((always_inline)) void score(const float *q, int64_t wide, const T *keys, const T *values,
+static inline __attribute__((always_inline)) void compare(const float *q, int64_t wide, const T *keys, const T *values,
                                                         int64_t dim, int64_t count, float (*scores)[SPAN], const int num) {
     float tile[LANES * wide];
     for (int64_t first = 0; first < count; first += LANES) {
@@ -255,7 +139,7 @@ static inline __attribute__((always_inline)) void attend_some(const T *queries, 
     for (int64_t first = 0; first < length; first += SPAN) {
         int64_t count = length - first < SPAN ? length - first : SPAN;
         int64_t whole = (count + LANES - 1) / LANES * LANES;
-        score(q, wide, keys + first * dim, values + first * dim, dim, count, scores, num);
+        compare(q, wide, keys + first * dim, values + first * dim, dim, count, scores, num);
         for (int g = 0; g < num; g++) {
             for (int64_t t = count; t < whole; t++) scores[g][t] = -INFINITY;
             vec high = *(vec *)scores[g];
@@ -280,6 +164,32 @@ static inline __attribute__((always_inline)) void attend_some(const T *queries, 
             put(out + g * dim + i, *(vec *)(acc + g * wide + i) / sum[g], dim - i);
 }
 
+#define ATTEND(num)                                                                                                    \
+    ALONE void attend_##num(const T *queries, const T *keys, const T *values, const T *next, T *out, int64_t length,  \
+                            int64_t dim, float scale) {                                                               \
+        attend_some(queries, keys, values, next, out, length, dim, scale, num);                                       \
+    }
+ATTEND(1)
+ATTEND(2)
+ATTEND(3)
+ATTEND(4)
+
+/* All queries of a token that share one head of keys and values, of which `length` slots; the head after it is
+ * `head_stride` on. */
+static inline void attend_group(const T *queries, const T *keys, const T *values, T *out, int64_t group, int64_t length,
+                                int64_t dim, int64_t head_stride, float scale) {
+    for (int64_t g = 0; g < group; g += 4) {
+        const T *some = queries + g * dim, *next = keys + (g + 4 < group ? 0 : head_stride);
+        T *to = out + g * dim;
+        switch (group - g) {
+        case 1: attend_1(some, keys, values, next, to, length, dim, scale); break;
+        case 2: attend_2(some, keys, values, next, to, length, dim, scale); break;
+        case 3: attend_3(some, keys, values, next, to, length, dim, scale); break;
+        default: attend_4(some, keys, values, next, to, length, dim, scale);
+        }
+    }
+}
+
 /* New tokens of the first rows of the cache, whose keys and values [row, head, slot, D] they enter at their positions:
  * attention of each over its row's slots up to its own. Row r has tokens firsts[r] to firsts[r + 1] - 1, at one position
  * after the other; without `firsts`, token r. A token's q[N, D], k[K, D] and v[K, D] are `stride` from the last one's;
@@ -296,21 +206,26 @@ void attend(const T *q, const T *k, const T *v, int64_t stride, const int64_t *p
         int64_t end = firsts ? firsts[row + 1] : row + 1;
         for (int64_t token = firsts ? firsts[row] : row; token < end; token++) {
             int64_t position = positions[token];
-            const T *queries = q + token * stride + head * group * dim;
             memcpy(own_keys + position * dim, k + token * stride + head * dim, dim * sizeof(T));
             memcpy(own_values + position * dim, v + token * stride + head * dim, dim * sizeof(T));
-            for (int64_t g = 0; g < group; g += 4) {
-                const T *some = queries + g * dim;
-                const T *next = own_keys + (g + 4 < group || token + 1 < end ? 0 : head_stride);
-                T *to = out + (token * heads + head * group + g) * dim;
-                switch (group - g) {
-                case 1: attend_some(some, own_keys, own_values, next, to, position + 1, dim, scale, 1); break;
-                case 2: attend_some(some, own_keys, own_values, next, to, position + 1, dim, scale, 2); break;
-                case 3: attend_some(some, own_keys, own_values, next, to, position + 1, dim, scale, 3); break;
-                default: attend_some(some, own_keys, own_values, next, to, position + 1, dim, scale, 4);
-                }
-            }
+            attend_group(q + token * stride + head * group * dim, own_keys, own_values,
+                         out + (token * heads + head * group) * dim, group, position + 1, dim,
+                         token + 1 < end ? 0 : head_stride, scale);
         }
+    }
+}
+
+/* The same for P tokens whose keys and values are in the cache already, in any rows: token p is at positions[p] of
+ * rows[p], and sees the slots up to its own. */
+void attend_at(const T *q, int64_t stride, const int64_t *rows, const int64_t *positions, const T *keys, const T *values,
+               T *out, int64_t count, int64_t heads, int64_t kv_heads, int64_t dim, int64_t row_stride,
+               int64_t head_stride, float scale) {
+    int64_t group = heads / kv_heads;
+#pragma omp parallel for schedule(dynamic, 16) if (count * kv_heads > 1)
+    for (int64_t task = 0; task < count * kv_heads; task++) {
+        int64_t token = task % count, head = task / count, from = rows[token] * row_stride + head * head_stride;
+        attend_group(q + token * stride + head * group * dim, keys + from, values + from,
+                     out + (token * heads + head * group) * dim, group, positions[token] + 1, dim, head_stride, scale);
     }
 }
 
@@ -350,56 +265,92 @@ static inline int64_t inside(const T *logits, int64_t count, float inverse, floa
     return chosen;
 }
 
+/* Of one row of logits over the temperature: its largest; for each block the largest of it that is a number, what its
+ * sum weighs relative to the row's largest, and that sum. */
+typedef struct {
+    float top;
+    int64_t best;   /* block of the largest */
+    int64_t last;   /* block that weighs something, behind which none does */
+    double all;     /* sum of e^(logit - top) */
+} Total;
+
+ALONE Total sum_row(const T *own, int64_t vocabulary, float inverse, float *bases, float *shares, float *sums) {
+    int64_t blocks = (vocabulary + BLOCK - 1) / BLOCK, whole = (blocks + LANES - 1) / LANES * LANES, block;
+    Total found = {-INFINITY, 0, 0, 0.0};
+    for (block = 0; block < blocks; block++) {
+        const T *from = own + block * BLOCK;
+        int64_t count = vocabulary - block * BLOCK < BLOCK ? vocabulary - block * BLOCK : BLOCK;
+        vec high = splat(-INFINITY), sum = {0};
+        for (int64_t i = 0; i < count; i += LANES) high = larger(logits_at(from + i, count - i, inverse), high);
+        float most = highest(high);
+        bases[block] = most > -INFINITY ? most : 0.0f;
+        for (int64_t i = 0; i < count; i += LANES)
+            sum += exponential(logits_at(from + i, count - i, inverse) - bases[block]);
+        sums[block] = total(sum);
+        if (most > found.top) {
+            found.top = most;
+            found.best = block;
+        }
+    }
+    for (; block < whole; block++) bases[block] = sums[block] = 0.0f;
+    for (block = 0; block < whole; block += LANES)
+        *(vec *)(shares + block) = exponential(*(vec *)(bases + block) - found.top);
+    for (block = 0; block < blocks; block++) {
+        if (sums[block] == 0.0f) continue; /* its base is no logit */
+        sums[block] *= shares[block];
+        found.all += sums[block];
+        if (sums[block] > 0.0f) found.last = block;
+    }
+    return found;
+}
+
+ALONE float logprob_of(const T *logit, float inverse, Total row) {
+    return (float)((double)(load_part(logit, 1, 0.0f)[0] * inverse - row.top) - log(row.all));
+}
+
+static inline int64_t room_for(int64_t vocabulary) {
+    int64_t blocks = (vocabulary + BLOCK - 1) / BLOCK;
+    return (blocks + LANES - 1) / LANES * LANES;
+}
+
 /* The next token of each row of logits[P, V] and its log-probability, of softmax(logits / temperature): the most likely
  * one, or the one at `uniform(key, count)` of the cumulative sum, which runs over blocks, then inside one. Memory is
  * read once: each block's weights are summed relative to its own largest. Where a logit is not a number, or none is
  * finite, the log-probability is not finite. */
 void sample(const T *logits, int64_t stride, const int64_t *keys, const int64_t *counts, int64_t *tokens,
             float *logprobs, int64_t rows, int64_t vocabulary, float temperature, int greedy) {
-    int64_t blocks = (vocabulary + BLOCK - 1) / BLOCK, whole = (blocks + LANES - 1) / LANES * LANES;
+    int64_t room = room_for(vocabulary);
     float inverse = 1.0f / temperature;
 #pragma omp parallel for schedule(static) if (rows > 1 && rows * vocabulary > SMALL)
     for (int64_t row = 0; row < rows; row++) {
         const T *own = logits + row * stride;
-        float bases[whole], shares[whole], sums[whole], top = -INFINITY;
-        int64_t block, best = 0, last = 0;
-        for (block = 0; block < blocks; block++) {
-            const T *from = own + block * BLOCK;
-            int64_t count = vocabulary - block * BLOCK < BLOCK ? vocabulary - block * BLOCK : BLOCK;
-            vec high = splat(-INFINITY), sum = {0};
-            for (int64_t i = 0; i < count; i += LANES) high = larger(logits_at(from + i, count - i, inverse), high);
-            float most = highest(high);
-            bases[block] = most > -INFINITY ? most : 0.0f;
-            for (int64_t i = 0; i < count; i += LANES)
-                sum += exponential(logits_at(from + i, count - i, inverse) - bases[block]);
-            sums[block] = total(sum);
-            if (most > top) {
-                top = most;
-                best = block;
-            }
-        }
-        for (; block < whole; block++) bases[block] = sums[block] = 0.0f;
-        double all = 0.0;
-        for (block = 0; block < whole; block += LANES)
-            *(vec *)(shares + block) = exponential(*(vec *)(bases + block) - top);
-        for (block = 0; block < blocks; block++) {
-            if (sums[block] == 0.0f) continue; /* its base is no logit */
-            sums[block] *= shares[block];
-            all += sums[block];
-            if (sums[block] > 0.0f) last = block;
-        }
-        double before = 0.0, target = uniform(keys[row], counts[row]) * all;
-        int64_t token;
+        float bases[room], shares[room], sums[room];
+        Total found = sum_row(own, vocabulary, inverse, bases, shares, sums);
+        double before = 0.0, target = uniform(keys[row], counts[row]) * found.all;
+        int64_t token, block;
         if (greedy) {
-            for (token = best * BLOCK; token < vocabulary - 1; token++)
-                if (load_part(own + token, 1, 0.0f)[0] * inverse == top) break;
+            for (token = found.best * BLOCK; token < vocabulary - 1; token++)
+                if (load_part(own + token, 1, 0.0f)[0] * inverse == found.top) break;
         } else {
-            for (block = 0; block < last && !(before + sums[block] > target); block++) before += sums[block];
+            for (block = 0; block < found.last && !(before + sums[block] > target); block++) before += sums[block];
             int64_t count = vocabulary - block * BLOCK < BLOCK ? vocabulary - block * BLOCK : BLOCK;
             token = block * BLOCK +
                     inside(own + block * BLOCK, count, inverse, bases[block], shares[block], before, target);
         }
         tokens[row] = token;
-        logprobs[row] = (float)((double)(load_part(own + token, 1, 0.0f)[0] * inverse - top) - log(all));
+        logprobs[row] = logprob_of(own + token, inverse, found);
+    }
+}
+
+/* The log-probability of each row's token, as `sample` gives it. */
+void score(const T *logits, int64_t stride, const int64_t *tokens, float *logprobs, int64_t rows, int64_t vocabulary,
+           float temperature) {
+    int64_t room = room_for(vocabulary);
+    float inverse = 1.0f / temperature;
+#pragma omp parallel for schedule(static) if (rows > 1 && rows * vocabulary > SMALL)
+    for (int64_t row = 0; row < rows; row++) {
+        const T *own = logits + row * stride;
+        float bases[room], shares[room], sums[room];
+        logprobs[row] = logprob_of(own + tokens[row], inverse, sum_row(own, vocabulary, inverse, bases, shares, sums));
     }
 }

@@ -1,5 +1,5 @@
-/* Drafts: what a sequence may say next, by what it and its family have said before. `compiled.py` compiles and loads it;
- * `drafts.py` says what the sequences are.
+/* Drafts: what a sequence may say next, by what it and its family have said before. `library.py` compiles and loads it;
+ * `engines/native/history.py` says what the sequences are.
  *
  * Shapes: H sequences of up to W tokens, B rows, K drafted tokens of a row at most.
  */

@@ -1,0 +1,164 @@
+/* x[P, I] weight[O, I]^T + bias[O] in one order of summation, whatever the rows beside it, for one dtype: float32, or
+ * bfloat16 with -DBF16.
+ *
+ * Each element of the product is one chain of fused multiply-adds over I, from the first input to the last, in fp32: it
+ * is added to in no other order for few rows or many, in any place of the matrix, by any number of threads, and also
+ * where the weight is one rank's part of its rows. bfloat16 is rounded once, after the bias. Where the processor
+ * multiplies pairs of bfloat16, the chain goes on by pairs.
+ *
+ * Packed weights are panels of PANEL outputs: [panel][step][PANEL][STEP]. Rows are packed in blocks of TALL:
+ * [block][step][TALL], a step being one input, or a pair.
+ */
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+#include "vectors.h"
+
+#define PANEL (2 * LANES)
+#define BLOCKS 8 /* of rows that a task takes */
+#ifdef __AVX512F__
+#define TALL 12
+#else
+#define TALL 6
+#endif
+
+#if defined(BF16) && defined(__AVX512BF16__)
+#define STEP 2
+typedef uint32_t X; /* two neighbours */
+#else
+#define STEP 1
+typedef float X;
+#endif
+
+#if STEP == 1
+static inline vec weights_at(const T *panel) { return load(panel); }
+
+static inline vec added(vec sum, X x, vec w) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_fmadd_ps(_mm512_set1_ps(x), (__m512)w, (__m512)sum);
+#elif defined(__FMA__)
+    return (vec)_mm256_fmadd_ps(_mm256_set1_ps(x), (__m256)w, (__m256)sum);
+#else
+    for (int i = 0; i < LANES; i++) sum[i] = __builtin_fmaf(x, w[i], sum[i]);
+    return sum;
+#endif
+}
+#else
+static inline vec weights_at(const T *panel) { return (vec)_mm512_loadu_ps((const float *)panel); }
+
+static inline vec added(vec sum, X x, vec w) {
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)x), (__m512bh)(__m512)w);
+}
+#endif
+
+static inline int64_t steps_of(int64_t ins) { return (ins + STEP - 1) / STEP; }
+
+/* For a buffer: elements of a packed weight. */
+int64_t packed_size(int64_t outs, int64_t ins) { return (outs + PANEL - 1) / PANEL * PANEL * steps_of(ins) * STEP; }
+
+/* For a buffer: bytes of packed rows. */
+int64_t rows_size(int64_t rows, int64_t ins) { return (rows + TALL - 1) / TALL * TALL * steps_of(ins) * sizeof(X); }
+
+void pack(const T *weight, T *packed, int64_t outs, int64_t ins) {
+    int64_t panels = (outs + PANEL - 1) / PANEL, steps = steps_of(ins);
+#pragma omp parallel for schedule(static) if (outs * ins > SMALL)
+    for (int64_t panel = 0; panel < panels; panel++) {
+        T *to = packed + panel * steps * PANEL * STEP;
+        int64_t here = outs - panel * PANEL < PANEL ? outs - panel * PANEL : PANEL;
+        memset(to, 0, steps * PANEL * STEP * sizeof(T));
+        for (int64_t first = 0; first < ins; first += 64) { /* what was read stays near */
+            int64_t last = ins - first < 64 ? ins : first + 64;
+            for (int64_t n = 0; n < here; n++) {
+                const T *from = weight + (panel * PANEL + n) * ins;
+                for (int64_t k = first; k < last; k++) to[(k / STEP * PANEL + n) * STEP + k % STEP] = from[k];
+            }
+        }
+    }
+}
+
+static void pack_rows(const T *x, int64_t stride, X *to, int64_t count, int64_t ins) {
+    int64_t steps = steps_of(ins);
+    if (count < TALL) memset(to, 0, steps * TALL * sizeof(X));
+    for (int64_t m = 0; m < count; m++) {
+        const T *from = x + m * stride;
+        for (int64_t k = 0; k < ins; k++) {
+#if STEP == 2
+            ((T *)(to + k / 2 * TALL + m))[k % 2] = from[k];
+#elif defined(BF16)
+            uint32_t bits = (uint32_t)from[k] << 16;
+            memcpy(to + k * TALL + m, &bits, sizeof bits);
+#else
+            to[k * TALL + m] = from[k];
+#endif
+        }
+#if STEP == 2
+        if (ins % 2) ((T *)(to + ins / 2 * TALL + m))[1] = 0;
+#endif
+    }
+}
+
+static inline __attribute__((always_inline)) void tile(const X *x, const T *panel, int64_t steps, const float *bias, T *out,
+                                                       int64_t stride, int64_t rows, int64_t columns, const int num) {
+    vec low[num], high[num];
+#pragma GCC unroll 16
+    for (int m = 0; m < num; m++) low[m] = high[m] = (vec){0};
+    for (int64_t k = 0; k < steps; k++) {
+        vec a = weights_at(panel + k * PANEL * STEP), b = weights_at(panel + (k * PANEL + LANES) * STEP);
+#pragma GCC unroll 16
+        for (int m = 0; m < num; m++) {
+            low[m] = added(low[m], x[k * TALL + m], a);
+            high[m] = added(high[m], x[k * TALL + m], b);
+        }
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < num; m++) {
+        if (m >= rows) break;
+        T *to = out + m * stride;
+        vec first = low[m] + *(const vec *)bias, second = high[m] + *(const vec *)(bias + LANES);
+        put(to, first, columns);
+        if (columns > LANES) put(to + LANES, second, columns - LANES);
+    }
+}
+
+/* out[P, O]; `scratch` has `rows_size` bytes. */
+void product(const T *x, int64_t stride, const T *packed, const T *bias, T *out, void *scratch, int64_t rows, int64_t outs,
+             int64_t ins) {
+    int64_t steps = steps_of(ins), panels = (outs + PANEL - 1) / PANEL, blocks = (rows + TALL - 1) / TALL;
+    int64_t spans = (blocks + BLOCKS - 1) / BLOCKS;
+    X *xs = scratch;
+#pragma omp parallel if (rows * outs * ins > 64 * SMALL)
+    {
+#pragma omp for schedule(static)
+        for (int64_t block = 0; block < blocks; block++)
+            pack_rows(x + block * TALL * stride, stride, xs + block * TALL * steps,
+                      rows - block * TALL < TALL ? rows - block * TALL : TALL, ins);
+#pragma omp for schedule(static)
+        for (int64_t task = 0; task < panels * spans; task++) {
+            int64_t panel = task / spans, first = task % spans * BLOCKS;
+            int64_t last = first + BLOCKS < blocks ? first + BLOCKS : blocks, columns = outs - panel * PANEL;
+            const T *weights = packed + panel * steps * PANEL * STEP;
+            float added_last[PANEL] = {0};
+            for (int64_t i = 0; bias && i < (columns < PANEL ? columns : PANEL); i++)
+                added_last[i] = load_part(bias + panel * PANEL + i, 1, 0.0f)[0];
+            for (int64_t block = first; block < last; block++) {
+                int64_t count = rows - block * TALL < TALL ? rows - block * TALL : TALL;
+                const X *own = xs + block * TALL * steps;
+                T *to = out + block * TALL * outs + panel * PANEL;
+#define CASE(num)                                                                                                      \
+    if (count <= num) {                                                                                                \
+        tile(own, weights, steps, added_last, to, outs, count, columns, num);                                          \
+        continue;                                                                                                      \
+    }
+                CASE(1)
+                CASE(2)
+                CASE(4)
+#if TALL > 6
+                CASE(6)
+                CASE(8)
+#endif
+                CASE(TALL)
+            }
+        }
+    }
+}

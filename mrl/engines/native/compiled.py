@@ -25,6 +25,8 @@ PLAIN = "plain"
 class Compiled(Operations):
     """For activations of one dtype on a CPU; what it is given is contiguous where that is not said otherwise."""
 
+    are_compiled = True
+
     def __init__(self, compiled: Library) -> None:
         self._library = compiled
 

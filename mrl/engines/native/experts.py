@@ -14,6 +14,7 @@ Shapes: P tokens, K experts of a token, E experts, A = P x K assignments, I widt
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -66,16 +67,16 @@ class Experts:
         scales: Mapping[str, Scales] | None = None,
         operations: Operations | None = None,
     ) -> None:
-        self._activate = (operations or Operations()).gate
+        operations = operations or Operations()
+        self._activate = operations.gate
+        make = partial(Linear, dtype=dtype, compiled=operations.are_compiled)
         self._moe = moe
         self._held = held
         self._dtype = dtype
         scales = scales or {}
         self._stacks = [weights[name].view(len(held), -1, weights[name].size(1)) for name in _STACKS]
         self._router = Linear(weights["router"], None, torch.float32)
-        self._shared = {
-            name: Linear(weights[name], None, dtype, scales.get(name)) for name in _SHARED if name in weights
-        }
+        self._shared = {name: make(weights[name], None, scales=scales.get(name)) for name in _SHARED if name in weights}
         device = weights["router"].device
         self.is_capturable = (
             device.type == "cuda"
@@ -84,7 +85,7 @@ class Experts:
             and all(stack.size(2) % GROUPED_MULTIPLE == 0 for stack in self._stacks)
         )
         self._gate_up, self._down = (
-            [] if self.is_capturable else _linears(stack, dtype, scales.get(name))
+            [] if self.is_capturable else _linears(stack, scales.get(name), make)
             for name, stack in zip(_STACKS, self._stacks, strict=True)
         )
 
@@ -139,10 +140,10 @@ class Experts:
         return mixed
 
 
-def _linears(stack: Tensor, dtype: torch.dtype, scales: Scales | None) -> list[Linear]:
+def _linears(stack: Tensor, scales: Scales | None, make: Callable[..., Linear]) -> list[Linear]:
     """One of each expert."""
     parts = [None] * len(stack) if scales is None else scales.of_rows(len(stack))
-    return [Linear(weight, None, dtype, part) for weight, part in zip(stack, parts, strict=True)]
+    return [make(weight, None, scales=part) for weight, part in zip(stack, parts, strict=True)]
 
 
 def work_bytes(num_assignments: int, hidden: int, inner: int) -> int:

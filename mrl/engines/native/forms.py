@@ -33,8 +33,8 @@ SMALLEST = 2**18
 LARGEST = 2**21
 """Elements of a weight in a measurement; a larger one is measured by its first rows."""
 
-ROWS = 32
-"""Of a measured product."""
+ROWS = (8, 32)
+"""Of the measured products."""
 
 ROUNDS = 7
 MARGIN = 0.9
@@ -99,10 +99,14 @@ TRANSPOSED = Form("transposed", lambda w_OI: w_OI.t().contiguous(), _transposed,
 """The weight [I, O]."""
 
 FORMS = {form.name: form for form in (PACKED, PLAIN, TRANSPOSED)}
+"""Those that need no compiler, by name."""
+
+ROW_BY_ROW = "row_by_row"
 
 
+@cache
 def row_by_row(outputs: int, dtype: torch.dtype) -> Form:
-    """The form by which the actor computes too: each element is one sum in one order, whatever the rows.
+    """The compiled form, by which the actor can compute too: each element is one sum in one order, whatever the rows.
 
     Raises:
         UserError: Nothing can be compiled here.
@@ -112,39 +116,51 @@ def row_by_row(outputs: int, dtype: torch.dtype) -> Form:
     def product(x_PI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
         return compiled.product(x_PI, packed, bias_O, outputs)
 
-    return Form("row_by_row", compiled.pack, product, least=1, multiple=1, copies=True)
+    return Form(ROW_BY_ROW, compiled.pack, product, least=1, multiple=1, copies=True)
 
 
-def form_of(shape: tuple[int, ...], dtype: torch.dtype) -> Form:
+def candidates(outputs: int, dtype: torch.dtype, *, compiled: bool) -> dict[str, Form]:
+    """The forms of a product with so many outputs, by name; `compiled`: what the job compiles is among them."""
+    return {**FORMS, ROW_BY_ROW: row_by_row(outputs, dtype)} if compiled else FORMS
+
+
+def form_of(shape: tuple[int, ...], dtype: torch.dtype, *, compiled: bool = False) -> Form:
     """The form of products with weights of this shape [O, I] and dtype, on this machine and in this job."""
     outputs, inputs = shape
     if outputs * inputs < SMALLEST:
         return PACKED
-    return _chosen(min(outputs, max(1, LARGEST // inputs)), inputs, dtype)
+    name = _chosen(min(outputs, max(1, LARGEST // inputs)), inputs, dtype, compiled)
+    return candidates(outputs, dtype, compiled=compiled)[name]
 
 
 @cache
-def _chosen(outputs: int, inputs: int, dtype: torch.dtype) -> Form:
-    what = f"{str(dtype).removeprefix('torch.')}-{outputs}x{inputs}"
+def _chosen(outputs: int, inputs: int, dtype: torch.dtype, compiled: bool) -> str:
+    known = candidates(outputs, dtype, compiled=compiled)
+    what = f"{str(dtype).removeprefix('torch.')}-{outputs}x{inputs}{'-compiled' if compiled else ''}"
     name = f"products/{machine.key(machine.processor(), torch.__version__)}/{what}"
     own = PACKED.name
     if machine.place(name) is not None:
-        own = machine.kept(name, lambda: fastest((outputs, inputs), dtype).name.encode()).decode()
-    agreed = machine.agreed(f"product/{what}", own if own in FORMS else PACKED.name)
+        own = machine.kept(name, lambda: fastest((outputs, inputs), dtype, compiled=compiled).name.encode()).decode()
+    agreed = machine.agreed(f"product/{what}", own if own in known else PACKED.name)
     if agreed != own:
         machine.keep(name, agreed.encode())
-    return FORMS[agreed]
+    return agreed
 
 
-def fastest(shape: tuple[int, int], dtype: torch.dtype) -> Form:
+def fastest(shape: tuple[int, int], dtype: torch.dtype, *, compiled: bool) -> Form:
     """Measures the forms, which takes milliseconds."""
     generator = torch.Generator().manual_seed(0)
     weight_OI = torch.empty(shape).uniform_(-1.0, 1.0, generator=generator).to(dtype)
-    x_PI = torch.empty(ROWS, shape[1]).uniform_(-1.0, 1.0, generator=generator).to(dtype)
-    calls = {form: partial(form, x_PI, form.pack(weight_OI), None) for form in FORMS.values()}
-    best = _best_times(calls)
-    for form in sorted(best, key=lambda form: best[form]):
-        if form is PACKED or (best[form] < MARGIN * best[PACKED] and rows_stand_alone(form, weight_OI)):
+    forms = candidates(shape[0], dtype, compiled=compiled).values()
+    packed = {form: form.pack(weight_OI) for form in forms}
+    part = dict.fromkeys(packed, 0.0)
+    for rows in ROWS:
+        x_PI = torch.empty(rows, shape[1]).uniform_(-1.0, 1.0, generator=generator).to(dtype)
+        best = _best_times({form: partial(form, x_PI, packed[form], None) for form in forms})
+        for form in forms:
+            part[form] += best[form] / best[PACKED] / len(ROWS)
+    for form in sorted(part, key=lambda form: part[form]):
+        if form is PACKED or (part[form] < MARGIN and rows_stand_alone(form, weight_OI)):
             return form
     return PACKED
 

@@ -37,6 +37,7 @@ class Linear:
         dtype: Of the product.
         scales: Of a weight that is stored in FP8.
         exact: In the form by which the actor computes too.
+        compiled: The form may be one that the job compiles.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Linear:
         scales: Scales | None = None,
         *,
         exact: bool = False,
+        compiled: bool = False,
     ) -> None:
         self._stored = (weight, bias)
         self._scales = scales
@@ -55,7 +57,7 @@ class Linear:
         if exact:
             self._form = row_by_row(weight.size(0), dtype)
         elif packs(weight.device):
-            self._form = form_of(tuple(weight.shape), dtype)
+            self._form = form_of(tuple(weight.shape), dtype, compiled=compiled)
         self._weight, self._bias = weight, bias
 
     @property

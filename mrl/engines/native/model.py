@@ -116,7 +116,14 @@ class Decoder:
                 self._experts.append(Experts(arch.moe, inside, held, self.dtype, scaled, operations))
         self.is_capturable = all(experts.is_capturable for experts in self._experts)
         self._linears = {
-            name: Linear(weight, weights.get(f"{name}_bias"), self.dtype, scales.get(name), exact=exact)
+            name: Linear(
+                weight,
+                weights.get(f"{name}_bias"),
+                self.dtype,
+                scales.get(name),
+                exact=exact,
+                compiled=self.operations.are_compiled,
+            )
             for name, weight in weights.items()
             if weight.dim() == 2
             and (name != "embed" or arch.tie_word_embeddings)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +50,13 @@ class Heads:
 
 
 class Operations:
-    """In PyTorch's operators."""
+    """In PyTorch's operators.
+
+    Attributes:
+        are_compiled: Whether the job compiles them, and so may compile products.
+    """
+
+    are_compiled: ClassVar[bool] = False
 
     def norm(self, x_PH: Tensor, weight_H: Tensor, eps: float, delta_PH: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(x + delta, which may be x itself, and its root-mean-square norm); x without a delta."""

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from mrl.engines.native import forms
-from mrl.engines.native.forms import FORMS, PACKED, PLAIN, TRANSPOSED, form_of
+from mrl.engines.native.forms import FORMS, PACKED, PLAIN, ROW_BY_ROW, TRANSPOSED, candidates, form_of, row_by_row
 from mrl.engines.native.linear import packs
 from mrl.kernels import machine
 from tests.ranks import run_ranks
@@ -43,9 +43,10 @@ def again():
     return form_of(SHAPE, torch.float32)
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+@pytest.mark.parametrize("name", [*FORMS, ROW_BY_ROW])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_each_form_multiplies(form, with_bias):
+def test_each_form_multiplies(name, with_bias):
+    form = candidates(SHAPE[0], torch.float32, compiled=name == ROW_BY_ROW)[name]
     weight = torch.randn(SHAPE) / SHAPE[1] ** 0.5
     bias = torch.randn(SHAPE[0]) if with_bias else None
     packed = form.pack(weight)
@@ -60,7 +61,7 @@ def test_the_fastest_is_taken_and_measured_once_on_a_machine(measured):
     assert form_of(SHAPE, torch.float32) is PLAIN
     times[TRANSPOSED] = 0.1
     assert again() is PLAIN
-    assert calls == [list(FORMS.values())]
+    assert calls == [list(FORMS.values())] * len(forms.ROWS)
     assert form_of(SHAPE, torch.bfloat16) is TRANSPOSED  # another product
 
 
@@ -102,9 +103,31 @@ def test_what_is_kept_and_unknown_is_not_followed(measured, home):
     assert again() is PACKED
 
 
-def test_measuring_takes_milliseconds():
-    form = forms.fastest(SHAPE, torch.float32)
-    assert form in FORMS.values()
+@pytest.mark.parametrize("compiled", [False, True])
+def test_measuring_takes_milliseconds(compiled):
+    form = forms.fastest(SHAPE, torch.float32, compiled=compiled)
+    assert form in candidates(SHAPE[0], torch.float32, compiled=compiled).values()
+
+
+def test_what_the_job_compiles_is_measured_where_the_job_compiles(measured):
+    _, times = measured
+    compiled = row_by_row(SHAPE[0], torch.float32)
+    times[compiled] = 0.4
+    assert form_of(SHAPE, torch.float32, compiled=True) is compiled
+    assert form_of(SHAPE, torch.float32) is PLAIN  # and the choice of the one is not that of the other
+    assert form_of(SHAPE, torch.float32, compiled=True) is compiled
+
+
+def test_a_compiled_form_is_taken_at_few_rows_though_it_wins_nothing_at_many(monkeypatch):
+    compiled = row_by_row(SHAPE[0], torch.float32)
+    found = iter(
+        [
+            {PACKED: 1.0, PLAIN: 2.0, TRANSPOSED: 2.0, compiled: 0.7},
+            {PACKED: 4.0, compiled: 4.0, PLAIN: 5.0, TRANSPOSED: 5.0},
+        ]
+    )
+    monkeypatch.setattr(forms, "_best_times", lambda _: next(found))
+    assert form_of(SHAPE, torch.float32, compiled=True) is compiled
 
 
 def agree():

@@ -192,7 +192,8 @@ def frozen_imports() -> Iterator[None]:
 def _beginning(config: Config) -> str:
     """The first line of a run, before torch is imported: on a busy machine nothing else is shown for a while."""
     model, ranks = config.model.path or config.model.preset, environment().world_size
-    what = f"{config.algorithm.name} on {model}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    how = " asynchronously" if config.train.mode == "async" else ""
+    what = f"{config.algorithm.name}{how} on {model}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
     return printable(f"mrl {__version__}: starting {what}, in {config.run.output_dir}")
 
 

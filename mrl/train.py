@@ -190,17 +190,17 @@ def sample(job: Job, step: int, over: dist.ProcessGroup, *, beside: bool = False
     """
     config, flight, sampling = job.config, job.state.in_flight, job.sampler.training
     dynamic, steps = config.algorithm.dynamic_sampling, step - 2 if beside else step - 1
-    least = config.train.batch_size if beside else 0
+    ahead = beside
     flight.age(step)
     for _ in range(config.algorithm.max_sampling_rounds if dynamic else 1):
         flight.draw(job.state.source.next(flight.room(step, beside=beside)))
         groups = flight.unfinished(step, beside=beside)
-        if not groups or flight.enough((), step, least):
+        if not groups or flight.enough((), step, ahead=ahead):
             return
         with job.progress.phase("gen"), together(over), job.sampler.awake() as engine:
             if flight.schedule.by_parts:
                 args = sampling, job.groups, job.state.history, over
-                rollouts, whole = stream(engine, flight, groups, *args, step=step, steps=steps, least=least)
+                rollouts, whole = stream(engine, flight, groups, *args, step=step, steps=steps, ahead=ahead)
             else:
                 whole = [group.uid for group in groups]
                 rollouts = answers(job, engine, [flight.prompt(uid) for uid in whole], sampling)
@@ -209,7 +209,7 @@ def sample(job: Job, step: int, over: dist.ProcessGroup, *, beside: bool = False
         if dynamic:
             told = told.keep(job.algorithm.informative_groups(outcomes(told, job.reward_weights)))
         flight.became_whole(whole, rollouts, table, told, steps, job.groups.grid)
-        least = 0
+        ahead = False
         if not flight.missing:
             return
 

@@ -60,6 +60,20 @@ class Schedule:
         return (self.lead + 1) * self.batch_size + self.extra
 
     @property
+    def stock(self) -> int:
+        """Groups in flight that are to be whole before sampling beside an update stops.
+
+        The next step's, and half of the later ones: the other half may be unfinished, so that none waits for the
+        longest answers of all. A step takes a batch, so that as many become whole in each, on average.
+        """
+        return self.batch_size + (self.lead - 1) * self.batch_size // 2
+
+    @property
+    def pace(self) -> int:
+        """Groups that are to become whole, besides, whatever is there already: no update runs with nothing sampled."""
+        return max(1, self.batch_size // 2)
+
+    @property
     def in_order(self) -> bool:
         """Whether groups are taken in the order of their prompts, not as they become whole."""
         return not self.extra

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from mrl.observe.metrics import spread
 from mrl.types import SampleTable
@@ -25,7 +26,8 @@ def staleness_metrics(table: SampleTable, age_of: Callable[[int], int], *, num_c
         `training/off_policy/trajectory_{staleness,staleness_worst,spans}/{mean,max,min}` (age of the newest and of the
         oldest token of a response, and how many versions sampled it), `rollout/num_carried_groups`, and of the longer
         and the shorter half of the responses the mean age of their oldest token,
-        `training/off_policy/{long,short}_response_staleness`: the first is larger where long answers come later.
+        `training/off_policy/{long,short}_response_staleness`: the first is larger where long answers come later. Of
+        responses of one length each half has the same part of every age.
     """
     versions = {int(v) for name in ("version", "oldest_version") for v in table[name].tolist()}
     ages = {version: age_of(version) for version in versions}
@@ -37,12 +39,20 @@ def staleness_metrics(table: SampleTable, age_of: Callable[[int], int], *, num_c
     metrics: dict[str, float] = {}
     for name, values in found.items():
         metrics |= spread(f"training/off_policy/trajectory_{name}", values)
-    order = table["response_len"].argsort(stable=True)
-    half = len(order) // 2
-    for name, part in (("short", order[:half]), ("long", order[half:])):
+    by_length = _equal_where_lengths_are(table["response_len"], oldest)
+    half = len(by_length) // 2
+    for name, part in (("short", by_length[:half]), ("long", by_length[half:])):
         if len(part):
-            metrics[f"training/off_policy/{name}_response_staleness"] = oldest[part].mean().item()
+            metrics[f"training/off_policy/{name}_response_staleness"] = part.mean().item()
     return metrics | {"rollout/num_carried_groups": float(num_carried)}
+
+
+def _equal_where_lengths_are(lens_N: Tensor, values_N: Tensor) -> Tensor:
+    """The values by length, shortest first; samples of one length all have its mean, whichever of them come first."""
+    _, place_N, num_U = torch.unique(lens_N, return_inverse=True, return_counts=True)
+    mean_U = torch.zeros(len(num_U), dtype=torch.float64).index_add_(0, place_N, values_N) / num_U
+    by_length_N: Tensor = mean_U[place_N.sort().values]
+    return by_length_N
 
 
 def acceptance_metrics(

@@ -49,18 +49,7 @@ def off_policy_rules(config: Config, *, supervised: bool) -> Iterator[str]:
             f"{over} with train.mode=async: the prompts of later steps are begun ahead anyway, as far as "
             "train.max_off_policy_steps allows. Raise that, or take train.mode=sync."
         )
-    if most is not None and train.mode == "sync" and not rate:
-        yield _idle(f"train.max_off_policy_steps={most}", "train.mode is sync and rollout.over_sample_rate is 0")
-    if rollout.over_age != "wait" and not rate:
-        yield _idle(f"rollout.over_age={rollout.over_age}", "rollout.over_sample_rate is 0")
-    elif rollout.over_age != "wait" and most is None:
-        yield _idle(f"rollout.over_age={rollout.over_age}", "train.max_off_policy_steps is null: there is no bound")
-    if rollout.mask_offpolicy and not Schedule.of(config).by_parts:
-        yield _idle(
-            "rollout.mask_offpolicy",
-            "no response has tokens of two versions without rollout.over_sample_rate, or train.mode=async with "
-            "train.max_off_policy_steps above 1",
-        )
+    yield from _idle_rules(config)
     if rate and most == 0 and rollout.over_age == "wait":
         yield (
             f"{over} with train.max_off_policy_steps=0: each step would wait for all that was begun. Raise "
@@ -91,5 +80,38 @@ def off_policy_rules(config: Config, *, supervised: bool) -> Iterator[str]:
         )
 
 
-def _idle(key: str, why: str) -> str:
-    return f"{key} is set, but would have no effect because {why}. Remove it, or change that."
+def _idle_rules(config: Config) -> Iterator[str]:
+    train, rollout = config.train, config.rollout
+    most, rate = train.max_off_policy_steps, rollout.over_sample_rate
+    if most is not None and train.mode == "sync" and not rate:
+        yield _idle(
+            f"train.max_off_policy_steps={most}",
+            "train.mode is sync and rollout.over_sample_rate is 0",
+            "set train.mode=async or a rollout.over_sample_rate",
+        )
+    if rollout.over_age != "wait" and train.mode == "async" and not rate:
+        yield _idle(
+            f"rollout.over_age={rollout.over_age}",
+            "with train.mode=async groups are taken in the order of their prompts, and each is waited for",
+            "take train.mode=sync with a rollout.over_sample_rate",
+        )
+    elif rollout.over_age != "wait" and not rate:
+        yield _idle(
+            f"rollout.over_age={rollout.over_age}", "rollout.over_sample_rate is 0", "set rollout.over_sample_rate"
+        )
+    elif rollout.over_age != "wait" and most is None:
+        yield _idle(
+            f"rollout.over_age={rollout.over_age}",
+            "train.max_off_policy_steps is null: no age is too old",
+            "set train.max_off_policy_steps, to 1 for example",
+        )
+    if rollout.mask_offpolicy and not Schedule.of(config).by_parts:
+        yield _idle(
+            "rollout.mask_offpolicy",
+            "no response has tokens of two versions",
+            "set rollout.over_sample_rate, or train.mode=async with train.max_off_policy_steps=2",
+        )
+
+
+def _idle(key: str, why: str, instead: str) -> str:
+    return f"{key} is set, but would have no effect because {why}. Leave it out, or {instead}."

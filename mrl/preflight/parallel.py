@@ -58,7 +58,7 @@ def check_ranks(config: Config, world_size: int) -> None:
     own = own_ranks(config.rollout)
     if own >= world_size > 0 and own:
         raise UserError(
-            f"{key_of(config.rollout)} of the {world_size} rank(s) of this job only sample: none is left to train. "
+            f"{key_of(config.rollout)} leaves none of this job's {world_size} rank(s) to train. Give rollouts fewer. "
             f"{_how_many_ranks(config)}"
         )
     if (world_size - own) % num_ranks:

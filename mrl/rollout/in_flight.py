@@ -146,13 +146,13 @@ class InFlight:
         groups = list(self._groups.values())[: self._most(step, beside)]
         return [group for group in groups if group.place is None]
 
-    def enough(self, just_whole: Collection[int], step: int, least: int) -> bool:
+    def enough(self, just_whole: Collection[int], step: int, *, ahead: bool) -> bool:
         """Whether sampling may stop.
 
         Args:
             just_whole: Groups that became whole since it began, by uid.
             step: The next one that takes groups.
-            least: Groups that are to become whole before, where there are as many.
+            ahead: It runs beside an update: more than this step's are to become whole (`Schedule.stock`, `pace`).
         """
         plan = self.schedule
         left = [one for one in self._groups.values() if one.place is None and one.uid not in just_whole]
@@ -160,7 +160,10 @@ class InFlight:
             return True
         if plan.in_order:
             awaited = list(self._groups)[: plan.batch_size]
-            return len(just_whole) >= least and not any(group.uid in awaited for group in left)
+            if any(group.uid in awaited for group in left):
+                return False
+            num_whole = len(self._groups) - len(left)
+            return not ahead or (len(just_whole) >= plan.pace and num_whole >= plan.stock)
         if len(self._groups) - len(left) < plan.batch_size:
             return False
         return not any(self._must_go(group, step) for group in left)

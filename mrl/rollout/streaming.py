@@ -33,7 +33,7 @@ def stream(
     *,
     step: int,
     steps: int,
-    least: int,
+    ahead: bool,
 ) -> tuple[list[Rollout], list[int]]:
     """Collective over `over`: samples these groups until a step has enough.
 
@@ -47,7 +47,7 @@ def stream(
         over: The ranks that sample, at least.
         step: The next one that takes groups.
         steps: In the weights of now.
-        least: See `InFlight.enough`.
+        ahead: See `InFlight.enough`.
 
     Returns:
         Rollouts of this replica whose groups are whole, and these groups in the order in which they became it.
@@ -62,7 +62,7 @@ def stream(
         {group.uid: group.replica for group in groups if group.replica is not None},
         waiting,
         {row[0]: row[1] for row in missing} | {work.prompt.uid: work.num_samples for work in waiting},
-        partial(flight.enough, step=step, least=least),
+        partial(flight.enough, step=step, ahead=ahead),
         most=flight.schedule.most_in_flight * sampling.n,
         num_rows=engine.spec.config.max_num_seqs,
         grid=ranks.grid,

@@ -46,3 +46,12 @@ def test_groups_are_taken_in_the_order_of_their_prompts_unless_more_begin_than_a
         assert plan.in_order == (not extra)
         assert plan.is_off_policy == bool(lead or extra)
         assert plan.most_in_flight == given.train.batch_size * (1 + lead) + extra
+
+
+@pytest.mark.parametrize(
+    ("lead", "batch_size", "stock", "pace"), [(1, 4, 4, 2), (2, 4, 6, 2), (4, 5, 12, 2), (3, 1, 2, 1)]
+)
+def test_beside_an_update_half_of_what_is_far_ahead_may_stay_unfinished(lead, batch_size, stock, pace):
+    plan = Schedule.of(config(mode="async", steps=lead, batch_size=batch_size))
+    assert (plan.stock, plan.pace) == (stock, pace)
+    assert plan.batch_size <= plan.stock <= lead * plan.batch_size

@@ -43,6 +43,14 @@ def test_ages_are_steps_between_weights_that_sampled_and_weights_that_train():
     assert found["rollout/num_carried_groups"] == 5.0
 
 
+def test_where_all_are_as_long_neither_half_is_older():
+    found = staleness_metrics(
+        table((16, 13, 2, 3), (16, 13, 2, 3), (16, 16, 1, 3), (16, 16, 1, 3)), age_of, num_carried=0
+    )
+    names = ("short", "long")
+    assert {found[f"training/off_policy/{name}_response_staleness"] for name in names} == {1.5}
+
+
 def test_one_sample_is_long_and_an_unknown_version_is_no_age():
     found = staleness_metrics(table((16, 13, 2, 4)), age_of, num_carried=0)
     assert found["training/off_policy/long_response_staleness"] == 2.0

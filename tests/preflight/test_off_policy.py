@@ -17,8 +17,12 @@ RULES = [
     # overrides, what the message says
     ([ASYNC, OVER], "rollout.over_sample_rate=0.5 with train.mode=async: the prompts of later steps are begun ahead"),
     (["train.max_off_policy_steps=1"], "train.mode is sync and rollout.over_sample_rate is 0"),
-    (["rollout.over_age=drop"], "rollout.over_age=drop is set, but would have no effect because"),
-    ([OVER, "rollout.over_age=drop"], "train.max_off_policy_steps is null: there is no bound"),
+    (
+        ["rollout.over_age=drop"],
+        "because rollout.over_sample_rate is 0. Leave it out, or set rollout.over_sample_rate.",
+    ),
+    ([ASYNC, "rollout.over_age=drop"], "or take train.mode=sync with a rollout.over_sample_rate"),
+    ([OVER, "rollout.over_age=drop"], "Leave it out, or set train.max_off_policy_steps, to 1 for example."),
     (["rollout.mask_offpolicy=true"], "no response has tokens of two versions"),
     ([ASYNC, "rollout.mask_offpolicy=true"], "no response has tokens of two versions"),
     ([OVER, "train.max_off_policy_steps=0"], "each step would wait for all that was begun"),

@@ -101,7 +101,7 @@ class Run:
 
     def sample(self, step, *, beside):
         """As `train.sample`."""
-        steps, least = (step - 2, self.plan.batch_size) if beside else (step - 1, 0)
+        steps, ahead = (step - 2 if beside else step - 1), beside
         before = self.flights[0].tally.restarted
         self.each(lambda flight: flight.age(step))
         self.restarted += self.flights[0].tally.restarted - before
@@ -114,19 +114,19 @@ class Run:
             groups = self.each(lambda flight: flight.unfinished(step, beside=beside))
             if not groups:
                 return
-            self.round([group.uid for group in groups], step, steps, least)
+            self.round([group.uid for group in groups], step, steps, ahead)
             self.check(step)
-            least = 0
+            ahead = False
             if not self.each(lambda flight: flight.missing):
                 return
 
-    def round(self, uids, step, steps, least):
+    def round(self, uids, step, steps, ahead):
         """Some groups become whole, in any order; as `rollout/streaming.py`, where sampling may stop before all are."""
         home = {group["uid"]: group["replica"] for group in self.flights[0].state_dict()["groups"]}
         home = {uid: self.draw.randrange(2) if home[uid] is None else home[uid] for uid in uids}
         order, whole, begun = self.draw.sample(uids, len(uids)), [], {}
         while True:
-            enough = self.each(partial(InFlight.enough, just_whole=whole, step=step, least=least))
+            enough = self.each(partial(InFlight.enough, just_whole=whole, step=step, ahead=ahead))
             if not order or (enough and self.plan.by_parts):
                 break
             count = self.draw.randint(1, len(order))
@@ -227,6 +227,17 @@ def test_nothing_is_lost_or_doubled_or_too_old_and_the_gate_holds(schedule, seed
         assert [len(uids) for uids in run.taken] == [schedule.batch_size] * 25
     if schedule.in_order and not dynamic:
         assert [uid for uids in run.taken for uid in uids] == list(range(25 * schedule.batch_size))
+
+
+@pytest.mark.parametrize("lead", [2, 4])
+def test_far_ahead_some_stay_unfinished_for_good_and_as_many_become_whole_as_are_taken(lead):
+    run, unfinished = Run(Schedule(4, SAMPLES, lead=lead, max_age=lead, by_parts=True), 7, dynamic=False), []
+    run.draw.randint = lambda low, high: 1
+    for step in range(1, 61):
+        run.step(step)
+        unfinished.append(sum(group["place"] is None for group in run.flights[0].state_dict()["groups"]))
+    assert sum(count > 0 for count in unfinished[20:]) > 20
+    assert max(unfinished) <= lead * 4 - 4
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -135,7 +135,7 @@ def _how_many_ranks(config: Config) -> str:
         start = f"NPROC={num_ranks} launch/mpirun.sh ..."
     how_many = f"a multiple of {num_ranks} ranks"
     if own := own_ranks(rollout):
-        how_many = f"{own} ranks more than a multiple of {num_ranks - own}"
+        how_many = f"{num_ranks} ranks, {own} of them for rollouts, or more by {num_ranks - own} at a time"
     return (
         f"Start {how_many}: {start}; only look at it: mrl train ... --dry-run --world-size "
         f"{num_ranks}; or do with one process: {alone}"

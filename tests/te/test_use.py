@@ -76,6 +76,7 @@ def on_gpu(monkeypatch):
     def become(why=None, kind="fused"):
         monkeypatch.setattr(transformer_engine, "why_unusable", lambda device: why)
         monkeypatch.setattr(transformer_engine, "attention", lambda config, arch: kind)
+        monkeypatch.setattr(transformer_engine, "shares", lambda config, arch: kind == "fused")
 
     return become
 
@@ -109,7 +110,8 @@ def test_a_gpu_without_an_attention_for_packed_sequences_is_told_of_flash_attn(o
     with pytest.raises(UserError, match="install.*flash-attn"):
         transformer_engine.check(config(), EXPERTS, "cuda")
     on_gpu(kind="unfused")
-    assert "slow" in transformer_engine.described(config(), DENSE, "cuda")
+    told = transformer_engine.described(config(), DENSE, "cuda")
+    assert "slow" in told and "prompts are computed again" in told
 
 
 def test_a_run_tells_whose_layers_it_has(tmp_path):

@@ -47,7 +47,7 @@ MODELS = {
     "tail": {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 176, "num_attention_heads": 4},
 }
 """With the second a decode step takes about as long for many rows as for few, as on a GPU."""
-MAX_SEQS = 6
+MAX_SEQS = 4
 """Sequences that the rank that samples decodes at a time: with more it would be done long before the updates are."""
 
 SAMPLING = ("gen", "reward")

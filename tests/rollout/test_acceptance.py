@@ -63,7 +63,7 @@ class Run:
         flight, whole = self.flight, []
         for uid in groups:
             self.had.setdefault(uid, 0)
-        while not flight.enough(whole, step, 0):
+        while not flight.enough(whole, step, ahead=False):
             for uid in groups:
                 self.had[uid] += 1
                 self.began.setdefault(uid, step)

@@ -77,7 +77,7 @@ def test_launch_refuses_ranks_that_cannot_be_split_so_and_starts_those_that_can(
     done, refused = launch("2"), launch("1")
     assert done.returncode == 0 and "--nodes=2" in done.stdout + done.stderr, done
     assert refused.returncode == 2
-    assert "rollout.nnodes=1 x rollout.n_gpus_per_node=8 of the 8 rank(s) of this job only sample" in refused.stderr
+    assert "rollout.nnodes=1 x rollout.n_gpus_per_node=8 leaves none of this job's 8 rank(s) to train" in refused.stderr
 
 
 # trouble --------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Runs with samples in flight that are killed at random moments, again and again, and go on as if nobody had.
 
-    python -m tests.e2e.in_flight_kills                  # twenty kills under torchrun; about twenty minutes
+    python -m tests.e2e.in_flight_kills                  # twenty kills under torchrun; some minutes
     python -m tests.e2e.in_flight_kills --kills 5 --settings train.mode=async train.max_off_policy_steps=2
 
 Two ranks train and one samples. Prints a JSON line, and ends with 1 where a killed run has other metrics or samples

@@ -108,6 +108,11 @@ ENGINE_DIR = refused(
 """Of engines that are not built."""
 
 
+def not_on_policy(why: str) -> Use:
+    """`true_on_policy` of an engine whose numbers are not the actor's in every bit."""
+    return refused(why, lambda rollout: rollout.true_on_policy, "Use rollout.name=native on a CPU, or leave it out.")
+
+
 def no_drafts(why: str, instead: str) -> Fields:
     """The section `speculative` of an engine that has no drafts whose tokens are known to stay the same."""
     return {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mrl.engines._fields import WHOLE_RESPONSES, Fields, Refusal, Use, no_drafts, passed, refused
 from mrl.engines.trtllm import routing
-from mrl.engines.trtllm.fields import CALIBRATED
+from mrl.engines.trtllm.fields import CALIBRATED, NOT_ON_POLICY
 
 OTHER = "does not fit the run"
 """In the message about a folder of engines of other sizes."""
@@ -84,11 +84,7 @@ FIELDS: Fields = {
             ),
         )
     ),
-    "true_on_policy": refused(
-        "its kernels are not the actor's, and add a row's numbers in an order that follows from the batch",
-        lambda r: r.true_on_policy,
-        "Use rollout.name=native on a CPU, or leave it out.",
-    ),
+    "true_on_policy": NOT_ON_POLICY,
     "enable_rollout_routing_replay": refused(
         "TensorRT-LLM's ModelRunner does not tell which experts it chose",
         lambda r: r.enable_rollout_routing_replay,

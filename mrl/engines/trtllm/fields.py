@@ -15,8 +15,8 @@ from mrl.engines._fields import (
     Refusal,
     Use,
     no_drafts,
+    not_on_policy,
     passed,
-    refused,
 )
 from mrl.engines.trtllm import routing
 from mrl.engines.trtllm.llm_fields import VERSION
@@ -28,6 +28,11 @@ ENGINES = ("trtllm", "trtllm_engine")
 CALIBRATED = (
     "wants activation scales of a calibration, which mrl has not and which would grow stale as the actor learns"
 )
+
+NOT_ON_POLICY = not_on_policy(
+    "its kernels are not the actor's, and add a row's numbers in an order that follows from the batch"
+)
+"""Of built engines too."""
 
 FIELDS: Fields = {
     **WHOLE_RESPONSES,
@@ -101,11 +106,7 @@ FIELDS: Fields = {
         does="none where true, else `CudaGraphConfig(enable_padding=True)`; none too where a 1.2 engine sleeps, since "
         "its own tests leave graphs out there",
     ),
-    "true_on_policy": refused(
-        "its kernels are not the actor's, and add a row's numbers in an order that follows from the batch",
-        lambda r: r.true_on_policy,
-        "Use rollout.name=native on a CPU, or leave it out.",
-    ),
+    "true_on_policy": NOT_ON_POLICY,
     "enable_rollout_routing_replay": Use(
         "`enable_return_routed_experts`, and `return_routed_experts` of each request, with the CUTLASS experts and no "
         "request paused",

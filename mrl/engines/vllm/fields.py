@@ -13,6 +13,7 @@ from mrl.engines._fields import (
     Refusal,
     Use,
     no_drafts,
+    not_on_policy,
     passed,
     refusals,
     refused,
@@ -143,10 +144,8 @@ FIELDS: Fields = {
         "vLLM frees nothing",
     ),
     "enforce_eager": passed("enforce_eager", does="always on a CPU"),
-    "true_on_policy": refused(
-        "its kernels are not the actor's; `VLLM_BATCH_INVARIANT`, on GPUs, makes them independent of the batch only",
-        lambda r: r.true_on_policy,
-        "Use rollout.name=native on a CPU, or leave it out.",
+    "true_on_policy": not_on_policy(
+        "its kernels are not the actor's; `VLLM_BATCH_INVARIANT`, on GPUs, makes them independent of the batch only"
     ),
     "enable_rollout_routing_replay": Use("vLLM's own hooks on its routers (`RoutedExpertsCapturer`)"),
     "engine_kwargs": Use(

@@ -39,7 +39,7 @@ def staleness_metrics(table: SampleTable, age_of: Callable[[int], int], *, num_c
     metrics: dict[str, float] = {}
     for name, values in found.items():
         metrics |= spread(f"training/off_policy/trajectory_{name}", values)
-    by_length = _equal_where_lengths_are(table["response_len"], oldest)
+    by_length = mean_by_length(table["response_len"], oldest)
     half = len(by_length) // 2
     for name, part in (("short", by_length[:half]), ("long", by_length[half:])):
         if len(part):
@@ -47,11 +47,16 @@ def staleness_metrics(table: SampleTable, age_of: Callable[[int], int], *, num_c
     return metrics | {"rollout/num_carried_groups": float(num_carried)}
 
 
-def _equal_where_lengths_are(lens_N: Tensor, values_N: Tensor) -> Tensor:
-    """The values by length, shortest first; samples of one length all have its mean, whichever of them come first."""
+def mean_by_length(lens_N: Tensor, values_N: Tensor) -> Tensor:
+    """The values by length, shortest first, fp64; samples of one length all have its mean, in whatever order they came.
+
+    Args:
+        lens_N: Lengths.
+        values_N: Numbers or bools.
+    """
     _, place_N, num_U = torch.unique(lens_N, return_inverse=True, return_counts=True)
-    mean_U = torch.zeros(len(num_U), dtype=torch.float64).index_add_(0, place_N, values_N) / num_U
-    by_length_N: Tensor = mean_U[place_N.sort().values]
+    sum_U = torch.zeros(len(num_U), dtype=torch.float64).index_add_(0, place_N, values_N.double())
+    by_length_N: Tensor = (sum_U / num_U)[place_N.sort().values]
     return by_length_N
 
 

@@ -11,10 +11,9 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from mrl.observe.off_policy import acceptance_metrics
+from mrl.observe.off_policy import acceptance_metrics, mean_by_length
 from mrl.types import SampleTable
 
 WINDOW = 32
@@ -100,10 +99,7 @@ def by_quarter(lens_N: Tensor, at_once_N: Tensor) -> list[list[float]]:
         lens_N: Lengths, N > 0.
         at_once_N: Bool.
     """
-    lens_U, place_N = torch.unique(lens_N, return_inverse=True)
-    num_U = torch.zeros(len(lens_U), dtype=torch.float64).index_add_(0, place_N, torch.ones(len(place_N)).double())
-    at_once_U = torch.zeros(len(lens_U), dtype=torch.float64).index_add_(0, place_N, at_once_N.double())
-    part_N = (at_once_U / num_U)[place_N.sort().values]
+    part_N = mean_by_length(lens_N, at_once_N)
     bounds = [(len(part_N) * quarter + QUARTERS - 1) // QUARTERS for quarter in range(QUARTERS + 1)]
     quarters = [part_N[start:end] for start, end in pairwise(bounds)]
     return [[float(len(part)), part.sum().item()] for part in quarters]

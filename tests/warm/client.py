@@ -10,7 +10,7 @@ import sys
 
 MODULES = (
     "mrl", "mrl.survival.torchrun", "mrl.acceptance.session", "tests.trtllm.mpi_ranks", "tests.episodes.scripted",
-    "tests.warm.shown",
+    "tests.trtllm.one_job", "tests.warm.shown",
 )  # fmt: skip
 READ_BY_IMPORTS = ("OMP_", "MKL_", "OPENBLAS_", "LD_", "HF_", "TORCH_LOGS", "LANG", "LC_", "CUDA_", "PYTHON")
 """With which the names of variables begin."""

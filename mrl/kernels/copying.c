@@ -11,7 +11,7 @@
 #include <immintrin.h>
 #endif
 
-#define STREAMED (1 << 20) /* bytes of a copy from which on it is written past the caches */
+#define STREAMED (1 << 17) /* bytes of a copy from which on it is written past the caches */
 #define THREADED (4 << 20) /* bytes from which on threads share the work */
 #define TASK (1 << 18)     /* bytes that a thread takes at a time */
 #define READS 4            /* places at which a sum reads at the same time: what fetches ahead ends with each page */
@@ -107,7 +107,7 @@ uint64_t copy_rows(char *target, const char *source, int64_t rows, int64_t count
     uint64_t sum = 0;
     if (count * width > TASK) { /* parts of a row are tasks */
         const int64_t each = TASK / width, parts = (count + each - 1) / each;
-#pragma omp parallel for schedule(static) reduction(+ : sum) if (bytes >= THREADED)
+#pragma omp parallel for schedule(dynamic) reduction(+ : sum) if (bytes >= THREADED)
         for (int64_t task = 0; task < rows * parts; task++) {
             const int64_t row = task / parts, first = task % parts * each;
             sum += run(target ? target + row * target_step + first * width : 0, source + row * source_step + first * width,
@@ -117,7 +117,7 @@ uint64_t copy_rows(char *target, const char *source, int64_t rows, int64_t count
         return sum;
     }
     const int64_t each = count ? TASK / (count * width) : rows, blocks = each ? (rows + each - 1) / each : 0;
-#pragma omp parallel for schedule(static) reduction(+ : sum) if (bytes >= THREADED)
+#pragma omp parallel for schedule(dynamic) reduction(+ : sum) if (bytes >= THREADED)
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t last = (block + 1) * each < rows ? (block + 1) * each : rows;
         for (int64_t row = block * each; row < last; row++)

@@ -8,9 +8,9 @@ and all where nothing can be compiled, goes block by block and reads each back w
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
 
@@ -82,47 +82,45 @@ class _Rows:
     steps: tuple[int, ...]
     starts: tuple[tuple[int, ...], ...]
 
-    @staticmethod
-    def of(tensors: Sequence[Tensor]) -> _Rows | None:
-        """None where elements do not lie one after the other."""
-        axes: list[tuple[int, tuple[int, ...]]] = []  # extent, and stride in each tensor, of what is not one run
-        for extent, *strides in zip(tensors[0].shape, *(tensor.stride() for tensor in tensors), strict=True):
-            if extent == 1:
-                continue
-            if axes and all(last == extent * stride for last, stride in zip(axes[-1][1], strides, strict=True)):
-                extent *= axes.pop()[0]
-            axes.append((extent, tuple(strides)))
-        none = (0,) * len(tensors)
-        if axes and axes[-1][1] != (1,) * len(tensors):
-            return None
-        count = axes.pop()[0] if axes else 1
-        rows, steps = axes.pop() if axes else (1, none)
-        places = product(*([(i, strides) for i in range(extent)] for extent, strides in axes))
-        starts = tuple(
-            tuple(sum(i * strides[which] for i, strides in place) for which in range(len(tensors))) for place in places
-        )
-        return _Rows(rows, count, steps, starts)
+
+@lru_cache(maxsize=4096)
+def _rows_of(shape: tuple[int, ...], *strides: tuple[int, ...]) -> _Rows | None:
+    """Rows of tensors of these strides; None where elements do not lie one after the other."""
+    axes: list[tuple[int, tuple[int, ...]]] = []  # extent, and stride in each tensor, of what is not one run
+    for extent, *steps in zip(shape, *strides, strict=True):
+        if extent == 1:
+            continue
+        if axes and all(last == extent * step for last, step in zip(axes[-1][1], steps, strict=True)):
+            extent *= axes.pop()[0]
+        axes.append((extent, tuple(steps)))
+    if axes and axes[-1][1] != (1,) * len(strides):
+        return None
+    count = axes.pop()[0] if axes else 1
+    rows, last_steps = axes.pop() if axes else (1, (0,) * len(strides))
+    places = product(*([(i, steps) for i in range(extent)] for extent, steps in axes))
+    starts = tuple(
+        tuple(sum(i * steps[which] for i, steps in place) for which in range(len(strides))) for place in places
+    )
+    return _Rows(rows, count, last_steps, starts)
 
 
 def _run(target: Tensor | None, source: Tensor) -> Tensor | None:
     """The compiled copy, without a target the sum; None where it cannot be made so."""
-    tensors = [source] if target is None else [source, target]
-    if any(tensor.device.type != "cpu" for tensor in tensors):
+    tensors = [source] if target is None else [target, source]
+    if any(tensor.device.type != "cpu" for tensor in tensors) or not source.numel():
         return None
     call, _ = compiled()
-    rows = None if call is None or source.numel() == 0 else _Rows.of(tensors)
+    rows = None if call is None else _rows_of(tuple(source.shape), *(tensor.stride() for tensor in tensors))
     if call is None or rows is None:
         return None
     width = source.element_size()
-    begins = [tensor.data_ptr() for tensor in reversed(tensors)]
-    steps = [step * width for step in reversed(rows.steps)]
+    from_, into = source.data_ptr(), None if target is None else target.data_ptr()
+    into_step = 0 if into is None else rows.steps[0] * width
     total = 0
     for start in rows.starts:
-        places = [begin + first * width for begin, first in zip(begins, reversed(start), strict=True)]
-        if target is None:
-            total += call(None, *places, rows.rows, rows.count, 0, *steps, width)
-        else:
-            total += call(*places, rows.rows, rows.count, *steps, width)
+        place = None if into is None else into + start[0] * width
+        first = from_ + start[-1] * width
+        total += call(place, first, rows.rows, rows.count, into_step, rows.steps[-1] * width, width)
     upper = (total << 64 - 8 * width) % MODULUS
     return torch.tensor(upper - MODULUS if upper >= MODULUS // 2 else upper)
 

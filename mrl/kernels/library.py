@@ -219,10 +219,11 @@ class Library:
         )
         return counts_B, matched_B
 
-    def pack(self, weight_OI: Tensor) -> Tensor:
-        """The weight as `product` takes it, a copy."""
+    def pack(self, weight_OI: Tensor, packed: Tensor | None = None) -> Tensor:
+        """The weight as `product` takes it: a copy, in the place of an earlier one of its shape where that is given."""
         weight_OI = weight_OI.contiguous()
-        packed = weight_OI.new_empty(self._size["packed_size"](*weight_OI.shape))
+        if packed is None:
+            packed = weight_OI.new_empty(self._size["packed_size"](*weight_OI.shape))
         self._call["pack"](weight_OI.data_ptr(), packed.data_ptr(), *weight_OI.shape)
         return packed
 

@@ -111,13 +111,20 @@ class Neighbours:
         """What another rank's copy reads, in its dtype there."""
         return self._read[copy.source_rank][copy.source_name][slices(copy.source_region)]
 
-    def tell(self, copy: Copy, total: int) -> None:
-        """Shows the reader of one of this rank's tensors the sum of what it is to have read."""
-        self._sums[self._rank][self._slots[copy]] = total
+    def given(self) -> list[Copy]:
+        """Those that read this rank's tensors."""
+        return [copy for copy in self.copies if copy.source_rank == self._rank]
 
-    def told(self, copy: Copy) -> int:
-        """What its source told of a copy."""
-        return int(self._sums[copy.source_rank][self._slots[copy]])
+    def tell(self, totals: Sequence[Tensor]) -> None:
+        """Shows the readers the sums of what they are to have read, in the order of `given`."""
+        if totals:
+            self._sums[self._rank][: len(totals)] = torch.stack(list(totals))
+
+    def told(self) -> list[tuple[Copy, int]]:
+        """What this rank reads of others, with the sums that these told."""
+        sums = {peer: told.tolist() for peer, told in self._sums.items()}
+        mine = (copy for copy in self.copies if copy.target_rank == self._rank)
+        return [(copy, sums[copy.source_rank][self._slots[copy]]) for copy in mine]
 
     def _places(self) -> _Shown | None:
         """Where this rank's tensors lie, without the sums; None: some lie in memory of its own."""

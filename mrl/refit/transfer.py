@@ -181,25 +181,23 @@ class Transfer:
         if batches:
             self._prepare()
 
-    def _tell(self, neighbours: Neighbours) -> int:
+    def _tell(self, neighbours: Neighbours) -> None:
         """The sums of what others read here: those of this rank's own copies where they are the same."""
-        for copy in neighbours.copies:
-            if copy.source_rank == self._rank:
-                part = copy.source_name, copy.source_region
-                if part not in self._given:
-                    self._given[part] = sum_bits(self._source(copy))
-                neighbours.tell(copy, int(self._given[part]))
-        return 0
+        totals = []
+        for copy in neighbours.given():
+            part = copy.source_name, copy.source_region
+            if part not in self._given:
+                self._given[part] = sum_bits(self._source(copy))
+            totals.append(self._given[part])
+        neighbours.tell(totals)
 
-    def _compare(self, neighbours: Neighbours) -> int:
+    def _compare(self, neighbours: Neighbours) -> None:
         """What this rank read of others with what they say."""
-        for copy in neighbours.copies:
-            if copy.target_rank == self._rank:
-                sent, found = neighbours.told(copy), int(self._found[copy])
-                if sent != found:
-                    item = WeightSlice(copy.target_name, copy.target_region, neighbours.values(copy))
-                    raise RuntimeError(f"read from rank {copy.source_rank}: {difference(item, sent, found)}")
-        return 0
+        for copy, sent in neighbours.told():
+            found = int(self._found[copy])
+            if sent != found:
+                item = WeightSlice(copy.target_name, copy.target_region, neighbours.values(copy))
+                raise RuntimeError(f"read from rank {copy.source_rank}: {difference(item, sent, found)}")
 
     def _prepare(self) -> None:
         """Collective over the job: allocates the buffers, and finds out who reads whose."""

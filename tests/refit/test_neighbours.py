@@ -33,7 +33,6 @@ class Watched(Transfer):
         before = set(self._given)
         super()._tell(neighbours)
         self.summed = len(set(self._given) - before)
-        return 0
 
 
 def reads_neighbours(grid, source_dtype, target_dtype, hidden, bucket_bytes=3000):

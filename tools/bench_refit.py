@@ -15,7 +15,7 @@ many: what the sockets alone would take. Medians are compared. One JSON line for
     ratio_transport the same without `finish_update`, in which the engine packs its matrices for faster products
     ratio_cpu       the same in processor time of all ranks, which others on the machine disturb less
     ratio_sockets   time of the sockets over that of the transport; above 1 where it is faster than they alone
-    finish_s        of `finish_update`: the native engine packs every matrix, vLLM on a CPU the experts
+    finish_s        of `finish_update`: the native engine packs its matrices, vLLM on a CPU the experts
     compiled        whether copies and sums are one compiled loop (else torch's calls, block by block)
     bytes_moved     sent between ranks, beside the lower bound "what a target rank needs and does not hold"
     traffic_ratio   what an all-gather of every full tensor to every rank would move, over bytes_moved

@@ -36,6 +36,11 @@
 #define SETTLE()
 #endif
 
+/* A processor takes a load for one of what it has just stored if their addresses differ by whole pages, and waits: where
+ * stores run a little ahead of loads, within the page, the copy goes from the end to the beginning. */
+#define PAGE 4096
+#define BEHIND(target, source) (((uintptr_t)(target) - (uintptr_t)(source) - 1) % PAGE < 512)
+
 #define FOR_WIDTH(type)                                                                                                \
     typedef type part_##type __attribute__((vector_size(BYTES), may_alias));                                           \
     typedef type loose_##type __attribute__((vector_size(BYTES), may_alias, aligned(sizeof(type))));                   \
@@ -66,8 +71,10 @@
         int64_t first = (-(uintptr_t)target & (BYTES - 1)) / sizeof(type);                                             \
         if (first > count) first = count;                                                                              \
         const int64_t lane = (count - first) / WRITES / each * each, end = first + WRITES * lane;                      \
+        const int down = BEHIND(target, source);                                                                       \
+        int64_t i = down ? first + lane - each : first;                                                                \
         part_##type sums = {0};                                                                                        \
-        for (int64_t i = first; i < first + lane; i += each)                                                           \
+        for (int64_t done = 0; done < lane; done += each, i += down ? -each : each)                                    \
             for (int n = 0; n < WRITES; n++) {                                                                         \
                 part_##type value = *(const loose_##type *)(source + n * lane + i);                                    \
                 STREAM((part_##type *)(target + n * lane + i), value);                                                 \

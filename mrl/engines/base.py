@@ -165,6 +165,10 @@ class RolloutEngine(ABC):
     """Whether this rank was told to stop. `generate` asks it now and then, for the replica: if any of its ranks was
     told, it returns at once with what has ended, which is not used. An engine that does not ask delays the stop."""
 
+    sampled: Callable[[], object] = staticmethod(lambda: None)
+    """To be called after each forward of a sampling that is longer than a moment: ranks that wait for this one take it
+    as a sign that it works. An engine that does not call it must sample within `run.collective_timeout_s`."""
+
     def __init__(self, spec: EngineSpec) -> None:
         """Collective over the job: this rank's part of its replica's engine; it holds no weights yet."""
         self.spec = spec

@@ -8,6 +8,8 @@ UPDATE'th `generate`, `:Refitting` in its UPDATE'th refit, when half of the firs
 and those that sample first meet in update UPDATE and in the UPDATE'th `stream`, after some decode steps: what happens
 then happens while both are at work.
 
+`rollout.name=tests.launch.trouble:Slow` is told to stop and slow from then on, in its UPDATE'th call; KIND is not read.
+
 The kinds: sleep (for ever), crawl (of `Streaming`: a second for each of CRAWLS forwards, then sleep), raise, mistake (a
 UserError of one rank), kill (this process), down (this host, which is a network namespace: all its processes, once it
 was heard here), wait (in a collective that the others never enter).
@@ -76,6 +78,27 @@ class Streaming(NativeEngine):
         return super().stream(feed, sampling)
 
 
+class Slow(NativeEngine):
+    calls = 0
+
+    def _slow_down(self):
+        """In its UPDATE'th call: the rank is told to stop, and each forward takes SLOW_S."""
+        self.calls += 1
+        _, rank, call, file = os.environ["TROUBLE"].split()
+        if dist.get_rank() == int(rank) and self.calls == int(call) and not Path(file).exists():
+            Path(file).touch()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            self.sampled = lambda: time.sleep(SLOW_S)
+
+    def stream(self, feed, sampling):
+        self._slow_down()
+        return super().stream(feed, sampling)
+
+    def generate(self, prompts, sampling):
+        self._slow_down()
+        return super().generate(prompts, sampling)
+
+
 class Sampling(NativeEngine):
     calls = 0
 
@@ -100,6 +123,7 @@ class Refitting(NativeEngine):
 
 
 CRAWLS = 9
+SLOW_S = 0.4
 
 
 def crawls(count):

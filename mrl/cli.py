@@ -147,10 +147,8 @@ def _train(arguments: argparse.Namespace) -> int:
     arguments.if_ended = lambda: to_go_on(config, arguments.words)
     if environment().rank == 0 and config.observe.console != "off":
         _show(_beginning(config))
-    gc.disable()  # looking for garbage takes a tenth of the time of imports, which make none
-    from mrl.train import train  # before SIGTERM is a request: imports lose exceptions
-
-    gc.enable()
+    with quick_imports():
+        from mrl.train import train  # before SIGTERM is a request: imports lose exceptions
     stop = Stop(config.run, ends=limits(config.run, variables(END_TIME)), keeps_time=environment().rank == 0, say=say)
     try:
         with frozen_imports(), stop.listening():
@@ -174,6 +172,18 @@ def _report_early(config: Config) -> None:
 
         with suppress(UserError):
             write_report(Path(config.run.output_dir))
+
+
+@contextmanager
+def quick_imports() -> Iterator[None]:
+    """Inside the block nobody looks for garbage: that takes a tenth of the time of imports, which make none."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager
@@ -201,15 +211,18 @@ def _beginning(config: Config) -> str:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    from mrl.train import evaluate
+    with quick_imports():
+        from mrl.train import evaluate
 
-    metrics = evaluate(load(arguments.config, arguments.overrides), arguments.checkpoint)
+    with frozen_imports():
+        metrics = evaluate(load(arguments.config, arguments.overrides), arguments.checkpoint)
     if environment().rank == 0:
         _show(json.dumps(metrics, indent=1))
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    from mrl.serve.serve import Listen, check, serve, source
+    with quick_imports():
+        from mrl.serve.serve import Listen, check, serve, source
 
     config, checkpoint = source(arguments.source, arguments.overrides, arguments.checkpoint)
     key = variables("MRL_API_KEY").get("MRL_API_KEY", "")
@@ -272,9 +285,11 @@ def _split(text: str) -> list[str]:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from mrl.doctor.doctor import Doctor
+    with quick_imports():
+        from mrl.doctor.doctor import Doctor
 
-    return Doctor(arguments.config, arguments.overrides, json=arguments.json, timeout_s=arguments.timeout_s).run()
+    with frozen_imports():
+        return Doctor(arguments.config, arguments.overrides, json=arguments.json, timeout_s=arguments.timeout_s).run()
 
 
 def _from_verl(arguments: argparse.Namespace) -> None:

@@ -264,6 +264,19 @@ def test_one_rank_speaks_for_the_job_or_for_its_host(rank, local_rank, everywher
     assert cli._speaks(error) == speaks
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_nobody_looks_for_garbage_while_modules_are_imported(enabled):
+    was_enabled = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(ImportError), cli.quick_imports():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+
+
 @pytest.mark.parametrize("is_there", [True, False])
 @pytest.mark.parametrize("was_frozen", [True, False])
 def test_nothing_stays_frozen_beside_triton_which_would_list_it_as_leaks(is_there, was_frozen, monkeypatch):

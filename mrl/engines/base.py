@@ -20,9 +20,9 @@ from mrl.config import RolloutConfig
 from mrl.engines import _rounds
 from mrl.engines._feed import Feed
 from mrl.engines._talk import Talk
+from mrl.kernels.copying import copy_bits
 from mrl.models.base import ArchSpec
 from mrl.types import Begun, Prompt, Rollout
-from mrl.weights.checksum import copy_bits
 from mrl.weights.layout import Layout, Region
 from mrl.weights.regions import slices
 
@@ -74,17 +74,17 @@ class WeightSlice:
         region: Of it.
         data: The values; they are valid until `update_weights` returns.
         given: `bits` of the values, as who sent them or `write_to` knows them; None: not yet.
-        stored: What `write_to` read back, where it was called.
+        written: `bits` of what `write_to` wrote, where it was called.
     """
 
     name: str
     region: Region
     data: Tensor
     given: Tensor | None = None
-    stored: Tensor | None = field(default=None, init=False)
+    written: Tensor | None = field(default=None, init=False)
 
     def write_to(self, stored: Tensor) -> None:
-        """Copies the values into their region of `stored` and reads them back from there.
+        """Copies the values into their region of `stored`, and adds up what it wrote.
 
         Raises:
             RuntimeError: They do not fit what is stored.
@@ -95,7 +95,7 @@ class WeightSlice:
                 f"'{self.name}' {self.region}: got {list(self.data.shape)} {self.data.dtype}, "
                 f"expected {list(target.shape)} {target.dtype}"
             )
-        given, self.stored = copy_bits(target, self.data, both=self.given is None)
+        given, self.written = copy_bits(target, self.data, both=self.given is None)
         self.given = given if self.given is None else self.given
 
 
@@ -186,14 +186,15 @@ class RolloutEngine(ABC):
     def update_weights(self, bucket: Sequence[WeightSlice]) -> None:
         """Copies a bucket into place. Addresses do not change; the bucket's buffers may be reused on return.
 
-        What is written with `WeightSlice.write_to` is read back at once; then `checksum` is asked less often.
+        What is written with `WeightSlice.write_to` is added up in the same pass; then `checksum` is asked less often.
         """
 
     @abstractmethod
     def checksum(self) -> int:
         """Order-free 64-bit sum over the bit patterns of all stored elements.
 
-        Asked for in the first refit, and in each one in which a slice was not read back.
+        Asked for in the first refit, in the first after a failure or a release, and in each one in which a slice was
+        not written with `WeightSlice.write_to`.
         """
 
     @abstractmethod

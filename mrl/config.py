@@ -48,7 +48,8 @@ class RunConfig:
     num_threads: int = 0
     """CPU threads per rank; 0: cores divided by the ranks of this host."""
     collective_timeout_s: float = 600.0
-    """A rank that waits longer in one collective ends the job, s; the message names the ranks that it waits for."""
+    """A rank that waits longer in one collective ends the job, s, unless who it waits for samples on; the message names
+    the ranks that it waits for."""
     heartbeat_timeout_s: float = 45.0
     """A rank that gives no sign of life for so long ends the job, s: its process or its host is gone, or stopped."""
     max_time_s: float = 0.0

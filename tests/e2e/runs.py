@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from mrl.distributed.local_ranks import forks, free_port
+from tests import warm
 from tests.ranks import PRELOAD, run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
@@ -53,7 +54,7 @@ def start(folder, overrides=(), ranks=1):
         return subprocess.Popen(
             command(folder, overrides, ranks),
             cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": warm.python()},  # what torchrun starts ranks by
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

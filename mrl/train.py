@@ -26,7 +26,7 @@ from mrl.observe import data_sources
 from mrl.observe import metrics as measure
 from mrl.rollout import turns
 from mrl.rollout.exchange import StepBatch, pack
-from mrl.rollout.replicas import generate
+from mrl.rollout.replicas import generate, whole_prompts
 from mrl.rollout.streaming import stream
 from mrl.rollout.table import gather_facts, gather_failures, gather_table, outcomes
 from mrl.run.job import Job
@@ -212,8 +212,11 @@ def sample(job: Job, step: int, over: dist.ProcessGroup, *, beside: bool = False
                 args = sampling, job.groups, job.state.history, over
                 rollouts, whole = stream(engine, flight, groups, *args, step=step, steps=steps, ahead=ahead)
             else:
-                whole = [group.uid for group in groups]
-                rollouts = answers(job, engine, [flight.prompt(uid) for uid in whole], sampling)
+                found = answers(job, engine, [flight.prompt(group.uid) for group in groups], sampling)
+                rollouts, uids = whole_prompts(found, sampling.n, over)
+                whole = [group.uid for group in groups if group.uid in uids]
+        if not whole:  # told to stop before anything was
+            return
         table = score(job, rollouts, sampling, over, flight.tally.notes.append)
         told = table.scored
         if dynamic:

@@ -163,7 +163,11 @@ class RolloutEngine(ABC):
 
     told_to_stop: Callable[[], bool] = staticmethod(lambda: False)
     """Whether this rank was told to stop. `generate` asks it now and then, for the replica: if any of its ranks was
-    told, it returns at once with what has ended, which is not used. An engine that does not ask delays the stop."""
+    told, it returns at once with what has ended. An engine that does not ask delays the stop."""
+
+    sampled: Callable[[], object] = staticmethod(lambda: None)
+    """To be called after each forward of a sampling that is longer than a moment: ranks that wait for this one take it
+    as a sign that it works. An engine that does not call it must sample within `run.collective_timeout_s`."""
 
     def __init__(self, spec: EngineSpec) -> None:
         """Collective over the job: this rank's part of its replica's engine; it holds no weights yet."""
@@ -251,7 +255,7 @@ class RolloutEngine(ABC):
 
         Returns:
             Responses that are not whole, on every rank of the replica, in the order of (prompt uid, sample index).
-            Where a rank was told to stop, nothing of use.
+            Where a rank was told to stop, those that there are then.
 
         Raises:
             RuntimeError: As `generate`; or a begun sample is to go on and the engine samples only whole responses.

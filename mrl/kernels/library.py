@@ -1,4 +1,4 @@
-"""The compiled functions of `kernels.c`, `products.c` and `drafts.c`, called with tensors.
+"""The compiled functions of `kernels.c`, `products.c` and `drafts.c`, called with tensors; those of `training.c` are loaded.
 
 Owns how the files are compiled, once for each processor, compiler and dtype into the user's cache folder, and how they
 are called. They run on the threads of PyTorch's own OpenMP: two pools would fight for the cores.
@@ -28,7 +28,9 @@ from torch import Tensor
 from mrl.errors import UserError
 from mrl.kernels import machine
 
-HEADER, *SOURCES = (Path(__file__).with_name(name) for name in ("vectors.h", "kernels.c", "products.c", "drafts.c"))
+HEADER, *SOURCES = (
+    Path(__file__).with_name(name) for name in ("vectors.h", "kernels.c", "products.c", "drafts.c", "training.c")
+)
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 DTYPES: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16: ("-DBF16",)}
@@ -55,10 +57,11 @@ class Library:
 
     Attributes:
         key: The same where sources, compiler, flags and processor are.
+        functions: What was compiled.
     """
 
     def __init__(self, library: ctypes.CDLL, key: str) -> None:
-        self.key = key
+        self.key, self.functions = key, library
         self._call: dict[str, Callable[..., None]] = {}
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)

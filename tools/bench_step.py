@@ -474,9 +474,7 @@ def best_trl_batch(case: Case, dtype: str, folder: Path, device: str, rows: list
     times: dict[int, float] = {}
     total = case.prompts * case.samples
     for batch in [total // parts for parts in TRL_PARTS]:
-        run_trl(
-            case, dtype, folder, device, rows, case.trials, lambda _, seconds: times.update({batch: seconds}), batch
-        )  # noqa: B023 -- called at once
+        run_trl(case, dtype, folder, device, rows, case.trials, partial(_keep, times, batch), batch)
     return min(times, key=lambda batch: times[batch])
 
 

@@ -142,7 +142,8 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
             to several engines so many times that.
     """
     config, arch, grid, algorithm = found.config, found.arch, found.grid, found.algorithm
-    shape = ActorShape(config, arch, grid, te=device.te and asked_for(config), learns_from=algorithm.learns_from)
+    layers = {"te": device.te and asked_for(config), "compiled": device.is_host and not config.rollout.true_on_policy}
+    shape = ActorShape(config, arch, grid, **layers, learns_from=algorithm.learns_from)
     held = stage_memory(config, arch, grid)
     scored = any((algorithm.needs_reference, algorithm.needs_proximal, algorithm.needs_current, found.teachers))
     arriving = arriving_bytes(config, arch, grid) if moved_bytes is None else moved_bytes
@@ -232,7 +233,8 @@ def _critics(found: Resolved, device: Device) -> list[CriticMemory]:
     if found.critic is None:
         return [CriticMemory()] * grid.pp
     config = critic_config(found.config)
-    shape = ActorShape(config, found.critic, grid, te=device.te and asked_for(config))
+    te = device.te and asked_for(config)
+    shape = ActorShape(config, found.critic, grid, te=te, compiled=device.is_host)
     stages = []
     for stage, own in enumerate(stage_memory(config, found.critic, grid)):
         away, parts = offloaded(config, own), own.parts

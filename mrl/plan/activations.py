@@ -4,7 +4,8 @@ Owns the sizes of the largest microbatch, of what the layers and the output laye
 buffers that live inside one of their steps. Weights, optimizer and engine are in `memory.py`. It follows the code:
 `megatron/compiled.py`, `megatron/attention.py`, `megatron/norm.py`, `functional/logprobs.py`, and Megatron's layers
 (0.16.1: `transformer/mlp.py`, `transformer/attention.py`, `transformer/moe`,
-`models/common/embeddings/rope_utils.py`). Experts are taken to be equally loaded. With context parallelism on a CPU, attention needs more than is told here.
+`models/common/embeddings/rope_utils.py`). Experts are taken to be equally loaded. With context parallelism on a CPU,
+attention needs more than is told here.
 
 P stands for packed tokens of a rank, S for slots of its attention.
 """

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mrl.kernels.library import Library
+from mrl.kernels.library import Library, required
 
 _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
@@ -200,6 +201,12 @@ class Training:
             *(heads, kv_heads, dim, scale),
         )
         return inputs, torch.empty(room * threads, dtype=torch.float32), threads
+
+
+@cache
+def training(dtype: torch.dtype) -> Training:
+    """Of the library that is `required`."""
+    return Training(required(dtype))
 
 
 class _Norm(torch.autograd.Function):

@@ -9,7 +9,6 @@ Shapes: n rows of a rank, I inputs, O outputs, N heads, K KV heads, D head dim.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from torch import Tensor
 
 from mrl.errors import UserError
 from mrl.kernels import machine
-from mrl.kernels.library import COMPILERS, library, required
-from mrl.kernels.training import Training
+from mrl.kernels.library import COMPILERS, library
+from mrl.kernels.training import training
 from mrl.megatron.attention import PackedSequences, of_all_ranks
 from mrl.megatron.norm import RMSNorm
 
@@ -44,11 +43,6 @@ def compiles(dtype: torch.dtype) -> bool:
     return True
 
 
-@cache
-def _training(dtype: torch.dtype) -> Training:
-    return Training(required(dtype))
-
-
 def compiled_layer(layer: ModuleSpec, *, qk_norm: bool, moe: bool) -> ModuleSpec:
     """Megatron's local layer spec, its parts exchanged for those of this file; experts stay Megatron's."""
     parts = layer.submodules
@@ -68,7 +62,7 @@ class Norm(RMSNorm):
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
-        self._compiled = _training(config.params_dtype)
+        self._compiled = training(config.params_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """The normed rows, in the dtype of `x`."""
@@ -81,7 +75,7 @@ class GatedMlp(MLP):  # type: ignore[misc]  # megatron.core has no types
     def __init__(self, config: Any, **options: Any) -> None:
         layers = MLPSubmodules(linear_fc1=Column, linear_fc2=Row)
         super().__init__(config, layers, ffn_hidden_size=config.ffn_hidden_size, **options)
-        self._compiled = _training(config.params_dtype)
+        self._compiled = training(config.params_dtype)
 
     def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
         """Collective over tensor-parallel: (the output, no bias)."""
@@ -104,7 +98,7 @@ class Attention(torch.nn.Module):
         **unused: Any,
     ) -> None:
         super().__init__()
-        self._scale, self._compiled = softmax_scale, _training(config.params_dtype)
+        self._scale, self._compiled = softmax_scale, training(config.params_dtype)
 
     def forward(
         self,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mrl.data.prefixes import shared_prefixes
 from mrl.kernels import library
-from mrl.kernels.training import Training
+from mrl.kernels.training import training
 from mrl.megatron.attention import families
 from mrl.megatron.runs import own_runs
 
@@ -18,10 +18,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 2e-5}, torch.bfloat16: {"rtol": 2**-7, "atol": 0.1}}
 """Sums of up to a few hundred products of numbers around 1; bfloat16 is rounded once, of sums up to 10."""
 SIZES = {"rows": st.integers(1, 70), "cols": st.integers(1, 90)}
-
-
-def training(dtype):
-    return Training(library.required(dtype))
 
 
 def numbers(*shape, dtype, seed):

@@ -237,13 +237,14 @@ def limits(case: Case, medians_s: dict[str, float], rate: float) -> dict[str, An
 
     Args:
         case: Model and batch.
-        medians_s: Time of a step of each.
+        medians_s: Time of a step of each, or of mrl alone.
         rate: FLOP per second.
     """
     floors = {name: flop / rate for name, flop in products(case).items()}
+    at_most = {"ratio_at_most": round(medians_s["trl"] / floors["mrl"], 2)} if "trl" in medians_s else {}
     return {
-        "times_floor": {name: round(medians_s[name] / floor_s, 2) for name, floor_s in floors.items()},
-        "ratio_at_most": round(medians_s["trl"] / floors["mrl"], 2),
+        "times_floor": {name: round(taken / floors[name], 2) for name, taken in medians_s.items()},
+        **at_most,
         "floor_s": {name: round(floor_s, 4) for name, floor_s in floors.items()},
         "matmul_gflop_per_s": round(rate / 1e9, 1),
     }

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from setuptools import Extension, find_packages, setup
+from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
@@ -28,9 +28,6 @@ setup(
         "": "."
     },  # an editable install is then a folder on the path, and wins over a clone named mrl in the cwd
     package_data={"mrl": ["py.typed", "docs/*.md", "docs/mkdocs.yml", "kernels/*.c", "kernels/*.h"]},
-    ext_modules=[  # without a compiler torch does its work, in more passes over memory
-        Extension("mrl.weights._copying", ["mrl/weights/_copying.c"], extra_compile_args=["-O3"], optional=True)
-    ],
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.6,<3",

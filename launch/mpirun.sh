@@ -2,7 +2,7 @@
 # One node:       NPROC=8 launch/mpirun.sh train CONFIG [key=value ...]
 # Several nodes:  once, with the hosts in MPIRUN_ARGS (OpenMPI: "--host a:8,b:8"; MPICH: "-hosts a:8,b:8"); inside an
 #                 allocation of SLURM mpirun knows them.
-# Needs mpi4py over the library of this mpirun (pip install "mrl[mpi]").
+# Needs mpi4py over the library of this mpirun (pip install -e ".[mpi]").
 # First on a new cluster: `doctor [CONFIG]` in the place of `train CONFIG`; it says what is wrong between the ranks.
 # SIGUSR1 and SIGTERM let the ranks write a checkpoint; a second SIGTERM ends them at once.
 # --dry-run as the first argument prints the command and starts nothing.
@@ -10,6 +10,13 @@ set -euo pipefail
 
 # Read by MPI_Init; TensorRT-LLM sets it itself, too late.
 export OMPI_MCA_coll_ucc_enable="${OMPI_MCA_coll_ucc_enable:-0}"
+
+# What was typed: the message of a run that ends early repeats it.
+typed=
+for name in PYTHON MPIRUN NPROC MPIRUN_ARGS; do
+  [ -z "${!name:-}" ] || typed+="$name=$(printf %q "${!name}") "
+done
+MRL_STARTED_BY="$typed$(printf '%q ' "$0" "$@")" && export MRL_STARTED_BY
 
 : "${PYTHON:=python}"
 : "${MPIRUN:=mpirun}"

@@ -8,6 +8,13 @@
 # --dry-run as the first argument prints the command and starts nothing.
 set -euo pipefail
 
+# What was typed: the message of a run that ends early repeats it.
+typed=
+for name in PYTHON NPROC_PER_NODE NNODES NODE_RANK MASTER_ADDR MASTER_PORT MAX_RESTARTS; do
+  [ -z "${!name:-}" ] || typed+="$name=$(printf %q "${!name}") "
+done
+MRL_STARTED_BY="$typed$(printf '%q ' "$0" "$@")" && export MRL_STARTED_BY
+
 : "${PYTHON:=python}"
 : "${NPROC_PER_NODE:=1}"
 : "${NNODES:=1}"

@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +27,8 @@ from mrl.config import Config, load
 from mrl.distributed.launch import become, environment, variables
 from mrl.distributed.scripts import SCRIPTS, Start, line
 from mrl.errors import ClusterError, UserError, printable
-from mrl.run_folder.run_dir import RunDir
+from mrl.preflight.off_policy import told_correction
+from mrl.run_folder.going_on import to_go_on
 from mrl.schema.paths import expanded
 from mrl.survival import ending
 from mrl.survival.ending import REQUEUE, Terminated
@@ -111,18 +112,6 @@ def _speaks(error: UserError) -> bool:
     return here.rank == 0 if error.everywhere else here.local_rank == 0
 
 
-def _to_go_on(config: Config, words: Sequence[str], at: str) -> str:
-    """What is kept of a run that ended early, and the command that goes on from there."""
-    steps = RunDir(Path(config.run.output_dir)).committed_steps()
-    again = [*words, "run.resume=auto"] if config.run.resume == "never" and steps else list(words)
-    command = shlex.join(["mrl", *again])
-    if environment().world_size > 1:
-        command = f"the same launcher with -m {command}"
-    kept = f"The last checkpoint is of step {steps[-1]}" if steps else "There is no checkpoint yet"
-    happened = f"\nThis was at {at}." if at else ""
-    return f"{happened}\n{kept}, in {config.run.output_dir}. {'Continue' if steps else 'Start again'} with: {command}"
-
-
 def _write_any_text() -> None:
     """A character that the terminal's encoding lacks is written as an escape."""
     for stream in (sys.stdout, sys.stderr):
@@ -153,9 +142,9 @@ def _train(arguments: argparse.Namespace) -> int:
 
     def say(what: str) -> None:
         if environment().rank == 0:
-            print(f"mrl: {what}.{_to_go_on(config, arguments.words, '')}", file=sys.stderr, flush=True)
+            print(f"mrl: {what}.{to_go_on(config, arguments.words)}", file=sys.stderr, flush=True)
 
-    arguments.if_ended = lambda: _to_go_on(config, arguments.words, "")
+    arguments.if_ended = lambda: to_go_on(config, arguments.words)
     if environment().rank == 0 and config.observe.console != "off":
         _show(_beginning(config))
     gc.disable()  # looking for garbage takes a tenth of the time of imports, which make none
@@ -166,11 +155,25 @@ def _train(arguments: argparse.Namespace) -> int:
     try:
         with frozen_imports(), stop.listening():
             train(config, stop)
+            if stop.why:
+                _report_early(config)
+    except KeyboardInterrupt:
+        _report_early(config)
+        raise
     except UserError as error:
         if error.at:
-            arguments.to_go_on = _to_go_on(config, arguments.words, error.at)
+            arguments.to_go_on = to_go_on(config, arguments.words, error.at)
         raise
     return REQUEUE if stop.why else 0
+
+
+def _report_early(config: Config) -> None:
+    """On rank 0: the report of a run that ends before its end, if there is anything to report. It says nothing."""
+    if environment().rank == 0 and config.observe.report:
+        from mrl.observe.report import write_report
+
+        with suppress(UserError):
+            write_report(Path(config.run.output_dir))
 
 
 @contextmanager
@@ -194,7 +197,7 @@ def _beginning(config: Config) -> str:
     model, ranks = config.model.path or config.model.preset, environment().world_size
     how = " asynchronously" if config.train.mode == "async" else ""
     what = f"{config.algorithm.name}{how} on {model}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
-    return printable(f"mrl {__version__}: starting {what}, in {config.run.output_dir}")
+    return printable(f"mrl {__version__}: starting {what}, in {config.run.output_dir}{told_correction(config)}")
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:

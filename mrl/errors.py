@@ -1,8 +1,8 @@
 """The one exception that a user can mend.
 
-Owns `UserError`, how another library's error is quoted in one, and how foreign text is written so that it cannot steer
-a terminal. The command line prints a UserError's message without a traceback and exits with status 2; every other
-exception is a defect or a broken cluster and keeps its traceback.
+Owns `UserError`, how another library's error is quoted in one, how an extra is installed, and how foreign text is
+written so that it cannot steer a terminal. The command line prints a UserError's message without a traceback and exits
+with status 2; every other exception is a defect or a broken cluster and keeps its traceback.
 """
 
 from typing import Any
@@ -31,6 +31,11 @@ class UserError(ValueError):
 
 class ClusterError(RuntimeError):
     """Trouble between hosts that no change of the config mends: one message, without a traceback, and status 70."""
+
+
+def to_install(extra: str) -> str:
+    """The command that installs what an extra of setup.py names: mrl itself is on no package index."""
+    return f'pip install -e ".[{extra}]" in the checkout of mrl'
 
 
 def printable(text: str) -> str:

@@ -10,14 +10,14 @@ ranks of their own, these skip it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from mrl.algorithms.base import Algorithm
+from mrl.algorithms.base import PROXIMAL, REFERENCE, Algorithm
 from mrl.config import Config
 from mrl.distributed.collectives import everyone, together
 from mrl.engines.base import RolloutEngine, SamplingConfig
@@ -26,7 +26,7 @@ from mrl.observe import data_sources
 from mrl.observe import metrics as measure
 from mrl.rollout import turns
 from mrl.rollout.exchange import StepBatch, pack
-from mrl.rollout.replicas import generate
+from mrl.rollout.replicas import generate, whole_prompts
 from mrl.rollout.streaming import stream
 from mrl.rollout.table import gather_facts, gather_failures, gather_table, outcomes
 from mrl.run.job import Job
@@ -118,7 +118,7 @@ def reinforcement_step(job: Job, step: int) -> Metrics:
         judged, learned, of_critic = job.beside(train, partial(sample, job, step + 1, beside=True))
     else:
         job.sampler.rest()
-        judged = job.on_trainers(partial(judge, job, data, table), may_stop=True)
+        judged = job.on_trainers(partial(judge, job, step, data, table), may_stop=True)
         learned, of_critic = job.on_trainers(partial(learn, job, step, data))
 
     job.state.reference.update(step)
@@ -129,23 +129,26 @@ def reinforcement_step(job: Job, step: int) -> Metrics:
 
 def judge_and_learn(job: Job, step: int, data: StepBatch, table: SampleTable) -> tuple[Metrics, Metrics, Metrics]:
     """On ranks that train: `judge`, then `learn`."""
-    return judge(job, data, table), *learn(job, step, data)
+    return judge(job, step, data, table), *learn(job, step, data)
 
 
-def judge(job: Job, data: StepBatch, table: SampleTable) -> Metrics:
+def judge(job: Job, step: int, data: StepBatch, table: SampleTable) -> Metrics:
     """On ranks that train: all that the losses read, log-probabilities, values and advantages, into the batch."""
     algorithm, phase = job.algorithm, job.progress.phase
-    if algorithm.needs_proximal:
+    later, now = scored_later(job, step, data), None
+    if algorithm.needs_proximal and PROXIMAL not in later:
         with phase("old_log_prob"):
-            data.batch.proximal_logprobs_R, entropy_R = job.policy.proximal(data.batch)
-            if algorithm.needs_current:  # the first minibatch's, which is not scored again
-                data.batch.current_logprobs_R, data.batch.current_entropy_R = (
-                    data.batch.proximal_logprobs_R,
-                    entropy_R,
-                )
-    if algorithm.needs_reference:
-        with phase("ref"), job.policy.reference():
-            data.batch.ref_logprobs_R, _ = job.policy.score(data.batch)
+            now = job.policy.proximal(data.batch)
+            data.batch.proximal_logprobs_R = now[0]
+    if algorithm.needs_reference and REFERENCE not in later:
+        scored = now if job.policy.scores_as_reference else None
+        if scored is None:
+            with phase("ref"), job.policy.reference():
+                scored = job.policy.score(data.batch)
+            now = scored if job.policy.scores_as_reference and len(data.minibatches) == 1 else now
+        data.batch.ref_logprobs_R = scored[0]
+    if algorithm.needs_current and now is not None:  # the first minibatch's, which is not scored again
+        data.batch.current_logprobs_R, data.batch.current_entropy_R = now
     if job.teachers is not None:
         with phase("teacher"):
             job.teachers.score(data.batch)
@@ -162,6 +165,13 @@ def judge(job: Job, data: StepBatch, table: SampleTable) -> Metrics:
         advantages_N = algorithm.outcome_advantages(credited)
         algorithm.advantages(data.batch, advantages_N[index_U], job.sum_over_dp)
     return measure.outcome_metrics(table, rewards_N=facts.rewards_N, advantages_N=advantages_N)
+
+
+def scored_later(job: Job, step: int, data: StepBatch) -> Collection[str]:
+    """On ranks that train: the log-probabilities that no pass before the update has to make."""
+    if step <= job.config.train.critic_warmup:  # there is no update
+        return {PROXIMAL, REFERENCE} - job.algorithm.reads_early
+    return job.policy.own_scores(job.algorithm) if len(data.minibatches) == 1 else ()
 
 
 def learn(job: Job, step: int, data: StepBatch) -> tuple[Metrics, Metrics]:
@@ -202,8 +212,11 @@ def sample(job: Job, step: int, over: dist.ProcessGroup, *, beside: bool = False
                 args = sampling, job.groups, job.state.history, over
                 rollouts, whole = stream(engine, flight, groups, *args, step=step, steps=steps, ahead=ahead)
             else:
-                whole = [group.uid for group in groups]
-                rollouts = answers(job, engine, [flight.prompt(uid) for uid in whole], sampling)
+                found = answers(job, engine, [flight.prompt(group.uid) for group in groups], sampling)
+                rollouts, uids = whole_prompts(found, sampling.n, over)
+                whole = [group.uid for group in groups if group.uid in uids]
+        if not whole:  # told to stop before anything was
+            return
         table = score(job, rollouts, sampling, over, flight.tally.notes.append)
         told = table.scored
         if dynamic:
@@ -245,9 +258,11 @@ def score(
 def update(job: Job, data: StepBatch) -> Metrics:
     """Optimizer steps on the minibatches of a step, `actor.ppo_epochs` times."""
     stats: list[Metrics] = []
+    is_one = len(data.minibatches) == 1  # it keeps what the first update scores
     for _ in range(job.config.actor.ppo_epochs):
         for rows in data.minibatches:
-            stats.append(optimizer_step(job, data.batch.select(rows), job.algorithm, first=not stats))
+            minibatch = data.batch if is_one else data.batch.select(rows)
+            stats.append(optimizer_step(job, minibatch, job.algorithm, first=not stats))
     return measure.combine(stats)
 
 

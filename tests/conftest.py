@@ -20,6 +20,10 @@ from tests.launch.cluster import missing_programs
 from tests.source import PACKAGE, ROOT
 
 torch.set_num_threads(1)
+if hasattr(os, "SCHED_BATCH"):
+    # of all that the tests start, too: a rank that wakes up waits for its turn. Gloo's thread turns in a circle while
+    # another holds its lock, which on a busy machine is one that was pushed aside in the middle of a message
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 gc.disable()  # until all is collected: what is imported and collected is no garbage, and much to look through
 if sys.dont_write_bytecode and "PYTEST_XDIST_WORKER" not in os.environ:
     compileall.compile_dir(PACKAGE, quiet=2)  # once, not in each of hundreds of processes

@@ -25,7 +25,7 @@ from typing import Any
 
 from mrl.distributed.local_ranks import TOKENIZERS, TRAINING, forks, free_port
 
-PRELOAD = (*TRAINING, TOKENIZERS)
+PRELOAD = (*TRAINING, TOKENIZERS, "tests.first_run")
 """Of the one server that a test process has: whatever a test forks comes from it."""
 START_TIMEOUT_S = 120
 CALL_TIMEOUT_S = 240

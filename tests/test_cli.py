@@ -12,9 +12,10 @@ from types import ModuleType
 import pytest
 
 from mrl import __version__, cli
-from mrl.config import Config
+from mrl.config import Config, load
 from mrl.errors import UserError
 from mrl.run_folder.commit import Commit, File
+from mrl.run_folder.going_on import to_go_on
 from tests.own_tasks import DEFECT
 from tests.source import ROOT
 
@@ -126,7 +127,7 @@ def test_an_interrupt_ends_with_130(config, tmp_path, monkeypatch, capsys):
 
 
 TASK = """
-import os, signal
+import os, signal, time
 from mrl.data.tasks import Task
 from mrl.errors import UserError
 
@@ -142,6 +143,7 @@ class At(Task):
             if self.action == "mistake":
                 raise UserError("row 5 is wrong.")
             os.kill(os.getpid(), getattr(signal, self.action))
+            time.sleep(0.3)  # a thread hears it
         return {"prompt": "<1+1>", "answer": "2"}
 
     def val_row(self, index):
@@ -173,8 +175,9 @@ def test_a_run_that_ends_early_names_its_last_checkpoint_and_the_command(
     handler = signal.getsignal(signal.SIGTERM)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    words = ["train", config, "data.task=task_at:At", f"data.task_kwargs.action={action}", *TINY]
+    words = ["train", config, "data.task=task_at:At", f"data.task_kwargs.action={action}", *TINY, "observe.report=true"]
     assert cli.main(words) == status
+    assert (tmp_path / "runs" / "default" / "report.html").exists() == (action != "mistake")
     told = capsys.readouterr().err
     last = f"The last checkpoint is of step 2, in runs/default. Continue with: {shlex.join(['mrl', *words])}\n"
     assert told.endswith(said + last)
@@ -203,7 +206,7 @@ def test_a_resume_tells_changed_settings_under_a_heading_and_step_0_has_its_own_
 
 def test_the_command_that_goes_on_may_resume_and_names_the_launcher(tmp_path, monkeypatch):
     config = Config(run=replace(Config().run, output_dir=str(tmp_path), resume="never"))
-    assert cli._to_go_on(config, ["train", "a b.yaml"], "").endswith("Start again with: mrl train 'a b.yaml'")
+    assert to_go_on(config, ["train", "a b.yaml"]).endswith("Start again with: mrl train 'a b.yaml'")
     commit = tmp_path / "checkpoints" / "step-00000007" / "commit.json"
     commit.parent.mkdir(parents=True)
     commit.write_bytes(Commit(7, None, {"state.json": File(0, "0" * 64)}).encode())
@@ -217,7 +220,7 @@ def test_the_command_that_goes_on_may_resume_and_names_the_launcher(tmp_path, mo
     }
     for name, value in launcher.items():
         monkeypatch.setenv(name, str(value))
-    told = cli._to_go_on(config, ["train", "a.yaml"], "")
+    told = to_go_on(config, ["train", "a.yaml"])
     assert told.endswith(
         "of step 7, in " + str(tmp_path) + ". Continue with: the same launcher with -m mrl train a.yaml run.resume=auto"
     )
@@ -277,3 +280,27 @@ def test_nothing_stays_frozen_beside_triton_which_would_list_it_as_leaks(is_ther
         assert bool(gc.get_freeze_count()) == (was_frozen or not is_there)
     finally:
         gc.freeze()  # as the tests begin
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], ""),
+        (["train.mode=async", "train.max_off_policy_steps=0"], ""),
+        (
+            ["train.mode=async"],
+            "; rollout correction decoupled_token_is, since older weights sample and the config names none",
+        ),
+        (
+            ["train.mode=async", "algorithm.rollout_correction.preset=decoupled_seq_is"],
+            "; rollout correction decoupled_seq_is, by the config",
+        ),
+        (
+            ["train.mode=async", "algorithm.rollout_correction.bypass_mode=false"],
+            "; rollout correction of its own, by the config",
+        ),
+    ],
+)
+def test_the_first_line_names_the_correction_of_a_run_that_samples_ahead(overrides, said, config):
+    line = cli._beginning(load(config, overrides))
+    assert line.endswith(f", 1 rank, in runs/default{said}")

@@ -1,12 +1,13 @@
 """The schema: files load, what is written reads back, mistakes are named in full, each field is documented."""
 
 import ast
-from dataclasses import is_dataclass, replace
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from mrl import config as schema
 from mrl.config import Config, load, to_yaml
@@ -43,6 +44,7 @@ def test_configs_exist():
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
 def test_yaml_loads_and_reads_back(file, tmp_path):
     config = load(file)
+    assert to_yaml(config) == OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
     assert load(write(tmp_path, to_yaml(config))) == config
 
 

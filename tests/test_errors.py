@@ -1,11 +1,14 @@
 """What a message quotes cannot steer a terminal."""
 
+import re
 import unicodedata
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mrl.doctor.versions import ranges
 from mrl.errors import UserError, printable
+from tests.source import ROOT
 
 CONTROLS = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # control, format (bidi overrides), half surrogate pairs, line separators
 
@@ -24,3 +27,11 @@ def test_what_can_be_printed_stays_as_it_is(text):
 
 def test_an_escape_sequence_is_shown_in_words():
     assert str(UserError("name \x1b[31mred\x07\r")) == r"name \x1b[31mred\x07\r"
+
+
+def test_messages_name_extras_that_setup_has():
+    """By the command that a checkout understands: mrl is on no index, so that `pip install mrl[...]` finds nothing."""
+    sources = "\n".join(path.read_text() for path in (ROOT / "mrl").rglob("*.py"))
+    asked = set(re.findall(r"""to_install\(['"]([a-z0-9-]+)""", sources))
+    assert "vllm" in asked and asked <= set(ranges(ROOT).extras)
+    assert re.findall(r"""pip install ['"]?mrl\[""", sources) == []

@@ -15,7 +15,7 @@ many: what the sockets alone would take. Medians are compared. One JSON line for
     ratio_transport the same without `finish_update`, in which the engine packs its matrices for faster products
     ratio_cpu       the same in processor time of all ranks, which others on the machine disturb less
     ratio_sockets   time of the sockets over that of the transport; above 1 where it is faster than they alone
-    finish_s        of `finish_update`: the native engine packs every matrix, vLLM on a CPU the experts
+    finish_s        of `finish_update`: the native engine packs its matrices, vLLM on a CPU the experts
     compiled        whether copies and sums are one compiled loop (else torch's calls, block by block)
     bytes_moved     sent between ranks, beside the lower bound "what a target rank needs and does not hold"
     traffic_ratio   what an all-gather of every full tensor to every rank would move, over bytes_moved
@@ -41,17 +41,17 @@ import torch
 import torch.distributed as dist
 
 from mrl.config import CheckpointEngineConfig, RolloutConfig
-from mrl.distributed import launch
+from mrl.distributed import launch, shared
 from mrl.distributed.groups import make_rollout_group
 from mrl.engines.base import EngineSpec, RolloutEngine
 from mrl.formats.hf import SINGLE, write_companions
 from mrl.grid import Grid
+from mrl.kernels import copying
 from mrl.models.base import ArchSpec
 from mrl.models.presets import PRESETS, arch_from_preset
 from mrl.observe.benchmark import add_device, commit, device_name, spread, synchronize
 from mrl.refit.refit import Refit
 from mrl.schema.registry import find
-from mrl.weights import checksum
 from mrl.weights.buckets import MIN_ROUND_BYTES
 from mrl.weights.copies import ITEM_BYTES
 from mrl.weights.hf import hf_layout
@@ -140,6 +140,8 @@ def refit_of(
     rank = dist.get_rank()
     layout = megatron_layout(arch, grid, rank, dtype=args.dtype, te=False)
     sources = allocate(layout, device)
+    if grid.world_size > 1:  # as the actor's weights
+        shared.share(sources.values())
     random_init(arch, layout, sources, seed=0)
     config = RolloutConfig(
         name=args.engine,
@@ -252,7 +254,7 @@ def run_case(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "full_gather_bytes": gathered,
         "traffic_ratio": round(gathered / plan.bytes_moved, 2) if plan.bytes_moved else None,
         "peak_staging_bytes": plan.peak_staging_bytes(args.bucket_megabytes << 20),
-        "compiled": checksum.compiled is not None,
+        "compiled": copying.compiled()[0] is not None,
         "device": device_name(device.type),
         "num_threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__},

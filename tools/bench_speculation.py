@@ -2,14 +2,19 @@
 
     python tools/bench_speculation.py                         # a model of 8 layers x 512; float32 and bfloat16
     python tools/bench_speculation.py --dtype float32 --rows 1 8 --num-threads 1
+    python tools/bench_speculation.py --trained --num-threads 1    # about a minute of training first
 
-Two models of the same size, whose weights are made, not trained: what is compared is the time of steps, which does not
+Models of the same size, whose weights are made, not trained: what is compared is the time of steps, which does not
 depend on what the weights know.
 
     repeats    each token has one that most often follows it (the output matrix holds the token's own embedding there),
                in cycles of 8; now and then another comes, and with it another cycle. So the text repeats itself, with
                breaks, as copied or tabular text does; `follows_frac` says how often the likely token came
     random     any token follows any other: nothing can be drafted
+    copies     with --trained: what a model has learned. One of 2 layers x 128 is trained by `mrl train` (sft) to repeat
+               a word of 8 random characters; then its weights are put into the larger shape, whose other numbers are
+               0, so that it says the same at the price of a larger model (`widened`). Of its text `follows_frac` is the
+               part of the tokens that are what stood 8 before
 
 Nothing is told to the engine but `rollout.speculative`; it looks for drafts in prompts, 32 tokens of such text, and in
 what it samples itself. Both engines sample the same prompts with the same seed at temperature 1, in turns, and every
@@ -18,7 +23,7 @@ token and log-probability must be equal, to the bit, or the run ends. One JSON l
     cases      text and rows that decode at a time -> ratio, the median time without drafts over that with them;
                processor_ratio, the same of processor time, which does not depend on what else the machine does;
                drafted_frac, drafted tokens for each that came; accepted_frac, the part of the drafted ones that came;
-               tokens_per_step, for each row; tokens_per_s with drafts
+               tokens_per_step, for each row; tokens_per_s with drafts; tokens_per_processor_s with and without them
 """
 
 from __future__ import annotations
@@ -26,13 +31,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from mrl.config import RolloutConfig
 from mrl.distributed import launch
@@ -43,8 +53,9 @@ from mrl.models.hf_config import arch_from_config
 from mrl.observe.benchmark import commit, device_name
 from mrl.schema.speculative import SpeculativeConfig
 from mrl.types import Prompt, Rollout
+from mrl.weights.hf import hf_layout
 from mrl.weights.init import random_init
-from mrl.weights.regions import whole
+from mrl.weights.regions import slices, whole
 from mrl.weights.tensors import allocate
 
 PROMPT_LEN = 32
@@ -66,6 +77,18 @@ SHARED = {
     "tie_word_embeddings": False,
 }
 TEXTS = ("repeats", "random")
+COPIES = "copies"
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+#"
+COPYING = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+WIDE = {"num_attention_heads": 16, "num_key_value_heads": 4}
+"""Of the shape that a trained model is put into: its heads have the same size, 32."""
+TRAINING, LEARNED_LEN = {"train.num_steps": 120, "train.batch_size": 40}, 128
+SHAPE = {
+    name: SHARED[name] for name in ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_theta")
+}
+BARRED, TINY = -1e4, 1e-3
+"""About the logit of tokens that the trained model does not have, and the hidden number that gives it."""
 
 
 def main() -> None:
@@ -77,20 +100,33 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--trained", action="store_true", help="text of a model that was trained, alone")
     args = parser.parse_args()
-    launch.start("cpu", num_threads=args.num_threads)
-    for dtype in args.dtype:
-        found = run_case(args.model, dtype, args.rows, args.new_tokens, args.repeats)
-        print(json.dumps(found), flush=True)
-    launch.stop()
+    if args.trained and args.model != "small":
+        parser.error("--trained goes with --model small")
+    with tempfile.TemporaryDirectory() as folder:
+        weights = trained(Path(folder), args.num_threads) if args.trained else None
+        launch.start("cpu", num_threads=args.num_threads)
+        for dtype in args.dtype:
+            found = run_case(args.model, dtype, args.rows, args.new_tokens, args.repeats, weights)
+            print(json.dumps(found), flush=True)
+        launch.stop()
 
 
-def run_case(model: str, dtype: str, rows: Sequence[int], new_tokens: int, repeats: int) -> dict[str, Any]:
-    """One comparison."""
-    arch = arch_from_config({**SHARED, **MODELS[model]})
+def run_case(
+    model: str,
+    dtype: str,
+    rows: Sequence[int],
+    new_tokens: int,
+    repeats: int,
+    learned: Mapping[str, torch.Tensor] | None = None,
+) -> dict[str, Any]:
+    """One comparison; `learned`: of a model that copies, which is then the only one."""
+    arch = arch_from_config({**SHARED, **MODELS[model], **({} if learned is None else WIDE)})
     cases: dict[str, dict[str, float]] = {}
-    for text in TEXTS:
-        engines = [engine_of(arch, dtype, text, method, max(rows), new_tokens) for method in (None, "ngram")]
+    for text in TEXTS if learned is None else (COPIES,):
+        sizes = max(rows), new_tokens
+        engines = [engine_of(arch, dtype, text, method, *sizes, learned) for method in (None, "ngram")]
         cases |= {f"{text}, {count} rows": compare(arch, text, engines, count, new_tokens, repeats) for count in rows}
         for engine in engines:
             engine.close()
@@ -117,7 +153,73 @@ def followers(vocab_size: int) -> torch.Tensor:
     return follows
 
 
-def engine_of(arch: ArchSpec, dtype: str, text: str, method: Any, num_rows: int, new_tokens: int) -> NativeEngine:
+def trained(folder: Path, num_threads: int, more: Sequence[str] = ()) -> dict[str, torch.Tensor]:
+    """Weights of a small model that has learned to repeat a word; `more`: overrides of its run."""
+    numbers, word_len = random.Random(0), CYCLE
+    with open(folder / "words.jsonl", "w", encoding="utf-8") as file:
+        for _ in range(TRAINING["train.num_steps"] * TRAINING["train.batch_size"]):
+            text = "".join(numbers.choices(CHARACTERS[:-1], k=word_len)) * ((PROMPT_LEN + LEARNED_LEN) // word_len)
+            row = {"prompt": text[:PROMPT_LEN], "response": text[PROMPT_LEN:]}
+            file.write(json.dumps(row) + "\n")
+    settings = {
+        "run": {"output_dir": str(folder / "run"), "num_threads": num_threads, "device": "cpu"},
+        "model": {
+            "preset": "qwen2_tiny",
+            "overrides": {**SHAPE, **COPYING},
+            "tokenizer": f"char:{CHARACTERS}",
+            "dtype": "float32",
+        },
+        "algorithm": {"name": "sft"},
+        "data": {"train_files": [str(folder / "words.jsonl")], "response_key": "response", "answer_key": ""},
+        "actor": {"lr": 3e-3, "lr_warmup_steps": 20, "max_tokens_per_microbatch": 2048},
+        "rollout": {"prompt_length": PROMPT_LEN, "response_length": LEARNED_LEN + 1},
+        "checkpoint": {"interval": 0, "export_hf": True},
+        "observe": {"console": "off", "tensorboard": False, "report": False},
+    }
+    config = folder / "config.yaml"
+    config.write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML
+    words = [f"{key}={value}" for key, value in TRAINING.items()]
+    subprocess.run([sys.executable, "-m", "mrl", "train", str(config), *words, *more], check=True)
+    (weights,) = (folder / "run" / "checkpoints").glob("step-*[!0]*/hf/model.safetensors")
+    return load_file(weights)
+
+
+def widened(learned: Mapping[str, torch.Tensor], arch: ArchSpec) -> dict[str, torch.Tensor]:
+    """The same model in a larger shape with heads of the same size: what it has not is 0.
+
+    Its hidden states are the first numbers of the larger ones. A norm divides by the root of a mean, over more numbers
+    now. Tokens that the small model has not are barred by a further hidden number, too small to matter in a norm, that
+    all tokens begin with and no layer changes.
+    """
+    hidden, small = arch.hidden_size, learned["model.norm.weight"].numel()
+    ratio, heads = math.sqrt(small / hidden), torch.arange(COPYING["num_attention_heads"])
+    groups = COPYING["num_attention_heads"] // SHARED["num_key_value_heads"]  # of a key/value head; more in the larger
+    heads = heads // groups * (arch.num_heads // arch.num_kv_heads) + heads % groups
+    queries = (heads[:, None] * arch.head_dim + torch.arange(arch.head_dim)).flatten()
+    found = {name: torch.zeros(stored.shape) for name, stored in hf_layout(arch, "float32").items()}
+    for name, value in learned.items():
+        index = [torch.arange(length) for length in value.shape]
+        if "q_proj" in name:
+            index[0] = queries
+        elif "o_proj" in name:
+            index[1] = queries
+        found[name][torch.meshgrid(*index, indexing="ij")] = value * ratio if "norm" in name else value
+    found["lm_head.weight"].copy_(found["model.embed_tokens.weight"])  # in the small model they are one
+    found["model.embed_tokens.weight"][:, small] = TINY
+    found["model.norm.weight"][small] = ratio / TINY
+    found["lm_head.weight"][len(CHARACTERS) :, small] = BARRED
+    return found
+
+
+def engine_of(
+    arch: ArchSpec,
+    dtype: str,
+    text: str,
+    method: Any,
+    num_rows: int,
+    new_tokens: int,
+    learned: Mapping[str, torch.Tensor] | None = None,
+) -> NativeEngine:
     """With the weights of a text."""
     config = RolloutConfig(
         prompt_length=PROMPT_LEN,
@@ -140,7 +242,13 @@ def engine_of(arch: ArchSpec, dtype: str, text: str, method: Any, num_rows: int,
     engine = NativeEngine(spec)
     layout = engine.layout()
     weights = allocate(layout)
-    random_init(arch, layout, weights, seed=0)
+    if learned is None:
+        random_init(arch, layout, weights, seed=0)
+    else:
+        wide = widened(learned, arch)
+        for name, stored in layout.items():
+            for piece in stored.pieces:
+                weights[name][slices(piece.dst)] = wide[piece.hf_name][slices(piece.src)]
     if text == "repeats":
         embed = weights["embed"]
         embed.copy_(torch.randn(embed.shape, generator=torch.Generator().manual_seed(1)))  # above what layers add
@@ -180,17 +288,24 @@ def compare(
     return {
         "ratio": round(plain_s / drafted_s, 2),
         "processor_ratio": round(plain_cpu_s / drafted_cpu_s, 2),
-        "follows_frac": follows_frac(rollouts[0], followers(arch.vocab_size)),
+        "follows_frac": copied_frac(rollouts[0])
+        if text == COPIES
+        else follows_frac(rollouts[0], followers(arch.vocab_size)),
         "drafted_frac": round(stats["drafted_tokens"] / stats["decode_tokens"], 3),
         "accepted_frac": round(stats["accepted_tokens"] / drafted, 3),
         "tokens_per_step": round((new_tokens - 1) / stats["decode_steps"], 2),
         "tokens_per_s": round(len(prompts) * sampling.n * new_tokens / drafted_s),
+        "tokens_per_processor_s": round(len(prompts) * sampling.n * new_tokens / drafted_cpu_s),
+        "tokens_per_processor_s_without": round(len(prompts) * sampling.n * new_tokens / plain_cpu_s),
     }
 
 
 def prompts_of(arch: ArchSpec, text: str, count: int) -> list[list[int]]:
     """Of the text that is to go on."""
-    ids_BT = torch.randint(0, arch.vocab_size, (count, PROMPT_LEN), generator=torch.Generator().manual_seed(count))
+    most = len(CHARACTERS) - 1 if text == COPIES else arch.vocab_size
+    ids_BT = torch.randint(0, most, (count, PROMPT_LEN), generator=torch.Generator().manual_seed(count))
+    if text == COPIES:
+        ids_BT = ids_BT[:, :CYCLE].repeat(1, PROMPT_LEN // CYCLE)
     if text == "repeats":
         follows = followers(arch.vocab_size)
         for place in range(1, PROMPT_LEN):
@@ -208,6 +323,12 @@ def follows_frac(rollouts: Sequence[Rollout], follows: torch.Tensor) -> float:
     """The part of the tokens that are what mostly follows the one before."""
     ids_BT = torch.tensor([rollout.response_ids for rollout in rollouts])
     return round(float((follows[ids_BT[:, :-1]] == ids_BT[:, 1:]).float().mean()), 3)
+
+
+def copied_frac(rollouts: Sequence[Rollout]) -> float:
+    """The part of the tokens that are what stood a word before."""
+    ids_BT = torch.tensor([[*rollout.prompt.prompt_ids, *rollout.response_ids] for rollout in rollouts])
+    return round(float((ids_BT[:, PROMPT_LEN - CYCLE : -CYCLE] == ids_BT[:, PROMPT_LEN:]).float().mean()), 3)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch import Tensor
 from mrl.algorithms._kl_control import sequence_means
 from mrl.algorithms._policy_loss import LOSSES, PolicyLoss, Tokens
 from mrl.algorithms._rollout_correction import Correction
-from mrl.algorithms.base import Algorithm, Outcomes, SumReduce, required
+from mrl.algorithms.base import PROXIMAL, REFERENCE, Algorithm, Outcomes, SumReduce, required
 from mrl.config import AlgorithmConfig, RolloutConfig
 from mrl.functional.advantages import StdKind, group_relative, overlong_penalty, reward_to_go, whiten
 from mrl.functional.importance import MAX_LOG_RATIO, at_least_fp32, log_ratio
@@ -113,6 +113,12 @@ class PolicyGradient(Algorithm):
         """Where tokens are chosen or corrected from the whole minibatch at its present weights."""
         chooses = self._policy_loss.choice is not None or self.config.top_entropy_quantile < 1
         return chooses or self.correction.needs_current
+
+    @property
+    def reads_early(self) -> frozenset[str]:
+        """The reference where its KL is in the reward; the actor where tokens are chosen or corrections measured."""
+        chooses = self.needs_current or self.correction.reads_early
+        return frozenset({PROXIMAL} if chooses else ()) | ({REFERENCE} if self.config.kl_in == "reward" else set())
 
     @property
     def _policy_loss(self) -> PolicyLoss:

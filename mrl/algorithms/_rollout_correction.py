@@ -56,6 +56,12 @@ class Correction:
         normalizes = self.spec.weighing is not None and self.spec.weighing.normalize
         return not self.spec.decoupled and (normalizes or (self.spec.kept_only and bool(self.spec.rejections)))
 
+    @property
+    def reads_early(self) -> bool:
+        """Whether a decoupled one reads the actor's log-probabilities before the loss: to count, or to divide."""
+        normalizes = self.spec.weighing is not None and self.spec.weighing.normalize
+        return self.spec.decoupled and (normalizes or (self.spec.kept_only and bool(self.spec.rejections)))
+
     def actor_R(self, batch: RolloutBatch, logprobs_R: Tensor | None = None) -> Tensor | None:
         """The actor's log-probability in the log-ratio, without gradient; None where it is not known yet."""
         if self.spec.decoupled:

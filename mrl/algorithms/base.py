@@ -34,6 +34,9 @@ T = TypeVar("T")
 LARGEST = 1e9
 """Beyond any sensible number of an algorithm; fp32 holds its square."""
 
+PROXIMAL, REFERENCE = "proximal_logprobs_R", "ref_logprobs_R"
+"""Log-probabilities of a batch that the actor's own update can give, where no update of the step came before it."""
+
 SumReduce = Callable[[Tensor], Tensor]
 """Collective over the data-parallel group: elementwise sum of the ranks' tensors (fp64), the same on every rank."""
 
@@ -111,6 +114,14 @@ class Algorithm(ABC):
     def needs_proximal(self) -> bool:
         """Whether `proximal_logprobs_R` must be set before the update."""
         return not self.config.rollout_correction.acting.bypass_mode
+
+    @property
+    def reads_early(self) -> frozenset[str]:
+        """Which of PROXIMAL and REFERENCE, if any, is read before `loss`: by `advantages`, `weigh` or `counted_R`.
+
+        The others may be None until `loss` is called: they can come from the forward of the update itself.
+        """
+        return frozenset({PROXIMAL, REFERENCE})
 
     @property
     def singleton(self) -> advantage_maths.SingletonPolicy:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms._policy_gradient import PolicyGradient
-from mrl.algorithms.base import Outcomes, SumReduce, required
+from mrl.algorithms.base import PROXIMAL, Outcomes, SumReduce, required
 from mrl.functional.advantages import StdKind, whiten
 from mrl.functional.values import gae, length_adaptive_lam
 from mrl.types import RolloutBatch
@@ -38,6 +38,11 @@ class Ppo(PolicyGradient):
         "dual_clip": 0.0,
         "dynamic_sampling": False,
     }
+
+    @property
+    def reads_early(self) -> frozenset[str]:
+        """The actor too where what its correction rejects is not learned from."""
+        return super().reads_early | ({PROXIMAL} if self.correction.spec.rejections else set())
 
     def outcome_advantages(self, outcomes: Outcomes) -> Tensor:
         """The reward of each sample; of each turn its own, which the estimates carry to those before it."""

@@ -128,9 +128,12 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
         UserError: The first failing rank has a UserError; the message is its message.
         RankFailedError: It has another exception; the message names the rank and the exception.
     """
+    size = dist.get_world_size(group)
+    if not _any_has(error, size, group):
+        return
     mine = None if error is None else (isinstance(error, UserError), f"{type(error).__name__}: {error}", str(error))
-    found: list[tuple[bool, str, str] | None] = [mine] * dist.get_world_size(group)
-    if len(found) > 1:
+    found: list[tuple[bool, str, str] | None] = [mine] * size
+    if size > 1:
         dist.all_gather_object(found, mine, group=group)
     for rank, item in enumerate(found):
         if item is None:
@@ -141,6 +144,15 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
             together.everywhere = True
             raise together from error
         raise RankFailedError(dist.get_global_rank(group or everyone(), rank), described) from error
+
+
+def _any_has(error: Exception | None, size: int, group: dist.ProcessGroup | None) -> bool:
+    """Collective over `group`, in which messages of errors, of any length, would take three times as long."""
+    if size == 1:
+        return error is not None
+    found = [torch.zeros(1, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(found, torch.tensor([error is not None], dtype=torch.uint8), group=group)
+    return any(found)
 
 
 ALONE_S = 5.0

@@ -85,18 +85,20 @@ def make_rollout_group(grid: Grid, rank: int) -> dist.ProcessGroup:
     return alone(rank)
 
 
-def make_role_groups(grid: Grid, timeout_s: float) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+def make_role_groups(
+    grid: Grid, timeout_s: float, sampling_s: float
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """Collective over the job: the groups of the ranks that train and of those that sample; None where all do both.
 
     Args:
         grid: The layout.
-        timeout_s: A collective that waits longer fails, s.
+        timeout_s: A collective of the ranks that train that waits longer fails, s.
+        sampling_s: One of those that sample.
     """
     if not grid.has_roles:
         return None, None
-    timeout = timedelta(seconds=timeout_s)
-    trainers, samplers = (dist.new_group(list(ranks), timeout=timeout) for ranks in (grid.trainers, grid.samplers))
-    return trainers, samplers
+    trainers = dist.new_group(list(grid.trainers), timeout=timedelta(seconds=timeout_s))
+    return trainers, dist.new_group(list(grid.samplers), timeout=timedelta(seconds=sampling_s))
 
 
 def alone(rank: int) -> dist.ProcessGroup:

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from mrl.distributed.environment import Environment
-from mrl.errors import UserError, first_line
+from mrl.errors import UserError, first_line, to_install
 
 MPI_MODULE = "mpi4py.MPI"
 """Its import begins MPI."""
@@ -127,7 +127,7 @@ def _world() -> Any:
     except (ImportError, RuntimeError) as error:  # RuntimeError: there is no MPI library to load
         raise UserError(
             f"the ranks were started over MPI, which needs mpi4py and its MPI library ({first_line(error)}). Install "
-            'it by `pip install "mrl[mpi]"`, or start by torchrun or srun, which need none.'
+            f"it: {to_install('mpi')}; or start by torchrun or srun, which need none."
         ) from error
     if ours:
         _begun.append(MPI_MODULE)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from mrl.doctor.finding import Finding, ok, problem, warning
+from mrl.errors import to_install
 
 TIMEOUT_S = 30
 LIBRARY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
@@ -44,7 +45,7 @@ def check_mpi(clean: Mapping[str, str], *, wanted: bool, python: str = sys.execu
         yield warning(
             "MPI",
             f"{program} is {own}, but mpi4py finds no library ({_last(library.stderr)})",
-            'pip install "mrl[mpi]", and MPI4PY_LIBMPI=/path/libmpi.so where the library is elsewhere',
+            f"{to_install('mpi')}, and MPI4PY_LIBMPI=/path/libmpi.so where the library is elsewhere",
         )
         return
     theirs = _vendor(library.stdout)

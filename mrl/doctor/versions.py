@@ -23,7 +23,7 @@ from packaging.specifiers import SpecifierSet
 from mrl import __version__
 from mrl.doctor.devices import read_gpu_count
 from mrl.doctor.finding import Finding, ok, problem, warning
-from mrl.errors import UserError
+from mrl.errors import UserError, to_install
 
 PACKAGE = Path(__file__).resolve().parents[1]
 OPTIONAL = {
@@ -124,7 +124,7 @@ def check_versions(wanted: Ranges, needed: set[str], running: str = "") -> Itera
 def _optional(extra: str, name: str, wanted: Ranges, needed: set[str]) -> Iterator[Finding]:
     (requirement,) = (each for each in wanted.extras[extra] if each.name == name)
     version = installed(name)
-    advice = f"pip install '{requirement}', or \"mrl[{extra}]\""
+    advice = f"pip install '{requirement}', or {to_install(extra)}"
     if version is None:
         if extra in needed:
             yield (problem if extra in ENGINES else warning)(name, "not installed, and needed here", advice)

@@ -20,15 +20,19 @@ class Poll:
     Args:
         told: Whether this rank was told to stop.
         group: Ranks of the replica; None: this rank alone.
+        sampled: Called each time: a forward was made.
     """
 
-    def __init__(self, told: Callable[[], bool], group: dist.ProcessGroup | None) -> None:
-        self._told = told
+    def __init__(
+        self, told: Callable[[], bool], group: dist.ProcessGroup | None, sampled: Callable[[], object]
+    ) -> None:
+        self._told, self._sampled = told, sampled
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
         self._num_calls = 0
 
     def __call__(self) -> bool:
         """Asks this rank at each call, the others at every `STEPS`th; true once any was told."""
+        self._sampled()
         if self._group is None:
             return self._told()
         self._num_calls += 1

@@ -20,9 +20,9 @@ from mrl.config import RolloutConfig
 from mrl.engines import _rounds
 from mrl.engines._feed import Feed
 from mrl.engines._talk import Talk
+from mrl.kernels.copying import copy_bits
 from mrl.models.base import ArchSpec
 from mrl.types import Begun, Prompt, Rollout
-from mrl.weights.checksum import copy_bits
 from mrl.weights.layout import Layout, Region
 from mrl.weights.regions import slices
 
@@ -74,17 +74,17 @@ class WeightSlice:
         region: Of it.
         data: The values; they are valid until `update_weights` returns.
         given: `bits` of the values, as who sent them or `write_to` knows them; None: not yet.
-        stored: What `write_to` read back, where it was called.
+        written: `bits` of what `write_to` wrote, where it was called.
     """
 
     name: str
     region: Region
     data: Tensor
     given: Tensor | None = None
-    stored: Tensor | None = field(default=None, init=False)
+    written: Tensor | None = field(default=None, init=False)
 
     def write_to(self, stored: Tensor) -> None:
-        """Copies the values into their region of `stored` and reads them back from there.
+        """Copies the values into their region of `stored`, and adds up what it wrote.
 
         Raises:
             RuntimeError: They do not fit what is stored.
@@ -95,7 +95,7 @@ class WeightSlice:
                 f"'{self.name}' {self.region}: got {list(self.data.shape)} {self.data.dtype}, "
                 f"expected {list(target.shape)} {target.dtype}"
             )
-        given, self.stored = copy_bits(target, self.data, both=self.given is None)
+        given, self.written = copy_bits(target, self.data, both=self.given is None)
         self.given = given if self.given is None else self.given
 
 
@@ -163,7 +163,11 @@ class RolloutEngine(ABC):
 
     told_to_stop: Callable[[], bool] = staticmethod(lambda: False)
     """Whether this rank was told to stop. `generate` asks it now and then, for the replica: if any of its ranks was
-    told, it returns at once with what has ended, which is not used. An engine that does not ask delays the stop."""
+    told, it returns at once with what has ended. An engine that does not ask delays the stop."""
+
+    sampled: Callable[[], object] = staticmethod(lambda: None)
+    """To be called after each forward of a sampling that is longer than a moment: ranks that wait for this one take it
+    as a sign that it works. An engine that does not call it must sample within `run.collective_timeout_s`."""
 
     def __init__(self, spec: EngineSpec) -> None:
         """Collective over the job: this rank's part of its replica's engine; it holds no weights yet."""
@@ -182,14 +186,15 @@ class RolloutEngine(ABC):
     def update_weights(self, bucket: Sequence[WeightSlice]) -> None:
         """Copies a bucket into place. Addresses do not change; the bucket's buffers may be reused on return.
 
-        What is written with `WeightSlice.write_to` is read back at once; then `checksum` is asked less often.
+        What is written with `WeightSlice.write_to` is added up in the same pass; then `checksum` is asked less often.
         """
 
     @abstractmethod
     def checksum(self) -> int:
         """Order-free 64-bit sum over the bit patterns of all stored elements.
 
-        Asked for in the first refit, and in each one in which a slice was not read back.
+        Asked for in the first refit, in the first after a failure or a release, and in each one in which a slice was
+        not written with `WeightSlice.write_to`.
         """
 
     @abstractmethod
@@ -250,7 +255,7 @@ class RolloutEngine(ABC):
 
         Returns:
             Responses that are not whole, on every rank of the replica, in the order of (prompt uid, sample index).
-            Where a rank was told to stop, nothing of use.
+            Where a rank was told to stop, those that there are then.
 
         Raises:
             RuntimeError: As `generate`; or a begun sample is to go on and the engine samples only whole responses.

@@ -1,1 +1,1 @@
-"""Compiled functions that give each row bits of its own, for the native engine and the actor; how they are compiled."""
+"""Compiled functions: rows with bits of their own, copies with sums; how they are compiled."""

@@ -1,7 +1,7 @@
 """The compiled functions of `kernels.c`, `products.c`, `drafts.c`, called with tensors; `training.py` calls others.
 
-Owns how the files are compiled, once for each processor, compiler and dtype into the user's cache folder, and how they
-are called. They run on the threads of PyTorch's own OpenMP: two pools would fight for the cores.
+Owns how they are called; they are compiled for each dtype (`build.py`), and run on the threads of PyTorch's own OpenMP:
+two pools would fight for the cores.
 
 Every function computes each row by itself, in an order that follows from the row's own size: whoever calls it, with
 whatever rows beside, gets the same bits. So the native engine and the actor have the same log-probabilities where both
@@ -14,10 +14,6 @@ V vocabulary.
 from __future__ import annotations
 
 import ctypes
-import re
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -26,15 +22,12 @@ import torch
 from torch import Tensor
 
 from mrl.errors import UserError
-from mrl.kernels import machine
+from mrl.kernels import build, machine
 
 HEADER, *SOURCES = (
     Path(__file__).with_name(name) for name in ("vectors.h", "kernels.c", "products.c", "drafts.c", "training.c")
 )
-COMPILERS = ("cc", "gcc", "clang")
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 DTYPES: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16: ("-DBF16",)}
-PATIENCE_S = 120.0
 
 _P, _N, _F, _B = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
@@ -241,10 +234,11 @@ class Library:
         )
         return counts_B, matched_B
 
-    def pack(self, weight_OI: Tensor) -> Tensor:
-        """The weight as `product` takes it, a copy."""
+    def pack(self, weight_OI: Tensor, packed: Tensor | None = None) -> Tensor:
+        """The weight as `product` takes it: a copy, in the place of an earlier one of its shape where that is given."""
         weight_OI = weight_OI.contiguous()
-        packed = weight_OI.new_empty(self._size["packed_size"](*weight_OI.shape))
+        if packed is None:
+            packed = weight_OI.new_empty(self._size["packed_size"](*weight_OI.shape))
         self._call["pack"](weight_OI.data_ptr(), packed.data_ptr(), *weight_OI.shape)
         return packed
 
@@ -281,7 +275,7 @@ def required(dtype: torch.dtype) -> Library:
     if found is None:
         raise UserError(
             f"rollout.true_on_policy=true computes with compiled functions, and this machine has none: {problem}. "
-            f"Install a C compiler ({', '.join(COMPILERS)}), or leave the mode off."
+            f"Install a C compiler ({', '.join(build.COMPILERS)}), or leave the mode off."
         )
     return found
 
@@ -304,57 +298,7 @@ def check_alike(dtype: torch.dtype) -> None:
 @cache
 def library(dtype: torch.dtype) -> tuple[Library | None, str | None]:
     """The compiled functions, or why there are none."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    openmp = _openmp()
     if dtype not in DTYPES:
         return None, f"there are none for {dtype}"
-    if compiler is None:
-        return None, f"there is no C compiler ({', '.join(COMPILERS)})"
-    if openmp is None:
-        return None, "PyTorch's OpenMP library was not found"
-    try:
-        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-        flags = (*FLAGS, *DTYPES[dtype])
-        texts = [path.read_text(encoding="utf-8") for path in (HEADER, *SOURCES)]
-        key = machine.key(*texts, *flags, version, str(openmp), machine.processor())
-        name = f"kernels/{key}.so"
-        made = machine.kept(name, lambda: _compile(compiler, flags, openmp))
-        return Library(_load(machine.place(name), made), key), None
-    except subprocess.SubprocessError as error:
-        said = getattr(error, "stderr", "") or str(error)
-        return None, f"{compiler} fails: {said.strip().splitlines()[-1]}"
-    except OSError as error:
-        return None, str(error)
-
-
-def _compile(compiler: str, flags: tuple[str, ...], openmp: Path) -> bytes:
-    with tempfile.TemporaryDirectory() as name:
-        parts, whole = [Path(name, f"{source.stem}.o") for source in SOURCES], Path(name, "kernels.so")
-        for command in (
-            *(
-                [compiler, *flags, "-c", str(source), "-o", str(part)]
-                for source, part in zip(SOURCES, parts, strict=True)
-            ),
-            [compiler, "-shared", *map(str, parts), str(openmp), "-lm", "-o", str(whole)],
-        ):
-            subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
-        return whole.read_bytes()
-
-
-def _load(place: Path | None, data: bytes) -> ctypes.CDLL:
-    """From where it is kept; otherwise from a file that is gone once it is loaded."""
-    if place is not None and place.exists():
-        return ctypes.CDLL(str(place))
-    with tempfile.NamedTemporaryFile(suffix=".so") as file:
-        file.write(data)
-        file.flush()
-        return ctypes.CDLL(file.name)
-
-
-def _openmp() -> Path | None:
-    """The OpenMP library that PyTorch has loaded."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return None
-    found = re.search(r"(/\S*/lib(?:gomp|iomp5|omp)[^/\s]*)$", maps.read_text(encoding="utf-8"), re.MULTILINE)
-    return None if found is None else Path(found[1])
+    found, told = build.built(SOURCES, (HEADER,), DTYPES[dtype])
+    return (None, told) if found is None else (Library(found, told), None)

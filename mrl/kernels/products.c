@@ -17,6 +17,7 @@
 
 #define PANEL (2 * LANES)
 #define BLOCKS 8 /* of rows that a task takes */
+#define LARGE (1 << 20) /* bytes of a weight that a cache near a core does not hold */
 #ifdef __AVX512F__
 #define TALL 12
 #else
@@ -60,21 +61,100 @@ int64_t packed_size(int64_t outs, int64_t ins) { return (outs + PANEL - 1) / PAN
 /* For a buffer: bytes of packed rows. */
 int64_t rows_size(int64_t rows, int64_t ins) { return (rows + TALL - 1) / TALL * TALL * steps_of(ins) * sizeof(X); }
 
+/* Squares of 32-bit values, LANES rows of LANES, are turned in registers: a step of a panel is a value of each row. */
+#if defined(__has_builtin) && (STEP == 2 || !defined(BF16))
+#if __has_builtin(__builtin_shufflevector)
+#define TURNS
+#endif
+#endif
+
+#ifdef TURNS
+typedef uvec anywhere __attribute__((aligned(2), may_alias));
+
+/* The upper rows' right blocks change places with the lower rows' left ones, in blocks of `half`. */
+#if LANES == 16
+#define PICK(a, b, f) __builtin_shufflevector(a, b, f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), \
+                                              f(12), f(13), f(14), f(15))
+#else
+#define PICK(a, b, f) __builtin_shufflevector(a, b, f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7))
+#endif
+#define SWAP(half)                                                                                                     \
+    _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) if (!(i & half)) {                                        \
+        uvec upper = rows[i], lower = rows[i + half];                                                                  \
+        rows[i] = PICK(upper, lower, UPPER_##half);                                                                    \
+        rows[i + half] = PICK(upper, lower, LOWER_##half);                                                             \
+    }
+#define UPPER(i, half) ((i) & half ? LANES + (i) - half : (i))
+#define LOWER(i, half) ((i) & half ? LANES + (i) : (i) + half)
+#define UPPER_8(i) UPPER(i, 8)
+#define LOWER_8(i) LOWER(i, 8)
+#define UPPER_4(i) UPPER(i, 4)
+#define LOWER_4(i) LOWER(i, 4)
+#define UPPER_2(i) UPPER(i, 2)
+#define LOWER_2(i) LOWER(i, 2)
+#define UPPER_1(i) UPPER(i, 1)
+#define LOWER_1(i) LOWER(i, 1)
+
+#ifdef __AVX512F__
+#define PAST_CACHES(to, value) _mm512_stream_si512((void *)(to), (__m512i)(value))
+#elif defined(__AVX__)
+#define PAST_CACHES(to, value) _mm256_stream_si256((void *)(to), (__m256i)(value))
+#endif
+
+static inline void turn_square(const T *from, int64_t stride, T *to, int past_caches) {
+    uvec rows[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) rows[i] = *(const anywhere *)(from + i * stride);
+#if LANES == 16
+    SWAP(8)
+#endif
+    SWAP(4)
+    SWAP(2)
+    SWAP(1)
+#ifdef PAST_CACHES
+    if (past_caches) {
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) PAST_CACHES(to + i * PANEL * STEP, rows[i]);
+        return;
+    }
+#endif
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) *(anywhere *)(to + i * PANEL * STEP) = rows[i];
+}
+#endif
+
+/* A large weight is not read again before others have taken its place in the caches: it is written past them. */
 void pack(const T *weight, T *packed, int64_t outs, int64_t ins) {
     int64_t panels = (outs + PANEL - 1) / PANEL, steps = steps_of(ins);
+#ifdef PAST_CACHES
+    int past_caches = outs * ins * sizeof(T) >= LARGE && (uintptr_t)packed % sizeof(vec) == 0;
+#else
+    int past_caches = 0;
+#endif
 #pragma omp parallel for schedule(static) if (outs * ins > SMALL)
     for (int64_t panel = 0; panel < panels; panel++) {
+        const T *own = weight + panel * PANEL * ins;
         T *to = packed + panel * steps * PANEL * STEP;
-        int64_t here = outs - panel * PANEL < PANEL ? outs - panel * PANEL : PANEL;
-        memset(to, 0, steps * PANEL * STEP * sizeof(T));
-        for (int64_t first = 0; first < ins; first += 64) { /* what was read stays near */
+        int64_t here = outs - panel * PANEL < PANEL ? outs - panel * PANEL : PANEL, turned = 0;
+        if (here < PANEL || ins % STEP) memset(to, 0, steps * PANEL * STEP * sizeof(T));
+#ifdef TURNS
+        if (here == PANEL)
+            for (; turned + LANES <= ins / STEP; turned += LANES)
+                for (int64_t n = 0; n < PANEL; n += LANES)
+                    turn_square(own + n * ins + turned * STEP, ins, to + (turned * PANEL + n) * STEP, past_caches);
+#endif
+        for (int64_t first = turned * STEP; first < ins; first += 64) { /* what was read stays near */
             int64_t last = ins - first < 64 ? ins : first + 64;
             for (int64_t n = 0; n < here; n++) {
-                const T *from = weight + (panel * PANEL + n) * ins;
+                const T *from = own + n * ins;
                 for (int64_t k = first; k < last; k++) to[(k / STEP * PANEL + n) * STEP + k % STEP] = from[k];
             }
         }
+#ifdef PAST_CACHES
+        _mm_sfence();
+#endif
     }
+    (void)past_caches;
 }
 
 static void pack_rows(const T *x, int64_t stride, X *to, int64_t count, int64_t ins) {

@@ -19,8 +19,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from mrl.errors import UserError
-from mrl.kernels import machine
-from mrl.kernels.library import COMPILERS, library
+from mrl.kernels import build, machine
+from mrl.kernels.library import library
 from mrl.kernels.training import training
 from mrl.megatron.attention import PackedSequences, of_all_ranks
 from mrl.megatron.norm import RMSNorm
@@ -38,7 +38,7 @@ def compiles(dtype: torch.dtype) -> bool:
     if found is None:
         raise UserError(
             f"another rank compiles what the actor does between products; this one cannot: {problem}. Copies of a "
-            f"weight would drift apart: install a C compiler ({', '.join(COMPILERS)}) here."
+            f"weight would drift apart: install a C compiler ({', '.join(build.COMPILERS)}) here."
         )
     return True
 

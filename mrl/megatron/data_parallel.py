@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from torch import Tensor
 
 from mrl.config import Config
+from mrl.distributed import shared
 from mrl.megatron.model import ScoringModel
 from mrl.megatron.passed import check_te, given_to, objects
 from mrl.megatron_fields.defaults import ddp_defaults, overlaps_gradients
@@ -79,6 +81,23 @@ class Replicas:
         """Before every update."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
+
+    def share(self) -> None:
+        """Puts the weights into memory in which other ranks of the host read them, where they are in the host's memory.
+
+        Comes before the optimizer, whose parts look into them.
+        """
+        if dist.get_world_size() > 1:
+            shared.share(self._weights())
+
+    def _weights(self) -> Iterator[Tensor]:
+        """Parameters, and the buffers in which Megatron may have put them."""
+        for chunk in self.chunks:
+            yield from chunk.parameters()
+            if isinstance(chunk, DistributedDataParallel):
+                for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                    views = (buffer.param_data, *(bucket.param_data for bucket in buffer.buckets))
+                    yield from (view for view in views if view is not None)
 
     def gradients(self) -> Iterator[Tensor]:
         """The buffers; of a model that is not trained there are none."""

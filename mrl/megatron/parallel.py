@@ -24,13 +24,14 @@ _own_groups: list[dist.ProcessGroup] = []
 """What `initialize` made beside Megatron's groups."""
 
 
-def initialize(grid: Grid, *, seed: int, timeout_s: float = 600.0) -> ProcessGroups:
+def initialize(grid: Grid, *, seed: int, timeout_s: float = 600.0, sampling_s: float = 600.0) -> ProcessGroups:
     """Collective over the job: makes the groups of `grid`; a layout that was there before is destroyed.
 
     Args:
         grid: `world_size` is the job's.
         seed: Of Megatron's random states; each tensor- and pipeline-parallel rank gets one of its own from it.
         timeout_s: A collective that waits longer, by some minutes, fails, s; Megatron counts in minutes.
+        sampling_s: The same of ranks that only sample, among themselves.
 
     Raises:
         RuntimeError: The job has another size, or Megatron orders ranks differently from `grid`.
@@ -38,8 +39,8 @@ def initialize(grid: Grid, *, seed: int, timeout_s: float = 600.0) -> ProcessGro
     if dist.get_world_size() != grid.world_size:
         raise RuntimeError(f"the job has {dist.get_world_size()} ranks, the grid {grid.world_size}")
     destroy()
-    rank, longest_s = dist.get_rank(), timeout_s + 60 * MARGIN_MINUTES
-    trainers, samplers = make_role_groups(grid, longest_s)
+    rank, more_s = dist.get_rank(), 60 * MARGIN_MINUTES
+    trainers, samplers = make_role_groups(grid, timeout_s + more_s, sampling_s + more_s)
     rollout_tp = make_rollout_group(grid, rank)
     _own_groups.append(rollout_tp)
     role = trainers if rank in grid.trainers else samplers

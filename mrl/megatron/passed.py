@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megatron.core.transformer import enums
 
-from mrl.errors import UserError, first_line, out_of_memory
+from mrl.errors import UserError, first_line, out_of_memory, to_install
 from mrl.megatron_fields.installed import fields_of
 from mrl.megatron_fields.table import te_only
 from mrl.megatron_fields.values import DTYPES, enum_of, names_dtype
@@ -61,7 +61,7 @@ def check_te(section: str, given: Iterable[str], *, te: bool) -> None:
     if names and not te:
         refusal = UserError(
             f"TransformerEngine is not in use here, and nothing else has {', '.join(names)}. Leave it out on a CPU; on "
-            "a GPU install TransformerEngine (pip install -e '.[gpu]', README says how)."
+            f"a GPU install TransformerEngine ({to_install('gpu')}; README says how)."
         )
         refusal.everywhere = True
         raise refusal

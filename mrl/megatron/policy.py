@@ -6,16 +6,17 @@ algorithm beyond its `loss`; all ranks call each method together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mrl.algorithms._distillation import Distillation
-from mrl.algorithms.base import Algorithm, required
+from mrl.algorithms.base import PROXIMAL, REFERENCE, Algorithm, required
 from mrl.config import Config
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
@@ -26,7 +27,7 @@ from mrl.functional.sequence_losses import Sequences
 from mrl.megatron.choices import Choices
 from mrl.megatron.comparison import Comparison
 from mrl.megatron.offload import pinned_like
-from mrl.megatron.schedule import Microbatch
+from mrl.megatron.schedule import Loss, Microbatch
 from mrl.megatron.trainable import Reports, Trainable, in_batch_order
 from mrl.models.base import ArchSpec
 from mrl.types import RolloutBatch
@@ -57,6 +58,7 @@ class Policy(Trainable):
         self._whole = Distribution(1.0, config.actor.logprob_chunk_tokens)
         self._truncated = truncates(rollout.top_k, rollout.top_p, rollout.min_p)
         self._reference: dict[str, Tensor] = {}
+        self._reference_is_actor = False
         self._aside: dict[str, Tensor] = {}
         distilled = config.distillation
         self._distillation = Distillation(distilled.distillation_loss) if distilled.enabled else None
@@ -69,6 +71,37 @@ class Policy(Trainable):
         if not self._reference:
             self._reference = self.weight_set()
         return self._reference
+
+    def take_reference(self) -> None:
+        """Collective over data-parallel after an update: the reference becomes the actor of now."""
+        live = self.named_tensors()
+        with torch.no_grad():
+            for name, tensor in self.reference_tensors().items():
+                tensor.copy_(live[name])
+        self._reference_is_actor = True
+
+    def compare_reference(self) -> None:
+        """Collective over the ranks that train: to be called after `reference_tensors` were filled from outside."""
+        live, same = self.named_tensors(), True
+        for name, tensor in self.reference_tensors().items():
+            same = same and torch.equal(tensor.view(torch.uint8), live[name].detach().cpu().view(torch.uint8))
+        differing = torch.tensor(int(not same))
+        dist.all_reduce(differing)
+        self._reference_is_actor = not differing
+
+    @property
+    def scores_as_reference(self) -> bool:
+        """Whether a score by the actor of now is the reference's in every bit, the same on all ranks.
+
+        Both have the same weights, and the actor's tokens go to experts of its own choice.
+        """
+        replays = self._config.router_replay == "rollout" and self._arch.moe is not None
+        return self._reference_is_actor and not replays
+
+    def weights_changed(self) -> None:
+        """See `Trainable`."""
+        self._reference_is_actor = False
+        super().weights_changed()
 
     def weight_set(self) -> dict[str, Tensor]:
         """Another set of weights for these modules, in host memory, named as in `layout`; NaN until filled."""
@@ -156,6 +189,19 @@ class Policy(Trainable):
         scored = self._scored(batch, self._sampled, 2, choices)
         return scored[0], scored[1]
 
+    def own_scores(self, algorithm: Algorithm) -> list[str]:
+        """What the first update of a step gives `algorithm.loss` itself: log-probabilities at the weights before it.
+
+        They are, to the bit, those of `proximal` or `score` over the same sequences, which then need not be called.
+        With `actor.router_replay=recompute` there are none: updates are told where `proximal` sent the tokens.
+        """
+        if algorithm.supervised or (self._config.router_replay == "recompute" and self._arch.moe is not None):
+            return []
+        found = [PROXIMAL] if algorithm.needs_proximal else []
+        if algorithm.needs_reference and self.scores_as_reference:
+            found.append(REFERENCE)
+        return [name for name in found if name not in algorithm.reads_early]
+
     def update(self, minibatch: RolloutBatch, algorithm: Algorithm, *, compare: bool = False) -> dict[str, float]:
         """Collective over the job: one optimizer step on a minibatch.
 
@@ -164,6 +210,7 @@ class Policy(Trainable):
             algorithm: Its `loss` is minimised. A supervised one sees the model's own distribution: temperature 1, the
                 whole vocabulary; any other that of `rollout`, from which was sampled, see `score`.
             compare: No update of the step has moved the weights: also report how what sampled and the actor differ.
+                What is None of `own_scores` is set, on ranks of the last pipeline stage.
 
         Returns:
             The algorithm's metrics over the global minibatch, actor/grad_norm (before clipping), actor/lr, and of a
@@ -177,8 +224,13 @@ class Policy(Trainable):
         if not algorithm.supervised:
             self._check(minibatch)
 
-        def mismatch(microbatches: list[Microbatch], reports: Reports) -> dict[str, float]:
-            return self._mismatch(minibatch, in_batch_order(minibatch, microbatches, reports, 2)[0])
+        own = [name for name in self.own_scores(algorithm) if compare and getattr(minibatch, name) is None]
+
+        def before(microbatches: list[Microbatch], reports: Reports) -> dict[str, float]:
+            logprobs_R = in_batch_order(minibatch, microbatches, reports, 2)[0]
+            for name in own:
+                setattr(minibatch, name, logprobs_R)
+            return self._mismatch(minibatch, logprobs_R)
 
         distribution, loss = self._sampled, algorithm.loss
         if algorithm.supervised:
@@ -186,16 +238,19 @@ class Policy(Trainable):
         elif self._distillation is not None:
             loss = self._distillation.beside(algorithm)
             self._schedule.comparison = self.comparison.on(self.device) if self.comparison else None
+        if own:
+            loss = _with_own(loss, own)
         try:
             metrics = self._step(
                 minibatch,
                 distribution,
                 loss,
-                mismatch if compare else None,
+                before if compare else None,
                 whole_groups=algorithm.learns_from == "pairs",
             )
         finally:
             self._schedule.comparison = None
+            self._reference_is_actor = False
         return algorithm.told(metrics)
 
     def _refuse(self, metrics: dict[str, float]) -> None:
@@ -236,6 +291,17 @@ class Policy(Trainable):
         dist.all_reduce(count, group=self._groups.dp)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._groups.dp)
         return {DIFFERENCE: float(largest), DIFFERING: float(count)}
+
+
+def _with_own(loss: Loss, names: Sequence[str]) -> Loss:
+    """The loss of microbatches that have these log-probabilities from the forward that it is of."""
+
+    def found(logprobs_R: Tensor, *rest: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        *others, microbatch = rest
+        known = dict.fromkeys(names, logprobs_R.detach())
+        return loss(logprobs_R, *others, replace(microbatch, **known))
+
+    return found
 
 
 def sampled_distribution(config: Config) -> Distribution:

@@ -93,6 +93,8 @@ class Trainable:
         for chunk in self.chunks:
             chunk.to(device)
         self._replicas = Replicas(self.chunks, config, te=self._te, trained=self.trained)
+        if self.samples and not config.actor.param_offload:  # what lies in shared memory cannot be emptied
+            self._replicas.share()
         self._schedule = Schedule(
             self._replicas.chunks,
             groups,

@@ -20,6 +20,7 @@ from mrl.engines.trtllm import installed as trtllm_package
 from mrl.engines.trtllm.fields import needs_mpi
 from mrl.engines.vllm import fields as vllm
 from mrl.engines.vllm import installed as vllm_package
+from mrl.errors import to_install
 from mrl.grid import Grid
 from mrl.megatron_fields.defaults import ddp_defaults, overlaps_gradients, transformer_defaults
 from mrl.models.base import ArchSpec
@@ -149,7 +150,7 @@ def _engine(name: str) -> str:
     if name == vllm.NAME:
         return f"{name}: {vllm_package.described()}"
     if name in trtllm.ENGINES and not trtllm_package.is_installed():
-        advice = 'Install it: pip install "mrl[trtllm]"; or use rollout.name=native.'
+        advice = f"Install it: {to_install('trtllm')}; or use rollout.name=native."
         return f"{name}: TensorRT-LLM is not installed here. {advice}"
     return name
 

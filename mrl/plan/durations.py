@@ -63,7 +63,7 @@ def predict_durations(found: Resolved, hardware: Hardware, kv_rows: int) -> Dura
     if found.algorithm.supervised:
         passes = 1.0
     else:
-        scorings += int(found.algorithm.needs_proximal)
+        scorings += int(found.scores_proximal)
         scorings += config.actor.ppo_epochs * int(found.algorithm.needs_current)
         prefill, decode, steps, bound_by = _rollout(config, arch, grid, hardware, kv_rows)
     rate = len(grid.trainers) * hardware.bf16_flops * hardware.train_flops_frac

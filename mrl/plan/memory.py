@@ -145,7 +145,7 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
     layers = {"te": device.te and asked_for(config), "compiled": device.is_host and not config.rollout.true_on_policy}
     shape = ActorShape(config, arch, grid, **layers, learns_from=algorithm.learns_from)
     held = stage_memory(config, arch, grid)
-    scored = any((algorithm.needs_reference, algorithm.needs_proximal, algorithm.needs_current, found.teachers))
+    scored = any((algorithm.needs_reference, found.scores_proximal, algorithm.needs_current, found.teachers))
     arriving = arriving_bytes(config, arch, grid) if moved_bytes is None else moved_bytes
     refits, samples = found.needs_engine, found.needs_engine and not grid.has_roles
     leaving = arriving if samples else arriving * math.ceil(len(grid.samplers) / len(grid.trainers))

@@ -31,6 +31,17 @@ def corrected_ahead(config: Config) -> Config:
     return replace(config, algorithm=replace(algorithm, rollout_correction=RolloutCorrectionConfig(preset=AHEAD)))
 
 
+def told_correction(config: Config) -> str:
+    """Of a run that samples ahead: how its loss is corrected for that, and why so; "" of others. It follows a line."""
+    corrected, asked = corrected_ahead(config), config.algorithm.rollout_correction
+    if corrected is not config:
+        preset = corrected.algorithm.rollout_correction.preset
+        return f"; rollout correction {preset}, since older weights sample and the config names none"
+    if not Schedule.of(config).lead or asked == RolloutCorrectionConfig():
+        return ""
+    return f"; rollout correction {asked.preset or 'of its own'}, by the config"
+
+
 def off_policy_rules(config: Config, *, supervised: bool) -> Iterator[str]:
     """A message for each broken rule.
 

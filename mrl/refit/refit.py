@@ -4,13 +4,14 @@ Owns `Refit`: one plan made at start, run before every rollout. A rank may hold 
 have ranks of their own, those that train give and the others take. The engine refuses to generate from the first byte
 to the last check; a failure on any rank raises on all, and the engine stays shut until a whole refit has passed.
 
-Steps of a refit: `begin_update` -> with FP8 the scales of all weights (`quantizer.py`) -> local copies and rounds of
-messages; each part's checksum at its source must be that of what is read back from the engine (`transfer.py`) -> all
+Steps of a refit: `begin_update` -> with FP8 the scales of all weights (`quantizer.py`) -> copies and rounds of
+messages; each part's checksum at its source must be that of what is written into the engine (`transfer.py`) -> all
 ranks agree -> `finish_update`.
 
-What is read back right after it was written costs no pass over memory, and does not show whether a later write went to
-the same place: tensors that share storage. So in the first refit, in the first after a failure or a release, and for an
-engine that keeps slices for later, its own checksum of all it stores must equal the sum of what it was given, too.
+Sums are taken as bytes pass by, without a further pass over memory. They do not show whether a later write went to the
+same place: tensors that share storage. So in the first refit, in the first after a failure or a release, and for an
+engine that keeps slices for later, all that is stored is read back: the engine's own checksum of it must equal the sum
+of what it was given, too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import hashlib
 import socket
 import time
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -124,12 +126,7 @@ class Refit:
             self._engine.update_weights(self._zero_padding())
         if self._quantizer is not None:
             self._quantizer.measure()
-        given = self._transfer.run(self._engine.update_weights)
-        with together():
-            if self._quantizer is not None:
-                given += self._write_scales(self._quantizer)
-            if not (proven and self._transfer.read_back):
-                self._compare(given % MODULUS)
+        self._transfer.run(self._engine.update_weights, partial(self._prove, proven=proven))
         elapsed = time.perf_counter() - start
         try:
             with together():
@@ -153,7 +150,12 @@ class Refit:
         }
         return found if self._quantizer is None else {**found, "refit/bytes_scales": float(self._scale_bytes)}
 
-    def _compare(self, given: int) -> None:
+    def _prove(self, given: int, *, proven: bool) -> None:
+        """With FP8 the scales too; then reads the engine back, unless all was added up where it was written before."""
+        if self._quantizer is not None:
+            given = (given + self._write_scales(self._quantizer)) % MODULUS
+        if proven and self._transfer.written:
+            return
         stored = self._engine.checksum()
         if stored != given:
             raise RuntimeError(

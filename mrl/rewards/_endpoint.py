@@ -1,7 +1,7 @@
 """An OpenAI-compatible chat endpoint that is asked for scores: one question, one answer, or why there is none.
 
 Owns the connection: which failures are tried again, and every limit of time and size. What is asked and how a reply is
-read is `judge.py`'s. Needs httpx (`pip install 'mrl[judge]'`). Imports no torch.
+read is `judge.py`'s. Needs httpx (the extra `judge`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mrl.errors import UserError
+from mrl.errors import UserError, to_install
 
 if TYPE_CHECKING:
     import httpx
@@ -108,7 +108,7 @@ class Endpoint:
             UserError: There is no key, or httpx is not installed.
         """
         if importlib.util.find_spec("httpx") is None:
-            raise UserError("a judge needs httpx, which is not installed: pip install 'mrl[judge]'.")
+            raise UserError(f"a judge needs httpx, which is not installed: {to_install('judge')}.")
         if self.key_env is not None:
             self._key = variables(self.key_env).get(self.key_env, "").strip()
             if not self._key:

@@ -6,9 +6,14 @@ does not depend on it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+import torch.distributed as dist
+
 from mrl.data.packing import balance
+from mrl.distributed.collectives import all_gather_ragged
 from mrl.distributed.groups import ProcessGroups
 from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.types import Prompt, Rollout, SampleTable
@@ -63,6 +68,22 @@ def assign(prompts: Sequence[Prompt], num_replicas: int, samples: int, history: 
     costs = [len(prompt.prompt_ids) + samples * history.expected(prompt.source) for prompt in prompts]
     bins = balance([round(cost) for cost in costs], num_replicas)
     return [[prompts[i] for i in sorted(rows, key=lambda i: (-costs[i], prompts[i].uid))] for rows in bins]
+
+
+def whole_prompts(
+    rollouts: Sequence[Rollout], num_samples: int, over: dist.ProcessGroup
+) -> tuple[list[Rollout], set[int]]:
+    """Collective over `over`: the rollouts of this replica whose prompts have all samples, and all these prompts' uids.
+
+    Args:
+        rollouts: Of this replica, the same on its ranks.
+        num_samples: Of each prompt.
+        over: The ranks that sample, at least.
+    """
+    counts = Counter(rollout.prompt.uid for rollout in rollouts)
+    mine = sorted(uid for uid, count in counts.items() if count == num_samples)
+    uids = set(all_gather_ragged(torch.tensor(mine, dtype=torch.int64), over).tolist())
+    return [rollout for rollout in rollouts if rollout.prompt.uid in uids], uids
 
 
 def generate(

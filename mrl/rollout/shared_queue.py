@@ -58,7 +58,7 @@ class SharedQueue(Feed):
             grid: Who sits where.
             rank: This one.
             over: The ranks that sample, at least.
-            told_to_stop: Whether this rank was told to: then all replicas stop, and the result is not used.
+            told_to_stop: Whether this rank was told to: then all replicas stop.
         """
         self.most = most
         self._told_to_stop = told_to_stop
@@ -82,14 +82,14 @@ class SharedQueue(Feed):
         mine = [[rollout.prompt.uid, self._replica] for rollout in (finished if self._speaks else ())]
         mine += [[STOP, 0]] if self._told_to_stop() else []
         told = all_gather_ragged(torch.tensor(mine, dtype=torch.int64).reshape(-1, 2), self._over).tolist()
-        if any(uid == STOP for uid, _ in told):
-            return None
         for uid, replica in told:
+            if uid == STOP:
+                continue
             self._missing[uid] -= 1
             self._load[replica] -= 1
             if not self._missing[uid]:
                 self.whole.append(uid)
-        if self._enough(self.whole):
+        if any(uid == STOP for uid, _ in told) or self._enough(self.whole):
             return None
         handed, self._own = self._own, []
         while self._waiting:

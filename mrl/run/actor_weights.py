@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -82,15 +81,13 @@ class ActorWeights:
         with on_trainers(self._groups) as here:
             if here:
                 self._read(path, self._policy.reference_tensors())
+                self._policy.compare_reference()
 
     def take_reference(self) -> None:
         """Collective over the job: fills the reference's tensors from the actor of now."""
-        with on_trainers(self._groups) as here, torch.no_grad():
-            if not here:
-                return
-            live = self._policy.named_tensors()
-            for name, tensor in self._policy.reference_tensors().items():
-                tensor.copy_(live[name])
+        with on_trainers(self._groups) as here:
+            if here:
+                self._policy.take_reference()
 
     def _read(self, folder: str, tensors: Mapping[str, Tensor]) -> None:
         read_weights(self._policy, self._plan.arch, folder, tensors)

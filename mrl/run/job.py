@@ -104,8 +104,9 @@ class Job:
             InFlight(Schedule.of(config), plan.source.at),
         )
         self.progress = Progress(self.timers, self.state.snapshot, self.state.kept_samples)
-        self.sampler.engine.told_to_stop = self.progress.told_to_stop
         self.episodes = self._episodes(plan)
+        whole = self.progress.told_to_stop  # no part of a conversation is kept
+        self.sampler.engine.told_to_stop = self.progress.ends_sampling if self.episodes is None else whole
         self.commits = Commits(
             config.checkpoint,
             checkpoints,

@@ -26,7 +26,7 @@ from mrl.run_folder.owner import LONGEST_SILENCE_S, take, this_process
 from mrl.run_folder.run_dir import RunDir
 from mrl.survival import last_words
 from mrl.survival.ending import FAILED
-from mrl.survival.watchdog import MARGIN_S, Watchdog
+from mrl.survival.watchdog import MARGIN_S, SAMPLING_S, Watchdog
 
 
 @contextmanager
@@ -51,14 +51,15 @@ def open_job(plan: Plan, *, log: bool = True, trains: bool = True) -> Iterator[J
         store = launch.private(launch.meet(timeout_s)) if plan.grid.world_size > 1 else None
         if store is not None:
             watchdog.start(store)
-        device = launch.start(run.device, num_threads=run.num_threads, timeout_s=timeout_s, store=store)
+        device = launch.start(run.device, num_threads=run.num_threads, timeout_s=SAMPLING_S, store=store)
         failed = True
         try:
-            groups = parallel.initialize(plan.grid, seed=run.seed, timeout_s=timeout_s)
+            groups = parallel.initialize(plan.grid, seed=run.seed, timeout_s=timeout_s, sampling_s=SAMPLING_S)
             check_same_models(plan.config)
             with refusals(), _run_folder(plan, groups.rank, device, watchdog, log=log) as (checkpoints, found, run_log):
                 job = Job(plan, groups, device, run_log, checkpoints, found, trains=trains)
                 watchdog.where = lambda: job.timers.where
+                job.sampler.engine.sampled = watchdog.sampled
                 try:
                     with refusals():
                         yield job

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mrl.algorithms import base as algorithms
-from mrl.algorithms.base import Algorithm
+from mrl.algorithms.base import PROXIMAL, Algorithm
 from mrl.config import AlgorithmConfig, Config, DataConfig, ModelConfig
 from mrl.data.prompts import PromptSource, load_training, load_validation
 from mrl.data.steps import with_num_steps
@@ -82,6 +82,13 @@ class Resolved:
     def needs_engine(self) -> bool:
         """Whether anything is sampled: to train on, or from held-out prompts."""
         return not self.algorithm.supervised or self.config.data.task is not None or bool(self.config.data.val_files)
+
+    @property
+    def scores_proximal(self) -> bool:
+        """Whether a step has a pass for the proximal log-probabilities: asked for, and given by no update."""
+        train, by_update = self.config.train, PROXIMAL not in self.algorithm.reads_early
+        by_update = by_update and train.minibatch_size in (None, train.batch_size)
+        return self.algorithm.needs_proximal and not (by_update and self.config.actor.router_replay != "recompute")
 
 
 @dataclass

@@ -113,6 +113,13 @@ class Progress:
         """
         return self.stop is not None and self.stop.told and not self._is_apart
 
+    def ends_sampling(self) -> bool:
+        """Whether the engine of this rank is to sample no more.
+
+        Beside updates, where what it has is kept, not before the time for the whole step runs out.
+        """
+        return self.told_to_stop() or (self._is_apart and self.stop is not None and self.stop.is_short)
+
     def reached(
         self,
         step: int,

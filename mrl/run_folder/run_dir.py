@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,7 @@ def read_facts(run: RunDir) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
+@cache
 def installed_versions() -> dict[str, str]:
     """Versions of Python, mrl and the packages that decide numbers; those not installed are left out."""
     found = {"mrl": __version__, "python": platform.python_version()}

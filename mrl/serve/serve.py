@@ -19,7 +19,7 @@ from typing import Any
 from mrl.config import Config, load
 from mrl.distributed.collectives import together
 from mrl.environments.formats import base as formats
-from mrl.errors import UserError
+from mrl.errors import UserError, to_install
 from mrl.models.hf_config import read_json
 from mrl.preflight.roles import refuse_roles
 from mrl.run.job import Job
@@ -123,7 +123,7 @@ def check(listen: Listen) -> None:
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise UserError(f'`mrl serve` needs {error.name}, which is not installed: pip install -e ".[serve]"') from error
+        raise UserError(f"`mrl serve` needs {error.name}, which is not installed: {to_install('serve')}") from error
 
 
 def serve(config: Config, checkpoint: str | None, listen: Listen, say: Callable[[str], None]) -> None:

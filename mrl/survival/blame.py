@@ -43,6 +43,7 @@ class RankState:
         where_s: For how long, s.
         beat: Grows as long as the rank lives.
         waits_s: For how long its main thread has waited in one collective, s; None: it waits in none.
+        sampled_s: Since its engine last made a forward, s; None: it made none.
         broken: Why its collective failed; "" none did.
         left: How it left the job; "" it did not.
         stack: Of its main thread, once it was asked for.
@@ -56,6 +57,7 @@ class RankState:
     where_s: float = 0.0
     beat: int = 0
     waits_s: float | None = None
+    sampled_s: float | None = None
     broken: str = ""
     left: str = ""
     stack: str = ""
@@ -142,6 +144,15 @@ def judge(states: Mapping[int, RankState], gone: Mapping[int, str], size: int) -
     who = ranks([state.rank for state in alive])
     head = f"{who} wait for each other, in collectives that do not meet or cannot be done."
     return "\n".join([head, *_details(_one_of_each(alive))])
+
+
+def are_sampling(states: Mapping[int, RankState], within_s: float) -> bool:
+    """Whether all ranks that others wait for sample, and have made a forward within so many seconds.
+
+    Where all seem to wait, between two forwards, one that has is enough.
+    """
+    sampling = {state.rank for state in states.values() if state.sampled_s is not None and state.sampled_s <= within_s}
+    return bool(sampling) and sampling.issuperset(state.rank for state in _late(states))
 
 
 def is_somebody_to_blame(states: Mapping[int, RankState], gone: Mapping[int, str], size: int) -> bool:

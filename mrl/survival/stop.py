@@ -104,6 +104,7 @@ class Stop:
         self._heard = 0
         self._first_term: float | None = None
         self._deadline: float | None = None
+        self._half: float | None = None
         self._has_begun = self._has_said = False
         self._is_ending = False
         self._writer: int | None = None
@@ -114,6 +115,11 @@ class Stop:
     def told(self) -> bool:
         """Whether this process was told to stop; the other ranks may not know yet. Long work on one rank asks this."""
         return bool(self._reason(self.reserve_s))
+
+    @property
+    def is_short(self) -> bool:
+        """Whether half of the time is over that a signal has left this process, beside that of a commit."""
+        return self._half is not None and time.monotonic() + self.reserve_s >= self._half
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -229,3 +235,4 @@ class Stop:
             self._first_term = now
         end = now + self._bounds[number]
         self._deadline = end if self._deadline is None else min(self._deadline, end)
+        self._half = min(end - self._bounds[number] / 2, self._deadline)

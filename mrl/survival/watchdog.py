@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 MARGIN_S = 30.0
 """By so much later than this one torch's own timeout of a collective comes: then the stacks are told already."""
 
+SAMPLING_S = 7 * 86400.0
+"""torch's own timeout where ranks wait for others that sample: as long as those make forwards, no wait is too long."""
+
 ANSWER_S = 3.0
 """After an alarm a rank has this long, and two beats, to say what it does."""
 
@@ -57,6 +60,9 @@ SPEAK_S = 5.0
 
 NOBODY = -1
 """As the one who prints a message: it is printed already."""
+
+OFTEN = 8
+"""Looks at what the others do within the time after which a wait is too long, once it is."""
 
 POLL_S = 0.1
 """Between two looks for what was asked for."""
@@ -97,6 +103,8 @@ class Watchdog:
         self._main = MainThread(device_is_busy=device_is_busy)
         self._state = RankState(environment.rank, socket.gethostname(), os.getpid(), blame.process_space())
         self._where_since = time.monotonic()
+        self._sampled: float | None = None
+        self._excused_until = 0.0
         self._next = (environment.rank + 1) % environment.world_size
         self._next_beat = -1, time.monotonic()
         self._parent = os.getppid()
@@ -141,6 +149,10 @@ class Watchdog:
             self._fail(error)
         else:
             self.close(type(error).__name__)
+
+    def sampled(self) -> None:
+        """This rank's engine has made a forward: who waits for it waits for work, as long as more of them come."""
+        self._sampled = time.monotonic()
 
     def close(self, left: str = blame.DONE) -> None:
         """Goes off watch; `left` says to the others why."""
@@ -229,7 +241,7 @@ class Watchdog:
         """What is wrong with this rank or with the next one; "" nothing."""
         if self._environment.launcher != "none" and os.getppid() != self._parent:
             return "the launcher is gone"
-        if (self._state.waits_s or 0.0) > self._collective_s:
+        if (self._state.waits_s or 0.0) > self._collective_s and not self._is_excused():
             return "a collective takes too long"
         if not self._all_came():
             return ""
@@ -245,6 +257,13 @@ class Watchdog:
             return "silent"
         return self._ending_of(state)
 
+    def _is_excused(self) -> bool:
+        """Whether who is waited for samples, and does not stand still."""
+        now = time.monotonic()
+        if now >= self._excused_until and blame.are_sampling(self._read_all(), self._collective_s):
+            self._excused_until = now + self._collective_s / OFTEN
+        return now < self._excused_until
+
     def _beat(self, *, left: str = "", stack: str = "") -> None:
         with self._lock:
             now, state, where = time.monotonic(), self._state, self.where()
@@ -252,6 +271,7 @@ class Watchdog:
                 self._where_since = now
             self._state = replace(
                 state, beat=state.beat + 1, where=where, where_s=now - self._where_since, waits_s=self._main.look(),
+                sampled_s=None if self._sampled is None else now - self._sampled,
                 left=left or state.left, stack=stack or state.stack,
             )  # fmt: skip
             self._connection.set(f"watchdog/beat/{state.rank}", self._state.encode())

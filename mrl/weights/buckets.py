@@ -22,55 +22,48 @@ MIN_ROUND_BYTES = 16 << 20
 """A message of this size is limited by bandwidth, not by the agreement before it."""
 
 
-def local_buckets(copies: Sequence[Copy], rank: int, bucket_bytes: int) -> list[list[Copy]]:
-    """The copies inside `rank`, in buckets of at most `bucket_bytes`; a larger copy is split."""
-    buckets: list[list[Copy]] = []
+def buckets(copies: Sequence[Copy], bucket_bytes: int) -> list[list[Copy]]:
+    """The copies in buckets of at most `bucket_bytes`; a larger copy is split."""
+    found: list[list[Copy]] = []
     room = 0
     for large in copies:
-        if large.source_rank == large.target_rank == rank:
-            for copy in large.parts(bucket_bytes):
-                if copy.num_bytes > room:
-                    buckets.append([])
-                    room = bucket_bytes
-                buckets[-1].append(copy)
-                room -= copy.num_bytes
-    return buckets
+        for copy in large.parts(bucket_bytes):
+            if copy.num_bytes > room:
+                found.append([])
+                room = bucket_bytes
+            found[-1].append(copy)
+            room -= copy.num_bytes
+    return found
 
 
-def local_turns(
-    copies: Sequence[Copy], rank: int, batches: Sequence[Sequence[Copy]], bucket_bytes: int
+def turns(
+    own: Sequence[Copy], rank: int, batches: Sequence[Sequence[Copy]], bucket_bytes: int
 ) -> list[list[list[Copy]]]:
-    """The copies inside `rank`, in buckets, by turn: the first before any round has come, then one with each round.
+    """The copies that `rank` makes by itself, in buckets, by turn: the first before any round has come, then one each.
 
-    What belongs to a tensor of which other ranks send parts takes its turn with those parts, so that few tensors are
+    What belongs to a tensor of which messages bring parts takes its turn with those parts, so that few tensors are
     half there at a time. The rest is spread evenly.
 
     Args:
-        copies: Of all ranks, in the order of the targets' tensors.
+        own: What the rank copies without a message, in the order of its tensors.
         rank: Whose.
-        batches: What `rounds` made of the copies.
+        batches: What `rounds` made of the copies that go in messages.
         bucket_bytes: Largest bucket.
     """
-    order: dict[str, int] = {}
-    shared: set[str] = set()
-    for copy in copies:
-        if copy.target_rank == rank:
-            order.setdefault(copy.target_name, len(order))
-            if copy.source_rank != rank:
-                shared.add(copy.target_name)
-    own = [copy for copy in copies if copy.source_rank == copy.target_rank == rank]
-    turns: list[list[list[Copy]]] = [[] for _ in range(len(batches) + 1)]
-    for number, bucket in enumerate(
-        local_buckets([copy for copy in own if copy.target_name not in shared], rank, bucket_bytes)
-    ):
-        turns[number % len(turns)].append(bucket)
-    waiting = [copy for copy in own if copy.target_name in shared]
+    arrives: dict[str, int] = {}
     for number, batch in enumerate(batches):
-        reached = max((order[copy.target_name] for copy in batch if copy.target_rank == rank), default=-1)
-        ready = [copy for copy in waiting if order[copy.target_name] <= reached]
-        waiting = waiting[len(ready) :]
-        turns[number + 1] += local_buckets(ready, rank, bucket_bytes)
-    return turns
+        for copy in batch:
+            if copy.target_rank == rank:
+                arrives.setdefault(copy.target_name, number)
+    found: list[list[list[Copy]]] = [[] for _ in range(len(batches) + 1)]
+    beside: dict[int | None, list[Copy]] = defaultdict(list)
+    for copy in own:
+        beside[arrives.get(copy.target_name)].append(copy)
+    for number, bucket in enumerate(buckets(beside.pop(None, []), bucket_bytes)):
+        found[number % len(found)].append(bucket)
+    for arrival, ready in beside.items():
+        found[(arrival or 0) + 1] += buckets(ready, bucket_bytes)
+    return found
 
 
 def rounds(copies: Sequence[Copy], bucket_bytes: int) -> list[list[Copy]]:

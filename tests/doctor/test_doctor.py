@@ -23,6 +23,8 @@ CLEAN = {
     name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMI", "MASTER_"))
 }
 CLEAN |= {"OMP_NUM_THREADS": "1"}
+QUICK = str(ROOT / "tests" / "doctor" / "quick")
+"""On the path before the installed packages: all but the first test are spared vLLM's import, ten seconds of a core."""
 
 
 def doctor(folder, *words, wait=True, **variables):
@@ -43,7 +45,8 @@ def ended(process):
 def forked(folder, *words, **variables):
     """As `doctor`, in a process that was spared the imports; `said` gives what it gives."""
     out, err = (folder / f"rank{variables.get('RANK', 0)}.{stream}" for stream in ("out", "err"))
-    process = forks(PRELOAD).Process(target=_main, args=(folder, words, CLEAN | variables, out, err))
+    variables = CLEAN | {"PYTHONPATH": QUICK} | variables
+    process = forks(PRELOAD).Process(target=_main, args=(folder, words, variables, out, err))
     process.start()
     return process, out, err
 
@@ -105,11 +108,11 @@ def test_a_check_that_hangs_is_ended_and_named(tmp_path):
     _, config, _ = runs.arguments(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     start = time.monotonic()
-    words = [f"data.train_files=[{tmp_path}/pipe]", "data.task=null", "--timeout-s", "8"]
+    words = [f"data.train_files=[{tmp_path}/pipe]", "data.task=null", "--timeout-s", "3"]
     out, _, status = said(*forked(tmp_path, config, *words))
     assert status == 2 and time.monotonic() - start < BOUND_S
     lines = out.splitlines()
-    assert lines[0].startswith("problem") and "no end after 13 s" in lines[0] and lines[0].split()[1] == "data"
+    assert lines[0].startswith("problem") and "no end after 8 s" in lines[0] and lines[0].split()[1] == "data"
     assert any("host memory" in line for line in lines)  # what came before is told
 
 
@@ -140,13 +143,13 @@ def test_a_check_that_hangs_on_another_host_is_named_by_rank_0(tmp_path):
     _, config, _ = runs.arguments(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     port, start = runs.free_port(), time.monotonic()
-    words = [config, "--timeout-s", "8"]
+    words = [config, "--timeout-s", "3"]
     first = forked(tmp_path, *words, **place(0, port, apart=True))
     hangs = ["data.task=null", f"data.train_files=[{tmp_path}/pipe]"]
     second = forked(tmp_path, *words, *hangs, **place(1, port, apart=True))
     (out, _, status), (silent, _, other) = said(*first), said(*second)
     assert (status, silent, other) == (2, "", 2) and time.monotonic() - start < 2 * BOUND_S
-    assert any("rank 1 on " in line and "'data' has no end after 13 s" in line for line in out.splitlines()), out
+    assert any("rank 1 on " in line and "'data' has no end after 8 s" in line for line in out.splitlines()), out
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +164,9 @@ def different(tmp_path_factory):
     distribution(other, "numpy", "1.99.0")
     _, config, _ = runs.arguments(folder)
     port = runs.free_port()
-    first = doctor(folder, config, wait=False, **place(0, port))
-    second = doctor(other, config, "run.seed=4", wait=False, **{**place(1, port), "PYTHONPATH": str(other)})
+    paths = [os.pathsep.join((str(each), QUICK)) for each in (ROOT, other)]
+    first = doctor(folder, config, wait=False, **place(0, port), PYTHONPATH=paths[0])
+    second = doctor(other, config, "run.seed=4", wait=False, **place(1, port), PYTHONPATH=paths[1])
     return ended(first), ended(second)
 
 

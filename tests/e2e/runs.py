@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from mrl.distributed.local_ranks import forks, free_port
+from tests import warm
 from tests.ranks import PRELOAD, run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
@@ -17,11 +18,11 @@ run: {seed: 3, num_threads: 1}
 model:
   preset: qwen2_tiny
   overrides:
-    {hidden_size: 32, num_hidden_layers: 4, intermediate_size: 64, num_attention_heads: 4, num_key_value_heads: 2}
+    {hidden_size: 32, num_hidden_layers: 2, intermediate_size: 64, num_attention_heads: 4, num_key_value_heads: 2}
   tokenizer: "char:0123456789<>+#"
   dtype: float32
 data: {task: addition, task_kwargs: {min_terms: 2, max_terms: 3, max_value: 9, num_val: 16}}
-train: {num_steps: 3, batch_size: 8, minibatch_size: 4, warm_start: {num_steps: 4, batch_size: 32}}
+train: {num_steps: 3, batch_size: 8, minibatch_size: 4, warm_start: {num_steps: 2, batch_size: 8}}
 actor: {lr: 1.0e-3, max_tokens_per_microbatch: 64}
 rollout: {n: 4, prompt_length: 12, response_length: 4, max_num_seqs: 16}
 reward: {functions: [{name: exact_match}, {name: length, weight: 0.1, kwargs: {target: 2, limit: 4}}]}
@@ -53,7 +54,7 @@ def start(folder, overrides=(), ranks=1):
         return subprocess.Popen(
             command(folder, overrides, ranks),
             cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": warm.python()},  # what torchrun starts ranks by
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -1,5 +1,7 @@
 """Sampling beside the updates: the same run whatever anything takes, and with 0 steps ahead the run of sync."""
 
+import contextlib
+import io
 import json
 import os
 import random
@@ -141,6 +143,37 @@ def test_a_run_that_is_killed_with_samples_in_flight_goes_on_identically(name, t
     settings = [*LONGER, *SETTINGS[name]]
     found = in_flight_kills.compare(settings, tmp_path, kills=2, seed=len(name), by_torchrun=False)
     assert found["holds"], found
+
+
+STOPPED_S = 5
+"""Is left to a run that is told to stop: sampling alone would take twice as long."""
+TOLD = 3
+"""The first sampling beside updates, after an evaluation and what is sampled before any update."""
+
+
+def _told(words, ports, file):
+    os.environ["TROUBLE"] = f"slow 2 {TOLD} {file}"
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        return runs._main(words, ports), said.getvalue()
+
+
+@pytest.mark.parametrize(("lead", "step"), [(1, 2), (2, 1)])
+def test_a_stop_waits_no_longer_for_sampling_than_there_is_time_and_what_is_there_is_kept(lead, step, tmp_path):
+    settings = [
+        *LONGER, *ahead(lead), "train.num_steps=4", "rollout.max_num_seqs=4", f"run.stop_timeout_s={STOPPED_S}",
+        "checkpoint.interval=0", "rollout.name=tests.launch.trouble:Slow", f"{OWN}=1",
+    ]  # fmt: skip
+    words = runs.arguments(tmp_path, settings)
+    stopped = run_ranks(3, _told, words, [runs.free_port(), runs.free_port()], str(tmp_path / "told"))
+    assert [status for status, _ in stopped] == [75, 75, 75]
+    assert f"mrl: stopped by SIGUSR1 after step {step}, which is committed." in stopped[0][1]
+    on = run_ranks(3, _told, words, [runs.free_port(), runs.free_port()], str(tmp_path / "told"))
+    assert [status for status, _ in on] == [0, 0, 0]
+    ages = [row[WORST] for row in runs.metrics(tmp_path) if WORST in row]
+    assert len(ages) == 4 and max(ages) <= lead
+    samples = [row["rollout/num_accepted_samples"] for row in runs.metrics(tmp_path) if AT_ONCE in row]
+    assert samples == sorted(samples)
 
 
 def test_a_run_goes_on_with_another_number_of_replicas(tmp_path):

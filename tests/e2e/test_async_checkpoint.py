@@ -125,6 +125,7 @@ def told_while_written(folder, number, after):
         return write_item(*args, **kwargs)
 
     filesystem_async._write_item = held
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
     runs._alone(str(folder), runs.arguments(folder, ASYNC), {})
 
 

@@ -9,6 +9,7 @@ from tests.e2e import runs
 RELATIVE = 1e-4  # fp32 sums in another order, over three steps of Adam
 ABSOLUTE = 1e-6  # metrics that are zero but for rounding (mean advantage, KL at ratio 1)
 
+DEEPER = "model.overrides.num_hidden_layers=4"
 LAYOUTS = {
     "tp2": (2, ["parallel.tensor_model_parallel_size=2"]),
     "tp2_sp_rollout_tp2": (
@@ -22,7 +23,7 @@ LAYOUTS = {
     "pp2": (2, ["parallel.pipeline_model_parallel_size=2"]),
     "pp2_vpp2": (
         2,
-        ["parallel.pipeline_model_parallel_size=2", "parallel.virtual_pipeline_model_parallel_size=2"],
+        ["parallel.pipeline_model_parallel_size=2", "parallel.virtual_pipeline_model_parallel_size=2", DEEPER],
     ),
     "dp2_rollout_tp2": (2, ["rollout.tensor_model_parallel_size=2"]),
     "dp2_offloaded": (2, [f"actor.{part}_offload=true" for part in ("param", "grad", "optimizer")]),
@@ -111,14 +112,20 @@ def single(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def single_deeper(tmp_path_factory):
+    return runs.train_in_pool(tmp_path_factory.mktemp("single"), [DEEPER], 1)
+
+
+@pytest.fixture(scope="module")
 def single_with_experts(tmp_path_factory):
     return runs.train_in_pool(tmp_path_factory.mktemp("single"), EXPERTS, 1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_metrics_equal_the_single_process(layout, single, tmp_path):
+def test_metrics_equal_the_single_process(layout, request, tmp_path):
     ranks, overrides = LAYOUTS[layout]
     start = runs.train if layout == TORCHRUN else runs.train_in_pool
+    single = request.getfixturevalue("single_deeper" if DEEPER in overrides else "single")
     assert_same(start(tmp_path, overrides, ranks), single)
 
 

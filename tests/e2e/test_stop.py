@@ -7,7 +7,11 @@ from pathlib import Path
 from tests.e2e import runs, told
 from tests.ranks import run_ranks
 
-STEPS = [*told.OWN, "train.num_steps=5", "train.eval_interval=2", "reference.update_interval=3"]
+STEPS = [
+    *told.OWN,
+    "train={num_steps: 5, eval_interval: 2, warm_start: {num_steps: 4, batch_size: 32}}",
+    "reference.update_interval=3",
+]
 END_S = 60
 
 

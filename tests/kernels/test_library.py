@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.errors import UserError
-from mrl.kernels import library, machine
+from mrl.kernels import build, library, machine
 from mrl.kernels.library import required
 from mrl.kernels.rotary import rotary_tables
 from mrl.models.presets import arch_from_preset
@@ -116,7 +116,7 @@ def test_ranks_with_other_functions_are_refused(monkeypatch):
 
 
 def test_without_a_compiler_the_mode_is_refused(monkeypatch):
-    monkeypatch.setattr(library, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
     for known in (library.library, library.required):
         known.cache_clear()
     try:

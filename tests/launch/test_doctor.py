@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.doctor.test_doctor import QUICK
 from tests.doctor.test_versions import distribution
 from tests.e2e import runs
 from tests.launch.hosts import Hosts, NoRightsError
@@ -14,7 +15,8 @@ from tests.launch.test_mpirun import mpirun
 from tests.source import ROOT
 
 TIMEOUT_S = 240
-ENVIRONMENT = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+PATHS = os.pathsep.join((str(ROOT), QUICK))
+ENVIRONMENT = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
 
 
 def by_topic(findings):
@@ -39,7 +41,7 @@ def test_two_ranks_of_torchrun(tmp_path):
 
 @pytest.mark.mpi
 def test_two_ranks_of_mpirun(tmp_path):
-    done = mpirun(tmp_path, "doctor", "--json")
+    done = mpirun(tmp_path, "doctor", "--json", PYTHONPATH=PATHS)
     assert done.returncode == 0, done.stdout + done.stderr
     found = by_topic(json.loads(done.stdout)["findings"])
     assert found["launcher", "ok"]["found"].startswith("mpirun: 2 ranks on 1 host(s) met at ")

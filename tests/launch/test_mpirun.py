@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.e2e import runs
 from tests.launch.conftest import SHORT
 from tests.source import ROOT
@@ -35,7 +36,7 @@ def mpirun(folder, *words, ranks=2, **variables):
     program = variables.get("MPIRUN", "mpirun")
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
     environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "NPROC": str(ranks),
+        **os.environ, "OMP_NUM_THREADS": "1", "PYTHON": warm.python(), "PYTHONPATH": str(ROOT), "NPROC": str(ranks),
         "MPIRUN_ARGS": "--oversubscribe" if "Open MPI" in version else "", "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **variables,
     }  # fmt: skip
@@ -46,7 +47,7 @@ def mpirun(folder, *words, ranks=2, **variables):
 
 
 def test_mpirun_trains_to_the_same_numbers(expected, tmp_path, library):
-    done = mpirun(tmp_path, *runs.arguments(tmp_path, SHORT), **library)
+    done = mpirun(tmp_path, *runs.arguments(tmp_path, SHORT), PYTHON=sys.executable, **library)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == expected
 

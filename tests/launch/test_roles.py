@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests import warm
 from tests.e2e import runs
 from tests.launch.conftest import SHORT
 from tests.launch.hosts import Hosts, NoRightsError
@@ -47,8 +48,8 @@ def test_torchrun_starts_a_host_that_trains_and_one_that_samples(alone, tmp_path
     except NoRightsError as error:
         pytest.skip(f"no network namespaces here: {error}")
     environment = {
-        **os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NNODES": "2",
-        "MASTER_ADDR": hosts.address(0),
+        **os.environ, "PYTHON": warm.python(), "PYTHON_EXEC": warm.python(), "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1", "NNODES": "2", "MASTER_ADDR": hosts.address(0),
     }  # fmt: skip
     try:
         words = [str(ROOT / "launch" / "torchrun.sh"), *runs.arguments(tmp_path, OWN)]

@@ -1,6 +1,7 @@
 """A run that is told to stop and cannot, and one that mpirun starts: status 75, one message, nobody left."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -81,11 +82,17 @@ def test_sigterm_twice_under_torchrun_leaves_nobody(tmp_path):
 
 
 def test_sigusr1_to_torchrun_ends_in_a_checkpoint(tmp_path):
-    variables = {"NPROC_PER_NODE": "2", "MASTER_PORT": str(runs.free_port()), **THREADS}
-    run = Run(tmp_path, [str(ROOT / "launch" / "torchrun.sh")], HELD, "checkpoint.interval=0", **variables)
+    port, script = str(runs.free_port()), str(ROOT / "launch" / "torchrun.sh")
+    variables = {"NPROC_PER_NODE": "2", "MASTER_PORT": port, **THREADS}
+    more = ("checkpoint.interval=0", "observe.report=true")
+    run = Run(tmp_path, [script], HELD, *more, **variables)
     run.wait_until_told()
     run.process.send_signal(signal.SIGUSR1)
     assert run.end() == (75, "stopped by SIGUSR1 after step 1, which is committed.")
+    typed = [f"PYTHON={sys.executable}", "NPROC_PER_NODE=2", f"MASTER_PORT={port}", script]
+    words = runs.arguments(tmp_path, [*STEPS, *more])
+    assert shlex.split(run.output().partition("Continue with: ")[2].splitlines()[0]) == [*typed, *words]
+    assert (tmp_path / "run" / "report.html").exists()
 
 
 @pytest.mark.mpi

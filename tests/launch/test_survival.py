@@ -8,6 +8,7 @@ import time
 import psutil
 import pytest
 
+from tests import warm
 from tests.e2e import runs
 from tests.launch.conftest import SHORT
 from tests.launch.hosts import Hosts, NoRightsError
@@ -35,11 +36,11 @@ BY = [
 class Job:
     """A run of two ranks that gets into trouble in update 3, which is in step 2."""
 
-    def __init__(self, folder, kind, rank, update=3):
+    def __init__(self, folder, kind, rank, update=3, python=None):
         self.folder, self.file = folder, folder / "trouble"
         self.environment = {
-            **os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT),
-            "TROUBLE": f"{kind} {rank} {update} {self.file}",
+            **os.environ, "OMP_NUM_THREADS": "1", "PYTHON": python or warm.python(), "PYTHONPATH": str(ROOT),
+            "PYTHON_EXEC": python or warm.python(), "TROUBLE": f"{kind} {rank} {update} {self.file}",
         }  # fmt: skip
 
     def run(self, script, overrides=OVERRIDES, **variables):
@@ -63,7 +64,7 @@ class Job:
             )
         cluster = request.getfixturevalue("cluster")
         words = ["--nodes=2", "--output=batch.out", str(ROOT / "launch" / "slurm.sbatch")]
-        own = {name: self.environment[name] for name in ("PYTHON", "PYTHONPATH", "TROUBLE")}
+        own = {name: self.environment[name] for name in ("PYTHON", "PYTHON_EXEC", "PYTHONPATH", "TROUBLE")}
         job = cluster.submit(
             self.folder,
             *words,
@@ -120,7 +121,8 @@ def test_a_rank_that_sleeps_for_ever_is_named_with_its_stack(launcher, request, 
 
 @pytest.mark.parametrize("launcher", BY)
 def test_a_rank_that_raises_speaks_for_all(launcher, request, tmp_path):
-    status, told = Job(tmp_path, "raise", 1).run_by(launcher, request)
+    """With the processes that a user has: those of the other tests are forked, see `tests/warm`."""
+    status, told = Job(tmp_path, "raise", 1, python=sys.executable).run_by(launcher, request)
     message = one_message(told, status)
     assert message.startswith("rank 1 (host ") and ") failed at step 2, update_actor:\nTraceback" in message, told
     assert told.count("\nArithmeticError: a planted error\n") == told.count("Traceback") == 1, told

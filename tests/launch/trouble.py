@@ -8,8 +8,11 @@ UPDATE'th `generate`, `:Refitting` in its UPDATE'th refit, when half of the firs
 and those that sample first meet in update UPDATE and in the UPDATE'th `stream`, after some decode steps: what happens
 then happens while both are at work.
 
-The kinds: sleep (for ever), raise, mistake (a UserError of one rank), kill (this process), down (this host, which is a
-network namespace: all its processes, once it was heard here), wait (in a collective that the others never enter).
+`rollout.name=tests.launch.trouble:Slow` is told to stop and slow from then on, in its UPDATE'th call; KIND is not read.
+
+The kinds: sleep (for ever), crawl (of `Streaming`: a second for each of CRAWLS forwards, then sleep), raise, mistake (a
+UserError of one rank), kill (this process), down (this host, which is a network namespace: all its processes, once it
+was heard here), wait (in a collective that the others never enter).
 """
 
 import os
@@ -49,18 +52,51 @@ class Streaming(NativeEngine):
 
     def stream(self, feed, sampling):
         self.streams += 1
-        pulse, num_pulses = feed.pulse, 0
+        pulse, num_pulses, num_forwards, sampled = feed.pulse, 0, 0, self.sampled
+
+        def crawling():
+            nonlocal num_forwards
+            num_forwards += num_pulses > 1
+            if num_forwards <= CRAWLS:
+                time.sleep(num_forwards > 0)
+                sampled()
+            else:
+                maybe_make_trouble(self.streams)
 
         def troubled(finished, num_waiting):
             nonlocal num_pulses
             num_pulses += 1
             if num_pulses == 2:
                 meet("stream", "update", self.streams)
-                maybe_make_trouble(self.streams)
+                if self.sampled is sampled:
+                    maybe_make_trouble(self.streams)
             return pulse(finished, num_waiting)
 
         feed.pulse = troubled
+        if crawls(self.streams):
+            self.sampled = crawling
         return super().stream(feed, sampling)
+
+
+class Slow(NativeEngine):
+    calls = 0
+
+    def _slow_down(self):
+        """In its UPDATE'th call: the rank is told to stop, and each forward takes SLOW_S."""
+        self.calls += 1
+        _, rank, call, file = os.environ["TROUBLE"].split()
+        if dist.get_rank() == int(rank) and self.calls == int(call) and not Path(file).exists():
+            Path(file).touch()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            self.sampled = lambda: time.sleep(SLOW_S)
+
+    def stream(self, feed, sampling):
+        self._slow_down()
+        return super().stream(feed, sampling)
+
+    def generate(self, prompts, sampling):
+        self._slow_down()
+        return super().generate(prompts, sampling)
 
 
 class Sampling(NativeEngine):
@@ -86,6 +122,15 @@ class Refitting(NativeEngine):
         super().update_weights(bucket[len(bucket) // 2 :])
 
 
+CRAWLS = 9
+SLOW_S = 0.4
+
+
+def crawls(count):
+    kind, rank, update, file = os.environ["TROUBLE"].split()
+    return kind == "crawl" and dist.get_rank() == int(rank) and count == int(update) and not Path(file).exists()
+
+
 MEET_S = 60
 
 
@@ -109,7 +154,7 @@ def maybe_make_trouble(count):
 
 
 def make_trouble(kind):
-    if kind == "sleep":
+    if kind in ("sleep", "crawl"):
         while True:
             time.sleep(1000)
     elif kind == "raise":

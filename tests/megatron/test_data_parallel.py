@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mrl.distributed import shared
 from mrl.grid import Grid
 from mrl.megatron import checkpoint
 from tests.megatron.actors import ARCHS, CONSTANT, MIXTURES, algorithm, full_weights, make_batch, make_policy, own_part
@@ -69,3 +70,28 @@ def test_whoever_reads_weights_between_updates_has_them_whole(tmp_path):
             torch.testing.assert_close(two, one, rtol=0, atol=0)
         for name, weight in weights.items():
             torch.testing.assert_close(other[name], weight, rtol=0, atol=0, msg=name)
+
+
+def _seen_from_outside(actor):
+    """After an update: whether another process would find the weights, and see what the model computes with."""
+    policy = make_policy(UNTIED, Grid(2), actor=actor)
+    policy.start_optimizer(CONSTANT)
+    policy.update(own_part(make_batch(seed=1), policy), algorithm())
+    places = {name: shared.place_of(tensor) for name, tensor in policy.named_tensors().items()}
+    if None in places.values():
+        return set(places.values())
+    seen = {offer: shared.attach(offer) for offer, _ in places.values()}
+    for name, tensor in policy.named_tensors().items():
+        offer, first = places[name]
+        values = seen[offer][first : first + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        assert torch.equal(values, tensor), name
+    return len(seen)
+
+
+@pytest.mark.parametrize(
+    ("actor", "buffers"),
+    [({}, 1), ({"use_distributed_optimizer": False}, 1), ({"param_offload": True}, {None})],
+    ids=["in Megatron's buffers", "by themselves", "offloaded"],
+)
+def test_other_ranks_of_the_host_can_see_the_weights_unless_they_are_offloaded(actor, buffers):
+    assert run_ranks(2, _seen_from_outside, actor) == [buffers, buffers]

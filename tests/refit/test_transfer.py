@@ -1,16 +1,12 @@
 """Plans run between real ranks over gloo."""
 
-import errno
-import os
 import time
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from mrl.grid import Grid
-from mrl.refit import shared
 from mrl.refit.transfer import Transfer
 from mrl.weights.checksum import MODULUS, bit_sum
 from mrl.weights.megatron import megatron_layouts
@@ -58,14 +54,14 @@ class Setup:
 def arrives(name, grid, bucket_bytes, source_dtype, target_dtype, kind=Transfer, share=False):
     setup = Setup(name, grid, source_dtype, target_dtype)
     transfer = setup.transfer(bucket_bytes, kind, share)
-    for sink, read_back in ((setup.write, True), (setup.keep, False)):
+    for sink, written in ((setup.write, True), (setup.keep, False)):
         for tensor in setup.tensors.values():
             tensor.zero_()
         total = transfer.run(sink)
         for key, expected in setup.expected.items():
             assert torch.equal(setup.tensors[key].float(), expected), key
         assert total == sum(map(bit_sum, setup.tensors.values())) % MODULUS
-        assert transfer.read_back == read_back
+        assert transfer.written == written
     return transfer.num_rounds
 
 
@@ -131,47 +127,15 @@ def test_ranks_of_a_host_read_each_others_buffers_while_these_hold_what_was_pack
         assert read == list(range(rounds))
 
 
-def refuses(descriptor, offset, size):
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_two_who_share_a_buffer_see_the_same_bytes_and_nobody_finds_it_afterwards():
-    buffer, offer = shared.create(5000)
-    other = shared.attach(offer)
-    offer.withdraw()
-    assert shared.attach(offer) is None
-    buffer[4321] = 7
-    assert other[4321] == 7
-
-
-def test_a_buffer_that_is_not_shared_is_not_found(monkeypatch):
-    assert shared.attach(shared.create(100, share=False)[1]) is None
-    monkeypatch.setattr(os, "posix_fallocate", refuses)
-    buffer, offer = shared.create(100)
-    assert buffer.numel() == 100
-    assert shared.attach(offer) is None
-
-
-def test_another_file_of_the_same_number_is_not_taken_for_a_buffer(tmp_path):
-    _, offer = shared.create(100)
-    with (tmp_path / "x").open("wb+") as file:
-        file.write(bytes(100))
-        assert shared.attach(replace(offer, file=file.fileno())) is None
-    assert shared.attach(replace(offer, process=1 << 22)) is None
-    assert shared.attach(replace(offer, size=1 << 40)) is None, "larger than it is"
-    assert shared.attach(offer) is not None
-    offer.withdraw()
-
-
 class LostPart(Transfer):
-    """What rank 3 stores of one part is another value than what it was given."""
+    """What rank 3 writes of one part is another value than what it was given."""
 
     def _deliver(self, copies, values, sent, where, sink):
         def harm(items):
             sink(items)
             for item in items:
                 if dist.get_rank() == 3 and item.name == "layers.2.down":
-                    item.stored = item.stored + 1
+                    item.written = item.written + 1
 
         return super()._deliver(copies, values, sent, where, harm)
 
@@ -206,11 +170,11 @@ def fails(kind, bucket_bytes, share=False):
     return ""
 
 
-def test_what_is_stored_otherwise_than_given_is_named_on_every_rank():
+def test_what_is_written_otherwise_than_given_is_named_on_every_rank():
     messages = run_ranks(4, fails, LostPart, 4000)
     assert len(set(messages)) == 1
     assert "rank 3 failed" in messages[0]
-    assert "what is stored of 'layers.2.down'" in messages[0]
+    assert "what was written of 'layers.2.down'" in messages[0]
     assert "a write was lost" in messages[0]
 
 

@@ -94,8 +94,9 @@ def test_a_config_of_vllm_is_checked_and_shrunk_where_vllm_is_not_installed(name
     report = run(tmp_path, name, dry_run=True)
     assert report["passed"] and report["warnings"] == [] and report["engine"] == "native"
     assert all(used > 1 for asked, used in report["layout"].values() if asked > 1)
-    assert 'the native engine sampled in its place, since its build for CPUs is not installed: pip install "mrl' in str(
-        report["not_covered"]
+    assert (
+        'the native engine sampled in its place, since its build for CPUs is not installed: pip install -e ".['
+        in str(report["not_covered"])
     )
 
 

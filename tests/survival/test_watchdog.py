@@ -12,7 +12,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from mrl.survival.agent import told_status, with_local_addr
-from mrl.survival.blame import GONE, RankState, decode, is_somebody_to_blame, judge, ranks
+from mrl.survival.blame import GONE, RankState, are_sampling, decode, is_somebody_to_blame, judge, ranks
 from mrl.survival.stacks import MainThread, failed_in_collective, main_stack
 from tests.source import ROOT
 
@@ -86,6 +86,26 @@ def test_collectives_that_do_not_meet_are_shown_side_by_side():
     told = judge(job(r3=other), {}, 4)
     assert told.startswith("ranks 0-3 wait for each other, in collectives that do not meet or cannot be done.")
     assert "rank 0 (host a" in told and "rank 3 (host b" in told and "rank 1 (host a" not in told
+
+
+SAMPLES = replace(BUSY, sampled_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "goes_on"),
+    [
+        ({"r2": SAMPLES, "r3": SAMPLES}, True),
+        ({"r2": SAMPLES, "r3": replace(SAMPLES, sampled_s=7.0)}, False),
+        ({"r2": replace(WAITED, sampled_s=1.0)}, True),
+        ({"r2": replace(WAITED, sampled_s=7.0)}, False),
+        ({"r1": BUSY, "r2": SAMPLES}, False),
+        ({"r2": BUSY}, False),
+        ({}, False),
+    ],
+    ids=["all sample", "one stands still", "between two", "none for long", "one trains", "it never sampled", "nobody"],
+)
+def test_ranks_that_make_forwards_are_waited_for(changed, goes_on):
+    assert are_sampling(job(**changed), 6.0) == goes_on
 
 
 def test_a_failed_collective_is_blamed_on_itself_only_if_all_are_there():

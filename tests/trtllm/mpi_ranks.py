@@ -13,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests import warm
 from tests.source import ROOT
 from tests.trtllm.conftest import STANDIN
 
@@ -27,7 +28,7 @@ def mpirun(size, *words, **variables):
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **variables,
     }  # fmt: skip
     more = ["--oversubscribe"] if "Open MPI" in version else []
-    command = ["mpirun", "-n", str(size), "--bind-to", "none", *more, sys.executable, *words]
+    command = ["mpirun", "-n", str(size), "--bind-to", "none", *more, warm.python(), *words]
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )

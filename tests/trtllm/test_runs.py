@@ -10,6 +10,7 @@ import pytest
 from mrl.config import load
 from mrl.run.prepare import load_model_facts
 from mrl.weights.trtllm import TrtllmMapping
+from tests import warm
 from tests.e2e import runs
 from tests.e2e.test_layouts import TOKENS
 from tests.e2e.test_layouts import assert_same as assert_same_numbers
@@ -159,7 +160,7 @@ def test_a_replica_over_two_hosts_has_the_native_engines_numbers(tmp_path, expec
         cable = [word for key in ("oob_tcp_if_include", "btl_tcp_if_include") for word in ("--mca", key, "cable")]
         words = [
             "mpirun", "-n", "2", "-H", f"{hosts.address(0)}:1,{hosts.address(1)}:1", "--bind-to", "none", *cable,
-            "--mca", "btl", "tcp,self", "--mca", "plm_rsh_agent", str(agent), sys.executable, "-m", "mrl",
+            "--mca", "btl", "tcp,self", "--mca", "plm_rsh_agent", str(agent), warm.python(), "-m", "mrl",
         ]  # fmt: skip
         words += runs.arguments(tmp_path, [*SHORT, "rollout.name=trtllm", "rollout.tensor_model_parallel_size=2"])
         environment = {

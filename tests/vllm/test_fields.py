@@ -94,7 +94,7 @@ def test_every_reason_names_a_key_that_there_is():
 @pytest.mark.parametrize(
     ("version", "said"),
     [
-        (None, 'vLLM is not installed here. Install it: pip install "mrl[vllm]"'),
+        (None, 'vLLM is not installed here. Install it: pip install -e ".[vllm]"'),
         ("0.31.2+cpu", "vLLM's build for CPUs 0.31.2+cpu is installed here, and mrl was written for 0.32"),
         ("0.32.1+cpu", "vLLM's build for CPUs 0.32.1+cpu"),
     ],

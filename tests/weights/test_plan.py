@@ -10,7 +10,7 @@ import torch
 
 from mrl.grid import Grid
 from mrl.models.presets import arch_from_preset
-from mrl.weights.buckets import local_buckets, round_bytes, rounds
+from mrl.weights.buckets import buckets, round_bytes, rounds
 from mrl.weights.hf import hf_layout
 from mrl.weights.layout import Piece, StoredTensor
 from mrl.weights.megatron import megatron_layouts
@@ -204,7 +204,8 @@ def test_rounds_stay_within_the_bucket_and_hold_every_copy(bucket_bytes):
                 staged[rank][2 * way + number % 2] = max(staged[rank][2 * way + number % 2], size)
     assert plan.peak_staging_bytes(bucket_bytes) == max(map(sum, staged))
     for rank in range(4):
-        for bucket in local_buckets(plan.copies, rank, bucket_bytes):
+        local = [copy for copy in plan.copies if copy.source_rank == copy.target_rank == rank]
+        for bucket in buckets(local, bucket_bytes):
             assert sum(copy.num_bytes for copy in bucket) <= bucket_bytes
             parts += bucket
     stored = {rank: filled(layout, hf) for rank, layout in sources.items()}

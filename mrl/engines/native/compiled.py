@@ -16,7 +16,7 @@ from mrl.engines.native.history import History
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.operations import Attention, HeadNorms, Heads, Operations, Rotation
 from mrl.errors import UserError
-from mrl.kernels import library, machine
+from mrl.kernels import build, library, machine
 from mrl.kernels.library import Library
 
 PLAIN = "plain"
@@ -145,7 +145,7 @@ def operations(
     if found is None:
         raise UserError(
             f"another rank compiles what the native engine does between products; this one cannot: {problem}. Tokens "
-            f"would depend on the rank: install a C compiler ({', '.join(library.COMPILERS)}) there, or set "
+            f"would depend on the rank: install a C compiler ({', '.join(build.COMPILERS)}) there, or set "
             "rollout.enforce_eager=true."
         )
     return Compiled(found), None

@@ -293,7 +293,7 @@ class NativeEngine(RolloutEngine):
             ),
             stopping=Stopping(sampling, self.spec.decode, self.spec.device),
             max_prefill_tokens=config.max_num_batched_tokens,
-            abandoned=Poll(self.told_to_stop, self.spec.tp_group),
+            abandoned=Poll(self.told_to_stop, self.spec.tp_group, self.sampled),
             speculation=None if drafts is None else drafts.call(sampling, num_rows, rows, measured=measured),
         )
 

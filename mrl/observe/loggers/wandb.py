@@ -1,4 +1,4 @@
-"""Weights & Biases, where `observe.wandb_project` names a project and the extra `mrl[wandb]` is installed.
+"""Weights & Biases, where `observe.wandb_project` names a project and the extra `wandb` is installed.
 
 Owns the W&B run. Its x axes are our steps (`training/global_step`, `warm_start/step`), so a resumed run goes on under
 the same id; W&B keeps what lies beyond the resumed step and draws both.

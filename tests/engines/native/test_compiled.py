@@ -9,7 +9,7 @@ from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.operations import Heads, Operations
 from mrl.errors import UserError
 from mrl.functional.sampling import stream_key
-from mrl.kernels import library, machine
+from mrl.kernels import build, library, machine
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -171,7 +171,7 @@ def test_eager_and_other_devices_have_pytorchs_operators():
 
 @pytest.fixture
 def without_compiler(monkeypatch):
-    monkeypatch.setattr(library, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
     library.library.cache_clear()
     yield
     library.library.cache_clear()
@@ -205,8 +205,8 @@ def test_it_is_compiled_once_where_the_cache_folder_can_be_written(tmp_path, mon
         home.write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     made = []
-    compile_it = library._compile
-    monkeypatch.setattr(library, "_compile", lambda *given: made.append(given) or compile_it(*given))
+    compile_it = build._compile
+    monkeypatch.setattr(build, "_compile", lambda *given: made.append(given) or compile_it(*given))
     for _ in range(2):
         library.library.cache_clear()
         assert type(operations(torch.float32, CPU, eager=False)[0]) is Compiled

@@ -49,7 +49,7 @@ def test_each_form_multiplies(name, with_bias):
     form = candidates(SHAPE[0], torch.float32, compiled=name == ROW_BY_ROW)[name]
     weight = torch.randn(SHAPE) / SHAPE[1] ** 0.5
     bias = torch.randn(SHAPE[0]) if with_bias else None
-    packed = form.pack(weight)
+    packed = form.pack(weight, None)
     for rows in (1, 2, 15, 16, 17, 100):
         x = torch.randn(rows, SHAPE[1])
         expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())

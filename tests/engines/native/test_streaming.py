@@ -264,14 +264,16 @@ def test_none_is_lost_or_doubled_whatever_is_stopped_when(monkeypatch, cheap):
 
 def test_one_that_was_told_to_stop_samples_no_more_and_asks_until_it_may_leave(folder):
     engine, feed = make_engine(folder), Parts([work_of(ALL[:4]), [], work_of(ALL[4:])], 9)
+    full = replace(SAMPLING, ignore_eos=True)
     engine.told_to_stop = lambda: feed.num_pulses == 2
-    assert engine.stream(feed, replace(SAMPLING, ignore_eos=True)) == []
+    begun = engine.stream(feed, full)
+    assert {key_of(one) for one in begun} == {(prompt.uid, sample) for prompt, sample in ALL[:4]} and not feed.whole
     assert feed.num_pulses == 9
     assert engine.stats()["decode_steps"] == streaming.pulse_steps(SAMPLING.max_tokens)
     engine.told_to_stop = lambda: False
-    feed = Parts([work_of(ALL)])
-    assert engine.stream(feed, SAMPLING) == []
-    assert_same(feed.whole, undisturbed(engine))
+    feed = Parts([work_of(not_begun(begun), begun)])
+    assert engine.stream(feed, full) == []
+    assert_same(feed.whole, undisturbed(engine, full))
 
 
 def test_it_refuses_what_cannot_go_on(folder, engine):

@@ -1,0 +1,13 @@
+"""What the first run of a process imports and makes once: imported by the server that ranks are forked from."""
+
+import importlib
+
+from mrl.config import load, to_yaml
+from mrl.schema.registry import names
+
+for _module in ("mrl.cli", "mrl.engines.native.engine", "torch.utils.serialization"):
+    importlib.import_module(_module)
+for _folder in ("algorithms", "models", "rewards", "observe.loggers"):
+    for _name in names(_folder):
+        importlib.import_module(f"mrl.{_folder}.{_name}")
+to_yaml(load({}))

@@ -1,0 +1,47 @@
+"""A Python that has imported mrl already, for tests that start many processes of it: for sys.executable `python()`.
+
+    subprocess.run([warm.python(), "-m", "mrl", "train", ...])          # or PYTHON and PYTHON_EXEC of a launcher
+
+The program (`client.py`) asks a server of this test process (`server.py`), which has done the imports once, to fork the
+process: with the program's arguments, variables, folder, open files, limits, ignored and blocked signals, hostname and
+network. It hands signals on, ends as the process ends, and the process is killed with it; to what the process runs its
+parent is the program's. What it cannot give so it becomes itself, by the real Python: other modules and flags, and
+variables that imports read.
+
+Not for tests of imports, of signals in the first second, of stopped processes (SIGSTOP), or that look at a tree of
+processes: the process is a child of the server. Each launcher has tests with `sys.executable`, too.
+"""
+
+import atexit
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.source import ROOT
+
+END_S = 30
+
+
+@functools.cache
+def python(*modules: str) -> str:
+    """The program; its server, which has imported these modules, too, starts now and ends with this process."""
+    folder = Path(tempfile.mkdtemp(prefix="mrl-warm-"))  # not in a test's: a socket's name has at most 107 characters
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    program = folder / "python"
+    program.write_text(f"#!{sys.executable} -IS\n" + Path(__file__).with_name("client.py").read_text())
+    program.chmod(0o755)
+    words = [sys.executable, "-m", "tests.warm.server", str(folder / "socket"), *modules]
+    server = subprocess.Popen(
+        words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+    assert server.stdin is not None
+    assert server.stdout is not None
+    atexit.register(server.wait, END_S)
+    atexit.register(server.stdin.close)  # it sees the end of its input
+    assert server.stdout.readline() == b"ready\n"
+    return str(program)

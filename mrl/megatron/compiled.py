@@ -175,7 +175,7 @@ class _Product(torch.autograd.Function):
 
 def rows_times(x_PI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """X weight^T + bias; in fp32 by oneDNN, which is a little faster than the library behind `matmul`."""
-    if x_PI.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+    if x_PI.dtype == torch.float32 and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
             x_PI.contiguous(), weight_OI.contiguous(), bias_O, "none", [], ""
         )

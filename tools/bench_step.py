@@ -18,9 +18,9 @@ line for each case and dtype. In the case "long_prompts" prompts are four times 
 `--num-threads 1` times are those of the processor, so that what else the machine does is not counted (nor are mrl's
 reward workers, which are processes of their own).
 
-"times_floor" is the time of each over that of the matrix products that its step is made of (`products`), at the rate of
-a square product in this run, and "ratio_at_most" TRL's time over that of mrl's products: no step of mrl can be more
-times as fast.
+"times_floor" is the time of each over that of the matrix products that its step is made of
+(`mrl/observe/step_floor.py`), at the rate of a square product in this run, and "ratio_at_most" TRL's time over that of
+mrl's products: no step of mrl can be more times as fast.
 
 With `--algorithm ppo` the two are runs of mrl with the same model and batch: GRPO, and PPO whose critic begins as the
 actor and takes one optimizer step as the actor does. "ratio" is then PPO's time over GRPO's. With `--true-on-policy`
@@ -48,7 +48,8 @@ import torch
 import transformers
 
 from mrl import config as mrl_config
-from mrl.observe.benchmark import MATRIX_WIDTH, add_device, commit, device_name, spread, synchronize
+from mrl.observe.benchmark import add_device, commit, device_name, spread, synchronize
+from mrl.observe.step_floor import Shape, limits, now, square_rate
 from mrl.rewards.regex import regex
 from mrl.run.job import Job
 from mrl.run.opening import open_job
@@ -65,18 +66,10 @@ Settings = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Shape):
     """A model and a batch.
 
     Attributes:
-        num_layers: Of the model; it is a qwen2 with two KV heads and an output weight of its own.
-        hidden: Hidden size; the MLP is 2.75 times as wide.
-        heads: Attention heads.
-        vocabulary: Tokens.
-        prompts: Prompts per iteration.
-        samples: Responses to each.
-        prompt_len: Tokens of every prompt.
-        response_len: Tokens of every response.
         microbatch_tokens: `actor.max_tokens_per_microbatch` of mrl. Wide activations are faster in microbatches whose
             buffers the cache holds.
         iterations: Timed ones of each, where `--iterations` says nothing.
@@ -84,14 +77,6 @@ class Case:
         trials: Steps of TRL with each size of its batch, of which the last counts.
     """
 
-    num_layers: int
-    hidden: int
-    heads: int
-    vocabulary: int
-    prompts: int
-    samples: int
-    prompt_len: int
-    response_len: int
     microbatch_tokens: int = 16384
     iterations: int = 9
     warm_up: int = 2
@@ -179,74 +164,6 @@ def run_case(case: Case, dtype: str, folder: Path, device: str, *, iterations: i
         **limits(case, {name: statistics.median(taken) for name, taken in times.items()}, rate),
         "mrl_phases_s": medians(phases),
         **where(iterations, device, num_threads, ("torch", "trl", "transformers", "megatron-core")),
-    }
-
-
-def now() -> float:
-    """Seconds: of the clock, or of the processor where one thread computes."""
-    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
-
-
-def square_rate(dtype: str, device: torch.device) -> float:
-    """FLOP per second of a square product, the best of a few."""
-    width = MATRIX_WIDTH[device.type]
-    square = torch.randn(width, width, device=device).to(getattr(torch, dtype))
-    taken = []
-    for _ in range(8):
-        began = now()
-        square @ square
-        synchronize(device)
-        taken.append(now() - began)
-    return float(2 * width**3 / min(taken))
-
-
-def products(case: Case) -> dict[str, float]:
-    """FLOP of the matrix products, attention's included, of a step of each, as each of them works.
-
-    A product has two FLOP for each pair of a number of a weight and a row, and twice as many again in the backward. mrl
-    computes a prompt once for all its samples, in rollouts and in updates, and TRL for each of them. No last token is
-    fed, but in TRL's updates.
-    """
-    hidden, prompts, samples = case.hidden, case.prompts, case.prompts * case.samples
-    prompt_len, response_len = case.prompt_len, case.response_len
-    keys = 2 * 2 * hidden // case.heads
-    layer = hidden * (2 * hidden + keys) + 3 * hidden * (hidden * 11 // 4)
-    head = hidden * case.vocabulary
-
-    def forward(tokens: int, pairs: int, scored: int) -> float:
-        """Of tokens, of pairs of a query and a key, and of tokens whose distribution is wanted."""
-        return float(case.num_layers * (2 * layer * tokens + 4 * hidden * pairs) + 2 * head * scored)
-
-    def pairs(first: int, last: int) -> int:
-        """Of the queries at these positions, the last one not included, and the keys up to their own."""
-        return (last * (last + 1) - first * (first + 1)) // 2
-
-    fed = prompt_len + response_len - 1
-    shared = forward(
-        prompts * prompt_len + samples * (response_len - 1),
-        prompts * pairs(0, prompt_len) + samples * pairs(prompt_len, fed),
-        samples * response_len,
-    )
-    sampled = forward(samples * fed, samples * pairs(0, fed), samples * response_len)
-    trained = forward(samples * (fed + 1), samples * pairs(0, fed + 1), samples * (response_len + 1))
-    return {"mrl": 4 * shared, "trl": sampled + 3 * trained}
-
-
-def limits(case: Case, medians_s: dict[str, float], rate: float) -> dict[str, Any]:
-    """How far from its own products each is, and TRL from mrl's.
-
-    Args:
-        case: Model and batch.
-        medians_s: Time of a step of each, or of mrl alone.
-        rate: FLOP per second.
-    """
-    floors = {name: flop / rate for name, flop in products(case).items()}
-    at_most = {"ratio_at_most": round(medians_s["trl"] / floors["mrl"], 2)} if "trl" in medians_s else {}
-    return {
-        "times_floor": {name: round(taken / floors[name], 2) for name, taken in medians_s.items()},
-        **at_most,
-        "floor_s": {name: round(floor_s, 4) for name, floor_s in floors.items()},
-        "matmul_gflop_per_s": round(rate / 1e9, 1),
     }
 
 

@@ -29,13 +29,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_step import CASES, Case, job_config, limits, mrl_step, square_rate, write_inputs
+from bench_step import CASES, Case, job_config, mrl_step, write_inputs
 
 from mrl.functional.logprobs import _LinearLogprobs
 from mrl.kernels.training import Training
 from mrl.megatron import compiled, model
 from mrl.megatron.schedule import Schedule
 from mrl.observe.benchmark import commit, device_name
+from mrl.observe.step_floor import limits, square_rate
 from mrl.run.job import Job
 from mrl.run.opening import open_job
 from mrl.run.prepare import prepare

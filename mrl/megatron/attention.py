@@ -89,9 +89,8 @@ def pack(
     group: dist.ProcessGroup | None = None,
     *,
     dtype: torch.dtype = torch.float32,
-    compiled: bool = False,
 ) -> PackedSequences:
-    """Sequences of which the distinct tokens lie in the order of their numbers, for attention of the local layers.
+    """Sequences of which the distinct tokens lie in the order of their numbers, for `CoreAttention`.
 
     Megatron takes the rotary angles one row for each of these ("sbhd" with a batch of one).
 
@@ -102,15 +101,11 @@ def pack(
         device: Where the index tensors go.
         group: The ranks that share the microbatch; as many distinct tokens as a multiple of twice its size.
         dtype: Of queries and keys.
-        compiled: For compiled attention.
     """
     size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     runs = own_runs(size, rank, lens, prefixes)
     count = prefixes.origin_D.numel()
     packed = PackedSequences(qkv_format="sbhd", max_seqlen_q=max(lens), max_seqlen_kv=max(lens), group=group)
-    if compiled:
-        packed.families = families(runs)
-        return packed
     query_parts, key_parts = [], []
     row_to_slot, row_to_first, positions = torch.empty(3, count // size, dtype=torch.int64)
     offset = key_offset = 0
@@ -143,6 +138,13 @@ def pack(
     packed.positions = positions.to(device)
     packed.keys = copies(torch.cat(key_parts), count, device)
     return packed
+
+
+def pack_compiled(lens: Sequence[int], prefixes: Prefixes, group: dist.ProcessGroup | None = None) -> PackedSequences:
+    """As `pack`, for compiled attention."""
+    size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    seen, longest = families(own_runs(size, rank, lens, prefixes)), max(lens)
+    return PackedSequences(qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, group=group, families=seen)
 
 
 def families(runs: Runs) -> Families:

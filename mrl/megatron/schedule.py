@@ -27,7 +27,7 @@ from mrl.data.packing import pack_microbatches
 from mrl.data.prefixes import Prefixes, each_token, shared_prefixes
 from mrl.distributed.groups import ProcessGroups
 from mrl.functional.logprobs import Distribution
-from mrl.megatron.attention import PackedSequences, pack
+from mrl.megatron.attention import PackedSequences, pack, pack_compiled
 from mrl.megatron.choices import Choices
 from mrl.megatron.comparison import Compared, Comparison
 from mrl.megatron.context import context_targets, own_rows, own_rows_by_sequence
@@ -318,6 +318,8 @@ class Schedule:
             return pack_for_te(laid.lens, self._device)
         if self._te:
             return pack_shared_for_te(laid.lens, laid.prefixes, self._device, group)
+        if self._compiled:
+            return pack_compiled(laid.lens, laid.prefixes, group)
         config: Any = self._chunks[0].config
         return pack(laid.lens, laid.prefixes, self._device, group, dtype=config.params_dtype, compiled=self._compiled)
 

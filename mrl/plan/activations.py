@@ -104,7 +104,7 @@ class ActorShape:
         arch: The model.
         grid: Its layout.
         te: Layers are TransformerEngine's.
-        compiled: What stands between the products is compiled (`megatron/compiled.py`), as on a CPU.
+        compiled: If not, what stands between the products is compiled (`megatron/compiled.py`), as on a CPU.
         learns_from: What the algorithm learns from.
     """
 
@@ -118,7 +118,8 @@ class ActorShape:
         compiled: bool = False,
         learns_from: LearnsFrom = "samples",
     ) -> None:
-        self._config, self._arch, self._grid, self._te, self._compiled = config, arch, grid, te, compiled
+        self._config, self._arch, self._grid, self._te = config, arch, grid, te
+        self._compiled = compiled and not te
         self._recompute = recompute_of(config)
         self._itemsize = 2 if config.model.dtype == "bfloat16" else FP32
         self.microbatch = largest_microbatch(config, grid, learns_from=learns_from)

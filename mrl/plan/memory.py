@@ -142,8 +142,7 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
             to several engines so many times that.
     """
     config, arch, grid, algorithm = found.config, found.arch, found.grid, found.algorithm
-    layers = {"te": device.te and asked_for(config), "compiled": device.is_host and not config.rollout.true_on_policy}
-    shape = ActorShape(config, arch, grid, **layers, learns_from=algorithm.learns_from)
+    shape = _actor(found, device)
     held = stage_memory(config, arch, grid)
     scored = any((algorithm.needs_reference, found.scores_proximal, algorithm.needs_current, found.teachers))
     arriving = arriving_bytes(config, arch, grid) if moved_bytes is None else moved_bytes
@@ -225,6 +224,13 @@ def _some(phases: dict[str, dict[str, int]], without: Sequence[str] = ()) -> dic
         for phase, terms in phases.items()
         if phase not in without
     }
+
+
+def _actor(found: Resolved, device: Device) -> ActorShape:
+    config = found.config
+    te, compiled = device.te and asked_for(config), device.is_host and not config.rollout.true_on_policy
+    learns_from = found.algorithm.learns_from
+    return ActorShape(config, found.arch, found.grid, te=te, compiled=compiled, learns_from=learns_from)
 
 
 def _critics(found: Resolved, device: Device) -> list[CriticMemory]:

@@ -321,7 +321,7 @@ class Schedule:
         if self._compiled:
             return pack_compiled(laid.lens, laid.prefixes, group)
         config: Any = self._chunks[0].config
-        return pack(laid.lens, laid.prefixes, self._device, group, dtype=config.params_dtype, compiled=self._compiled)
+        return pack(laid.lens, laid.prefixes, self._device, group, dtype=config.params_dtype)
 
     def _own_rows(self, laid: _Laid, rank: int, *, plain: bool) -> Tensor:
         size = self._groups.grid.cp

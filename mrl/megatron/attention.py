@@ -151,7 +151,7 @@ def families(runs: Runs) -> Families:
     """Runs by the sequence's first row: what sequences share begins with it."""
     root_N = runs.row_P[runs.first_N]
     order = root_N.argsort(stable=True)
-    counts_F = root_N[order].unique_consecutive(return_counts=True)[1]
+    counts_F = torch.unique_consecutive(root_N[order], return_counts=True)[1]
     first_R, begin_R, end_R = runs.first_N[order], runs.begin_N[order], runs.end_N[order]
     bound_F = torch.cat([counts_F.new_zeros(1), counts_F.cumsum(0)])
     return Families(runs.row_P, first_R, begin_R, end_R, bound_F, runs.offset, int((end_R - first_R).max()))

@@ -9,7 +9,6 @@ imported inside the commands, so that `mrl --help` and a mistake in a config ans
 from __future__ import annotations
 
 import argparse
-import gc
 import io
 import json
 import os
@@ -17,8 +16,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from mrl.run_folder.going_on import to_go_on
 from mrl.schema.paths import expanded
 from mrl.survival import ending
 from mrl.survival.ending import REQUEUE, Terminated
+from mrl.survival.imports import frozen_imports, quick_imports
 from mrl.survival.last_words import is_mine_to_say
 from mrl.survival.stop import END_TIME, Stop, limits
 
@@ -172,34 +172,6 @@ def _report_early(config: Config) -> None:
 
         with suppress(UserError):
             write_report(Path(config.run.output_dir))
-
-
-@contextmanager
-def quick_imports() -> Iterator[None]:
-    """Inside the block nobody looks for garbage: that takes a tenth of the time of imports, which make none."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@contextmanager
-def frozen_imports() -> Iterator[None]:
-    """Inside the block a checkpoint, which collects garbage, does not look through what was imported before.
-
-    Triton lists whatever is still there when the process ends as a leak, so that nothing may stay frozen beside it.
-    """
-    is_ours = not gc.get_freeze_count()
-    if is_ours:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if is_ours and "triton" in sys.modules:
-            gc.unfreeze()
 
 
 def _beginning(config: Config) -> str:

@@ -130,7 +130,8 @@ def test_a_rank_that_raises_speaks_for_all(launcher, request, tmp_path):
 
 @pytest.mark.slurm
 def test_rank_0_takes_the_store_with_it_and_is_named(request, tmp_path):
-    status, told = Job(tmp_path, "kill", 0).run_by("srun", request)
+    """Its process has to be gone for others as soon as it is killed: a forked one waits for its server."""
+    status, told = Job(tmp_path, "kill", 0, python=sys.executable).run_by("srun", request)
     message = one_message(told, status or 137, status or 137)  # srun's status is that of one of the two
     assert "rank 0 (host " in message and " is gone" in message, told
 

@@ -5,7 +5,7 @@ import importlib
 from mrl.config import load, to_yaml
 from mrl.schema.registry import names
 
-for _module in ("mrl.cli", "mrl.engines.native.engine", "torch.utils.serialization"):
+for _module in ("mrl.cli", "mrl.rehearsal.rehearse", "torch.utils.serialization"):
     importlib.import_module(_module)
 for _folder in ("algorithms", "models", "rewards", "observe.loggers"):
     for _name in names(_folder):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import io
 import json
 import tempfile
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mrl.config import Config, load
 from mrl.data.prompts import load_training, load_validation
+from mrl.distributed.local_ranks import TRAINING
 from mrl.errors import UserError
 from mrl.megatron import quieten
 from mrl.megatron.critic import Critic
@@ -94,6 +96,8 @@ def of_a_config(observe: Callable[[Config], Facts]) -> Callable[..., Facts]:
 def _settle() -> None:
     """Megatron collects garbage again and again: what there is from the start, modules above all, is left out."""
     quieten()
+    for name in TRAINING:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()
 

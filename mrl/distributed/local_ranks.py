@@ -46,9 +46,9 @@ LAST_LINES = 3
 """Of a rank that died without telling why."""
 PORTS = range(20_000, 32_000)
 """Below those that Linux gives to whoever asks for any: one of these is still free when the first rank is up."""
-TRAINING = ("mrl.train", "torch._dynamo", "mrl.observe.report")
-"""Modules of a rank that trains; torch imports the second with the first optimizer, in half of the first one's time,
-and bokeh, which draws rank 0's report, takes a second."""
+TRAINING = ("mrl.train", "mrl.engines.native.engine", "torch._dynamo", "mrl.observe.report", "torch.utils.tensorboard")
+"""Modules of a rank that trains; torch imports `_dynamo` with the first optimizer, in half of the first one's time, and
+bokeh, which draws rank 0's report, takes a second."""
 TOKENIZERS = "transformers.models.auto.tokenization_auto"
 """Module of a rank that reads a tokenizer's folder."""
 _STACK_SIGNAL = signal.SIGUSR2

@@ -129,7 +129,7 @@ class _Rehearsal:
         self._file, self._overrides, self._options = file, overrides, options
         self._folder, self._console = folder, console
         self._run = RunDir(folder / "run")
-        self._preload: tuple[str, ...] = TRAINING
+        self._preload: tuple[str, ...] = (*TRAINING, __name__)
 
     def run(self) -> None:
         options, report = self._options, self.report
@@ -139,7 +139,7 @@ class _Rehearsal:
                 config, self._file, options.world_size, options.hardware, report, stand_ins=options.stand_ins
             )
             if isinstance(real.found.tokenizer, HFTokenizer):
-                self._preload = (*TRAINING, TOKENIZERS)
+                self._preload += (TOKENIZERS,)
             self._done("check", f"{real.ranks}, as mrl train and mrl plan check them")
         small, tokens = self._shrink(real.config, real.found, real.prompt_length)
         changed, world_size = other_layout(

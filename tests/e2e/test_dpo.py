@@ -48,7 +48,7 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(uninterrupted, tmp_pa
 
 
 def test_four_ranks_have_one_ranks_numbers(uninterrupted, tmp_path):
-    layout = ["parallel.tensor_model_parallel_size=2", "train.warm_start.num_steps=4", "train.num_steps=3"]
+    layout = ["parallel.tensor_model_parallel_size=2", "train.num_steps=3"]
     found = runs.train_in_pool(tmp_path, [*DPO, *layout], 4)
     first = next(row for row in found if "rewards/margins" in row)
     expected = next(row for row in uninterrupted if "rewards/margins" in row)

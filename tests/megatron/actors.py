@@ -22,6 +22,7 @@ from mrl.models.base import ArchSpec, critic_of
 from mrl.models.presets import arch_from_preset
 from mrl.types import RolloutBatch
 from mrl.weights.init import random_init
+from tests.ranks import bytes_of, tensor_of
 
 AnyModel = TypeVar("AnyModel", bound=Trainable)
 VOCAB = 101  # prime: tensor parallelism pads it
@@ -217,13 +218,14 @@ def _whole(policy: Policy, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     pieces = []
     for name, stored in policy.layout().items():
         for piece in stored.pieces:
-            place = tuple(slice(*bounds) for bounds in piece.dst)
-            pieces.append((piece.hf_name, piece.src, tensors[name][place].clone()))
+            part = tensors[name][tuple(slice(*bounds) for bounds in piece.dst)]
+            pieces.append((piece.hf_name, piece.src, str(part.dtype).removeprefix("torch."), bytes_of(part)))
     found: list = [None] * dist.get_world_size()
-    dist.all_gather_object(found, pieces)
+    dist.all_gather_object(found, pieces)  # bytes: pickled tensors would take most of the time
     whole: dict[str, Tensor] = {}
-    for hf_name, src, part in (item for rank in found for item in rank):
+    for hf_name, src, dtype, data in (item for rank in found for item in rank):
         shape = [stop for _, stop in src]
+        part = tensor_of(data, getattr(torch, dtype), [stop - start for start, stop in src])
         old = whole.get(hf_name, torch.empty([0] * len(shape)))
         size = [max(a, b) for a, b in zip(old.shape, shape, strict=True)]
         new = torch.full(size, torch.nan)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from mrl.cli import main
 from mrl.config import ParallelConfig, load
-from mrl.distributed.local_ranks import RankError
+from mrl.distributed.local_ranks import RankError, forks
 from mrl.errors import UserError
 from mrl.observe.hardware import HARDWARE
 from mrl.rehearsal.rehearse import FIRST, RESUME, Options, rehearse
@@ -42,6 +42,12 @@ LAYOUTS = {
     STAGED: {"tensor parallel", "pipeline parallel", "data parallel", "rollout tensor parallel"},
     DENSE: {"tensor parallel", "data parallel", "rollout replicas"},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    """The one of this process imports what all tests need, not this file alone."""
+    forks(ranks.PRELOAD)
 
 
 def options(folder, **changes):

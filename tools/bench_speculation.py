@@ -67,7 +67,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "small": {"vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8},
     "tiny": {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
 }
-SHARED = {
+SHARED: dict[str, Any] = {
     "model_type": "qwen2",
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
@@ -181,7 +181,8 @@ def trained(folder: Path, num_threads: int, more: Sequence[str] = ()) -> dict[st
     words = [f"{key}={value}" for key, value in TRAINING.items()]
     subprocess.run([sys.executable, "-m", "mrl", "train", str(config), *words, *more], check=True)
     (weights,) = (folder / "run" / "checkpoints").glob("step-*[!0]*/hf/model.safetensors")
-    return load_file(weights)
+    found: dict[str, torch.Tensor] = load_file(weights)
+    return found
 
 
 def widened(learned: Mapping[str, torch.Tensor], arch: ArchSpec) -> dict[str, torch.Tensor]:

@@ -14,7 +14,13 @@ score them with the same function, and take one AdamW step (beta 0, clip 1, no r
 means weights and activations in bf16 for both; mrl then keeps fp32 master weights, TRL does not. TRL first tries how
 many sequences it should take at a time (`per_device_train_batch_size`, the gradients of the parts added up), and keeps
 what was fastest: "trl_batch". Then the two alternate, and the median of the ratios of neighbours is reported, one JSON
-line for each case and dtype. In the case "long_prompts" prompts are four times as long as answers.
+line for each case and dtype. In the case "long_prompts" prompts are four times as long as answers. With
+`--num-threads 1` times are those of the processor, so that what else the machine does is not counted (nor are mrl's
+reward workers, which are processes of their own).
+
+"times_floor" is the time of each over that of the matrix products that its step is made of
+(`mrl/observe/step_floor.py`), at the rate of a square product in this run, and "ratio_at_most" TRL's time over that of
+mrl's products: no step of mrl can be more times as fast.
 
 With `--algorithm ppo` the two are runs of mrl with the same model and batch: GRPO, and PPO whose critic begins as the
 actor and takes one optimizer step as the actor does. "ratio" is then PPO's time over GRPO's. With `--true-on-policy`
@@ -32,6 +38,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,13 +49,13 @@ import transformers
 
 from mrl import config as mrl_config
 from mrl.observe.benchmark import add_device, commit, device_name, spread, synchronize
+from mrl.observe.step_floor import Shape, limits, now, square_rate
 from mrl.rewards.regex import regex
 from mrl.run.job import Job
 from mrl.run.opening import open_job
 from mrl.run.prepare import prepare
 from mrl.train import reinforcement_step
 
-WARM_UP = 2
 LEARNING_RATE = 1e-5
 SEED = 0
 PATTERN = "[02468]$"
@@ -59,36 +66,30 @@ Settings = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Shape):
     """A model and a batch.
 
     Attributes:
-        num_layers: Of the model; it is a qwen2 with two KV heads and an output weight of its own.
-        hidden: Hidden size; the MLP is 2.75 times as wide.
-        heads: Attention heads.
-        vocabulary: Tokens.
-        prompts: Prompts per iteration.
-        samples: Responses to each.
-        prompt_len: Tokens of every prompt.
-        response_len: Tokens of every response.
         microbatch_tokens: `actor.max_tokens_per_microbatch` of mrl. Wide activations are faster in microbatches whose
             buffers the cache holds.
+        iterations: Timed ones of each, where `--iterations` says nothing.
+        warm_up: Those before.
+        trials: Steps of TRL with each size of its batch, of which the last counts.
     """
 
-    num_layers: int
-    hidden: int
-    heads: int
-    vocabulary: int
-    prompts: int
-    samples: int
-    prompt_len: int
-    response_len: int
     microbatch_tokens: int = 16384
+    iterations: int = 9
+    warm_up: int = 2
+    trials: int = 2
 
 
+LARGE = {"iterations": 3, "warm_up": 1, "trials": 1}
+"""Of a case whose steps take many seconds."""
 CASES = {
     "small": Case(4, 128, 4, 64, prompts=16, samples=16, prompt_len=8, response_len=8),
-    "middle": Case(8, 512, 8, 32000, prompts=8, samples=8, prompt_len=64, response_len=64, microbatch_tokens=1160),
+    "middle": Case(
+        8, 512, 8, 32000, prompts=8, samples=8, prompt_len=64, response_len=64, microbatch_tokens=1160, **LARGE
+    ),
     "long_prompts": Case(
         4, 128, 4, 2000, prompts=8, samples=8, prompt_len=128, response_len=32, microbatch_tokens=1600
     ),
@@ -100,8 +101,6 @@ QUICK = {
 }
 TRL_PARTS = (1, 2, 4)
 """Into so many parts TRL may cut its batch."""
-TRL_TRIALS = 2
-"""Steps of each, of which the last counts."""
 
 
 def main() -> None:
@@ -109,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=sorted(CASES), nargs="*", default=list(CASES))
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], nargs="*", default=["float32", "bfloat16"])
-    parser.add_argument("--iterations", type=int, help="timed iterations of each; default 9, with --quick 3")
+    parser.add_argument("--iterations", type=int, help="timed iterations of each; default 9, of large steps 3")
     parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quick", action="store_true", help="smaller models and batches")
     parser.add_argument(
@@ -126,7 +125,7 @@ def main() -> None:
     for name in args.case:
         case = (QUICK if args.quick else CASES)[name]
         for dtype in args.dtype:
-            iterations = args.iterations or (3 if args.quick else 9)
+            iterations = args.iterations or (3 if args.quick else case.iterations)
             with tempfile.TemporaryDirectory() as folder:
                 found = run(case, dtype, Path(folder), args.device, iterations=iterations, num_threads=args.num_threads)
             print(json.dumps({"bench": bench, "case": name, "quick": args.quick, **found}), flush=True)
@@ -137,22 +136,24 @@ def run_case(case: Case, dtype: str, folder: Path, device: str, *, iterations: i
     rows = write_inputs(case, folder)
     times: dict[str, list[float]] = {"mrl": [], "trl": []}
     phases: list[dict[str, float]] = []
-    config = job_config(case, dtype, folder, device, num_threads, steps=WARM_UP + iterations)
+    config = job_config(case, dtype, folder, device, num_threads, steps=case.warm_up + iterations)
     with open_job(prepare(config)) as job:
         job.resume()
 
         def after_step(step: int, seconds: float) -> None:
             """TRL has done a step: now mrl does one."""
-            began = time.perf_counter()
+            began = now()
             timings = mrl_step(job, case, step)
             synchronize(job.device)
-            if step > WARM_UP:
-                times["mrl"].append(time.perf_counter() - began)
+            if step > case.warm_up:
+                times["mrl"].append(now() - began)
                 times["trl"].append(seconds)
                 phases.append(timings)
 
+        rate = square_rate(dtype, job.device)
         batch = best_trl_batch(case, dtype, folder, device, rows)
-        run_trl(case, dtype, folder, device, rows, WARM_UP + iterations, after_step, batch)
+        run_trl(case, dtype, folder, device, rows, case.warm_up + iterations, after_step, batch)
+        rate = max(rate, square_rate(dtype, job.device))
     ratios = [theirs / ours for theirs, ours in zip(times["trl"], times["mrl"], strict=True)]
     return {
         **described(case, dtype),
@@ -160,6 +161,7 @@ def run_case(case: Case, dtype: str, folder: Path, device: str, *, iterations: i
         "mrl_s": spread(times["mrl"]),
         "trl_s": spread(times["trl"]),
         "trl_batch": batch,
+        **limits(case, {name: statistics.median(taken) for name, taken in times.items()}, rate),
         "mrl_phases_s": medians(phases),
         **where(iterations, device, num_threads, ("torch", "trl", "transformers", "megatron-core")),
     }
@@ -212,16 +214,16 @@ def run_two(
     for name, more in runs.items():
         place = folder / name
         place.mkdir()
-        steps = WARM_UP + iterations
+        steps = case.warm_up + iterations
         config = job_config(case, dtype, folder, device, num_threads, steps=steps, more=more, place=place)
         pipes[name], theirs = processes.Pipe()
         processes.Process(target=step_when_told, args=(config, case, theirs), daemon=True).start()
         theirs.close()
-    for step in range(1, WARM_UP + iterations + 1):
+    for step in range(1, case.warm_up + iterations + 1):
         for name in (second, first) if step % 2 == 0 else (first, second):
             pipes[name].send(step)
             seconds, timings = pipes[name].recv()  # EOFError where the run failed, which has told why
-            if step > WARM_UP:
+            if step > case.warm_up:
                 times[name].append(seconds)
                 phases[name].append(timings)
     ratios = [theirs / base for theirs, base in zip(times[second], times[first], strict=True)]
@@ -390,8 +392,12 @@ def best_trl_batch(case: Case, dtype: str, folder: Path, device: str, rows: list
     times: dict[int, float] = {}
     total = case.prompts * case.samples
     for batch in [total // parts for parts in TRL_PARTS]:
-        run_trl(case, dtype, folder, device, rows, TRL_TRIALS, lambda _, seconds: times.update({batch: seconds}), batch)  # noqa: B023 -- called at once
+        run_trl(case, dtype, folder, device, rows, case.trials, partial(_keep, times, batch), batch)
     return min(times, key=lambda batch: times[batch])
+
+
+def _keep(times: dict[int, float], batch: int, step: int, seconds: float) -> None:
+    times[batch] = seconds
 
 
 def trl_config(case: Case, dtype: str, folder: Path, device: str, steps: int, batch: int) -> Any:
@@ -445,12 +451,12 @@ def run_trl(
         began = 0.0
 
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.began = time.perf_counter()
+            self.began = now()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             synchronize(torch.device(device))
-            after_step(state.global_step, time.perf_counter() - self.began)
-            self.began = time.perf_counter()
+            after_step(state.global_step, now() - self.began)
+            self.began = now()
 
     def reward(completions: list[str], **kwargs: Any) -> list[float]:
         return [regex(prompt="", response=text, answer=None, extra={}, pattern=PATTERN) for text in completions]

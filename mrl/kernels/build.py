@@ -24,7 +24,7 @@ PATIENCE_S = 120.0
 def built(
     sources: Sequence[Path], headers: Sequence[Path] = (), flags: Sequence[str] = ()
 ) -> tuple[ctypes.CDLL | None, str]:
-    """A library of C files that lie beside this one, on PyTorch's own OpenMP.
+    """A library of C files; where they use OpenMP, it is PyTorch's own.
 
     Args:
         sources: Compiled.

@@ -12,8 +12,7 @@
 #endif
 
 #define STREAMED (1 << 17) /* bytes of a copy from which on it is written past the caches */
-#define THREADED (4 << 20) /* bytes from which on threads share the work */
-#define TASK (1 << 18)     /* bytes that a thread takes at a time */
+#define TASK (1 << 18)     /* bytes of a row that are taken at a time */
 #define READS 4            /* places at which a sum reads at the same time: what fetches ahead ends with each page */
 #define WRITES 2           /* places at which a copy does */
 
@@ -109,27 +108,13 @@ static uint64_t run(char *target, const char *source, int64_t count, int64_t wid
  * which the lower `width` bytes count. */
 uint64_t copy_rows(char *target, const char *source, int64_t rows, int64_t count, int64_t target_step,
                    int64_t source_step, int64_t width) {
-    const int64_t bytes = rows * count * width;
-    const int streamed = bytes >= STREAMED;
+    const int streamed = rows * count * width >= STREAMED;
+    const int64_t each = TASK / width;
     uint64_t sum = 0;
-    if (count * width > TASK) { /* parts of a row are tasks */
-        const int64_t each = TASK / width, parts = (count + each - 1) / each;
-#pragma omp parallel for schedule(dynamic) reduction(+ : sum) if (bytes >= THREADED)
-        for (int64_t task = 0; task < rows * parts; task++) {
-            const int64_t row = task / parts, first = task % parts * each;
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t first = 0; first < count; first += each)
             sum += run(target ? target + row * target_step + first * width : 0, source + row * source_step + first * width,
                        count - first < each ? count - first : each, width, streamed);
-            SETTLE();
-        }
-        return sum;
-    }
-    const int64_t each = count ? TASK / (count * width) : rows, blocks = each ? (rows + each - 1) / each : 0;
-#pragma omp parallel for schedule(dynamic) reduction(+ : sum) if (bytes >= THREADED)
-    for (int64_t block = 0; block < blocks; block++) {
-        const int64_t last = (block + 1) * each < rows ? (block + 1) * each : rows;
-        for (int64_t row = block * each; row < last; row++)
-            sum += run(target ? target + row * target_step : 0, source + row * source_step, count, width, streamed);
-        SETTLE();
-    }
+    SETTLE();
     return sum;
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import product
@@ -22,6 +23,9 @@ from mrl.weights.checksum import MODULUS, bits
 
 BLOCK_BYTES = 1 << 20
 """What of a copy PyTorch makes, and reads back, at a time, for each thread."""
+
+THREAD_BYTES = 4 << 20
+"""From here on a compiled copy is shared by as many threads as PyTorch uses."""
 
 SOURCE = Path(__file__).with_name("copying.c")
 
@@ -114,15 +118,39 @@ def _run(target: Tensor | None, source: Tensor) -> Tensor | None:
     if call is None or rows is None:
         return None
     width = source.element_size()
-    from_, into = source.data_ptr(), None if target is None else target.data_ptr()
-    into_step = 0 if into is None else rows.steps[0] * width
-    total = 0
-    for start in rows.starts:
-        place = None if into is None else into + start[0] * width
-        first = from_ + start[-1] * width
-        total += call(place, first, rows.rows, rows.count, into_step, rows.steps[-1] * width, width)
+    first, into = source.data_ptr(), None if target is None else target.data_ptr()
+    from_step, into_step = rows.steps[-1] * width, 0 if into is None else rows.steps[0] * width
+
+    def part(start: tuple[int, ...], row: int, num_rows: int, at: int, count: int) -> int:
+        from_ = first + (start[-1] + at) * width + row * from_step
+        to = None if into is None else into + (start[0] + at) * width + row * into_step
+        return call(to, from_, num_rows, count, into_step, from_step, width)
+
+    threads = torch.get_num_threads()
+    if threads == 1 or rows.rows * rows.count * width < THREAD_BYTES:
+        total = sum(part(start, 0, rows.rows, 0, rows.count) for start in rows.starts)
+    else:
+        cuts = [
+            (start, row, num_rows, at, count)
+            for start in rows.starts
+            for row, num_rows in _cut(rows.rows, threads if rows.rows > 1 else 1)
+            for at, count in _cut(rows.count, threads if rows.rows == 1 else 1)
+        ]
+        total = sum(_pool(threads).map(lambda cut: part(*cut), cuts))
     upper = (total << 64 - 8 * width) % MODULUS
     return torch.tensor(upper - MODULUS if upper >= MODULUS // 2 else upper)
+
+
+def _cut(size: int, parts: int) -> list[tuple[int, int]]:
+    """(first, how many) of about equal parts."""
+    each = -(-size // parts)
+    return [(first, min(each, size - first)) for first in range(0, size, each)]
+
+
+@lru_cache(maxsize=1)
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """They sleep while they wait, which OpenMP's do not: on a busy machine that takes as long as a copy."""
+    return ThreadPoolExecutor(threads)
 
 
 def _copy_blocks(target: Tensor, source: Tensor, *, both: bool) -> tuple[Tensor, Tensor]:

@@ -124,10 +124,20 @@ static inline __attribute__((always_inline)) void mix(float *acc, int64_t wide, 
     }
 }
 
+/* The slots of one head. Below `common`, a multiple of SPAN, they are read from elsewhere, where the same lie: in the
+ * first row of those with one prompt, so that the cache of the processor has them for the others. */
+typedef struct {
+    const T *keys, *values, *common_keys, *common_values;
+    int64_t common;
+} Slots;
+
+static inline const T *keys_at(const Slots *s, int64_t slot, int64_t dim) {
+    return (slot < s->common ? s->common_keys : s->keys) + slot * dim;
+}
+
 /* Up to four queries over `length` slots of one head, span by span with a running maximum. */
-static inline __attribute__((always_inline)) void attend_some(const T *queries, const T *keys, const T *values, const T *next,
-                                                              T *out, int64_t length, int64_t dim, float scale,
-                                                              const int num) {
+static inline __attribute__((always_inline)) void attend_some(const T *queries, const Slots *slots, const T *next, T *out,
+                                                              int64_t length, int64_t dim, float scale, const int num) {
     int64_t wide = (dim + LANES - 1) / LANES * LANES;
     float q[4 * wide], acc[4 * wide], scores[4][SPAN], top[4], sum[4], keep[4];
     memset(acc, 0, sizeof acc);
@@ -139,7 +149,8 @@ static inline __attribute__((always_inline)) void attend_some(const T *queries, 
     for (int64_t first = 0; first < length; first += SPAN) {
         int64_t count = length - first < SPAN ? length - first : SPAN;
         int64_t whole = (count + LANES - 1) / LANES * LANES;
-        compare(q, wide, keys + first * dim, values + first * dim, dim, count, scores, num);
+        const T *values = (first < slots->common ? slots->common_values : slots->values) + first * dim;
+        compare(q, wide, keys_at(slots, first, dim), values, dim, count, scores, num);
         for (int g = 0; g < num; g++) {
             for (int64_t t = count; t < whole; t++) scores[g][t] = -INFINITY;
             vec high = *(vec *)scores[g];
@@ -156,8 +167,8 @@ static inline __attribute__((always_inline)) void attend_some(const T *queries, 
             }
             sum[g] = sum[g] * keep[g] + total(sums);
         }
-        mix(acc, wide, keep, values + first * dim, first + SPAN < length ? keys + (first + SPAN) * dim : next, dim, count,
-            scores, num);
+        mix(acc, wide, keep, values, first + SPAN < length ? keys_at(slots, first + SPAN, dim) : next, dim, count, scores,
+            num);
     }
     for (int g = 0; g < num; g++)
         for (int64_t i = 0; i < dim; i += LANES)
@@ -165,37 +176,36 @@ static inline __attribute__((always_inline)) void attend_some(const T *queries, 
 }
 
 #define ATTEND(num)                                                                                                    \
-    ALONE void attend_##num(const T *queries, const T *keys, const T *values, const T *next, T *out, int64_t length,  \
-                            int64_t dim, float scale) {                                                               \
-        attend_some(queries, keys, values, next, out, length, dim, scale, num);                                       \
+    ALONE void attend_##num(const T *queries, const Slots *slots, const T *next, T *out, int64_t length, int64_t dim,  \
+                            float scale) {                                                                            \
+        attend_some(queries, slots, next, out, length, dim, scale, num);                                              \
     }
 ATTEND(1)
 ATTEND(2)
 ATTEND(3)
 ATTEND(4)
 
-/* All queries of a token that share one head of keys and values, of which `length` slots; the head after it is
- * `head_stride` on. */
-static inline void attend_group(const T *queries, const T *keys, const T *values, T *out, int64_t group, int64_t length,
-                                int64_t dim, int64_t head_stride, float scale) {
+/* All queries of a token that share one head of keys and values, of which `length` slots; `after` is read next. */
+static inline void attend_group(const T *queries, const Slots *slots, const T *after, T *out, int64_t group, int64_t length,
+                                int64_t dim, float scale) {
     for (int64_t g = 0; g < group; g += 4) {
-        const T *some = queries + g * dim, *next = keys + (g + 4 < group ? 0 : head_stride);
+        const T *some = queries + g * dim, *next = g + 4 < group ? keys_at(slots, 0, dim) : after;
         T *to = out + g * dim;
         switch (group - g) {
-        case 1: attend_1(some, keys, values, next, to, length, dim, scale); break;
-        case 2: attend_2(some, keys, values, next, to, length, dim, scale); break;
-        case 3: attend_3(some, keys, values, next, to, length, dim, scale); break;
-        default: attend_4(some, keys, values, next, to, length, dim, scale);
+        case 1: attend_1(some, slots, next, to, length, dim, scale); break;
+        case 2: attend_2(some, slots, next, to, length, dim, scale); break;
+        case 3: attend_3(some, slots, next, to, length, dim, scale); break;
+        default: attend_4(some, slots, next, to, length, dim, scale);
         }
     }
 }
 
 /* New tokens of the first rows of the cache, whose keys and values [row, head, slot, D] they enter at their positions:
  * attention of each over its row's slots up to its own. Row r has tokens firsts[r] to firsts[r + 1] - 1, at one position
- * after the other; without `firsts`, token r. A token's q[N, D], k[K, D] and v[K, D] are `stride` from the last one's;
- * out[P, N, D]. */
-void attend(const T *q, const T *k, const T *v, int64_t stride, const int64_t *positions, const int64_t *firsts, T *keys,
-            T *values, T *out, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t row_stride,
+ * after the other; without `firsts`, token r. The first commons[r] slots of row r are those of row homes[r] too, if there
+ * are `homes`. A token's q[N, D], k[K, D] and v[K, D] are `stride` from the last one's; out[P, N, D]. */
+void attend(const T *q, const T *k, const T *v, int64_t stride, const int64_t *positions, const int64_t *firsts,
+            const int64_t *homes, const int64_t *commons, T *keys, T *values, T *out, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t row_stride,
             int64_t head_stride, float scale) {
     int64_t group = heads / kv_heads;
 #pragma omp parallel for schedule(dynamic) if (rows * kv_heads > 1)
@@ -203,14 +213,15 @@ void attend(const T *q, const T *k, const T *v, int64_t stride, const int64_t *p
         int64_t row = task / kv_heads, head = task % kv_heads;
         T *own_keys = keys + row * row_stride + head * head_stride;
         T *own_values = values + row * row_stride + head * head_stride;
-        int64_t end = firsts ? firsts[row + 1] : row + 1;
+        int64_t from = homes ? homes[row] * row_stride + head * head_stride : 0, end = firsts ? firsts[row + 1] : row + 1;
+        Slots slots = {own_keys, own_values, keys + from, values + from, homes ? commons[row] / SPAN * SPAN : 0};
         for (int64_t token = firsts ? firsts[row] : row; token < end; token++) {
             int64_t position = positions[token];
             memcpy(own_keys + position * dim, k + token * stride + head * dim, dim * sizeof(T));
             memcpy(own_values + position * dim, v + token * stride + head * dim, dim * sizeof(T));
-            attend_group(q + token * stride + head * group * dim, own_keys, own_values,
-                         out + (token * heads + head * group) * dim, group, position + 1, dim,
-                         token + 1 < end ? 0 : head_stride, scale);
+            attend_group(q + token * stride + head * group * dim, &slots,
+                         token + 1 < end ? keys_at(&slots, 0, dim) : own_keys + head_stride,
+                         out + (token * heads + head * group) * dim, group, position + 1, dim, scale);
         }
     }
 }
@@ -224,8 +235,9 @@ void attend_at(const T *q, int64_t stride, const int64_t *rows, const int64_t *p
 #pragma omp parallel for schedule(dynamic, 16) if (count * kv_heads > 1)
     for (int64_t task = 0; task < count * kv_heads; task++) {
         int64_t token = task % count, head = task / count, from = rows[token] * row_stride + head * head_stride;
-        attend_group(q + token * stride + head * group * dim, keys + from, values + from,
-                     out + (token * heads + head * group) * dim, group, positions[token] + 1, dim, head_stride, scale);
+        Slots slots = {keys + from, values + from, NULL, NULL, 0};
+        attend_group(q + token * stride + head * group * dim, &slots, keys + from + head_stride,
+                     out + (token * heads + head * group) * dim, group, positions[token] + 1, dim, scale);
     }
 }
 

@@ -1,4 +1,4 @@
-"""The compiled functions of `kernels.c`, `products.c` and `drafts.c`, called with tensors.
+"""The compiled functions of `kernels.c`, `products.c`, `drafts.c`, called with tensors; `training.py` calls others.
 
 Owns how they are called; they are compiled for each dtype (`build.py`), and run on the threads of PyTorch's own OpenMP:
 two pools would fight for the cores.
@@ -24,7 +24,9 @@ from torch import Tensor
 from mrl.errors import UserError
 from mrl.kernels import build, machine
 
-HEADER, *SOURCES = (Path(__file__).with_name(name) for name in ("vectors.h", "kernels.c", "products.c", "drafts.c"))
+HEADER, *SOURCES = (
+    Path(__file__).with_name(name) for name in ("vectors.h", "kernels.c", "products.c", "drafts.c", "training.c")
+)
 DTYPES: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16: ("-DBF16",)}
 
 _P, _N, _F, _B = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -32,7 +34,7 @@ _ARGUMENTS = {
     "norm": [*[_P] * 4, *[_N] * 2, _F],
     "rotate": [*[_P] * 6, *[_N] * 4, _F],
     "gate": [*[_P] * 2, *[_N] * 2],
-    "attend": [*[_P] * 3, _N, *[_P] * 5, *[_N] * 6, _F],
+    "attend": [*[_P] * 3, _N, *[_P] * 7, *[_N] * 6, _F],
     "attend_at": [_P, _N, *[_P] * 5, *[_N] * 6, _F],
     "sample": [_P, _N, *[_P] * 4, *[_N] * 2, _F, _B],
     "score": [_P, _N, *[_P] * 2, *[_N] * 2, _F],
@@ -48,10 +50,11 @@ class Library:
 
     Attributes:
         key: The same where sources, compiler, flags and processor are.
+        functions: What was compiled.
     """
 
     def __init__(self, library: ctypes.CDLL, key: str) -> None:
-        self.key = key
+        self.key, self.functions = key, library
         self._call: dict[str, Callable[..., None]] = {}
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
@@ -115,6 +118,7 @@ class Library:
         keys_BTD: Tensor,
         values_BTD: Tensor,
         firsts_B: Tensor | None = None,
+        alike: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Enters new tokens in the first rows of a cache; attention [P, N, D] of each over its row's slots up to it.
 
@@ -126,15 +130,26 @@ class Library:
             keys_BTD: The cache's [rows, K, T, D]; slots lie one after the other.
             values_BTD: As the keys.
             firsts_B: Index of each row's first token, and P at the end, int64; None: one token a row.
+            alike: For each row one whose first slots it has too, and how many these are, both int64; None: unknown.
         """
         num, num_heads, dim = q_PND.shape
+        homes, commons = (None, None) if alike is None else (alike[0].data_ptr(), alike[1].data_ptr())
         rows = num if firsts_B is None else firsts_B.numel() - 1
         firsts = None if firsts_B is None else firsts_B.data_ptr()
         out_PND = q_PND.new_empty(num, num_heads, dim)
         self._call["attend"](
             *(q_PND.data_ptr(), k_PKD.data_ptr(), v_PKD.data_ptr(), q_PND.stride(0)),
-            *(positions_P.data_ptr(), firsts, keys_BTD.data_ptr(), values_BTD.data_ptr(), out_PND.data_ptr()),
-            *(rows, num_heads, k_PKD.size(1), dim, keys_BTD.stride(0), keys_BTD.stride(1), dim**-0.5),
+            *(positions_P.data_ptr(), firsts, homes, commons, keys_BTD.data_ptr(), values_BTD.data_ptr()),
+            *(
+                out_PND.data_ptr(),
+                rows,
+                num_heads,
+                k_PKD.size(1),
+                dim,
+                keys_BTD.stride(0),
+                keys_BTD.stride(1),
+                dim**-0.5,
+            ),
         )
         return out_PND
 

@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from mrl.data.prefixes import Prefixes
+from mrl.kernels.training import Angles, Families
 from mrl.megatron.copies import Copies, copies
 from mrl.megatron.router import Routing
 from mrl.megatron.runs import Runs, own_runs
@@ -65,6 +66,8 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core h
         positions: Of each row of this rank in its sequence.
         routing: What the routers of a mixture of experts must know; None for a dense model.
         group: The ranks that share the microbatch; None: this one has it alone.
+        families: What compiled attention needs in place of groups, slots and keys; None: it does not compute this.
+        angles: Of each row of this rank, for compiled attention; the model sets them.
     """
 
     groups: list[QueryGroup] = field(default_factory=list)
@@ -75,6 +78,8 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core h
     positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     routing: Routing | None = None
     group: dist.ProcessGroup | None = None
+    families: Families | None = None
+    angles: Angles | None = None
 
 
 def pack(
@@ -133,6 +138,23 @@ def pack(
     packed.positions = positions.to(device)
     packed.keys = copies(torch.cat(key_parts), count, device)
     return packed
+
+
+def pack_compiled(lens: Sequence[int], prefixes: Prefixes, group: dist.ProcessGroup | None = None) -> PackedSequences:
+    """As `pack`, for compiled attention."""
+    size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    seen, longest = families(own_runs(size, rank, lens, prefixes)), max(lens)
+    return PackedSequences(qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, group=group, families=seen)
+
+
+def families(runs: Runs) -> Families:
+    """Runs by the sequence's first row: what sequences share begins with it."""
+    root_N = runs.row_P[runs.first_N]
+    order = root_N.argsort(stable=True)
+    counts_F = torch.unique_consecutive(root_N[order], return_counts=True)[1]
+    first_R, begin_R, end_R = runs.first_N[order], runs.begin_N[order], runs.end_N[order]
+    bound_F = torch.cat([counts_F.new_zeros(1), counts_F.cumsum(0)])
+    return Families(runs.row_P, first_R, begin_R, end_R, bound_F, runs.offset, int((end_R - first_R).max()))
 
 
 def _similar(runs: Runs, *, extends: bool) -> list[tuple[Tensor, bool]]:
@@ -245,7 +267,7 @@ class CoreAttention(torch.nn.Module):
         rows, heads, dim = query.size(0), query.size(2), query.size(3)
         scale = dim**-0.5 if self.scale is None else self.scale
         queries = _ToSlots.apply(query.reshape(rows, -1), plan.query_slots, plan.row_to_slot)  # type: ignore[no-untyped-call]
-        keys, values = (plan.keys.of(_of_all_ranks(x, plan.group).flatten(1)) for x in (key, value))
+        keys, values = (plan.keys.of(of_all_ranks(x, plan.group).flatten(1)) for x in (key, value))
         parts = [
             x.split_with_sizes([group.size * count for group, count in zip(plan.groups, counts, strict=True)])
             for x, counts in (
@@ -263,7 +285,7 @@ class CoreAttention(torch.nn.Module):
         return attended.view(rows, 1, heads * dim)
 
 
-def _of_all_ranks(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def of_all_ranks(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Collective over the group: all ranks' keys or values, rank by rank; differentiable."""
     if group is None:
         return rows

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -28,8 +27,9 @@ from torch import Tensor
 from mrl.distributed.collectives import sum_in_rank_order
 from mrl.kernels.library import required
 from mrl.kernels.rotary import rotary_tables
+from mrl.kernels.training import training
 from mrl.megatron.attention import CoreAttention, PackedSequences
-from mrl.megatron.norm import RMSNorm, gradients, inverse_rms
+from mrl.megatron.norm import RMSNorm
 from mrl.models.base import ArchSpec
 
 Tables = tuple[Tensor, Tensor]
@@ -224,7 +224,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        return *gradients(x, weight, inverse_rms(x, ctx.eps), grads[0]), None
+        return *training(x.dtype).norm_gradients(x.contiguous(), weight, grads[0], ctx.eps), None
 
 
 class _Gate(torch.autograd.Function):
@@ -236,11 +236,8 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        with torch.enable_grad():
-            gate_up = ctx.saved_tensors[0].detach().requires_grad_()
-            gate, up = gate_up.chunk(2, -1)
-            grad: Tensor = torch.autograd.grad(F.silu(gate) * up, gate_up, grads[0])[0]
-        return grad
+        gate_up = ctx.saved_tensors[0].contiguous()
+        return training(gate_up.dtype).gate_gradient(gate_up, grads[0])
 
 
 class _Attended(torch.autograd.Function):

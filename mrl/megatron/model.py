@@ -34,8 +34,11 @@ from torch import Tensor
 from mrl.config import ActorConfig, MegatronConfig, ParallelConfig
 from mrl.functional.logprobs import Distribution, VocabShard, linear_logprobs
 from mrl.kernels.library import check_alike
+from mrl.kernels.training import Angles
 from mrl.megatron.attention import CoreAttention, PackedSequences
 from mrl.megatron.comparison import Compared
+from mrl.megatron.compiled import Norm as CompiledNorm
+from mrl.megatron.compiled import compiled_layer, compiles
 from mrl.megatron.context import ContextTargets
 from mrl.megatron.exact import Head, Norm, Tables, angles_of, exact_layer
 from mrl.megatron.moe import load_balance, moe_config, with_router
@@ -106,13 +109,14 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
         vp_stage: int | None,
         balance: LoadBalance | None = None,
         tables: Tables | None = None,
+        compiled: bool = False,
     ) -> None:
         stage = {"ignore_virtual": False, "vp_stage": vp_stage}
         # the output layer would ask for Apex's kernel, and is not called as a module anyway
         outside = replace(config, gradient_accumulation_fusion=False) if config.gradient_accumulation_fusion else config
         super().__init__(
             outside,
-            _block_spec(config, arch.moe, te=te, vp_stage=vp_stage, balance=balance, tables=tables),
+            _block_spec(config, arch.moe, te=te, vp_stage=vp_stage, balance=balance, tables=tables, compiled=compiled),
             vocab_size=padded_vocab(arch, config.tensor_model_parallel_size),
             max_sequence_length=arch.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**stage),
@@ -122,7 +126,7 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
             rotary_base=arch.rope_theta,
             vp_stage=vp_stage,
         )
-        self.arch, self._is_exact = arch, tables is not None
+        self.arch, self._is_exact, self.compiled = arch, tables is not None, compiled
         if arch.value_head and self.post_process:
             self.output_layer = ValueHead(config)
         if not self._is_exact:
@@ -165,8 +169,17 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
         if isinstance(packed, PackedSequences) and packed.qkv_format == "sbhd" and not self._is_exact:
             # one row of angles for each packed token; Megatron's own way slices them per sequence in every layer
             hidden, angles, *rest = prepared
+            if self.compiled:
+                packed.angles = self._turns(angles, kwargs["position_ids"].view(-1))
+                return (hidden, None, *rest)
             return (hidden, angles.index_select(0, kwargs["position_ids"].view(-1)), *rest)
         return prepared
+
+    def _turns(self, angles: Tensor, positions: Tensor) -> Angles:
+        """Cosine and sine of each row's angles, of which Megatron has the first half twice."""
+        halves = angles.view(angles.size(0), -1)[:, : angles.size(-1) // 2]
+        dtype = self.config.params_dtype
+        return halves.cos().to(dtype).index_select(0, positions), halves.sin().to(dtype).index_select(0, positions)
 
     def _postprocess(self, hidden_states: Tensor, *, labels: Targets | None = None, **kwargs: Any) -> Any:
         if labels is None or not self.post_process:
@@ -217,6 +230,7 @@ def build_chunks(
     balance: LoadBalance | None = None,
     megatron: MegatronConfig | None = None,
     exact_positions: int = 0,
+    device: torch.device | None = None,
 ) -> list[ScoringModel]:
     """Collective over the job: this rank's chunks of the model, one for each virtual stage, parameters NaN.
 
@@ -230,6 +244,7 @@ def build_chunks(
         megatron: What is passed on to Megatron.
         exact_positions: Compute by the functions of the native engine (`exact.py`), in sequences of so many tokens at
             most; 0: by PyTorch's.
+        device: Of the chunks: on a CPU local layers are compiled where they can be; None: they are not.
 
     Raises:
         UserError: Megatron refuses what is passed on, or nothing can be compiled here.
@@ -244,10 +259,13 @@ def build_chunks(
     if exact_positions:
         check_alike(dtype)
         tables = angles_of(arch, exact_positions, dtype)
+    compiled = False
+    if not (te or exact_positions) and device is not None and device.type == "cpu":
+        compiled = compiles(dtype)
+    made: dict[str, Any] = {"balance": balance, "tables": tables, "compiled": compiled}
     with given_to("transformer", given):
         return [
-            ScoringModel(config, arch, te=te, vp_stage=stage if virtual else None, balance=balance, tables=tables)
-            for stage in range(stages)
+            ScoringModel(config, arch, te=te, vp_stage=stage if virtual else None, **made) for stage in range(stages)
         ]
 
 
@@ -367,10 +385,11 @@ def _block_spec(
     vp_stage: int | None,
     balance: LoadBalance | None,
     tables: Tables | None,
+    compiled: bool,
 ) -> Any:
     """Layers of one chunk: TransformerEngine's, whose attention also takes shared tokens, or Megatron's local ones.
 
-    The local spec gets our attention, and our norm everywhere, the final one included.
+    The local spec gets our attention, and our norm everywhere, the final one included; on a CPU compiled ones.
     """
     experts = {"num_experts": config.num_moe_experts, "moe_grouped_gemm": config.moe_grouped_gemm}
     layer: ModuleSpec
@@ -385,6 +404,9 @@ def _block_spec(
     if tables is not None:
         layer = exact_layer(layer, tables, qk_norm=config.qk_layernorm)
         return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=Norm)
+    if compiled:
+        layer = compiled_layer(layer, qk_norm=config.qk_layernorm, moe=moe is not None)
+        return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=CompiledNorm)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules

@@ -27,7 +27,7 @@ from mrl.data.packing import pack_microbatches
 from mrl.data.prefixes import Prefixes, each_token, shared_prefixes
 from mrl.distributed.groups import ProcessGroups
 from mrl.functional.logprobs import Distribution
-from mrl.megatron.attention import PackedSequences, pack
+from mrl.megatron.attention import PackedSequences, pack, pack_compiled
 from mrl.megatron.choices import Choices
 from mrl.megatron.comparison import Compared, Comparison
 from mrl.megatron.context import context_targets, own_rows, own_rows_by_sequence
@@ -107,6 +107,7 @@ class Schedule:
         layers: Sequence[int] = (),
         even: bool = False,
         replay: bool = False,
+        compiled: bool = False,
     ) -> None:
         """Holds the chunks, wrapped for data parallelism or not.
 
@@ -121,11 +122,12 @@ class Schedule:
             layers: Of this rank's pipeline stage; those that `routed_experts_P` is of.
             even: Fill microbatches until all data-parallel ranks' are of the same length.
             replay: Route the tokens of batches that have `routed_experts_P` as it says; may be changed between batches.
+            compiled: Whether attention is compiled.
         """
         self._chunks, self._groups, self._device = list(chunks), groups, device
         self._max_tokens, self._te, self.shares = max_tokens, te, shares
         self._num_experts, self._layers = num_experts, layers
-        self._even, self.replay = even, replay
+        self._even, self.replay, self._compiled = even, replay, compiled
         self.comparison: Comparison | None = None
 
     def microbatches(
@@ -316,6 +318,8 @@ class Schedule:
             return pack_for_te(laid.lens, self._device)
         if self._te:
             return pack_shared_for_te(laid.lens, laid.prefixes, self._device, group)
+        if self._compiled:
+            return pack_compiled(laid.lens, laid.prefixes, group)
         config: Any = self._chunks[0].config
         return pack(laid.lens, laid.prefixes, self._device, group, dtype=config.params_dtype)
 

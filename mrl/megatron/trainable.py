@@ -88,6 +88,7 @@ class Trainable:
             balance=self._balance,
             megatron=config.megatron,
             exact_positions=config.rollout.longest if self._exact else 0,
+            device=device,
         )
         for chunk in self.chunks:
             chunk.to(device)
@@ -105,6 +106,7 @@ class Trainable:
             layers=stage_layers(arch, groups.grid)[groups.coords.pp],
             even=groups.grid.ep > 1 and config.actor.moe_token_dispatcher_type == "allgather",
             replay=config.actor.router_replay != "none",
+            compiled=self.chunks[0].compiled,
         )
         actor = config.actor
         offloaded = zip(PARTS, (actor.param_offload, actor.grad_offload, actor.optimizer_offload), strict=True)

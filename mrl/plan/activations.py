@@ -2,9 +2,10 @@
 
 Owns the sizes of the largest microbatch, of what the layers and the output layer save for the backward, and of the
 buffers that live inside one of their steps. Weights, optimizer and engine are in `memory.py`. It follows the code:
-`megatron/attention.py`, `megatron/norm.py`, `functional/logprobs.py`, and Megatron's layers (0.16.1:
-`transformer/mlp.py`, `transformer/attention.py`, `transformer/moe`, `models/common/embeddings/rope_utils.py`). Experts
-are taken to be equally loaded. With context parallelism on a CPU, attention needs more than is told here.
+`megatron/compiled.py`, `megatron/attention.py`, `megatron/norm.py`, `functional/logprobs.py`, and Megatron's layers
+(0.16.1: `transformer/mlp.py`, `transformer/attention.py`, `transformer/moe`,
+`models/common/embeddings/rope_utils.py`). Experts are taken to be equally loaded. With context parallelism on a CPU,
+attention needs more than is told here.
 
 P stands for packed tokens of a rank, S for slots of its attention.
 """
@@ -103,13 +104,22 @@ class ActorShape:
         arch: The model.
         grid: Its layout.
         te: Layers are TransformerEngine's.
+        compiled: If not, what stands between the products is compiled (`megatron/compiled.py`), as on a CPU.
         learns_from: What the algorithm learns from.
     """
 
     def __init__(
-        self, config: Config, arch: ArchSpec, grid: Grid, *, te: bool, learns_from: LearnsFrom = "samples"
+        self,
+        config: Config,
+        arch: ArchSpec,
+        grid: Grid,
+        *,
+        te: bool,
+        compiled: bool = False,
+        learns_from: LearnsFrom = "samples",
     ) -> None:
         self._config, self._arch, self._grid, self._te = config, arch, grid, te
+        self._compiled = compiled and not te
         self._recompute = recompute_of(config)
         self._itemsize = 2 if config.model.dtype == "bfloat16" else FP32
         self.microbatch = largest_microbatch(config, grid, learns_from=learns_from)
@@ -147,7 +157,10 @@ class ActorShape:
         whole = self._tokens * arch.hidden_size * self._itemsize
         # ids, positions, where queries, outputs and keys lie, and the order in which gradients of keys are added
         saved = kept + INT64 * (self._queries + 2 * self._keys + 4 * self._tokens) + self._masks
-        if self._recompute.method is not None:
+        if self._compiled:  # ids, positions, where each token of each sequence lies; cosine and sine
+            saved = kept + INT64 * (2 * self._tokens + self.microbatch.slots)
+            saved += self._tokens * arch.head_dim * self._itemsize
+        elif self._recompute.method is not None:
             saved += self._tokens * arch.head_dim * FP32  # rotary angles; else each layer's cosine and sine
         weight = self._vocab * arch.hidden_size * self._itemsize
         tied = weight if arch.tie_word_embeddings and last else 0  # its gradient waits for the embedding's
@@ -179,6 +192,9 @@ class ActorShape:
         modules = self._recompute.modules
         both = 2 if "layernorm" in modules else 4  # two norms: what goes in and what comes out
         norms = own * (both * arch.hidden_size * size + 2 * FP32)
+        if self._compiled:
+            mlp = 0 if self._recomputes_mlp() else self._mlp_or_experts()
+            return norms - own * 2 * FP32 + self._compiled_attention() + mlp
         heads, kv_heads = self._heads()
         queries = heads * arch.head_dim
         fused = tokens * (queries + 2 * kv_heads * arch.head_dim) * size
@@ -193,6 +209,28 @@ class ActorShape:
         if not self._te:
             attention += tokens * queries * size  # what attention returns, out of its slots
         return norms + attention + (0 if self._recomputes_mlp() else self._mlp_or_experts())
+
+    def _compiled_attention(self) -> int:
+        """What the product before it gives, queries and keys where they are normed, and what attention keeps."""
+        arch, size, tokens = self._arch, self._itemsize, self._tokens
+        heads, kv_heads = self._heads()
+        queries, keys = heads * arch.head_dim, kv_heads * arch.head_dim
+        recomputed = "core_attn" in self._recompute.modules
+        kept = tokens * queries * size  # what attention returns
+        if arch.qk_norm:
+            kept += tokens * (queries + keys) * size
+        if recomputed:  # its inputs: of one group the queries lie in a row already
+            copied = queries + keys if arch.qk_norm else queries if kv_heads > 1 else 0
+            return kept + tokens * (queries + 2 * keys + copied) * size
+        return kept + self._attended(values=tokens * (queries + 2 * keys) * size)
+
+    def _attended(self, values: int) -> int:
+        """Turned queries and keys, the logarithm of each row's sum, and `values`; keys and values of all ranks."""
+        heads, kv_heads = self._heads()
+        dim, size = self._arch.head_dim, self._itemsize
+        keys = self._tokens * kv_heads * dim * size
+        both = 2 * keys * self._grid.cp if self._grid.cp > 1 else keys + values
+        return self._tokens * heads * (dim * size + FP32) + both
 
     def _recomputes_mlp(self) -> bool:
         return ("mlp" if self._arch.moe is None else "moe") in self._recompute.modules
@@ -213,8 +251,8 @@ class ActorShape:
         return self._keys * 2 * self._heads()[1] * self._arch.head_dim * self._itemsize
 
     def _mlp(self, width: int) -> int:
-        """Gate and up, the activated gate, up once more, their product."""
-        return 5 * self._tokens * width // self._grid.tp * self._itemsize
+        """Gate and up and their product; if that is not compiled the activated gate, and up once more."""
+        return (3 if self._compiled else 5) * self._tokens * width // self._grid.tp * self._itemsize
 
     def _experts(self) -> int:
         moe, grid, size = self._arch.moe, self._grid, self._itemsize
@@ -224,8 +262,9 @@ class ActorShape:
         assigned = self._own_tokens * moe.top_k * grid.expert_tp  # as many as go out come in
         experts = assigned * (self._arch.hidden_size * size + FP32 + 6 * moe.intermediate_size // grid.expert_tp * size)
         shared = 0
-        if moe.shared_intermediate_size:
-            shared = self._mlp(moe.shared_intermediate_size) + self._own_tokens * self._arch.hidden_size * size
+        if moe.shared_intermediate_size:  # Megatron's own, on a CPU too
+            shared = 5 * self._tokens * moe.shared_intermediate_size // grid.tp * size
+            shared += self._own_tokens * self._arch.hidden_size * size
         return router + experts + shared
 
     def _layer_backward(self) -> int:
@@ -237,10 +276,14 @@ class ActorShape:
         else:
             width = arch.moe.intermediate_size // self._grid.expert_tp
             rows, weight = self._own_tokens * arch.moe.top_k * self._grid.expert_tp, width * arch.hidden_size * 2
-        step = max((rows * (2 * width + arch.hidden_size) + weight) * size, self._copied_keys())
+        keys = self._copied_keys()
+        if self._compiled:  # gradients of keys and values
+            keys = self._tokens * self._grid.cp * 2 * self._heads()[1] * arch.head_dim * FP32
+        step = max((rows * (2 * width + arch.hidden_size) + weight) * size, keys)
         if self._recompute.method is not None:
             return step + self._recompute.layers_at_a_time * self._saved_by_layer()
-        again = self._core_attention() if "core_attn" in self._recompute.modules else 0
+        attention = self._attended(values=0) if self._compiled else self._core_attention()
+        again = attention if "core_attn" in self._recompute.modules else 0
         return step + max(again, self._mlp_or_experts() if self._recomputes_mlp() else 0)
 
     def _rows(self) -> int:

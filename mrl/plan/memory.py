@@ -142,7 +142,7 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
             to several engines so many times that.
     """
     config, arch, grid, algorithm = found.config, found.arch, found.grid, found.algorithm
-    shape = ActorShape(config, arch, grid, te=device.te and asked_for(config), learns_from=algorithm.learns_from)
+    shape = _actor(found, device)
     held = stage_memory(config, arch, grid)
     scored = any((algorithm.needs_reference, found.scores_proximal, algorithm.needs_current, found.teachers))
     arriving = arriving_bytes(config, arch, grid) if moved_bytes is None else moved_bytes
@@ -226,13 +226,21 @@ def _some(phases: dict[str, dict[str, int]], without: Sequence[str] = ()) -> dic
     }
 
 
+def _actor(found: Resolved, device: Device) -> ActorShape:
+    config = found.config
+    te, compiled = device.te and asked_for(config), device.is_host and not config.rollout.true_on_policy
+    learns_from = found.algorithm.learns_from
+    return ActorShape(config, found.arch, found.grid, te=te, compiled=compiled, learns_from=learns_from)
+
+
 def _critics(found: Resolved, device: Device) -> list[CriticMemory]:
     """Of a rank of each pipeline stage."""
     grid = found.grid
     if found.critic is None:
         return [CriticMemory()] * grid.pp
     config = critic_config(found.config)
-    shape = ActorShape(config, found.critic, grid, te=device.te and asked_for(config))
+    te = device.te and asked_for(config)
+    shape = ActorShape(config, found.critic, grid, te=te, compiled=device.is_host)
     stages = []
     for stage, own in enumerate(stage_memory(config, found.critic, grid)):
         away, parts = offloaded(config, own), own.parts

@@ -21,7 +21,7 @@ class RolloutCorrectionConfig:
     of the section is set."""
     bypass_mode: Optional[bool] = None
     """Denominator of the clipped ratio: true: the log-probabilities captured while sampling; false ("decoupled"): the
-    actor's own at the rollout weights, from a pass before the update. null: true, or the preset's."""
+    actor's own at the rollout weights, from the update or a pass before it. null: true, or the preset's."""
     loss_type: Optional[Literal["ppo_clip", "reinforce"]] = None
     """With `bypass_mode`: ppo_clip: the algorithm's loss, whose ratio is the weight; reinforce: -w A log pi with the
     weight w of `rollout_is`. null: ppo_clip, or the preset's."""

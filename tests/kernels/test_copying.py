@@ -39,6 +39,7 @@ def with_torch(monkeypatch):
 
 
 def whole_with_sums_of_both_sides(shapes, dtype, threads):
+    """With three threads parts of a row or rows are shared where THREAD_BYTES is small."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -61,7 +62,8 @@ def whole_with_sums_of_both_sides(shapes, dtype, threads):
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_copy_is_whole_and_its_sums_are_those_of_both_sides(dtype, threads):
+def test_a_copy_is_whole_and_its_sums_are_those_of_both_sides(dtype, threads, monkeypatch):
+    monkeypatch.setattr(copying, "THREAD_BYTES", 3_000)
     if copying.compiled()[0] is None:
         pytest.skip(f"nothing can be compiled here: {copying.compiled()[1]}")
     whole_with_sums_of_both_sides([*SHAPES, *LARGE], dtype, threads)

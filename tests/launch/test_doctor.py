@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests import warm
 from tests.doctor.test_doctor import QUICK
 from tests.doctor.test_versions import distribution
 from tests.e2e import runs
@@ -75,7 +76,8 @@ def test_two_hosts_that_do_not_fit_each_other(hosts, tmp_path):
     distribution(other, "numpy", "1.99.0")
     _, config, _ = runs.arguments(tmp_path)
     words = [str(ROOT / "launch" / "torchrun.sh"), "doctor", config, f"run.output_dir={shared}", "--json"]
-    environment = ENVIRONMENT | {"NNODES": "2", "MASTER_ADDR": hosts.address(0)}
+    environment = ENVIRONMENT | {"NNODES": "2", "MASTER_ADDR": hosts.address(0), "PYTHON": warm.python()}
+    environment["PYTHON_EXEC"] = environment["PYTHON"]  # the second host's path begins otherwise: that is the real one
     statuses, told = hosts.run(
         ["sh", "-c", APART, "sh", str(other), str(shared), *words], environment, tmp_path, TIMEOUT_S
     )

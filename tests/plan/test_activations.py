@@ -9,6 +9,7 @@ import torch
 from mrl.algorithms.base import build
 from mrl.config import ActorConfig, AlgorithmConfig, RolloutConfig, TrainConfig
 from mrl.grid import Grid
+from mrl.megatron import model
 from mrl.plan.activations import ActorShape
 from mrl.types import RolloutBatch
 from tests.megatron.actors import ARCHS, CONSTANT, MIXTURES, config_for, make_policy
@@ -43,8 +44,15 @@ def batch() -> RolloutBatch:
     )
 
 
-def saved_bytes(arch, grid, options) -> int:
+def saved_bytes(arch, grid, options, compiled) -> int:
     """Storages, parameters aside, that autograd keeps of one forward pass of the whole batch."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not compiled:
+            patch.setattr(model, "compiles", lambda dtype: False)
+        return saved_of_a_pass(arch, grid, options, patch)
+
+
+def saved_of_a_pass(arch, grid, options, patch) -> int:
     policy = make_policy(arch, grid, **options)
     policy.start_optimizer(CONSTANT)
     parameters = {tensor.untyped_storage().data_ptr() for chunk in policy.chunks for tensor in chunk.parameters()}
@@ -52,24 +60,33 @@ def saved_bytes(arch, grid, options) -> int:
     counted = [0]
     algorithm = build(AlgorithmConfig(name="grpo"), RolloutConfig(n=SAMPLES))
 
+    microbatches = policy._schedule.microbatches(batch(), policy._sampled)
+
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
             kept[storage.data_ptr()] = storage  # held, so that no address comes twice
         return tensor
 
+    def kept_turns(chunk, angles, positions, turns=model.ScoringModel._turns):
+        return tuple(keep(tensor) for tensor in turns(chunk, angles, positions))
+
     def loss(logprobs_R, entropy_R, micro):
         value = algorithm.loss(logprobs_R, entropy_R, micro)
         counted[0] = sum(storage.nbytes() for storage in kept.values())  # the backward recomputes behind this
         return value
 
-    microbatches = policy._schedule.microbatches(batch(), policy._sampled)
     for micro in microbatches:
         packed = micro.packed
-        own = (packed.query_slots, packed.row_to_slot, packed.keys.order_S, packed.keys.starts_D, packed.keys.row_S)
-        masks = [group.unseen for group in packed.groups if group.unseen is not None]
-        for tensor in (micro.tokens, micro.positions, *own, *masks):
+        if packed.families is not None:
+            own = [packed.families.row_P]
+        else:
+            of_keys = (packed.keys.order_S, packed.keys.starts_D, packed.keys.row_S)
+            masks = [group.unseen for group in packed.groups if group.unseen is not None]
+            own = [packed.query_slots, packed.row_to_slot, *of_keys, *masks]
+        for tensor in (micro.tokens, micro.positions, *own):
             keep(tensor)
+    patch.setattr(model.ScoringModel, "_turns", kept_turns)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         policy._schedule.run(microbatches, loss, backward=True)
     return counted[0]
@@ -109,7 +126,13 @@ def test_what_megatrons_own_recompute_leaves_is_counted(name, fields):
     check({**ARCHS, **MIXTURES}[name], Grid(1), "none", "float32", megatron={"transformer": fields})
 
 
-def check(arch, grid, recompute, dtype, megatron=None):
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_moe"])
+def test_saved_tensors_are_counted_where_nothing_is_compiled(name, recompute):
+    check({**ARCHS, **MIXTURES}[name], Grid(1), recompute, "float32", compiled=False)
+
+
+def check(arch, grid, recompute, dtype, megatron=None, *, compiled=True):
     arch = replace(arch, num_layers=2)
     actor = {"recompute": recompute, "max_tokens_per_microbatch": 1 << 16}
     options = {"actor": actor, "dtype": dtype, "megatron": megatron}
@@ -119,7 +142,7 @@ def check(arch, grid, recompute, dtype, megatron=None):
         rollout=RolloutConfig(n=SAMPLES, prompt_length=PROMPT, response_length=RESPONSE),
         actor=ActorConfig(recompute=recompute, max_tokens_per_microbatch=1 << 16),
     )
-    shape = ActorShape(config, arch, grid, te=False)
+    shape = ActorShape(config, arch, grid, te=False, compiled=compiled)
     expected = shape.activations(0).saved
-    for found in run_ranks(grid.world_size, saved_bytes, arch, grid, options):
+    for found in run_ranks(grid.world_size, saved_bytes, arch, grid, options, compiled):
         assert math.isclose(expected, found, rel_tol=RELATIVE), (expected, found, expected / found)

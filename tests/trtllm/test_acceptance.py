@@ -24,6 +24,7 @@ from mrl.models.hf_config import arch_from_folder
 from mrl.run.opening import open_job
 from mrl.run.prepare import prepare
 from mrl.weights.trtllm import TrtllmMapping
+from tests import warm
 from tests.ranks import run_ranks
 from tests.run.test_canary import Claims
 from tests.source import ROOT
@@ -56,8 +57,9 @@ def read(folder):
 
 @pytest.fixture
 def on_path(standin):
-    """The stand-in for the processes that are started, too."""
+    """The stand-in for the processes that are started, too; they are forked."""
     standin.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(STANDIN))))
+    standin.setattr(sys, "executable", warm.python())
 
 
 def test_a_whole_run_on_the_stand_in(on_path, tmp_path, capsys):

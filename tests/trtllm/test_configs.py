@@ -21,13 +21,6 @@ APART = 0.05
 OVER_MPI = [file for file in FILES if needs_mpi(load(file).rollout)]
 ALONE = [file for file in FILES if file not in OVER_MPI]
 
-ONE_JOB = """
-import sys
-from mpi4py import MPI  # it is this program's, and so outlives the first run
-from mrl.cli import main
-sys.exit(max(main(["train", file]) for file in sys.argv[1:]))
-"""
-
 
 def shrunk(file, folder):
     """The config that a rehearsal would start, with the engine that it has, and its ranks."""
@@ -66,7 +59,7 @@ def test_the_configs_of_larger_replicas_train_over_mpi(tmp_path):
     for size in (RANKS, RANKS + 1):
         of_size = [small for small, ranks in found.values() if ranks == size]
         assert of_size
-        done = mpi_ranks.mpirun(size, "-c", ONE_JOB, *of_size)
+        done = mpi_ranks.mpirun(size, "-m", "tests.trtllm.one_job", *of_size)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-4000:]
     for name in found:
         assert_trained(tmp_path / name)

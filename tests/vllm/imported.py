@@ -20,11 +20,13 @@ MODULES = (
     "vllm.model_executor.models.mixtral", "vllm.model_executor.models.phi3",
 )  # fmt: skip
 
+gc.disable()  # what is imported is no garbage, and much to look through
 with kept(torch.device("cpu")):
     for module in MODULES:
         importlib.import_module(module)
 
 torch._dynamo.config.disable = True
+gc.enable()
 FREEZES = {name: getattr(gc, name) for name in ("freeze", "unfreeze", "get_freeze_count")}
 gc.freeze()
 gc.freeze = gc.unfreeze = lambda: None

@@ -2,12 +2,14 @@
 
 import json
 import runpy
+import sys
 
 import pytest
 
 from mrl.acceptance import vllm
 from mrl.acceptance.vllm import VllmAcceptance
 from mrl.acceptance.vllm_table import CHECKS
+from tests import warm
 from tests.source import ROOT
 
 TINY = [
@@ -30,6 +32,7 @@ def read(folder):
 @pytest.mark.vllm
 def test_all_that_a_cpu_has_works_and_the_rest_is_skipped_with_its_reason(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(sys, "executable", warm.python("tests.vllm.imported"))
     asked = [name for name in CHECKS if name not in ("contract", "seeds")]
     assert accept("--output_dir", tmp_path / "out", "--engines", "vllm", "--checks", *asked, *TINY) == 0
     found = {each["check"]: each for each in read(tmp_path / "out")["results"]}

@@ -10,7 +10,7 @@ import sys
 
 MODULES = (
     "mrl", "mrl.survival.torchrun", "mrl.acceptance.session", "tests.trtllm.mpi_ranks", "tests.episodes.scripted",
-    "tests.warm.shown",
+    "tests.trtllm.one_job", "tests.warm.shown",
 )  # fmt: skip
 READ_BY_IMPORTS = ("OMP_", "MKL_", "OPENBLAS_", "LD_", "HF_", "TORCH_LOGS", "LANG", "LC_", "CUDA_", "PYTHON")
 """With which the names of variables begin."""
@@ -44,7 +44,7 @@ def main(words: list[str]) -> None:
     server.sendall(text)
     for file in files:
         os.close(file)  # whoever reads of a pipe waits for the process alone
-    for number in set(HANDED_ON) - set(ignored):
+    for number in HANDED_ON:  # the process may hear by now what it ignored when it began
         signal.signal(number, lambda number, frame: server.send(bytes([number])))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDED_ON)
     end(server.recv(4))

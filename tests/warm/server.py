@@ -25,7 +25,7 @@ from pathlib import Path
 from mrl.distributed.local_ranks import TOKENIZERS, TRAINING
 from tests.warm.client import read_by_imports
 
-PRELOAD = (*TRAINING, TOKENIZERS, "mrl.cli", "mrl.survival.agent", "mrl.doctor.doctor", "mrl.acceptance.bench")
+PRELOAD = (*TRAINING, TOKENIZERS, "mrl.cli", "mrl.survival.agent", "mrl.doctor.doctor", "mrl.acceptance.checks")
 MOST_FILES = 250
 HIGH = 500
 """No process here has a file of this number."""

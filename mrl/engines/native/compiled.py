@@ -68,7 +68,7 @@ class Compiled(Operations):
 
         def attend(layer: int, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor) -> Tensor:
             keys, values = cache.keys[layer], cache.values[layer]
-            return self._library.attend(q_PND, k_PKD, v_PKD, positions_P, keys, values, firsts_B)
+            return self._library.attend(q_PND, k_PKD, v_PKD, positions_P, keys, values, firsts_B, cache.alike)
 
         return attend
 

@@ -175,6 +175,8 @@ class Generation:
     def _decode(self) -> list[int]:
         """One token for every running row, or more where they were drafted; returns the rows that ended with it."""
         batch = len(self._scheduler.running)
+        if self._model.operations.are_compiled:  # their attention reads what is alike once
+            self._cache.tell_alike(self._scheduler.alike())
         if self._speculation is not None:
             drafted = self._speculation.draft(self._rows, batch)
             if drafted is not None:

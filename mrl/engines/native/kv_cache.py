@@ -55,6 +55,8 @@ class KVCache:
         self._rows = torch.empty(0)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.alike: tuple[Tensor, Tensor] | None = None
+        self._told: tuple[list[int], list[int]] | None = None
 
     @property
     def token_bytes(self) -> int:
@@ -123,6 +125,11 @@ class KVCache:
     def allocated_bytes(self) -> int:
         """Bytes of the pool now."""
         return 0 if self._pool is None else self._pool.numel() * self._pool.element_size()
+
+    def tell_alike(self, told: tuple[list[int], list[int]]) -> None:
+        """For each row another one, and how many first slots of both hold the same, until this is told again."""
+        if told is not self._told:
+            self._told, self.alike = told, (torch.tensor(told[0]), torch.tensor(told[1]))
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copies the first `length` slots of a row to another row, in all layers."""

@@ -20,6 +20,9 @@ from mrl.engines.native.attention import Chunk
 from mrl.engines.native.parking import Move, Parking
 from mrl.types import Begun, Prompt
 
+Alike = tuple[list[int], list[int]]
+"""For each row another one, and how many first slots of both hold the same."""
+
 
 @dataclass
 class Group:
@@ -116,6 +119,7 @@ class Scheduler:
         self._started: list[Group] = []
         self._room, self._share_prefill = room, share_prefill
         self._num_prompts = 0
+        self._alike: Alike | None = None
         for prompt in prompts:
             self.wait(prompt, range(num_samples))
 
@@ -187,6 +191,7 @@ class Scheduler:
         Returns:
             Rows in which a sample begins, and copies to make before, in order.
         """
+        self._alike = None
         rows, moves = [], []
         home = {id(sample.group): row for row, sample in enumerate(self.running)}
         for group in groups:
@@ -214,6 +219,7 @@ class Scheduler:
             Rows in which a sample begins (valid after the moves), and the moves, to be made in order. Only the row's
             state beyond the prompt is new in a row that begins.
         """
+        self._alike = None
         begun: set[int] = set()
         moves: list[Move] = []
         for row in sorted(rows, reverse=True):
@@ -238,6 +244,17 @@ class Scheduler:
     def longest(self, step: int) -> int:
         """Slots in use by the longest running sequence, once it has taken in its newest token."""
         return max(sample.num_cached(step) for sample in self.running) + 1
+
+    def alike(self) -> Alike:
+        """For each running row one with the same prompt, and how many slots both have of it.
+
+        The same object until other samples run.
+        """
+        if self._alike is None:
+            homes: dict[int, int] = {}
+            rows = [homes.setdefault(id(sample.group), row) for row, sample in enumerate(self.running)]
+            self._alike = (rows, [sample.group.prompt_len for sample in self.running])
+        return self._alike
 
 
 def prefill_chunks(

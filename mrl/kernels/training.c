@@ -1,0 +1,335 @@
+/* What stands between the products of a decoder while it is trained, forward and backward, in one pass over memory each,
+ * for one dtype: float32, or bfloat16 with -DBF16. `training.py` calls it.
+ *
+ * Sums are fp32 and are taken in an order that follows from the sizes alone: any number of threads gives the same bits.
+ *
+ * Shapes: P packed tokens, H columns, N heads and K KV heads, D head dim, I inner columns, R runs of queries, F families.
+ */
+
+#include <omp.h>
+#include "vectors.h"
+
+#define ROWS 32 /* whose part of the gradient of a norm's weight is summed by itself; queries that attention takes at a time */
+#ifdef __AVX512F__
+#define TALL 8
+#else
+#define TALL 4
+#endif
+
+static inline int64_t vectors(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
+
+/* ---- norm */
+
+/* For a buffer: fp32 numbers that `norm_backward` needs. */
+int64_t norm_room(int64_t rows, int64_t cols) { return (rows + ROWS - 1) / ROWS * vectors(cols); }
+
+/* Gradients of x / rms(x) * weight: of x[P, H], and of the weight, fp32. With r = 1 / rms(x) and u = x r they are
+ * r (w g - u mean(w g u)), and the sum of g u over the rows. */
+void norm_backward(const T *x, const T *weight, const T *grad, T *grad_x, float *grad_weight, float *room, int64_t rows,
+                   int64_t cols, float eps) {
+    int64_t blocks = (rows + ROWS - 1) / ROWS, wide = vectors(cols);
+#pragma omp parallel for schedule(static) if (blocks > 1 && rows * cols > SMALL)
+    for (int64_t block = 0; block < blocks; block++) {
+        float *sums = room + block * wide;
+        memset(sums, 0, wide * sizeof(float));
+        int64_t last = block * ROWS + ROWS < rows ? block * ROWS + ROWS : rows;
+        for (int64_t row = block * ROWS; row < last; row++) {
+            const T *from = x + row * cols, *g = grad + row * cols;
+            vec squares = {0}, products = {0};
+            for (int64_t i = 0; i < cols; i += LANES) {
+                vec value = take(from + i, cols - i);
+                squares += value * value;
+                products += value * take(weight + i, cols - i) * take(g + i, cols - i);
+            }
+            float scale = 1.0f / sqrtf(total(squares) / (float)cols + eps);
+            float along = total(products) * scale * scale / (float)cols;
+            for (int64_t i = 0; i < cols; i += LANES) {
+                vec value = take(from + i, cols - i), of_out = take(g + i, cols - i);
+                *(vec *)(sums + i) += of_out * value * scale;
+                put(grad_x + row * cols + i, (of_out * take(weight + i, cols - i) - value * along) * scale, cols - i);
+            }
+        }
+    }
+    for (int64_t i = 0; i < cols; i += LANES) {
+        vec sum = {0};
+        for (int64_t block = 0; block < blocks; block++) sum += *(const vec *)(room + block * wide + i);
+        for (int64_t n = 0; n < LANES && i + n < cols; n++) grad_weight[i + n] = sum[n];
+    }
+}
+
+/* ---- gated activation */
+
+/* Gradient of silu(gate) x up by gate_up[P, 2I]. */
+void gate_backward(const T *gate_up, const T *grad, T *out, int64_t rows, int64_t inner) {
+#pragma omp parallel for schedule(static) if (rows > 1 && rows * inner > SMALL)
+    for (int64_t row = 0; row < rows; row++) {
+        const T *g = gate_up + row * 2 * inner, *u = g + inner, *of_out = grad + row * inner;
+        T *to = out + row * 2 * inner;
+        for (int64_t i = 0; i < inner; i += LANES) {
+            vec x = take(g + i, inner - i), up = take(u + i, inner - i), d = take(of_out + i, inner - i);
+            vec share = 1.0f / (1.0f + exponential(-x));
+            put(to + i, d * up * share * (1.0f + x * (1.0f - share)), inner - i);
+            put(to + inner + i, d * x * share, inner - i);
+        }
+    }
+}
+
+/* ---- rotation */
+
+/* out[P, N, D]: x's heads, turned by the angles of their row, or back with sign -1. Rows of x are `stride` apart, its heads
+ * `head_stride`. cos, sin: [P, D / 2]. */
+void turn_rows(const T *x, int64_t stride, int64_t head_stride, const T *cos, const T *sin, T *out, int64_t rows,
+               int64_t heads, int64_t dim, float sign) {
+    int64_t half = dim / 2;
+#pragma omp parallel for schedule(static) if (rows > 1 && rows * heads * dim > SMALL)
+    for (int64_t row = 0; row < rows; row++) {
+        const T *c = cos + row * half, *s = sin + row * half;
+        for (int64_t h = 0; h < heads; h++) {
+            const T *low = x + row * stride + h * head_stride, *high = low + half;
+            T *to = out + (row * heads + h) * dim;
+            for (int64_t i = 0; i < half; i += LANES) {
+                vec a = take(low + i, half - i), b = take(high + i, half - i);
+                vec vc = take(c + i, half - i), vs = take(s + i, half - i) * sign;
+                put(to + i, a * vc - b * vs, half - i);
+                put(to + half + i, b * vc + a * vs, half - i);
+            }
+        }
+    }
+}
+
+/* ---- attention */
+
+/* c = a b, or c + a b, of `tall` rows and one or two vectors: a[m][k] is at a[m * a_row + k * a_step]. */
+static inline __attribute__((always_inline)) void tile(const float *a, int64_t a_row, int64_t a_step, const float *b,
+                                                       int64_t b_row, float *c, int64_t c_row, int64_t depth, int adds,
+                                                       const int tall, const int both) {
+    vec low[tall], high[tall];
+#pragma GCC unroll 16
+    for (int m = 0; m < tall; m++) {
+        low[m] = adds ? *(const vec *)(c + m * c_row) : (vec){0};
+        high[m] = adds && both ? *(const vec *)(c + m * c_row + LANES) : (vec){0};
+    }
+    for (int64_t k = 0; k < depth; k++) {
+        vec left = *(const vec *)b, right = both ? *(const vec *)(b + LANES) : (vec){0};
+#pragma GCC unroll 16
+        for (int m = 0; m < tall; m++) {
+            low[m] += left * a[m * a_row];
+            if (both) high[m] += right * a[m * a_row];
+        }
+        a += a_step;
+        b += b_row;
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < tall; m++) {
+        *(vec *)(c + m * c_row) = low[m];
+        if (both) *(vec *)(c + m * c_row + LANES) = high[m];
+    }
+}
+
+/* The same of `rows` rows and `cols` columns, rounded up to whole vectors. */
+static void multiply(const float *a, int64_t a_row, int64_t a_step, const float *b, int64_t b_row, float *c, int64_t c_row,
+                     int64_t rows, int64_t cols, int64_t depth, int adds) {
+    for (int64_t n = 0; n < cols; n += 2 * LANES) {
+        int both = cols - n > LANES;
+        for (int64_t m = 0; m < rows;) {
+            const float *left = a + m * a_row;
+            float *to = c + m * c_row + n;
+#define TILE(tall)                                                                                                     \
+    if (rows - m >= tall) {                                                                                            \
+        if (both) tile(left, a_row, a_step, b + n, b_row, to, c_row, depth, adds, tall, 1);                            \
+        else tile(left, a_row, a_step, b + n, b_row, to, c_row, depth, adds, tall, 0);                                 \
+        m += tall;                                                                                                     \
+        continue;                                                                                                      \
+    }
+#if TALL > 4
+            TILE(8)
+#endif
+            TILE(4)
+            TILE(2)
+            TILE(1)
+        }
+    }
+}
+
+/* Queries of run r are the tokens begins[r] to ends[r] - 1, its keys those from firsts[r] on; a query sees its own key and
+ * all before it. Token t is row rows[t] of keys and values, and row rows[t] - offset of queries. Families have no key in
+ * common: family f has the runs bounds[f] to bounds[f + 1] - 1, of which those that follow one another share most. */
+typedef struct {
+    const int64_t *rows, *firsts, *begins, *ends, *bounds;
+    int64_t families, offset, longest, heads, kv_heads, dim;
+    float scale;
+} Plan;
+
+static inline int64_t step_of(int64_t longest) { return vectors(longest) | LANES; } /* odd: cache lines differ */
+
+static inline int64_t taken(const Plan *p) { /* queries at a time */
+    int64_t group = p->heads / p->kv_heads;
+    return group < ROWS ? ROWS / group : 1;
+}
+
+/* For a buffer: fp32 numbers that a thread of `attention` or of `attention_backward` needs. */
+int64_t attention_room(int64_t longest, int64_t heads, int64_t kv_heads, int64_t dim, int64_t backward) {
+    Plan p = {.heads = heads, .kv_heads = kv_heads};
+    int64_t wide = vectors(dim), step = step_of(longest), tall = taken(&p) * (heads / kv_heads);
+    return backward ? 2 * dim * step + 4 * longest * wide + tall * (3 * wide + 2 * step + LANES)
+                    : dim * step + longest * wide + tall * (2 * wide + step);
+}
+
+static inline void widened(const T *from, float *to, int64_t dim) {
+    for (int64_t i = 0; i < dim; i += LANES) *(vec *)(to + i) = take(from + i, dim - i);
+}
+
+static inline void transposed(const T *from, float *to, int64_t step, int64_t dim) {
+    for (int64_t i = 0; i < dim; i += LANES) {
+        vec x = take(from + i, dim - i);
+        for (int64_t n = 0; n < LANES && i + n < dim; n++) to[(i + n) * step] = x[n];
+    }
+}
+
+/* How many keys of run r are those of the run before it, which `kept` says is loaded. */
+static inline int64_t shared(const Plan *p, int64_t r, int64_t kept) {
+    int64_t count = 0, most = p->ends[r] - p->firsts[r];
+    if (kept < most) most = kept;
+    while (count < most && p->rows[p->firsts[r] + count] == p->rows[p->firsts[r - 1] + count]) count++;
+    return count;
+}
+
+/* out[P, N, D], and of each query and head lse[P, N]: the logarithm of the sum of e^score. */
+void attention(const T *q, const T *k, const T *v, int64_t k_row, int64_t k_head, int64_t v_row, int64_t v_head,
+               const int64_t *rows, const int64_t *firsts, const int64_t *begins, const int64_t *ends, const int64_t *bounds,
+               int64_t families, int64_t offset, int64_t longest, int64_t heads, int64_t kv_heads, int64_t dim, float scale,
+               T *out, float *lse, float *rooms, int64_t threads) {
+    Plan plan = {rows, firsts, begins, ends, bounds, families, offset, longest, heads, kv_heads, dim, scale}, *p = &plan;
+    int64_t group = heads / kv_heads, wide = vectors(dim), step = step_of(longest), most = taken(p);
+    int64_t room = attention_room(longest, heads, kv_heads, dim, 0);
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+    for (int64_t task = 0; task < families * kv_heads; task++) {
+        int64_t family = task / kv_heads, head = task % kv_heads, loaded = 0;
+        float *keys = rooms + omp_get_thread_num() * room, *values = keys + dim * step, *qs = values + longest * wide;
+        float *outs = qs + most * group * wide, *scores = outs + most * group * wide;
+        memset(keys, 0, dim * step * sizeof(float));
+        for (int64_t r = bounds[family]; r < bounds[family + 1]; r++) {
+            int64_t count = ends[r] - firsts[r];
+            for (int64_t t = r > bounds[family] ? shared(p, r, loaded) : 0; t < count; t++) {
+                int64_t row = rows[firsts[r] + t];
+                transposed(k + row * k_row + head * k_head, keys + t, step, dim);
+                widened(v + row * v_row + head * v_head, values + t * wide, dim);
+            }
+            loaded = count;
+            for (int64_t first = begins[r]; first < ends[r]; first += most) {
+                int64_t num = ends[r] - first < most ? ends[r] - first : most, seen = first + num - firsts[r];
+                for (int64_t m = 0; m < num * group; m++)
+                    widened(q + ((rows[first + m / group] - offset) * heads + head * group + m % group) * dim, qs + m * wide, dim);
+                multiply(qs, wide, 1, keys, step, scores, step, num * group, seen, dim, 0);
+                float shares[num * group];
+                for (int64_t m = 0; m < num * group; m++) {
+                    int64_t own = first + m / group - firsts[r] + 1, end = vectors(own);
+                    float *score = scores + m * step;
+                    for (int64_t t = own; t < end; t++) score[t] = -INFINITY;
+                    vec high = *(const vec *)score, sum = {0};
+                    for (int64_t t = LANES; t < end; t += LANES) high = larger(high, *(const vec *)(score + t));
+                    float top = high[0];
+                    for (int n = 1; n < LANES; n++) top = high[n] > top ? high[n] : top;
+                    for (int64_t t = 0; t < end; t += LANES) {
+                        vec weight = exponential((*(const vec *)(score + t) - top) * scale);
+                        *(vec *)(score + t) = weight;
+                        sum += weight;
+                    }
+                    for (int64_t t = end; t < seen; t++) score[t] = 0.0f;
+                    float all = total(sum);
+                    shares[m] = 1.0f / all;
+                    lse[(rows[first + m / group] - offset) * heads + head * group + m % group] = top * scale + logf(all);
+                }
+                multiply(scores, step, 1, values, wide, outs, wide, num * group, dim, seen, 0);
+                for (int64_t m = 0; m < num * group; m++) {
+                    T *to = out + ((rows[first + m / group] - offset) * heads + head * group + m % group) * dim;
+                    for (int64_t i = 0; i < dim; i += LANES) put(to + i, *(const vec *)(outs + m * wide + i) * shares[m], dim - i);
+                }
+            }
+        }
+    }
+}
+
+/* Gradients of keys `from` to `to` of run r are whole: they are added to those of all rows, and begin again at 0. */
+static void give(const Plan *p, int64_t r, int64_t from, int64_t to, int64_t head, float *own, float *all) {
+    int64_t wide = vectors(p->dim);
+    for (int64_t t = from; t < to; t++) {
+        float *sum = all + (p->rows[p->firsts[r] + t] * p->kv_heads + head) * p->dim;
+        for (int64_t i = 0; i < p->dim; i++) sum[i] += own[t * wide + i];
+        memset(own + t * wide, 0, wide * sizeof(float));
+    }
+}
+
+/* Gradients of q[P, N, D], and added to those, fp32, of k and v[rows, K, D], by that of out[P, N, D]. */
+void attention_backward(const T *q, const T *k, const T *v, int64_t k_row, int64_t k_head, int64_t v_row, int64_t v_head,
+                        const int64_t *rows, const int64_t *firsts, const int64_t *begins, const int64_t *ends,
+                        const int64_t *bounds, int64_t families, int64_t offset, int64_t longest, int64_t heads,
+                        int64_t kv_heads, int64_t dim, float scale, const T *out, const float *lse, const T *grad, T *grad_q,
+                        float *grad_k, float *grad_v, float *rooms, int64_t threads) {
+    Plan plan = {rows, firsts, begins, ends, bounds, families, offset, longest, heads, kv_heads, dim, scale}, *p = &plan;
+    int64_t group = heads / kv_heads, wide = vectors(dim), step = step_of(longest), most = taken(p), tall = most * group;
+    int64_t room = attention_room(longest, heads, kv_heads, dim, 1);
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+    for (int64_t task = 0; task < families * kv_heads; task++) {
+        int64_t family = task / kv_heads, head = task % kv_heads, loaded = 0;
+        float *across = rooms + omp_get_thread_num() * room, *values = across + dim * step, *keys = values + dim * step;
+        float *of_keys = keys + longest * wide, *of_values = of_keys + longest * wide, *qs = of_values + longest * wide;
+        float *grads = qs + tall * wide, *of_qs = grads + tall * wide, *probs = of_qs + tall * wide;
+        float *slopes = probs + tall * step, *along = slopes + tall * step;
+        memset(across, 0, 2 * dim * step * sizeof(float));
+        memset(of_keys, 0, 2 * longest * wide * sizeof(float));
+        for (int64_t r = bounds[family]; r < bounds[family + 1]; r++) {
+            int64_t count = ends[r] - firsts[r], same = r > bounds[family] ? shared(p, r, loaded) : 0;
+            if (r > bounds[family]) {
+                give(p, r - 1, same, loaded, head, of_keys, grad_k);
+                give(p, r - 1, same, loaded, head, of_values, grad_v);
+            }
+            for (int64_t t = same; t < count; t++) {
+                int64_t row = rows[firsts[r] + t];
+                transposed(k + row * k_row + head * k_head, across + t, step, dim);
+                transposed(v + row * v_row + head * v_head, values + t, step, dim);
+                widened(k + row * k_row + head * k_head, keys + t * wide, dim);
+            }
+            loaded = count;
+            for (int64_t first = begins[r]; first < ends[r]; first += most) {
+                int64_t num = ends[r] - first < most ? ends[r] - first : most, seen = first + num - firsts[r];
+                for (int64_t m = 0; m < num * group; m++) {
+                    int64_t place = (rows[first + m / group] - offset) * heads + head * group + m % group;
+                    vec sum = {0};
+                    for (int64_t i = 0; i < dim; i += LANES) {
+                        vec g = take(grad + place * dim + i, dim - i);
+                        *(vec *)(grads + m * wide + i) = g;
+                        *(vec *)(qs + m * wide + i) = take(q + place * dim + i, dim - i);
+                        sum += g * take(out + place * dim + i, dim - i);
+                    }
+                    along[m] = total(sum);
+                }
+                multiply(qs, wide, 1, across, step, probs, step, num * group, seen, dim, 0);
+                multiply(grads, wide, 1, values, step, slopes, step, num * group, seen, dim, 0);
+                for (int64_t m = 0; m < num * group; m++) {
+                    int64_t own = first + m / group - firsts[r] + 1, end = vectors(own);
+                    float *prob = probs + m * step, *slope = slopes + m * step;
+                    float norm = lse[(rows[first + m / group] - offset) * heads + head * group + m % group];
+                    for (int64_t t = own; t < end; t++) prob[t] = -INFINITY;
+                    for (int64_t t = 0; t < end; t += LANES) {
+                        vec weight = exponential(*(const vec *)(prob + t) * scale - norm);
+                        *(vec *)(prob + t) = weight;
+                        *(vec *)(slope + t) = weight * (*(const vec *)(slope + t) - along[m]) * scale;
+                    }
+                    for (int64_t t = own; t < end; t++) slope[t] = 0.0f;
+                    for (int64_t t = end; t < seen; t++) prob[t] = slope[t] = 0.0f;
+                }
+                multiply(probs, 1, step, grads, wide, of_values, wide, seen, dim, num * group, 1);
+                multiply(slopes, 1, step, qs, wide, of_keys, wide, seen, dim, num * group, 1);
+                multiply(slopes, step, 1, keys, wide, of_qs, wide, num * group, dim, seen, 0);
+                for (int64_t m = 0; m < num * group; m++) {
+                    T *to = grad_q + ((rows[first + m / group] - offset) * heads + head * group + m % group) * dim;
+                    for (int64_t i = 0; i < dim; i += LANES) put(to + i, *(const vec *)(of_qs + m * wide + i), dim - i);
+                }
+            }
+        }
+        int64_t last = bounds[family + 1] - 1;
+        give(p, last, 0, loaded, head, of_keys, grad_k);
+        give(p, last, 0, loaded, head, of_values, grad_v);
+    }
+}

@@ -1,0 +1,195 @@
+"""Megatron's local layer spec on a CPU with what stands between the products compiled (`mrl/kernels/training.py`).
+
+Owns these modules: norms, the gated activation, attention with its rotation, and products whose weight gradients are
+added to Megatron's buffer where they are computed. Where nothing can be compiled, PyTorch's operators compute the same
+(`norm.py`, `attention.py`).
+
+Shapes: n rows of a rank, I inputs, O outputs, N heads, K KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+from mrl.errors import UserError
+from mrl.kernels import build, machine
+from mrl.kernels.library import library
+from mrl.kernels.training import training
+from mrl.megatron.attention import PackedSequences, of_all_ranks
+from mrl.megatron.norm import RMSNorm
+
+
+def compiles(dtype: torch.dtype) -> bool:
+    """Whether all ranks of the job compute with these modules.
+
+    Raises:
+        UserError: Another rank compiles, and here that cannot be: tensor-parallel ranks would round otherwise.
+    """
+    found, problem = library(dtype)
+    if machine.agreed(f"training/{dtype}", "plain" if found is None else "compiled") == "plain":
+        return False
+    if found is None:
+        raise UserError(
+            f"another rank compiles what the actor does between products; this one cannot: {problem}. Copies of a "
+            f"weight would drift apart: install a C compiler ({', '.join(build.COMPILERS)}) here."
+        )
+    return True
+
+
+def compiled_layer(layer: ModuleSpec, *, qk_norm: bool, moe: bool) -> ModuleSpec:
+    """Megatron's local layer spec, its parts exchanged for those of this file; experts stay Megatron's."""
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+    attention = parts.self_attention.submodules
+    attention.linear_qkv, attention.linear_proj = Column, Row
+    attention.core_attention = Attention
+    if qk_norm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    if not moe:
+        parts.mlp = GatedMlp
+    return layer
+
+
+class Norm(RMSNorm):
+    """The root-mean-square norm."""
+
+    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        self._compiled = training(config.params_dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The normed rows, in the dtype of `x`."""
+        return self._compiled.norm(x, self.weight, self.eps)
+
+
+class GatedMlp(MLP):  # type: ignore[misc]  # megatron.core has no types
+    """down(silu(gate x) * up x)."""
+
+    def __init__(self, config: Any, **options: Any) -> None:
+        layers = MLPSubmodules(linear_fc1=Column, linear_fc2=Row)
+        super().__init__(config, layers, ffn_hidden_size=config.ffn_hidden_size, **options)
+        self._compiled = training(config.params_dtype)
+
+    def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
+        """Collective over tensor-parallel: (the output, no bias)."""
+        gate_up, _ = self.linear_fc1(hidden_states)
+        output, bias = self.linear_fc2(self._compiled.gate(gate_up))
+        return output, bias
+
+
+class Attention(torch.nn.Module):
+    """softmax(q k^T * scale) v within each packed sequence, causal, of queries and keys that it turns first."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__()
+        self._scale, self._compiled = softmax_scale, training(config.params_dtype)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> Tensor:
+        """See `CoreAttention`; queries and keys come without their angles, which `packed_seq_params` has."""
+        plan = packed_seq_params
+        if attention_mask is not None or attention_bias is not None or plan is None:
+            raise ValueError("attention takes packed sequences, and neither a mask nor a bias")
+        if plan.families is None or plan.angles is None:
+            raise ValueError("attention takes sequences from `pack`, with their angles")
+        turned = (self._compiled.turn(x.squeeze(1), plan.angles) for x in (query, key))
+        q_PND, k_PKD = turned
+        v_PKD = value.squeeze(1)
+        if plan.group is not None:
+            k_PKD, v_PKD = (of_all_ranks(x.flatten(1), plan.group).view(-1, *x.shape[1:]) for x in (k_PKD, v_PKD))
+        scale = query.size(3) ** -0.5 if self._scale is None else self._scale
+        return self._compiled.attention(q_PND, k_PKD, v_PKD, plan.families, scale).flatten(1)[:, None]
+
+
+class Column(ColumnParallelLinear):  # type: ignore[misc]
+    """Megatron's layer whose outputs are cut over tensor-parallel ranks."""
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        return _product(super()._forward_impl, input, weight, options)
+
+
+class Row(RowParallelLinear):  # type: ignore[misc]
+    """Megatron's layer whose inputs are cut over tensor-parallel ranks."""
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        return _product(super()._forward_impl, input, weight, options)
+
+
+def _product(whole: Any, input: Tensor, weight: Tensor, options: dict[str, Any]) -> Tensor:
+    """Of rows that are all here; where sequence parallelism gathers them, Megatron's own (`whole`)."""
+    if options["sequence_parallel"]:
+        product: Tensor = whole(input, weight, **options)
+    else:
+        group = options["tp_group"] if options["allreduce_dgrad"] else None
+        product = _Product.apply(input, weight, options["bias"], group)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _Product(torch.autograd.Function):
+    """x weight^T + bias of rows [..., I]; the gradient of x is summed over the group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        # looked up here: a recomputed forward runs inside the backward, where the buffer is the same
+        ctx.main_grad = getattr(weight, "main_grad", None)
+        ctx.parameter, ctx.has_bias, ctx.group = weight, bias is not None, group
+        return rows_times(x.reshape(-1, x.size(-1)), weight, bias).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_PO = grads[0].reshape(-1, grads[0].size(-1))
+        grad_x = rows_times(grad_PO, weight.T, None).view(x.shape)
+        sent = None if ctx.group is None else dist.all_reduce(grad_x, group=ctx.group, async_op=True)
+        grad_weight = _added(ctx.parameter, ctx.main_grad, grad_PO, x.reshape(-1, x.size(-1)))
+        grad_bias = grad_PO.sum(0) if ctx.has_bias else None
+        if sent is not None:
+            sent.wait()
+        return grad_x, grad_weight, grad_bias, None
+
+
+def rows_times(x_PI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """X weight^T + bias; in fp32 by oneDNN, which is a little faster than the library behind `matmul`."""
+    if x_PI.dtype == torch.float32 and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x_PI.contiguous(), weight_OI.contiguous(), bias_O, "none", [], ""
+        )
+        return product
+    return torch.nn.functional.linear(x_PI, weight_OI, bias_O)
+
+
+def _added(parameter: Tensor, main_grad: Tensor | None, grad_PO: Tensor, x_PI: Tensor) -> Tensor:
+    """The weight's gradient, or, where Megatron has a buffer for it, a stand-in that its hook passes over."""
+    if main_grad is None:
+        return grad_PO.T @ x_PI
+    if main_grad.dtype == x_PI.dtype:
+        main_grad.addmm_(grad_PO.T, x_PI)
+    else:
+        main_grad.add_(grad_PO.T @ x_PI)
+    parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return torch.empty_like(parameter)

@@ -1,0 +1,141 @@
+"""Where the time of a GRPO step on a CPU goes: products, what is between them, and the host.
+
+    python tools/profile_step.py                           # the cases of small models, fp32
+    python tools/profile_step.py --case middle --steps 1
+    python tools/profile_step.py --plain                   # the actor without what mrl compiles
+
+The work is that of mrl in `tools/bench_step.py`, on one thread, whose processor time counts: what else the machine does
+is not counted, nor are the workers that score. One JSON line for each case:
+
+    processor_s     of one step, the median of `--steps` after three (two, if there is one)
+    times_floor     it over that of the products of a step at matmul_gflop_per_s, of a product of two squares
+    shares          of it. The update: products of the layers, forward and backward; head, the output matrix with
+                    log-probabilities and entropy; attention, with the rotation; norms and activations; microbatches,
+                    cutting the batch; optimizer; rest of update: Megatron's Python, autograd, residual sums, metrics
+                    (with --plain also attention, norms and activations). Then rollouts, refit, rewards, pack, and rest
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_step import CASES, Case, job_config, mrl_step, write_inputs
+
+from mrl.functional.logprobs import _LinearLogprobs
+from mrl.kernels.training import Training
+from mrl.megatron import compiled, model
+from mrl.megatron.schedule import Schedule
+from mrl.observe.benchmark import commit, device_name
+from mrl.observe.step_floor import limits, square_rate
+from mrl.run.job import Job
+from mrl.run.opening import open_job
+from mrl.run.prepare import prepare
+
+CPU = torch.device("cpu")
+PARTS: dict[str, list[tuple[Any, str]]] = {
+    "products": [(compiled, "rows_times"), (compiled, "_added")],
+    "head": [(_LinearLogprobs, "forward"), (_LinearLogprobs, "backward")],
+    "attention": [(Training, "attend"), (Training, "attention_gradients"), (Training, "turned")],
+    "norms and activations": [(Training, name) for name in ("normed", "norm_gradients", "gated", "gate_gradient")],
+    "microbatches": [(Schedule, "microbatches")],
+}
+"""Of an update, functions by what they are named in "shares"; none calls another."""
+PHASES = {"answers": "rollouts", "score": "rewards", "pack": "pack", "optimizer_step": "update"}
+"""Functions of `mrl/train.py`."""
+
+
+class Clock:
+    """Processor time of this thread, by part."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def attach(self, job: Job) -> None:
+        """To the functions of this process."""
+        for part, functions in PARTS.items():
+            for owner, name in functions:
+                self._time(part, owner, name)
+        train = importlib.import_module("mrl.train")
+        for name, part in PHASES.items():
+            self._time(part, train, name)
+        self._time("refit", job, "refit_if_stale")
+        self._time("optimizer", job.policy.optimizer, "step")
+
+    def _time(self, part: str, owner: Any, name: str) -> None:
+        function: Callable[..., Any] = getattr(owner, name)
+
+        def call(*given: Any, **named: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return function(*given, **named)
+            finally:
+                self.seconds[part] += time.thread_time() - began
+
+        setattr(owner, name, call)
+
+
+def main() -> None:
+    """Parses the command line and prints a line for each case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=sorted(CASES), nargs="*", default=["small", "long_prompts"])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--steps", type=int, default=7, help="of which the median counts")
+    parser.add_argument("--plain", action="store_true", help="PyTorch's operators between the actor's products")
+    args = parser.parse_args()
+    if args.plain:
+        model.compiles = lambda dtype: False  # type: ignore[attr-defined]
+    for name in args.case:
+        with tempfile.TemporaryDirectory() as folder:
+            found = profile(CASES[name], args.dtype, Path(folder), args.steps)
+        operations = "PyTorch's" if args.plain else "compiled"
+        print(json.dumps({"profile": "step", "case": name, **found, "operations": operations}), flush=True)
+
+
+def profile(case: Case, dtype: str, folder: Path, steps: int) -> dict[str, Any]:
+    """A run's steps, one after the other."""
+    write_inputs(case, folder)
+    warm_up = 3 if steps > 1 else 2
+    config = job_config(case, dtype, folder, "cpu", 1, steps=warm_up + steps)
+    clock, wholes = Clock(), []
+    with open_job(prepare(config)) as job:
+        job.resume()
+        clock.attach(job)
+        for step in range(1, warm_up + steps + 1):
+            if step == warm_up + 1:
+                clock.seconds.clear()
+            began = time.thread_time()
+            mrl_step(job, case, step)
+            wholes.append(time.thread_time() - began)
+        rate = square_rate(dtype, CPU)
+    wholes, parts = wholes[warm_up:], dict(clock.seconds)
+    of_update = ("update", *PARTS, "optimizer")
+    parts["rest of update"] = parts.pop("update") - sum(parts.get(name, 0.0) for name in of_update[1:])
+    parts["rest"] = sum(wholes) - sum(parts.values())
+    whole = statistics.median(wholes)
+    told = limits(case, {"mrl": whole}, rate)
+    return {
+        "dtype": dtype,
+        "processor_s": round(whole, 4),
+        "times_floor": told["times_floor"]["mrl"],
+        "shares": {name: round(taken / sum(wholes), 3) for name, taken in sorted(parts.items(), key=lambda x: -x[1])},
+        "matmul_gflop_per_s": told["matmul_gflop_per_s"],
+        "steps": steps,
+        "device": device_name(),
+        "num_threads": 1,
+        "torch": torch.__version__,
+        "commit": commit(),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -296,6 +296,7 @@ def test_the_experts_to_replay_wait_in_host_memory(tmp_path):
         "model.preset=qwen3_moe_tiny",
         "model.overrides={}",
         "algorithm.rollout_correction.preset=decoupled_token_is",
+        "train.minibatch_size=1",
     )
     (without,), (kept,) = (phases(tmp_path, *mixture, *more) for more in ((), ("actor.router_replay=recompute",)))
     assert kept.host == without.host + kept.replayed and kept.replayed > 0 and kept.phases == without.phases

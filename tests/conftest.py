@@ -27,6 +27,8 @@ if hasattr(os, "SCHED_BATCH"):
 gc.disable()  # until all is collected: what is imported and collected is no garbage, and much to look through
 if sys.dont_write_bytecode and "PYTEST_XDIST_WORKER" not in os.environ:
     compileall.compile_dir(PACKAGE, quiet=2)  # once, not in each of hundreds of processes
+WRITES_NO_BYTECODE = sys.dont_write_bytecode
+sys.dont_write_bytecode = False  # until all is collected: pytest keeps the tests as it rewrites them, in three seconds
 
 LONGEST = (
     "launch/test_survival.py", "e2e/test_async.py", "rehearsal/test_rehearse.py", "e2e/test_layouts.py",
@@ -100,3 +102,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()  # Megatron collects garbage again and again
     gc.enable()
+    sys.dont_write_bytecode = WRITES_NO_BYTECODE
+
+
+def pytest_sessionfinish() -> None:
+    gc.freeze()  # pytest collects ten times more, to hear of exceptions that nobody sees

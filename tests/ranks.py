@@ -57,7 +57,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def tensor_of(data: bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=dtype).view(*shape)
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(tuple(shape))
 
 
 def _pickled(value: Any) -> bytes:

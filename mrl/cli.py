@@ -9,7 +9,6 @@ imported inside the commands, so that `mrl --help` and a mistake in a config ans
 from __future__ import annotations
 
 import argparse
-import gc
 import io
 import json
 import os
@@ -17,8 +16,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from mrl.run_folder.going_on import to_go_on
 from mrl.schema.paths import expanded
 from mrl.survival import ending
 from mrl.survival.ending import REQUEUE, Terminated
+from mrl.survival.imports import frozen_imports, quick_imports
 from mrl.survival.last_words import is_mine_to_say
 from mrl.survival.stop import END_TIME, Stop, limits
 
@@ -147,10 +147,8 @@ def _train(arguments: argparse.Namespace) -> int:
     arguments.if_ended = lambda: to_go_on(config, arguments.words)
     if environment().rank == 0 and config.observe.console != "off":
         _show(_beginning(config))
-    gc.disable()  # looking for garbage takes a tenth of the time of imports, which make none
-    from mrl.train import train  # before SIGTERM is a request: imports lose exceptions
-
-    gc.enable()
+    with quick_imports():
+        from mrl.train import train  # before SIGTERM is a request: imports lose exceptions
     stop = Stop(config.run, ends=limits(config.run, variables(END_TIME)), keeps_time=environment().rank == 0, say=say)
     try:
         with frozen_imports(), stop.listening():
@@ -176,22 +174,6 @@ def _report_early(config: Config) -> None:
             write_report(Path(config.run.output_dir))
 
 
-@contextmanager
-def frozen_imports() -> Iterator[None]:
-    """Inside the block a checkpoint, which collects garbage, does not look through what was imported before.
-
-    Triton lists whatever is still there when the process ends as a leak, so that nothing may stay frozen beside it.
-    """
-    is_ours = not gc.get_freeze_count()
-    if is_ours:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if is_ours and "triton" in sys.modules:
-            gc.unfreeze()
-
-
 def _beginning(config: Config) -> str:
     """The first line of a run, before torch is imported: on a busy machine nothing else is shown for a while."""
     model, ranks = config.model.path or config.model.preset, environment().world_size
@@ -201,15 +183,18 @@ def _beginning(config: Config) -> str:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    from mrl.train import evaluate
+    with quick_imports():
+        from mrl.train import evaluate
 
-    metrics = evaluate(load(arguments.config, arguments.overrides), arguments.checkpoint)
+    with frozen_imports():
+        metrics = evaluate(load(arguments.config, arguments.overrides), arguments.checkpoint)
     if environment().rank == 0:
         _show(json.dumps(metrics, indent=1))
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    from mrl.serve.serve import Listen, check, serve, source
+    with quick_imports():
+        from mrl.serve.serve import Listen, check, serve, source
 
     config, checkpoint = source(arguments.source, arguments.overrides, arguments.checkpoint)
     key = variables("MRL_API_KEY").get("MRL_API_KEY", "")
@@ -272,9 +257,11 @@ def _split(text: str) -> list[str]:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from mrl.doctor.doctor import Doctor
+    with quick_imports():
+        from mrl.doctor.doctor import Doctor
 
-    return Doctor(arguments.config, arguments.overrides, json=arguments.json, timeout_s=arguments.timeout_s).run()
+    with frozen_imports():
+        return Doctor(arguments.config, arguments.overrides, json=arguments.json, timeout_s=arguments.timeout_s).run()
 
 
 def _from_verl(arguments: argparse.Namespace) -> None:

@@ -1,13 +1,11 @@
 """What the command line prints and returns; mistakes are in test_bad_input.py."""
 
-import gc
 import json
 import shlex
 import signal
 import subprocess
 import sys
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 
@@ -262,24 +260,6 @@ def test_one_rank_speaks_for_the_job_or_for_its_host(rank, local_rank, everywher
     error = UserError("the message")
     error.everywhere = everywhere
     assert cli._speaks(error) == speaks
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-@pytest.mark.parametrize("was_frozen", [True, False])
-def test_nothing_stays_frozen_beside_triton_which_would_list_it_as_leaks(is_there, was_frozen, monkeypatch):
-    if is_there:
-        monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
-    else:
-        monkeypatch.delitem(sys.modules, "triton", raising=False)
-    gc.unfreeze()
-    if was_frozen:
-        gc.freeze()
-    with cli.frozen_imports():
-        assert gc.get_freeze_count()
-    try:
-        assert bool(gc.get_freeze_count()) == (was_frozen or not is_there)
-    finally:
-        gc.freeze()  # as the tests begin
 
 
 @pytest.mark.parametrize(

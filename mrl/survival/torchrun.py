@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from mrl.survival import ending
+from mrl.survival import ending, imports
 
 HANDED_ON = {signal.SIGUSR1, signal.SIGTERM}
 """Signals that are requests to the ranks."""
@@ -20,10 +20,11 @@ def main() -> int:
     """Runs torchrun on the command line's arguments and returns the exit status."""
     signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)  # in the ranks too: what comes before they can hear it waits
     ending.begin_interrupts()
-    from mrl.survival import agent
-
+    with imports.quick_imports():
+        from mrl.survival import agent
     try:
-        return agent.run(sys.argv[1:])
+        with imports.frozen_imports():
+            return agent.run(sys.argv[1:])
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 

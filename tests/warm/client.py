@@ -34,7 +34,7 @@ def main(words: list[str]) -> None:
     ignored = [number for number in HANDED_ON if signal.getsignal(number) is signal.SIG_IGN]
     files = [file for file in map(int, os.listdir("/proc/self/fd")) if file != server.fileno() and is_open(file)]
     request = {
-        "pid": os.getpid(), "words": rest[1:], "unbuffered": rest != words, "variables": dict(os.environ),
+        "pid": os.getpid(), "words": words, "unbuffered": rest != words, "variables": dict(os.environ),
         "folder": os.getcwd(), "files": files, "ignored": ignored, "mask": sorted(mask), "umask": os.umask(0),
         "limits": [(number, *resource.getrlimit(number)) for number in LIMITS],
     }  # fmt: skip

@@ -173,7 +173,9 @@ def become(request: dict) -> list[str]:
         signal.signal(number, signal.SIG_IGN)
     gc.enable()  # what was imported stays frozen: it is no garbage when the process ends, either
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
-    return request["words"]
+    words = request["words"]
+    sys.orig_argv[1:] = words
+    return words[words.index("-m") + 1 :]
 
 
 def parent(pid: int) -> int:

@@ -19,7 +19,8 @@ def state():
     umask = os.umask(0)
     os.umask(umask)
     return {
-        "words": sys.argv[1:], "file": sys.argv[0], "program": sys.executable, "path": sys.path, "name": __name__,
+        "words": sys.argv[1:], "typed": sys.orig_argv[1:], "file": sys.argv[0],
+        "program": sys.executable, "path": sys.path, "name": __name__,
         "variables": {key: value for key, value in sorted(os.environ.items()) if key != "LC_CTYPE"},
         "folder": os.getcwd(), "umask": umask, "parent": os.getppid(), "host": socket.gethostname(),
         "files": {file: os.readlink(f"/proc/self/fd/{file}") for file in range(50) if is_open(file)},

@@ -53,11 +53,12 @@ class _Pickler(ForkingPickler):
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    own = tensor.detach().clone(memory_format=torch.contiguous_format)  # what numpy has seen is never resized again
+    return own.view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def tensor_of(data: bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=dtype).view(tuple(shape))
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(tuple(shape)).clone()  # which can be resized, too
 
 
 def _pickled(value: Any) -> bytes:

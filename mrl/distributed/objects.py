@@ -71,6 +71,8 @@ class DataOnly(pickle.Unpickler):
         """
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return _load_storage
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         found = getattr(sys.modules.get(module), name, None)  # nothing is imported because a pickle says so
         if (module, name) in _PLAIN or (module == "torch" and isinstance(found, torch.dtype)):
             return super().find_class(module, name)
@@ -79,15 +81,26 @@ class DataOnly(pickle.Unpickler):
             return found if own else partial(_other, name)
         if isinstance(found, type) and f"{module}.".startswith(PACKAGES) and _is_record(found):
             return found
-        raise NotDataError(
-            f"a rank sent what asks for '{module}.{name}', which is not data. It was not read: a process that is none "
-            "of the job's may have sent it."
-        )
+        raise _refusal(f"{module}.{name}")
+
+
+def _refusal(asked: str) -> NotDataError:
+    return NotDataError(
+        f"a rank sent what asks for '{asked}', which is not data. It was not read: a process that is none of the job's "
+        "may have sent it."
+    )
 
 
 def _is_record(found: type) -> bool:
     is_named_tuple = issubclass(found, tuple) and hasattr(found, "_fields")
     return dataclasses.is_dataclass(found) or issubclass(found, enum.Enum) or is_named_tuple
+
+
+def _member(owner: Any, name: Any) -> Any:
+    """A member of an enumeration, as Python 3.11.0 to 3.11.3 pickle it: the attribute of that name."""
+    if isinstance(owner, type) and issubclass(owner, enum.Enum) and name in owner.__members__:
+        return owner[name]
+    raise _refusal("builtins.getattr")
 
 
 def _other(name: str, *args: object) -> OtherError:

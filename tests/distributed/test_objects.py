@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from mrl.distributed.objects import DataOnly, NotDataError, OtherError
 from mrl.errors import UserError
@@ -47,6 +48,14 @@ class Payload:
 )  # fmt: skip
 def test_data_arrives_as_it_was(value):
     assert through(value) == value
+
+
+def test_a_member_of_an_enumeration_arrives_by_name_and_no_other_attribute_does():
+    """As Python 3.11.0 to 3.11.3 pickle it."""
+    assert through(Payload(getattr, WriteItemType, "TENSOR")) is WriteItemType.TENSOR
+    for owner, name in ((WriteItemType, "mro"), (WriteItemType, "__class__"), (UserError, "mro"), (Path("/"), "rmdir")):
+        with pytest.raises(NotDataError, match="getattr"):
+            through(Payload(getattr, owner, name))
 
 
 def test_tensors_arrive_as_they_were():

@@ -13,6 +13,7 @@ PLACES = {
     "mrl/distributed/elastic.py": {"pickle": "what torch's handler made in this process a moment ago, and gets back"},
     "mrl/formats/torch_blob.py": {"pickle": "written; read by an unpickler that knows tensors alone"},
     "mrl/formats/torch_dist.py": {"pickle": "written; read by checkpoint_metadata"},
+    "mrl/schema/values.py": {"pickle": "what this process made of its own schemas, copied"},
     "mrl/processes/wire.py": {"pickle": "from the parent to a process that it started; back comes JSON"},
     "mrl/processes/sandbox.py": {"call": "code that a model wrote, in a process of its own that is confined before"},
     "mrl/megatron/checkpoint.py": {"pickle": "the name of its exception"},

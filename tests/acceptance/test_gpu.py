@@ -91,14 +91,17 @@ def _bring_others(bench):
 
 
 def _mix_up_prompts(bench):
-    """Keys of another token stand for those of the first."""
+    """Those that share a prompt see it without its first token."""
     schedule = bench.job.policy._schedule
     lay = schedule._packed
 
     def laid(*given, **options):
         packed = lay(*given, **options)
-        keys = packed.keys
-        keys.row_S[keys.row_S == 0] = 1
+        if packed.families is not None:
+            runs = packed.families
+            runs.first_R[runs.first_R < runs.begin_R] += 1
+        else:
+            packed.keys.row_S[packed.keys.row_S == 0] = 1  # nothing is compiled here: the second one's in its place
         return packed
 
     schedule._packed = laid

@@ -221,7 +221,7 @@ def test_a_build_for_other_devices_is_refused():
     from mrl.engines.vllm.host import check_build
 
     check_build(torch.device("cpu"), "0.32.0")
-    with pytest.raises(UserError, match=r"a build for device 'cpu', and the run's is 'cuda'. .*mrl\[vllm\]"):
+    with pytest.raises(UserError, match=r"a build for device 'cpu', and the run's is 'cuda'. .*\.\[vllm\]"):
         check_build(torch.device("cuda:0"), "0.32.0")
 
 

@@ -6,14 +6,24 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 from tests import warm
 from tests.source import ROOT
+from tests.warm.client import read_by_imports
 
 LIMIT_S = 60
+
+
+def variables():
+    """This process's, but those that imports read as the server had them: a test before may have changed some."""
+    theirs = json.loads(Path(warm.python()).with_name("variables").read_text())
+    del theirs["ROOT"]
+    own = read_by_imports()
+    return {key: value for key, value in os.environ.items() if key not in own} | theirs
 
 
 def shown(python, folder, *flags):
@@ -31,7 +41,7 @@ def shown(python, folder, *flags):
     with open(folder / "more", "wb") as more:
         done = subprocess.run(
             [python, *flags, "-m", "tests.warm.shown", "a b", "", "ü"], cwd=folder, input="what\nis said", text=True,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1", "OWN": "1"},
+            env={**variables(), "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1", "OWN": "1"},
             pass_fds=[more.fileno()], capture_output=True, preexec_fn=oddly, timeout=LIMIT_S, check=False,
         )  # fmt: skip
         os.write(more.fileno(), b"x")  # it is open here still
@@ -72,7 +82,8 @@ def test_an_exception_is_told_as_the_real_one_tells_it():
 
 def waiting(folder):
     """A program whose process waits, and the number of the process."""
-    program = subprocess.Popen([warm.python(), "-m", "tests.warm.shown", "wait", str(folder / "pid")], cwd=ROOT)
+    words = [warm.python(), "-m", "tests.warm.shown", "wait", str(folder / "pid")]
+    program = subprocess.Popen(words, cwd=ROOT, env=variables())
     deadline = time.monotonic() + LIMIT_S
     while not (folder / "pid").exists() or not (folder / "pid").read_text():
         assert time.monotonic() < deadline and program.poll() is None

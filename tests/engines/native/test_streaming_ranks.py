@@ -68,7 +68,9 @@ def _one_rank_is_told(folder):
 def test_all_ranks_of_a_replica_stop_where_one_is_told(folder):
     first, second = run_ranks(2, _one_rank_is_told, folder)
     assert first == second
-    assert first[:2] == ([], 9) and first[2] < 3 * streaming.pulse_steps(60)
+    begun, num_pulses, num_steps = first
+    assert [(each.prompt.uid, each.sample_index) for each in begun] == sorted((prompt.uid, n) for prompt, n in ALL)
+    assert num_pulses == 9 and num_steps < 3 * streaming.pulse_steps(60)
 
 
 class Shared(Feed):

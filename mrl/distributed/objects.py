@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
+from mrl.files.enumerations import member_getter
+
 PACKAGES = ("mrl.", "torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
 """Their records may come from another rank."""
 
@@ -72,7 +74,7 @@ class DataOnly(pickle.Unpickler):
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return _load_storage
         if (module, name) == ("builtins", "getattr"):
-            return _member
+            return member_getter(_refusal("builtins.getattr"))
         found = getattr(sys.modules.get(module), name, None)  # nothing is imported because a pickle says so
         if (module, name) in _PLAIN or (module == "torch" and isinstance(found, torch.dtype)):
             return super().find_class(module, name)
@@ -94,13 +96,6 @@ def _refusal(asked: str) -> NotDataError:
 def _is_record(found: type) -> bool:
     is_named_tuple = issubclass(found, tuple) and hasattr(found, "_fields")
     return dataclasses.is_dataclass(found) or issubclass(found, enum.Enum) or is_named_tuple
-
-
-def _member(owner: Any, name: Any) -> Any:
-    """A member of an enumeration, as Python 3.11.0 to 3.11.3 pickle it: the attribute of that name."""
-    if isinstance(owner, type) and issubclass(owner, enum.Enum) and name in owner.__members__:
-        return owner[name]
-    raise _refusal("builtins.getattr")
 
 
 def _other(name: str, *args: object) -> OtherError:

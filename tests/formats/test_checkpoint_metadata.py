@@ -5,11 +5,22 @@ import pickle
 
 import pytest
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from mrl.errors import UserError
 from mrl.formats.checkpoint_metadata import read_metadata
 
 MODULE = "megatron.core.dist_checkpointing.strategies.torch"
+
+
+class ByName:
+    """A member of an enumeration as Python 3.11.0 to 3.11.3 pickle it."""
+
+    def __init__(self, owner, name):
+        self.asked = owner, name
+
+    def __reduce__(self):
+        return getattr, self.asked
 
 
 class Attack:
@@ -30,6 +41,15 @@ def test_metadata_is_read(tmp_path):
     metadata = Metadata({"rng": BytesStorageMetadata()}, storage_data={MetadataIndex("rng"): None})
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     assert read_metadata(tmp_path / ".metadata") == metadata
+
+
+def test_members_of_enumerations_are_read_by_name_and_no_other_attribute_is(tmp_path):
+    named = Metadata({}, planner_data=ByName(WriteItemType, "TENSOR"))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(named))
+    assert read_metadata(tmp_path / ".metadata").planner_data is WriteItemType.TENSOR
+    for owner, name in ((WriteItemType, "mro"), (tmp_path, "rmdir")):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, planner_data=ByName(owner, name))))
+        assert "getattr', which is not data" in refusal(tmp_path / ".metadata")
 
 
 def test_code_is_refused_and_not_run(tmp_path):

@@ -53,14 +53,18 @@ class Correction:
     @property
     def needs_current(self) -> bool:
         """Whether the policy in training is scored before its update: for numbers of the whole minibatch."""
-        normalizes = self.spec.weighing is not None and self.spec.weighing.normalize
-        return not self.spec.decoupled and (normalizes or (self.spec.kept_only and bool(self.spec.rejections)))
+        return not self.spec.decoupled and self._is_of_the_whole
 
     @property
     def reads_early(self) -> bool:
         """Whether a decoupled one reads the actor's log-probabilities before the loss: to count, or to divide."""
+        return self.spec.decoupled and self._is_of_the_whole
+
+    @property
+    def _is_of_the_whole(self) -> bool:
+        """Whether what is done to a token follows from all of the minibatch."""
         normalizes = self.spec.weighing is not None and self.spec.weighing.normalize
-        return self.spec.decoupled and (normalizes or (self.spec.kept_only and bool(self.spec.rejections)))
+        return normalizes or (self.spec.kept_only and bool(self.spec.rejections))
 
     def actor_R(self, batch: RolloutBatch, logprobs_R: Tensor | None = None) -> Tensor | None:
         """The actor's log-probability in the log-ratio, without gradient; None where it is not known yet."""

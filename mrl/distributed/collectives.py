@@ -129,7 +129,7 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
         RankFailedError: It has another exception; the message names the rank and the exception.
     """
     size = dist.get_world_size(group)
-    if not _any_has(error, size, group):
+    if not any_rank(error is not None, group):  # messages of any length take three times as long
         return
     mine = None if error is None else (isinstance(error, UserError), f"{type(error).__name__}: {error}", str(error))
     found: list[tuple[bool, str, str] | None] = [mine] * size
@@ -146,12 +146,13 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
         raise RankFailedError(dist.get_global_rank(group or everyone(), rank), described) from error
 
 
-def _any_has(error: Exception | None, size: int, group: dist.ProcessGroup | None) -> bool:
-    """Collective over `group`, in which messages of errors, of any length, would take three times as long."""
+def any_rank(said: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Collective over `group`: whether any of its ranks says so."""
+    size = dist.get_world_size(group)
     if size == 1:
-        return error is not None
+        return said
     found = [torch.zeros(1, dtype=torch.uint8) for _ in range(size)]
-    dist.all_gather(found, torch.tensor([error is not None], dtype=torch.uint8), group=group)
+    dist.all_gather(found, torch.tensor([said], dtype=torch.uint8), group=group)
     return any(found)
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
+
+from mrl.distributed.collectives import any_rank
 
 STEPS = 16
 """Forwards between two questions to the other ranks of the replica."""
@@ -38,6 +39,4 @@ class Poll:
         self._num_calls += 1
         if self._num_calls % STEPS:
             return False
-        flag = torch.tensor([int(self._told())])
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(flag)
+        return any_rank(self._told(), self._group)

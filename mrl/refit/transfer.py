@@ -34,13 +34,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.distributed import shared
-from mrl.distributed.collectives import raise_together, together
+from mrl.distributed.collectives import any_rank, raise_together, together
 from mrl.engines.base import WeightSlice
 from mrl.kernels.copying import copy_bits, sum_bits
-from mrl.refit.agreement import Work, agree, any_rank
 from mrl.refit.delivery import Sink, difference, hand_over
 from mrl.refit.message import by_peer, message_bytes, parts_of, places
 from mrl.refit.neighbours import Neighbours
+from mrl.refit.work import Work
 from mrl.weights.buckets import NUM_BUFFERS, round_bytes, rounds, turns
 from mrl.weights.checksum import MODULUS, bits
 from mrl.weights.copies import Copy
@@ -149,11 +149,11 @@ class Transfer:
             flying = following
         if neighbours.copies:
             work.attempt(self._tell, neighbours)
-            agree(work.error)
+            raise_together(work.error)
             work.attempt(self._compare, neighbours)
         if prove is not None:
             work.attempt(prove, work.total % MODULUS)
-        agree(work.error)
+        raise_together(work.error)
         return work.total % MODULUS
 
     def _ready(self) -> Neighbours:

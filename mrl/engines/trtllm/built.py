@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.distributed.collectives import from_rank, together
+from mrl.distributed.collectives import any_rank, from_rank, together
 from mrl.engines._kept import Kept
 from mrl.engines._memory import kv_budget
 from mrl.engines._prompts import check_prompts
@@ -310,9 +310,7 @@ class BuiltEngine(RolloutEngine):
         """Collective over the replica: whether any of its ranks was told to stop."""
         if self.spec.tp_group is None:
             return self.told_to_stop()
-        flag = torch.tensor([int(self.told_to_stop())])
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.spec.tp_group)
-        return bool(flag)
+        return any_rank(self.told_to_stop(), self.spec.tp_group)
 
     def _share(self, value: Any, stage: int) -> Any:
         """Collective over the replica: the value of the first rank of a pipeline stage, 0 or -1."""

@@ -219,8 +219,8 @@ class _ToRows(torch.autograd.Function):
         return slots.index_copy_(0, row_to_slot, grads[0]), None
 
 
-class CoreAttention(torch.nn.Module):
-    """softmax(q k^T * scale) v within each packed sequence, causal, grouped queries."""
+class PackedAttention(torch.nn.Module):
+    """softmax(q k^T * scale) v within each packed sequence, causal, grouped queries; subclasses compute it."""
 
     def __init__(
         self,
@@ -260,12 +260,27 @@ class CoreAttention(torch.nn.Module):
             [n, 1, N * D].
         """
         if attention_mask is not None or attention_bias is not None or packed_seq_params is None:
-            raise ValueError("CoreAttention takes packed sequences, and neither a mask nor a bias")
-        plan = packed_seq_params
+            raise ValueError("attention takes packed sequences, and neither a mask nor a bias")
+        return self.attend(query, key, value, packed_seq_params)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
+        """See `forward`."""
+        raise NotImplementedError
+
+    def scale_of(self, query: Tensor) -> float:
+        """Of the scores of these queries."""
+        return float(query.size(-1) ** -0.5 if self.scale is None else self.scale)
+
+
+class CoreAttention(PackedAttention):
+    """Of PyTorch's operators, on queries and keys that were turned before."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
+        """Groups of like sequences, one call for each."""
         if plan.keys is None:
-            raise ValueError("CoreAttention takes sequences from `pack`")
+            raise ValueError("attention takes sequences from `pack`")
         rows, heads, dim = query.size(0), query.size(2), query.size(3)
-        scale = dim**-0.5 if self.scale is None else self.scale
+        scale = self.scale_of(query)
         queries = _ToSlots.apply(query.reshape(rows, -1), plan.query_slots, plan.row_to_slot)  # type: ignore[no-untyped-call]
         keys, values = (plan.keys.of(of_all_ranks(x, plan.group).flatten(1)) for x in (key, value))
         parts = [

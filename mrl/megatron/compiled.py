@@ -9,7 +9,7 @@ Shapes: n rows of a rank, I inputs, O outputs, N heads, K KV heads, D head dim.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from mrl.errors import UserError
 from mrl.kernels import build, machine
 from mrl.kernels.library import library
 from mrl.kernels.training import training
-from mrl.megatron.attention import PackedSequences, of_all_ranks
+from mrl.megatron.attention import PackedAttention, PackedSequences, of_all_ranks
 from mrl.megatron.norm import RMSNorm
 
 
@@ -45,15 +45,30 @@ def compiles(dtype: torch.dtype) -> bool:
 
 def compiled_layer(layer: ModuleSpec, *, qk_norm: bool, moe: bool) -> ModuleSpec:
     """Megatron's local layer spec, its parts exchanged for those of this file; experts stay Megatron's."""
+    return exchanged(layer, (Column, Row), Attention, None if moe else GatedMlp, qk_norm=qk_norm)
+
+
+def exchanged(
+    layer: ModuleSpec, linear: tuple[type, type], core: type | ModuleSpec, mlp: type | None, *, qk_norm: bool
+) -> ModuleSpec:
+    """A local layer spec with other parts, and the norms of this file.
+
+    Args:
+        layer: Megatron's; it is changed.
+        linear: Around attention: what has its outputs cut over tensor-parallel ranks, and what has its inputs.
+        core: Attention between them.
+        mlp: None: it stays.
+        qk_norm: Whether queries and keys are normed.
+    """
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     attention = parts.self_attention.submodules
-    attention.linear_qkv, attention.linear_proj = Column, Row
-    attention.core_attention = Attention
+    attention.linear_qkv, attention.linear_proj = linear
+    attention.core_attention = core
     if qk_norm:
         attention.q_layernorm = attention.k_layernorm = Norm
-    if not moe:
-        parts.mlp = GatedMlp
+    if mlp is not None:
+        parts.mlp = mlp
     return layer
 
 
@@ -69,63 +84,7 @@ class Norm(RMSNorm):
         return self._compiled.norm(x, self.weight, self.eps)
 
 
-class GatedMlp(MLP):  # type: ignore[misc]  # megatron.core has no types
-    """down(silu(gate x) * up x)."""
-
-    def __init__(self, config: Any, **options: Any) -> None:
-        layers = MLPSubmodules(linear_fc1=Column, linear_fc2=Row)
-        super().__init__(config, layers, ffn_hidden_size=config.ffn_hidden_size, **options)
-        self._compiled = training(config.params_dtype)
-
-    def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
-        """Collective over tensor-parallel: (the output, no bias)."""
-        gate_up, _ = self.linear_fc1(hidden_states)
-        output, bias = self.linear_fc2(self._compiled.gate(gate_up))
-        return output, bias
-
-
-class Attention(torch.nn.Module):
-    """softmax(q k^T * scale) v within each packed sequence, causal, of queries and keys that it turns first."""
-
-    def __init__(
-        self,
-        config: Any,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        **unused: Any,
-    ) -> None:
-        super().__init__()
-        self._scale, self._compiled = softmax_scale, training(config.params_dtype)
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSequences | None = None,
-    ) -> Tensor:
-        """See `CoreAttention`; queries and keys come without their angles, which `packed_seq_params` has."""
-        plan = packed_seq_params
-        if attention_mask is not None or attention_bias is not None or plan is None:
-            raise ValueError("attention takes packed sequences, and neither a mask nor a bias")
-        if plan.families is None or plan.angles is None:
-            raise ValueError("attention takes sequences from `pack`, with their angles")
-        turned = (self._compiled.turn(x.squeeze(1), plan.angles) for x in (query, key))
-        q_PND, k_PKD = turned
-        v_PKD = value.squeeze(1)
-        if plan.group is not None:
-            k_PKD, v_PKD = (of_all_ranks(x.flatten(1), plan.group).view(-1, *x.shape[1:]) for x in (k_PKD, v_PKD))
-        scale = query.size(3) ** -0.5 if self._scale is None else self._scale
-        return self._compiled.attention(q_PND, k_PKD, v_PKD, plan.families, scale).flatten(1)[:, None]
-
-
-class Column(ColumnParallelLinear):  # type: ignore[misc]
+class Column(ColumnParallelLinear):  # type: ignore[misc]  # megatron.core has no types
     """Megatron's layer whose outputs are cut over tensor-parallel ranks."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
@@ -137,6 +96,43 @@ class Row(RowParallelLinear):  # type: ignore[misc]
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
         return _product(super()._forward_impl, input, weight, options)
+
+
+class GatedMlp(MLP):  # type: ignore[misc]
+    """down(silu(gate x) * up x)."""
+
+    linear: ClassVar[tuple[type, type]] = Column, Row
+
+    def __init__(self, config: Any, **options: Any) -> None:
+        layers = MLPSubmodules(linear_fc1=self.linear[0], linear_fc2=self.linear[1])
+        super().__init__(config, layers, ffn_hidden_size=config.ffn_hidden_size, **options)
+        self._compiled = training(config.params_dtype)
+
+    def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
+        """Collective over tensor-parallel: (the output, no bias)."""
+        gate_up, _ = self.linear_fc1(hidden_states)
+        output, bias = self.linear_fc2(self._compiled.gate(gate_up))
+        return output, bias
+
+
+class Attention(PackedAttention):
+    """Compiled, of queries and keys that it turns first."""
+
+    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        self._compiled = training(config.params_dtype)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
+        """See `PackedAttention.forward`; queries and keys come without their angles, which the plan has."""
+        if plan.families is None or plan.angles is None:
+            raise ValueError("attention takes sequences from `pack`, with their angles")
+        angles = plan.angles
+        q_PND, k_PKD = (self._compiled.turn(x.squeeze(1), angles) for x in (query, key))
+        v_PKD = value.squeeze(1)
+        if plan.group is not None:
+            k_PKD, v_PKD = (of_all_ranks(x.flatten(1), plan.group).view(-1, *x.shape[1:]) for x in (k_PKD, v_PKD))
+        attended = self._compiled.attention(q_PND, k_PKD, v_PKD, plan.families, self.scale_of(query))
+        return attended.flatten(1)[:, None]
 
 
 def _product(whole: Any, input: Tensor, weight: Tensor, options: dict[str, Any]) -> Tensor:

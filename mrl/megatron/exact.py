@@ -1,9 +1,9 @@
 """The actor's forward by the functions of the native engine (`mrl/kernels`), for `rollout.true_on_policy`.
 
 Owns the modules of Megatron's local layer spec in which each operation gives a row the bits that it has in the engine,
-whatever rows are beside it: products, sums over tensor-parallel ranks, norms, the gated activation, rotary angles with
-attention, and the log-probabilities at the end. Their gradients are the ordinary ones at these values, and have no
-such order.
+whatever rows are beside it: products, sums over tensor-parallel ranks, rotary angles with attention, and the
+log-probabilities at the end. Norms and the gated activation are those of `compiled.py`, which have the same. Gradients
+are the ordinary ones at these values, and have no such order.
 
 Shapes: P packed tokens, I inputs, O outputs, N heads and K KV heads of this rank, D head dim, S slots, H hidden, C rows
 of a chunk, V vocabulary.
@@ -20,16 +20,14 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from mrl.distributed.collectives import sum_in_rank_order
 from mrl.kernels.library import required
 from mrl.kernels.rotary import rotary_tables
-from mrl.kernels.training import training
 from mrl.megatron.attention import CoreAttention, PackedSequences
-from mrl.megatron.norm import RMSNorm
+from mrl.megatron.compiled import GatedMlp, exchanged
 from mrl.models.base import ArchSpec
 
 Tables = tuple[Tensor, Tensor]
@@ -59,27 +57,10 @@ class Row(RowParallelLinear):  # type: ignore[misc]
         return _RankSum.apply(partial, self.tp_group, self.sequence_parallel), None  # type: ignore[no-untyped-call]
 
 
-class Norm(RMSNorm):
-    """The root-mean-square norm."""
+class ExactMlp(GatedMlp):
+    """With the products of this file."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The normed rows, in the dtype of `x`."""
-        normed: Tensor = _Norm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
-        return normed
-
-
-class GatedMlp(MLP):  # type: ignore[misc]
-    """down(silu(gate x) * up x)."""
-
-    def __init__(self, config: Any, **options: Any) -> None:
-        layers = MLPSubmodules(linear_fc1=Column, linear_fc2=Row)
-        super().__init__(config, layers, ffn_hidden_size=config.ffn_hidden_size, **options)
-
-    def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
-        """Collective over tensor-parallel: (the output, no bias)."""
-        gate_up, _ = self.linear_fc1(hidden_states)
-        output, bias = self.linear_fc2(_Gate.apply(gate_up))  # type: ignore[no-untyped-call]
-        return output, bias
+    linear = Column, Row
 
 
 class Attention(CoreAttention):
@@ -89,20 +70,9 @@ class Attention(CoreAttention):
         super().__init__(*args, **options)
         self._tables = tables
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSequences | None = None,
-    ) -> Tensor:
-        """See `CoreAttention`; queries and keys come without their angles."""
-        if attention_mask is not None or attention_bias is not None or packed_seq_params is None:
-            raise ValueError("attention takes packed sequences, and neither a mask nor a bias")
-        attended: Tensor = _Attended.apply(query, key, value, packed_seq_params, self)  # type: ignore[no-untyped-call]
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
+        """See `PackedAttention.forward`; queries and keys come without their angles."""
+        attended: Tensor = _Attended.apply(query, key, value, plan, self)  # type: ignore[no-untyped-call]
         return attended
 
     def turned(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
@@ -123,7 +93,7 @@ class Attention(CoreAttention):
         positions_P = plan.positions
         cos, sin = (table[positions_P][:, None, None] for table in self._tables)
         query, key = (x * cos + x.roll(x.size(-1) // 2, -1) * sin for x in (query, key))
-        return super().forward(query, key, value, None, packed_seq_params=plan)
+        return super().attend(query, key, value, plan)
 
 
 class Head:
@@ -160,15 +130,8 @@ class Head:
 
 def exact_layer(layer: ModuleSpec, tables: Tables, *, qk_norm: bool) -> ModuleSpec:
     """Megatron's local layer spec of a dense model, its parts exchanged for those of this file."""
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
-    attention = parts.self_attention.submodules
-    attention.linear_qkv, attention.linear_proj = Column, Row
-    attention.core_attention = ModuleSpec(module=Attention, params={"tables": tables})
-    if qk_norm:
-        attention.q_layernorm = attention.k_layernorm = Norm
-    parts.mlp = GatedMlp
-    return layer
+    attention = ModuleSpec(module=Attention, params={"tables": tables})
+    return exchanged(layer, (Column, Row), attention, ExactMlp, qk_norm=qk_norm)
 
 
 def angles_of(arch: ArchSpec, num_positions: int, dtype: torch.dtype) -> Tables:
@@ -212,32 +175,6 @@ class _RankSum(torch.autograd.Function):
             dist.all_gather(parts, grad, group=ctx.group)
             grad = torch.cat(parts)
         return grad, None, None
-
-
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return required(x.dtype).norm(x.reshape(-1, x.size(-1)).contiguous(), weight, eps).view(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        return *training(x.dtype).norm_gradients(x.contiguous(), weight, grads[0], ctx.eps), None
-
-
-class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        gated = required(gate_up.dtype).gate(gate_up.reshape(-1, gate_up.size(-1)).contiguous())
-        return gated.view(*gate_up.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        gate_up = ctx.saved_tensors[0].contiguous()
-        return training(gate_up.dtype).gate_gradient(gate_up, grads[0])
 
 
 class _Attended(torch.autograd.Function):

@@ -37,10 +37,9 @@ from mrl.kernels.library import check_alike
 from mrl.kernels.training import Angles
 from mrl.megatron.attention import CoreAttention, PackedSequences
 from mrl.megatron.comparison import Compared
-from mrl.megatron.compiled import Norm as CompiledNorm
-from mrl.megatron.compiled import compiled_layer, compiles
+from mrl.megatron.compiled import Norm, compiled_layer, compiles
 from mrl.megatron.context import ContextTargets
-from mrl.megatron.exact import Head, Norm, Tables, angles_of, exact_layer
+from mrl.megatron.exact import Head, Tables, angles_of, exact_layer
 from mrl.megatron.moe import load_balance, moe_config, with_router
 from mrl.megatron.norm import RMSNorm
 from mrl.megatron.passed import check_te, given_to, objects
@@ -406,7 +405,7 @@ def _block_spec(
         return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=Norm)
     if compiled:
         layer = compiled_layer(layer, qk_norm=config.qk_layernorm, moe=moe is not None)
-        return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=CompiledNorm)
+        return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=Norm)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules

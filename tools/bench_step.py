@@ -48,8 +48,8 @@ import torch
 import transformers
 
 from mrl import config as mrl_config
-from mrl.observe.benchmark import add_device, commit, device_name, spread, synchronize
-from mrl.observe.step_floor import Shape, limits, now, square_rate
+from mrl.observe.benchmark import add_device, commit, device_name, matrix_rate, spread, synchronize
+from mrl.observe.step_floor import Shape, limits, now
 from mrl.rewards.regex import regex
 from mrl.run.job import Job
 from mrl.run.opening import open_job
@@ -150,10 +150,10 @@ def run_case(case: Case, dtype: str, folder: Path, device: str, *, iterations: i
                 times["trl"].append(seconds)
                 phases.append(timings)
 
-        rate = square_rate(dtype, job.device)
+        rate = matrix_rate(getattr(torch, dtype), job.device, now)
         batch = best_trl_batch(case, dtype, folder, device, rows)
         run_trl(case, dtype, folder, device, rows, case.warm_up + iterations, after_step, batch)
-        rate = max(rate, square_rate(dtype, job.device))
+        rate = max(rate, matrix_rate(getattr(torch, dtype), job.device, now))
     ratios = [theirs / ours for theirs, ours in zip(times["trl"], times["mrl"], strict=True)]
     return {
         **described(case, dtype),

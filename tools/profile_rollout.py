@@ -20,7 +20,6 @@ import argparse
 import json
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from mrl.engines.native.compiled import Compiled
 from mrl.engines.native.linear import Linear
 from mrl.engines.native.operations import Operations
 from mrl.models.hf_config import arch_from_config
-from mrl.observe.benchmark import commit, device_name
+from mrl.observe.benchmark import PartTimes, commit, device_name, matrix_rate
 
 BETWEEN = ("norm", "gate", "sample")
 INSIDE = {"rotation": "rotate", "decode_attention": "attend"}
@@ -40,24 +39,12 @@ INSIDE = {"rotation": "rotate", "decode_attention": "attend"}
 CPU = torch.device("cpu")
 
 
-class Clock:
-    """Processor time of this thread, by part."""
+class Clock(PartTimes):
+    """Of the engine's products and operations; it counts the products' FLOP."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
+        super().__init__()
         self.flops = 0.0
-
-    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose time counts for the name."""
-
-        def call(*given: Any, **named: Any) -> Any:
-            began = time.thread_time()
-            try:
-                return function(*given, **named)
-            finally:
-                self.seconds[name] += time.thread_time() - began
-
-        return call
 
     def attach(self, names: dict[tuple[int, ...], str]) -> None:
         """To every product and operation of this process; a product has the name of its weight's shape."""
@@ -122,8 +109,7 @@ def profile(model: str, dtype: str, folder: Path, clock: Clock, *, eager: bool) 
     parts = dict(clock.seconds)
     products = sum(seconds for name, seconds in parts.items() if name not in (*BETWEEN, *INSIDE.values()))
     parts["host"] = whole - sum(parts.values())
-    square = torch.randn(1024, 1024).to(getattr(torch, dtype))
-    taken = min(thread_seconds(lambda: square @ square) for _ in range(7))
+    rate = matrix_rate(getattr(torch, dtype), CPU, time.thread_time)
     return {
         "profile": "rollout",
         "model": model,
@@ -131,24 +117,17 @@ def profile(model: str, dtype: str, folder: Path, clock: Clock, *, eager: bool) 
         "batch": BATCH[model],
         "new_tokens": NEW_TOKENS,
         "processor_s": round(whole, 3),
-        "times_floor": round(whole * 2 * 1024**3 / taken / clock.flops, 2),
+        "times_floor": round(whole * rate / clock.flops, 2),
         "shares": {name: round(seconds / whole, 3) for name, seconds in sorted(parts.items(), key=lambda x: -x[1])},
         "products_frac": round(products / whole, 3),
         "product_gflop_per_s": round(clock.flops / products / 1e9, 1),
-        "matmul_gflop_per_s": round(2 * 1024**3 / taken / 1e9, 1),
+        "matmul_gflop_per_s": round(rate / 1e9, 1),
         "operations": "PyTorch's" if eager else "compiled",
         "device": device_name(),
         "num_threads": 1,
         "torch": torch.__version__,
         "commit": commit(),
     }
-
-
-def thread_seconds(action: Callable[[], object]) -> float:
-    """Processor time of this thread."""
-    began = time.thread_time()
-    action()
-    return time.thread_time() - began
 
 
 if __name__ == "__main__":

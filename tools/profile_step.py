@@ -23,8 +23,6 @@ import json
 import statistics
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +33,8 @@ from mrl.functional.logprobs import _LinearLogprobs
 from mrl.kernels.training import Training
 from mrl.megatron import compiled, model
 from mrl.megatron.schedule import Schedule
-from mrl.observe.benchmark import commit, device_name
-from mrl.observe.step_floor import limits, square_rate
+from mrl.observe.benchmark import PartTimes, commit, device_name, matrix_rate
+from mrl.observe.step_floor import limits
 from mrl.run.job import Job
 from mrl.run.opening import open_job
 from mrl.run.prepare import prepare
@@ -54,11 +52,8 @@ PHASES = {"answers": "rollouts", "score": "rewards", "pack": "pack", "optimizer_
 """Functions of `mrl/train.py`."""
 
 
-class Clock:
-    """Processor time of this thread, by part."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
+class Clock(PartTimes):
+    """Of the functions of a step."""
 
     def attach(self, job: Job) -> None:
         """To the functions of this process."""
@@ -72,16 +67,7 @@ class Clock:
         self._time("optimizer", job.policy.optimizer, "step")
 
     def _time(self, part: str, owner: Any, name: str) -> None:
-        function: Callable[..., Any] = getattr(owner, name)
-
-        def call(*given: Any, **named: Any) -> Any:
-            began = time.thread_time()
-            try:
-                return function(*given, **named)
-            finally:
-                self.seconds[part] += time.thread_time() - began
-
-        setattr(owner, name, call)
+        setattr(owner, name, self.timed(part, getattr(owner, name)))
 
 
 def main() -> None:
@@ -116,7 +102,7 @@ def profile(case: Case, dtype: str, folder: Path, steps: int) -> dict[str, Any]:
             began = time.thread_time()
             mrl_step(job, case, step)
             wholes.append(time.thread_time() - began)
-        rate = square_rate(dtype, CPU)
+        rate = matrix_rate(getattr(torch, dtype), CPU, time.thread_time)
     wholes, parts = wholes[warm_up:], dict(clock.seconds)
     of_update = ("update", *PARTS, "optimizer")
     parts["rest of update"] = parts.pop("update") - sum(parts.get(name, 0.0) for name in of_update[1:])

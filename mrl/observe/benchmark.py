@@ -12,8 +12,10 @@ import platform
 import statistics
 import subprocess
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,18 +53,47 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds(action: Callable[[], object], device: torch.device) -> float:
+Seconds = Callable[[], float]
+"""A clock: of the wall, or of what a thread or a process has of the processor."""
+
+
+def seconds(action: Callable[[], object], device: torch.device, clock: Seconds = time.perf_counter) -> float:
     """How long the action takes, what it has asked of the device included."""
     synchronize(device)
-    began = time.perf_counter()
+    began = clock()
     action()
     synchronize(device)
-    return time.perf_counter() - began
+    return clock() - began
 
 
-def best_time(action: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+def best_time(
+    action: Callable[[], object], device: torch.device, repeats: int = 5, clock: Seconds = time.perf_counter
+) -> float:
     """Shortest of a few calls after a first one, s."""
-    return min([seconds(action, device) for _ in range(repeats + 1)][1:])
+    return min([seconds(action, device, clock) for _ in range(repeats + 1)][1:])
+
+
+class PartTimes:
+    """Processor time of this thread, by part.
+
+    Attributes:
+        seconds: Of each part, so far.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose time counts for the part."""
+
+        def call(*given: Any, **named: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return function(*given, **named)
+            finally:
+                self.seconds[part] += time.thread_time() - began
+
+        return call
 
 
 def memory_bandwidth(device: torch.device) -> float:
@@ -74,11 +105,11 @@ def memory_bandwidth(device: torch.device) -> float:
     return 2 * READ_BYTES / best_time(lambda: other.copy_(buffer), device)
 
 
-def matrix_rate(dtype: torch.dtype, device: torch.device) -> float:
+def matrix_rate(dtype: torch.dtype, device: torch.device, clock: Seconds = time.perf_counter) -> float:
     """FLOP per second of a square product."""
     width = MATRIX_WIDTH[device.type]
     a = torch.randn(width, width, device=device).to(dtype)
-    return 2 * width**3 / best_time(lambda: a @ a, device)
+    return 2 * width**3 / best_time(lambda: a @ a, device, clock=clock)
 
 
 def spread(times: Sequence[float]) -> dict[str, float]:

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from mrl.observe.benchmark import MATRIX_WIDTH, synchronize
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -44,19 +42,6 @@ class Shape:
 def now() -> float:
     """Seconds: of the clock, or of the processor where one thread computes."""
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
-
-
-def square_rate(dtype: str, device: torch.device) -> float:
-    """FLOP per second of a square product, the best of a few."""
-    width = MATRIX_WIDTH[device.type]
-    square = torch.randn(width, width, device=device).to(getattr(torch, dtype))
-    taken = []
-    for _ in range(8):
-        began = now()
-        square @ square
-        synchronize(device)
-        taken.append(now() - began)
-    return float(2 * width**3 / min(taken))
 
 
 def products(shape: Shape) -> dict[str, float]:

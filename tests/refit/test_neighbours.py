@@ -7,9 +7,8 @@ import torch.distributed as dist
 from mrl.distributed import shared
 from mrl.grid import Grid
 from mrl.refit.transfer import Transfer
-from mrl.weights.checksum import MODULUS, bit_sum
 from tests.ranks import run_ranks
-from tests.refit.test_transfer import LostSource, Setup
+from tests.refit.test_transfer import LostSource, Setup, arrives_in_both_sinks
 
 
 class Shown(Setup):
@@ -37,15 +36,7 @@ class Watched(Transfer):
 
 def reads_neighbours(grid, source_dtype, target_dtype, hidden, bucket_bytes=3000):
     setup = Shown("biases, tied", grid, source_dtype, target_dtype, hidden=hidden)
-    transfer = setup.transfer(bucket_bytes, Watched, True)
-    for sink, written in ((setup.write, True), (setup.keep, False)):
-        for tensor in setup.tensors.values():
-            tensor.zero_()
-        total = transfer.run(sink)
-        for key, expected in setup.expected.items():
-            assert torch.equal(setup.tensors[key].float(), expected), key
-        assert total == sum(map(bit_sum, setup.tensors.values())) % MODULUS
-        assert transfer.written == written
+    transfer = arrives_in_both_sinks(setup, setup.transfer(bucket_bytes, Watched, True))
     others = sum(copy.source_rank != dist.get_rank() == copy.target_rank for copy in transfer._copies)
     return len(transfer.read), others, transfer.num_rounds, transfer.staging_bytes, transfer.sorted, transfer.summed
 

@@ -53,7 +53,10 @@ class Setup:
 
 def arrives(name, grid, bucket_bytes, source_dtype, target_dtype, kind=Transfer, share=False):
     setup = Setup(name, grid, source_dtype, target_dtype)
-    transfer = setup.transfer(bucket_bytes, kind, share)
+    return arrives_in_both_sinks(setup, setup.transfer(bucket_bytes, kind, share)).num_rounds
+
+
+def arrives_in_both_sinks(setup, transfer):
     for sink, written in ((setup.write, True), (setup.keep, False)):
         for tensor in setup.tensors.values():
             tensor.zero_()
@@ -62,7 +65,7 @@ def arrives(name, grid, bucket_bytes, source_dtype, target_dtype, kind=Transfer,
             assert torch.equal(setup.tensors[key].float(), expected), key
         assert total == sum(map(bit_sum, setup.tensors.values())) % MODULUS
         assert transfer.written == written
-    return transfer.num_rounds
+    return transfer
 
 
 class ByTurns(Transfer):

@@ -7,11 +7,15 @@ direction come in the order of the schedule's own table (`get_schedule_table`).
 An interleaved schedule sends while it computes, and empties an output (`deallocate_pipeline_outputs`) before it has
 waited for its send. What the process group holds of a message is the tensor it was given, not the memory that it had;
 so it is given one that nobody empties. Megatron's exchange of numbers only made it likely that the bytes had left.
+
+The schedule also lets go of its last sends without waiting for them. Gloo forgets a message whose request is gone
+before the receiver asked for it, and the receiver waits for ever; so requests are kept until they are done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -43,14 +47,26 @@ class Pipeline(P2PCommunicator):  # type: ignore[misc]  # megatron.core has no t
         handed_back = [shapes[microbatch] for microbatch, chunk in table if chunk < chunks - 1]
         self._forward = iter(handed_back if group.rank() == 0 else every)
         self._backward = iter(handed_back if group.rank() == group.size() - 1 else every)
+        self._sends: list[dist.Work] = []
+
+    def finish(self) -> None:
+        """Waits until all that was sent has left."""
+        for send in self._sends:
+            if not send.is_completed():  # gloo waits for ever for one that was waited for
+                send.wait()
+        self._sends.clear()
 
     def _communicate(self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, **given: Any) -> Any:
-        """Sends what the schedule may empty meanwhile."""
-        return super()._communicate(
+        """Sends what the schedule may empty, and forget, meanwhile."""
+        from_prev, from_next, requests = super()._communicate(
             tensor_send_next=None if tensor_send_next is None else tensor_send_next.detach(),
             tensor_send_prev=None if tensor_send_prev is None else tensor_send_prev.detach(),
             **given,
         )
+        if isinstance(requests, dict):  # by name, where they are not waited for
+            self._sends = [send for send in self._sends if not send.is_completed()]
+            self._sends += [requests[name] for name in ("send_next", "send_prev") if name in requests]
+        return from_prev, from_next, requests
 
     def _communicate_shapes(
         self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
@@ -58,8 +74,11 @@ class Pipeline(P2PCommunicator):  # type: ignore[misc]  # megatron.core has no t
         return next(self._forward) if recv_prev else NOTHING, next(self._backward) if recv_next else NOTHING
 
 
-def messages(group: dist.ProcessGroup, config: Any, lengths: Sequence[int]) -> dict[str, Any]:
+@contextmanager
+def messages(group: dist.ProcessGroup, config: Any, lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
     """What Megatron's `forward_backward_func` is given of a pipeline; nothing where there is none.
+
+    At the end of the context all messages have left.
 
     Args:
         group: The pipeline.
@@ -67,7 +86,10 @@ def messages(group: dist.ProcessGroup, config: Any, lengths: Sequence[int]) -> d
         lengths: Tokens of each microbatch on this rank.
     """
     if group.size() == 1:
-        return {}
+        yield {}
+        return
     # a schedule that is given the one asks for the other
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp", "embd", "pos_embd", "dp_cp"])
-    return {"p2p_communicator": Pipeline(group, config, lengths), "pg_collection": groups}
+    pipeline = Pipeline(group, config, lengths)
+    yield {"p2p_communicator": pipeline, "pg_collection": groups}
+    pipeline.finish()

@@ -199,16 +199,18 @@ class Schedule:
                 choices.keep(index, kept)
             return output, lambda scored: self._report(scored, index, micro, loss)
 
-        reports: list[tuple[int, dict[str, Tensor]]] = get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=iterators if several else iterators[0],
-            model=self._chunks if several else self._chunks[0],
-            num_microbatches=len(microbatches),
-            seq_length=max(micro.tokens.size(1) for micro in microbatches),
-            micro_batch_size=1,
-            forward_only=not backward,
-            **messages(self._groups.pp, self._chunks[0].config, [micro.tokens.size(1) for micro in microbatches]),
-        )
+        lengths = [micro.tokens.size(1) for micro in microbatches]
+        with messages(self._groups.pp, self._chunks[0].config, lengths) as given:
+            reports: list[tuple[int, dict[str, Tensor]]] = get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=iterators if several else iterators[0],
+                model=self._chunks if several else self._chunks[0],
+                num_microbatches=len(microbatches),
+                seq_length=max(lengths),
+                micro_batch_size=1,
+                forward_only=not backward,
+                **given,
+            )
         return [report for _, report in sorted(reports, key=lambda item: item[0])]
 
     @staticmethod

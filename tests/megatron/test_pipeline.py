@@ -1,6 +1,9 @@
 """No stage asks another one how long a microbatch is, and none is mistaken."""
 
+import time
+
 import pytest
+import torch.distributed as dist
 
 from mrl.grid import Grid
 from mrl.megatron.pipeline import P2PCommunicator
@@ -52,3 +55,26 @@ def test_stages_know_how_long_each_microbatch_is(arch, grid, passed):
         assert_same(found, plain)
         if before is not None:
             assert (before - scored).abs().max() < 1e-4  # fp32 sums in another order
+
+
+def _scored_by_a_slow_stage(arch, grid):
+    """Scores, where the last stage is late to ask for what the first has sent."""
+    policy = make_policy(arch, grid, actor=SHORT, megatron={"transformer": EARLY})
+    original = P2PCommunicator._communicate
+
+    def late(self, **given):
+        if given["recv_prev"] and dist.get_rank() == grid.world_size - 1:
+            time.sleep(0.05)
+        return original(self, **given)
+
+    P2PCommunicator._communicate = late
+    try:
+        return scores(policy, make_batch(seed=9))
+    finally:
+        P2PCommunicator._communicate = original
+
+
+def test_a_message_arrives_however_late_it_is_asked_for():
+    ((_, plain, _, _),) = run_ranks(1, _trained, ARCHS["qwen3"], Grid(1), {"actor": SHORT})
+    for found in run_ranks(2, _scored_by_a_slow_stage, ARCHS["qwen3"], Grid(2, pp=2, vpp=2)):
+        assert (found - plain).abs().max() < 1e-4

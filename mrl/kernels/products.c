@@ -17,6 +17,7 @@
 
 #define PANEL (2 * LANES)
 #define BLOCKS 8 /* of rows that a task takes */
+#define LINE (64 / (int64_t)sizeof(T)) /* elements that come from memory together */
 #define LARGE (1 << 20) /* bytes of a weight that a cache near a core does not hold */
 #ifdef __AVX512F__
 #define TALL 12
@@ -178,12 +179,17 @@ static void pack_rows(const T *x, int64_t stride, X *to, int64_t count, int64_t 
     }
 }
 
-static inline __attribute__((always_inline)) void tile(const X *x, const T *panel, int64_t steps, const float *bias, T *out,
-                                                       int64_t stride, int64_t rows, int64_t columns, const int num) {
+/* With `fetches`, as much as the panel has is fetched from `next` meanwhile: a processor that is left to itself waits for
+ * memory at each panel. */
+static inline __attribute__((always_inline)) void tile(const X *x, const T *panel, const T *next, int64_t steps,
+                                                       const float *bias, T *out, int64_t stride, int64_t rows,
+                                                       int64_t columns, const int num, const int fetches) {
     vec low[num], high[num];
 #pragma GCC unroll 16
     for (int m = 0; m < num; m++) low[m] = high[m] = (vec){0};
     for (int64_t k = 0; k < steps; k++) {
+        if (fetches)
+            for (int64_t n = 0; n < PANEL * STEP; n += LINE) __builtin_prefetch(next + k * PANEL * STEP + n, 0, 2);
         vec a = weights_at(panel + k * PANEL * STEP), b = weights_at(panel + (k * PANEL + LANES) * STEP);
 #pragma GCC unroll 16
         for (int m = 0; m < num; m++) {
@@ -224,10 +230,12 @@ void product(const T *x, int64_t stride, const T *packed, const T *bias, T *out,
             for (int64_t block = first; block < last; block++) {
                 int64_t count = rows - block * TALL < TALL ? rows - block * TALL : TALL;
                 const X *own = xs + block * TALL * steps;
+                const T *next = block == first && panel + 1 < panels ? weights + steps * PANEL * STEP : 0;
                 T *to = out + block * TALL * outs + panel * PANEL;
 #define CASE(num)                                                                                                      \
     if (count <= num) {                                                                                                \
-        tile(own, weights, steps, added_last, to, outs, count, columns, num);                                          \
+        if (next) tile(own, weights, next, steps, added_last, to, outs, count, columns, num, 1);                       \
+        else tile(own, weights, next, steps, added_last, to, outs, count, columns, num, 0);                            \
         continue;                                                                                                      \
     }
                 CASE(1)

@@ -1,12 +1,12 @@
 """The forms in which a CPU can multiply few rows by a weight, and which of them a product takes: the fastest measured.
 
 Owns the measurement. Each form's product of one shape is timed once on a machine, in milliseconds, and the name of the
-fastest is kept in the user's cache folder by processor, PyTorch, dtype and shape. One thread multiplies, and its
-processor time counts: neither other programs nor the run's threads turn the choice. Forms differ in the last bits, so
-the choice must stand still: what is kept holds for every later run; all engines of a job take what the first of them
-took, and keep that; a form that is not `PACKED` must win by `MARGIN`, so that noise decides nothing; without a place to
-keep the choice, or for matrices of which no speed is felt, it is `PACKED`. A form is no candidate where the bits of a
-row depend on the rows beside it, which is tried before it is taken.
+fastest is kept in the user's cache folder by processor, PyTorch, compiled functions, dtype and shape. One thread
+multiplies, and its processor time counts: neither other programs nor the run's threads turn the choice. Forms differ in
+the last bits, so the choice must stand still: what is kept holds for every later run; all engines of a job take what
+the first of them took, and keep that; a form that is not `PACKED` must win by `MARGIN`, so that noise decides nothing;
+without a place to keep the choice, or for matrices of which no speed is felt, it is `PACKED`. A form is no candidate
+where the bits of a row depend on the rows beside it, which is tried before it is taken.
 
 Shapes: P rows, I inputs, O outputs.
 """
@@ -145,7 +145,8 @@ def form_of(shape: tuple[int, ...], dtype: torch.dtype, *, compiled: bool = Fals
 def _chosen(outputs: int, inputs: int, dtype: torch.dtype, compiled: bool) -> str:
     known = candidates(outputs, dtype, compiled=compiled)
     what = f"{str(dtype).removeprefix('torch.')}-{outputs}x{inputs}{'-compiled' if compiled else ''}"
-    name = f"products/{machine.key(machine.processor(), torch.__version__)}/{what}"
+    code = library.required(dtype).key if compiled else ""
+    name = f"products/{machine.key(machine.processor(), torch.__version__, code)}/{what}"
     own = PACKED.name
     if machine.place(name) is not None:
         own = machine.kept(name, lambda: fastest((outputs, inputs), dtype, compiled=compiled).name.encode()).decode()

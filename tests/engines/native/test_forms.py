@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from mrl.engines.native import forms
 from mrl.engines.native.forms import FORMS, PACKED, PLAIN, ROW_BY_ROW, TRANSPOSED, candidates, form_of, row_by_row
 from mrl.engines.native.linear import packs
-from mrl.kernels import machine
+from mrl.kernels import library, machine
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not packs(torch.device("cpu")), reason="this processor has one form")
@@ -63,6 +63,16 @@ def test_the_fastest_is_taken_and_measured_once_on_a_machine(measured):
     assert again() is PLAIN
     assert calls == [list(FORMS.values())] * len(forms.ROWS)
     assert form_of(SHAPE, torch.bfloat16) is TRANSPOSED  # another product
+
+
+def test_other_compiled_functions_are_measured_again(measured, monkeypatch):
+    calls, times = measured
+    times[row_by_row(SHAPE[0], torch.float32)] = 0.4
+    for key in ("one", "one", "another"):
+        monkeypatch.setattr(library.required(torch.float32), "key", key)
+        forms._chosen.cache_clear()
+        assert form_of(SHAPE, torch.float32, compiled=True).name == ROW_BY_ROW
+    assert len(calls) == 2 * len(forms.ROWS)
 
 
 def test_a_lead_that_noise_could_make_decides_nothing(measured):

@@ -29,7 +29,7 @@ import torch
 
 from mrl.distributed.local_ranks import TOKENIZERS, TRAINING, forks, free_port
 
-PRELOAD = (*TRAINING, TOKENIZERS, "tests.first_run")
+PRELOAD = (*TRAINING, TOKENIZERS, "tests.first_run", "pytest")
 """Of the one server that a test process has: whatever a test forks comes from it."""
 START_TIMEOUT_S = 120
 CALL_TIMEOUT_S = 240

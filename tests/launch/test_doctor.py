@@ -25,11 +25,11 @@ def by_topic(findings):
 
 
 def test_two_ranks_of_torchrun(tmp_path):
+    variables = {"NPROC_PER_NODE": "2", "MASTER_PORT": str(runs.free_port()), "PYTHON_EXEC": warm.python()}
     _, config, output = runs.arguments(tmp_path)
     done = subprocess.run(
         [str(ROOT / "launch" / "torchrun.sh"), "doctor", config, output, "--json"], cwd=tmp_path,
-        env=ENVIRONMENT | {"NPROC_PER_NODE": "2", "MASTER_PORT": str(runs.free_port())}, capture_output=True, text=True,
-        timeout=TIMEOUT_S, check=False,
+        env=ENVIRONMENT | variables, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)

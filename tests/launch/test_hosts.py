@@ -36,7 +36,7 @@ def train(tmp_path):
 
 
 def test_two_hosts_train_to_the_same_numbers(train, expected, tmp_path):
-    statuses, told = train()
+    statuses, told = train(PYTHON_EXEC=warm.python())
     assert statuses == [0, 0], told
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == expected
 

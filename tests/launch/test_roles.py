@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 
@@ -72,7 +71,7 @@ def test_slurm_starts_a_node_that_trains_and_one_that_samples(alone, cluster, tm
 def test_launch_refuses_ranks_that_cannot_be_split_so_and_starts_those_that_can(tmp_path):
     def launch(num_nodes):
         words = ["launch", "--via", "sbatch", "--nodes", num_nodes, "--gpus-per-node", "8", str(FILE), "--dry-run"]
-        command = [sys.executable, "-m", "mrl", *words]
+        command = [warm.python(), "-m", "mrl", *words]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
     done, refused = launch("2"), launch("1")

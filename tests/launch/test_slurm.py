@@ -50,8 +50,7 @@ def test_a_job_of_two_nodes_is_told_of_its_end_and_goes_on_to_the_same_numbers(
     uninterrupted = (tmp_path / "whole" / "run" / "metrics.jsonl").read_text()
     _, *words = runs.arguments(tmp_path, WORDS)
     held = {told_run.TELL: f"0 score {samples} SIGCONT", told_run.MARK: str(tmp_path / "told")}
-    if mode == "srun":
-        held["PYTHON"] = warm.python()
+    held["PYTHON_EXEC" if mode == "torchrun" else "PYTHON"] = warm.python()  # of the ranks
     job = submit(cluster, tmp_path, *words, MODE=mode, NPROC_PER_NODE=str(on_a_node), **held)
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_for((tmp_path / "told").exists, JOB_TIMEOUT_S)

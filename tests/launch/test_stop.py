@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from mrl.survival.stop import REPEAT_S
+from tests import warm
 from tests.e2e import runs, told
 from tests.source import ROOT
 
@@ -48,7 +49,7 @@ class Run:
         while not (self.folder / "told").exists():
             assert time.monotonic() < deadline and self.process.poll() is None, self.output()
             time.sleep(0.1)
-        self.tree = psutil.Process(self.process.pid).children(recursive=True)
+        self.tree = [*psutil.Process(self.process.pid).children(recursive=True), *warm.processes()]
 
     def output(self):
         return Path(self.folder / "output.txt").read_text()
@@ -62,16 +63,26 @@ class Run:
         return status, self.output().partition("mrl: ")[2].splitlines()[0]
 
 
+@pytest.fixture
+def without_threads(tmp_path):
+    """What the launchers of THREADS start ranks by: those are forked."""
+    program = tmp_path / "rank"
+    unset = " ".join(f"-u {name}" for name in THREADS if name != "OMP_NUM_THREADS")
+    program.write_text(f'#!/bin/sh\nexec env {unset} OMP_NUM_THREADS=1 "{warm.python()}" "$@"\n')
+    program.chmod(0o755)
+    return str(program)
+
+
 def test_what_does_not_end_in_time_is_ended(tmp_path):
-    run = Run(tmp_path, [sys.executable, "-m", "mrl"], "0 hang 1 SIGUSR1", "run.stop_timeout_s=1")
+    run = Run(tmp_path, [warm.python(), "-m", "mrl"], "0 hang 1 SIGUSR1", "run.stop_timeout_s=1")
     run.wait_until_told()
     said = "told to stop by SIGUSR1, and not done in time; ended without a new checkpoint."
     assert run.end() == (75, said)
     assert "The last checkpoint is of step 0, in " in run.output()
 
 
-def test_sigterm_twice_under_torchrun_leaves_nobody(tmp_path):
-    variables = {"NPROC_PER_NODE": "2", "MASTER_PORT": str(runs.free_port()), **THREADS}
+def test_sigterm_twice_under_torchrun_leaves_nobody(without_threads, tmp_path):
+    variables = {"NPROC_PER_NODE": "2", "MASTER_PORT": str(runs.free_port()), "PYTHON_EXEC": without_threads, **THREADS}
     run = Run(tmp_path, [str(ROOT / "launch" / "torchrun.sh")], HANGS, **variables)
     run.wait_until_told()
     for _ in range(2):
@@ -81,9 +92,9 @@ def test_sigterm_twice_under_torchrun_leaves_nobody(tmp_path):
     assert run.end() == (75, said)
 
 
-def test_sigusr1_to_torchrun_ends_in_a_checkpoint(tmp_path):
+def test_sigusr1_to_torchrun_ends_in_a_checkpoint(without_threads, tmp_path):
     port, script = str(runs.free_port()), str(ROOT / "launch" / "torchrun.sh")
-    variables = {"NPROC_PER_NODE": "2", "MASTER_PORT": port, **THREADS}
+    variables = {"NPROC_PER_NODE": "2", "MASTER_PORT": port, "PYTHON_EXEC": without_threads, **THREADS}
     more = ("checkpoint.interval=0", "observe.report=true")
     run = Run(tmp_path, [script], HELD, *more, **variables)
     run.wait_until_told()
@@ -97,7 +108,8 @@ def test_sigusr1_to_torchrun_ends_in_a_checkpoint(tmp_path):
 
 @pytest.mark.mpi
 def test_sigterm_to_mpirun_ends_in_a_checkpoint(tmp_path):
-    run = Run(tmp_path, [str(ROOT / "launch" / "mpirun.sh")], HELD, "checkpoint.interval=0", NPROC="2", **MPI)
+    variables = {"NPROC": "2", "PYTHON": warm.python(), **MPI}
+    run = Run(tmp_path, [str(ROOT / "launch" / "mpirun.sh")], HELD, "checkpoint.interval=0", **variables)
     run.wait_until_told()
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == (75, "stopped by SIGUSR1 after step 1, which is committed.")

@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 
+from tests import warm
 from tests.e2e import runs
 from tests.launch import strangers
 from tests.launch.conftest import SHORT
@@ -29,8 +30,8 @@ class HeldJob:
         self.port = runs.free_port()
         variables = {
             **os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT),
-            "NPROC_PER_NODE": "2", "MASTER_PORT": str(self.port), "MAX_RESTARTS": str(restarts),
-            strangers.HELD_UNTIL: str(self.until), "TMPDIR": str(folder),
+            "PYTHON_EXEC": warm.python(), "NPROC_PER_NODE": "2", "MASTER_PORT": str(self.port),
+            "MAX_RESTARTS": str(restarts), strangers.HELD_UNTIL: str(self.until), "TMPDIR": str(folder),
         }  # fmt: skip
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
@@ -53,7 +54,7 @@ class HeldJob:
         if self.process.poll() is not None:
             return []
         launcher = psutil.Process(self.process.pid)
-        return [launcher, *launcher.children(recursive=True)]
+        return [launcher, *launcher.children(recursive=True), *warm.processes()]
 
     def end(self):
         self.until.touch()

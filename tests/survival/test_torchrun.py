@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests import warm
 from tests.e2e.runs import free_port
 from tests.own_tasks import DEFECT
 from tests.source import ROOT
@@ -28,7 +29,7 @@ def start(folder: Path, *overrides: str, task: str = "", port: int = 0) -> subpr
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "1", "MASTER_PORT": str(port or free_port()),
         "TMPDIR": str(folder), "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]), "PYTHON_EXEC": warm.python(),  # the rank's
     }  # fmt: skip
     command = [str(ROOT / "launch" / "torchrun.sh"), "train", "c.yaml", *overrides]
     return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)

@@ -8,8 +8,9 @@ network. It hands signals on, ends as the process ends, and the process is kille
 parent is the program's. What it cannot give so it becomes itself, by the real Python: other modules and flags, and
 variables that imports read.
 
-Not for tests of imports, of signals in the first second, of stopped processes (SIGSTOP), or that look at a tree of
-processes: the process is a child of the server. Each launcher has tests with `sys.executable`, too.
+Not for tests of imports, of signals in the first second or of stopped processes (SIGSTOP). In a tree of processes there
+is the program alone: the process is a child of the server, `processes()` has it. Each launcher has tests with
+`sys.executable`, too.
 """
 
 import atexit
@@ -21,9 +22,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+import psutil
+
 from tests.source import ROOT
 
 END_S = 30
+_servers: list[int] = []
 
 
 @functools.cache
@@ -44,4 +48,10 @@ def python(*modules: str) -> str:
     atexit.register(server.wait, END_S)
     atexit.register(server.stdin.close)  # it sees the end of its input
     assert server.stdout.readline() == b"ready\n"
+    _servers.append(server.pid)
     return str(program)
+
+
+def processes() -> list[psutil.Process]:
+    """Those that were forked for programs of this test process and run now, and what they started."""
+    return [process for server in _servers for process in psutil.Process(server).children(recursive=True)]

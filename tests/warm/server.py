@@ -8,6 +8,7 @@ import fcntl
 import functools
 import gc
 import importlib
+import inspect
 import io
 import json
 import os
@@ -192,6 +193,8 @@ if __name__ == "__main__":
     for module in (*PRELOAD, *sys.argv[2:]):
         importlib.import_module(module)
     gc.freeze()
+    # torchrun reads its stack again and again; a file that is not known is looked for in all the modules imported here
+    inspect.modulesbyfile["<frozen runpy>"] = "runpy"
     socket_file = Path(sys.argv[1])
     socket_file.with_name("variables").write_text(json.dumps({**read_by_imports(), "ROOT": os.getcwd()}))
     server = Server(str(socket_file))

@@ -429,8 +429,8 @@ class SampleTable:
         return self.keep(self["reward"].isfinite())
 
     def keep(self, mask_N: Tensor) -> SampleTable:
-        """The rows where the mask is True."""
-        return SampleTable(self.columns, self.rows_NC[mask_N], self.turn_rewards)
+        """The rows where the mask is True; itself where it is True everywhere."""
+        return self if mask_N.all() else SampleTable(self.columns, self.rows_NC[mask_N], self.turn_rewards)
 
     @staticmethod
     def join(tables: list[SampleTable]) -> SampleTable:

@@ -59,6 +59,8 @@ def balance_families(
     Returns:
         Samples of each bin, ascending; every sample once.
     """
+    if num_bins == 1:
+        return [sorted(item for family in families for item in family)]
     most = max((len(family) for family in families), default=1)
     found: list[tuple[int, list[list[int]]]] = []
     parts = 1

@@ -56,7 +56,8 @@ def from_rank(source: int, value: Any, group: dist.ProcessGroup | None = None) -
 def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Collective over `group`: the elementwise sum, on every rank; the input is unchanged."""
     total = tensor.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(total, group=group)
     return total
 
 

@@ -82,14 +82,16 @@ class Channel:
 
     def receive(self) -> dict[str, Any] | None:
         """The next thing that the worker or its keeper said, NONSENSE where it was neither; None: nothing yet."""
-        self.transfer()
         while True:
-            line, end, rest = self._unread.partition(b"\n")
-            if not end:
-                return NONSENSE if len(line) > wire.MAX_LINE_BYTES else None
-            self._unread = rest
+            if not self.has_line:
+                self.transfer()
+            end = self._unread.find(b"\n")
+            if end < 0:
+                return NONSENSE if len(self._unread) > wire.MAX_LINE_BYTES else None
+            line = bytes(self._unread[:end])
+            del self._unread[: end + 1]
             if line:
-                found = wire.read(bytes(line), self._key)
+                found = wire.read(line, self._key)
                 return NONSENSE if found is None else found
 
     def silent(self) -> bool:

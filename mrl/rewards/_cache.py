@@ -24,6 +24,9 @@ MIB = 1 << 20
 
 _SAMPLE = [item.name for item in fields(Sample)]
 
+_written = json.JSONEncoder(sort_keys=True, default=repr).encode
+"""What names a score, as text."""
+
 NEW, OLD = ".jsonl", ".old.jsonl"
 """Endings of a cache's two files: at half of its size the new one takes the place of the old one."""
 
@@ -140,7 +143,7 @@ def keys_of(identity: str, samples: Sequence[Sample]) -> list[str | None]:
     """The names of the scores of samples that were scored in one call; None where a row cannot be told from another."""
     try:
         told = [identity, *(getattr(sample, name) for sample in samples for name in _SAMPLE)]
-        key = blake2b(json.dumps(told, sort_keys=True, default=repr).encode(), digest_size=16).hexdigest()
+        key = blake2b(_written(told).encode(), digest_size=16).hexdigest()
         return [f"{key}-{place}" if place else key for place in range(len(samples))]
     except (TypeError, ValueError, RecursionError):
         return [None] * len(samples)
@@ -148,9 +151,7 @@ def keys_of(identity: str, samples: Sequence[Sample]) -> list[str | None]:
 
 def identity_of(functions: Sequence[tuple[str, Mapping[str, Any], str]]) -> str:
     """Of functions: the name, the arguments and the digest of the source of each."""
-    return json.dumps(
-        [[name, dict(kwargs), source] for name, kwargs, source in functions], sort_keys=True, default=repr
-    )
+    return _written([[name, dict(kwargs), source] for name, kwargs, source in functions])
 
 
 @dataclass

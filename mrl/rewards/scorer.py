@@ -141,10 +141,9 @@ class Scorer:
         Raises:
             UserError: More than `reward.max_failed_frac` of the rollouts failed; the first failure is named.
         """
-        for rollout in rollouts:
-            self._prepare(rollout)
-        rollouts = [rollout for rollout in rollouts if rollout.reward_error is None]
-        samples = [self._sample(rollout) for rollout in rollouts]
+        prepared = [(rollout, self._prepare(rollout)) for rollout in rollouts]
+        rollouts = [rollout for rollout, sample in prepared if sample is not None]
+        samples = [sample for _, sample in prepared if sample is not None]
         allowed = math.floor(self._config.max_failed_frac * len(samples))
         order = [(rollout.prompt.uid, rollout.sample_index) for rollout in rollouts]
         found, computed = self._elsewhere(samples, order, allowed, told_to_stop)
@@ -224,29 +223,23 @@ class Scorer:
         """See `close`."""
         self.close()
 
-    def _prepare(self, rollout: Rollout) -> None:
-        """The text of a rollout; one whose environment failed is not scored."""
+    def _prepare(self, rollout: Rollout) -> Sample | None:
+        """Sets its text; what functions see of it, None where its environment failed: it is not scored."""
+        prompt, episode, ids = rollout.prompt, rollout.episode, rollout.response_ids
+        kept = self._without_end(ids)
+        response = self._decode(kept)
         if not rollout.response_text:
-            ids, kept = rollout.response_ids, self._without_end(rollout.response_ids)
-            rollout.response_text = self._decode(kept) + (self._decode(ids[-1:]) if len(kept) < len(ids) else "")
-        rollout.reward_error = None if rollout.episode is None else rollout.episode.error
+            rollout.response_text = response + (self._decode(ids[-1:]) if len(kept) < len(ids) else "")
+        rollout.reward_error = None if episode is None else episode.error
         if rollout.reward_error is not None:
             rollout.reward, rollout.reward_parts, rollout.reward_facts = math.nan, {}, {}
-
-    def _without_end(self, ids: Sequence[int]) -> Sequence[int]:
-        """A response without its end token."""
-        return ids[:-1] if ids and ids[-1] in self._eos_ids else ids
-
-    def _sample(self, rollout: Rollout) -> Sample:
-        ids, last = rollout.response_ids, rollout.response_ids
-        extra = {**rollout.prompt.extra, "response_length": len(ids), "finish_reason": rollout.finish_reason}
-        if rollout.episode is not None:
+            return None
+        extra = {**prompt.extra, "response_length": len(ids), "finish_reason": rollout.finish_reason}
+        if episode is not None:
             told = [part for part in rollout.segments if part.sampled]
-            last = ids[told[-1].start : told[-1].end] if told else []
-            extra |= {ENVIRONMENT_REWARD: rollout.episode.reward, NUM_TURNS: rollout.episode.num_turns}
-        kept = self._without_end(last)
-        response = self._decode(kept)
-        prompt = rollout.prompt
+            kept = self._without_end(ids[told[-1].start : told[-1].end] if told else [])
+            response = self._decode(kept)
+            extra |= {ENVIRONMENT_REWARD: episode.reward, NUM_TURNS: episode.num_turns}
         plain = [token for token in kept if token not in self._special_ids]
         text = response if len(plain) == len(kept) else self._decode(plain)
         return Sample(
@@ -260,6 +253,10 @@ class Scorer:
             prompt.data_source,
             prompt.row,
         )
+
+    def _without_end(self, ids: Sequence[int]) -> Sequence[int]:
+        """A response without its end token."""
+        return ids[:-1] if ids and ids[-1] in self._eos_ids else ids
 
     def _set(self, rollout: Rollout, outcomes: dict[int, Outcome]) -> None:
         failed = {index: outcome for index, outcome in sorted(outcomes.items()) if outcome.error}

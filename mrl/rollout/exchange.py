@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -153,17 +154,19 @@ class _Travel:
         tokens_P = torch.empty(sum(self._lens[row] for row in self.mine), dtype=torch.int64)
         logprobs_R = torch.empty(sum(self._responses[row] for row in self.mine), dtype=torch.float32)
 
+        tokens, logprobs = tokens_P.numpy(), logprobs_R.numpy()  # a sample is too little for a call of PyTorch's
+
         def write(row: int, part: Tensor) -> None:
-            rollout = self._held[row]
+            rollout, numbers, length = self._held[row], part.numpy().view(np.int32), self._lens[row]
             ids = array("i", rollout.prompt.prompt_ids)
             ids.extend(_marked(rollout, only_newest=self._only_newest))
-            numbers = ids, array("f", rollout.rollout_logprobs)
-            torch.cat([torch.frombuffer(each, dtype=torch.uint8) for each in numbers], out=part)
+            numbers[:length] = ids
+            numbers[length:].view(np.float32)[:] = rollout.rollout_logprobs
 
         def read(row: int, part: Tensor) -> None:
-            numbers = part.view(torch.int32)
-            tokens_P[tokens_at[row]] = numbers[: self._lens[row]]
-            logprobs_R[logprobs_at[row]] = numbers[self._lens[row] :].view(torch.float32)
+            numbers, length = part.numpy().view(np.int32), self._lens[row]
+            tokens[tokens_at[row]] = numbers[:length]
+            logprobs[logprobs_at[row]] = numbers[length:].view(np.float32)
 
         sizes = [WIRE_BYTES * (length + response) for length, response in zip(self._lens, self._responses, strict=True)]
         messages = [

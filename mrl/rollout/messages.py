@@ -114,7 +114,4 @@ def _in_turns(messages: Sequence[Message]) -> Iterator[Message]:
 
 def _parts(messages: Sequence[Message], buffer: Tensor) -> Iterator[tuple[Message, Tensor]]:
     """Each message with its bytes in the buffer."""
-    end = 0
-    for message in messages:
-        start, end = end, end + message.num_bytes
-        yield message, buffer[start:end]
+    return zip(messages, torch.split(buffer, [message.num_bytes for message in messages]), strict=True)

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import numpy as np
 import torch
@@ -98,8 +98,9 @@ class Generation:
             if groups:
                 self._prefill(groups)
             rows, moves = scheduler.start(groups, self._num_steps)
-            for move in moves:
-                self._cache.copy_row(move.source, move.target, move.length)
+            for (source, length), copies in groupby(moves, key=lambda move: (move.source, move.length)):
+                first, *more = (move.target for move in copies)  # one after the other, as they start
+                self._cache.copy_row(source, first, length, 1 + len(more))
             self._begin(rows, policy_version)
             prefilled = time.perf_counter()
             stats["prefill_s"] += prefilled - began
@@ -266,7 +267,7 @@ class Generation:
     def _retire(self, ended: Iterable[int], policy_version: int) -> list[int]:
         """Turns ended rows into rollouts and closes the gaps; returns rows in which a sample begins."""
         samples = {row: self._scheduler.running[row] for row in ended}
-        waiting = self._end({row: self._rollout(row, sample, policy_version) for row, sample in samples.items()})
+        waiting = self._end(dict(zip(samples, self._rollouts(list(samples), policy_version), strict=True)))
         if self._speculation is not None:
             for row in samples:
                 self._speculation.history.end(row)
@@ -287,13 +288,19 @@ class Generation:
         if self._speculation is not None:
             self._speculation.history.move(move.source, move.target)
 
-    def _rollout(self, row: int, sample: Sample, policy_version: int) -> Rollout:
-        response = self._rows.response(row)
+    def _rollouts(self, rows: Sequence[int], policy_version: int) -> list[Rollout]:
+        """What the samples in these rows have."""
+        running = [self._scheduler.running[row] for row in rows]
+        said = self._rows.sampled(rows)
+        return [self._rollout(*each, policy_version) for each in zip(rows, running, said, strict=True)]
+
+    def _rollout(self, row: int, sample: Sample, said: tuple[list[int], list[float]], policy_version: int) -> Rollout:
+        response, logprobs = said
         rollout = Rollout(
             prompt=sample.group.prompt,
             sample_index=sample.sample_index,
             response_ids=response,
-            rollout_logprobs=self._rows.logprobs(row),
+            rollout_logprobs=logprobs,
             finish_reason=self._stopping.reason(response),
             policy_version=policy_version,
             routed_experts=torch.cat([*sample.group.routed, self._rows.routed(row)]) if sample.group.routed else None,

@@ -131,9 +131,10 @@ class KVCache:
         if told is not self._told:
             self._told, self.alike = told, (torch.tensor(told[0]), torch.tensor(told[1]))
 
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        """Copies the first `length` slots of a row to another row, in all layers."""
-        self._rows[:, :, target, :, :length] = self._rows[:, :, source, :, :length]
+    def copy_row(self, source: int, target: int, length: int, num_targets: int = 1) -> None:
+        """Copies the first `length` slots of a row to another one, or to several from `target` on, in all layers."""
+        last = target + num_targets
+        self._rows[:, :, target:last, :, :length] = self._rows[:, :, source : source + 1, :, :length]
 
 
 def _slots(row_len: int) -> int:

@@ -155,7 +155,12 @@ class Rows:
         found[-1] = -1
         return found
 
-    def logprobs(self, row: int) -> list[float]:
-        """Log-probabilities of a row's sampled tokens."""
-        found: list[float] = self.logprobs_ST[row, : int(self.counts_S[row])].tolist()
-        return found
+    def sampled(self, rows: Sequence[int]) -> list[tuple[list[int], list[float]]]:
+        """Sampled tokens of each of these rows, and their log-probabilities."""
+        if not rows:
+            return []
+        index = torch.tensor(rows, device=self.tokens_S.device)
+        counts = self.counts_S[index].tolist()
+        most = max(counts)
+        said = counts, self.response_ST[index, :most].tolist(), self.logprobs_ST[index, :most].tolist()
+        return [(tokens[:count], logprobs[:count]) for count, tokens, logprobs in zip(*said, strict=True)]

@@ -63,7 +63,8 @@ class Stream(Generation):
             if not abandoned:
                 self._wait(work)
                 abandoned = self._advance(policy_version, self._pulse_steps)
-        left = [self._begun(row, policy_version) for row in range(len(self._scheduler.running))]
+        running = self._rollouts(range(len(self._scheduler.running)), policy_version)
+        left = [_begun(found) for found in running]
         return sorted([*self._unrecorded(left), *self._scheduler.not_resumed], key=_place_of)
 
     def _pulse(self) -> Sequence[Work] | None:
@@ -112,8 +113,8 @@ class Stream(Generation):
         self._whole += rollouts.values()
         return {}
 
-    def _rollout(self, row: int, sample: Sample, policy_version: int) -> Rollout:
-        rollout, begun = super()._rollout(row, sample, policy_version), sample.group.begun
+    def _rollout(self, row: int, sample: Sample, said: tuple[list[int], list[float]], policy_version: int) -> Rollout:
+        rollout, begun = super()._rollout(row, sample, said, policy_version), sample.group.begun
         if begun is not None:
             rollout.prompt = begun.prompt
             own = len(rollout.response_ids) - len(begun.response_ids)
@@ -121,18 +122,18 @@ class Stream(Generation):
             rollout.version_runs = runs if len(runs) > 1 else ()
         return rollout
 
-    def _begun(self, row: int, policy_version: int) -> Begun:
-        """What a running sample has."""
-        found = self._rollout(row, self._scheduler.running[row], policy_version)
-        return Begun(
-            found.prompt,
-            found.sample_index,
-            tuple(found.response_ids),
-            tuple(found.rollout_logprobs),
-            found.versions,
-            found.support,
-            tuple(found.log_kept_mass),
-        )
+
+def _begun(found: Rollout) -> Begun:
+    """What a running sample has."""
+    return Begun(
+        found.prompt,
+        found.sample_index,
+        tuple(found.response_ids),
+        tuple(found.rollout_logprobs),
+        found.versions,
+        found.support,
+        tuple(found.log_kept_mass),
+    )
 
 
 def pulse_steps(max_tokens: int) -> int:

@@ -17,11 +17,12 @@ import contextlib
 import gc
 import io
 import os
+import socket
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, arbitrary_address, wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -169,23 +170,48 @@ def _pool(size: int) -> _Pool:
     return _POOLS[size]
 
 
-_SERVERS: dict[tuple[str, ...], forkserver.ForkServer] = {}
+class _Server(forkserver.ForkServer):
+    """Forked from the one that this process has, and so spared what that has imported."""
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        super().__init__()
+        context = forks(PRELOAD)
+        reader, writer = context.Pipe(duplex=False)  # it ends when nobody holds the other end
+        with socket.socket(socket.AF_UNIX) as listener:
+            address = arbitrary_address("AF_UNIX")
+            listener.bind(address)
+            listener.listen()
+            self.process = context.Process(target=_serve, args=(listener, reader, preload), daemon=True)
+            self.process.start()
+        reader.close()
+        self._forkserver_address, self._forkserver_pid = address, self.process.pid
+        self._forkserver_alive_fd = os.dup(writer.fileno())
+        writer.close()
+
+    def ensure_running(self) -> None:
+        assert self.process.is_alive(), "the server of forks has ended"
+
+
+def _serve(listener: socket.socket, alive: Connection, preload: Sequence[str]) -> None:
+    forkserver.main(listener.detach(), os.dup(alive.fileno()), list(preload))
+
+
+_SERVERS: dict[tuple[str, ...], _Server] = {}
 
 
 @contextlib.contextmanager
-def server(preload: Sequence[str]) -> Iterator[None]:
-    """Inside the block all that is forked comes from another server, which has imported `preload`; its ranks end there.
+def server(*modules: str) -> Iterator[None]:
+    """Inside the block all is forked from another server, which has imported these modules, too; its ranks end there.
 
     The server stays for the next block that asks for the same.
     """
     close_pools()
-    found = _SERVERS.setdefault(tuple(preload), forkserver.ForkServer())
+    found = _SERVERS.get(modules) or _SERVERS.setdefault(modules, _Server(modules))
     names = ("set_forkserver_preload", "ensure_running", "connect_to_new_process")
     usual = {name: getattr(forkserver, name) for name in names}
     for name in names:
         setattr(forkserver, name, getattr(found, name))
     try:
-        forks(preload)
         yield
     finally:
         close_pools()
@@ -194,8 +220,9 @@ def server(preload: Sequence[str]) -> Iterator[None]:
 
 
 def pids() -> set[int]:
-    """Of the ranks that are up."""
-    return {process.pid for pool in _POOLS.values() for process in pool.processes}
+    """Of the ranks and the further servers that are up."""
+    processes = [process for pool in _POOLS.values() for process in pool.processes]
+    return {process.pid for process in (*processes, *(each.process for each in _SERVERS.values()))}
 
 
 @atexit.register

@@ -233,7 +233,8 @@ class _Rehearsal:
                 write_model(self._folder / name, small, dtype=config.model.dtype, seed=seed, like=Path(source))
 
     def _first_run(self, small: _Small) -> None:
-        ran = self._train("first", small.config, small.grid.world_size, resumes=False)
+        observe = replace(small.config.observe, report=False)  # the resumed run writes it
+        ran = self._train("first", replace(small.config, observe=observe), small.grid.world_size, resumes=False)
         rows = _rows(self._run.timings)
         spent = spent_in(rows)
         spent["build"] = max(0.0, ran.seconds - sum(spent.values()))

@@ -8,7 +8,7 @@ from tests.source import ROOT
 
 
 @pytest.fixture
-def tool(monkeypatch):
+def tool(monkeypatch, forked):
     """A module that the processes of the ways can import too."""
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     return importlib.import_module("bench_episodes")

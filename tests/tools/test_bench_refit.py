@@ -7,20 +7,15 @@ import sys
 import pytest
 import torch
 
-from tests.ranks import close_pools, run_ranks
+from tests.ranks import run_ranks
 from tests.source import ROOT
+
+pytestmark = pytest.mark.usefixtures("own_ranks")
 
 SMALL = {
     "vocab_size": 128, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_ranks():
-    """What vLLM does to a process ends with the process."""
-    yield
-    close_pools()
 
 
 def measured(engine, tp=1):

@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def tool(monkeypatch):
+def tool(monkeypatch, forked):
     """A module that the processes of the engines can import too."""
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     return importlib.import_module("bench_rollout")
@@ -33,6 +33,7 @@ def test_an_engine_that_is_not_installed_is_said_to_be(tool, monkeypatch):
 
 
 @pytest.mark.vllm
+@pytest.mark.usefixtures("own_ranks")
 def test_vllm_runs_as_a_refit_wants_it_and_packed(tool):
     found = tool.run_case("tiny", "float32", ["vllm", "vllm_packed"], 1, CPU)
     assert_measured(found, "vllm", "vllm_packed", "transformers")

@@ -28,7 +28,7 @@ def shrunk(file, folder):
     options = Options(HARDWARE["h100"], max_ranks=most, output_dir=str(folder / "rehearsal"), dry_run=True)
     report = rehearse(str(file), [], options, Console(quiet=True))
     small = folder / "small.yaml"
-    changes = ["rollout.name=trtllm", f"run.output_dir={folder}/run", "train.eval_interval=0"]
+    changes = ["rollout.name=trtllm", f"run.output_dir={folder}/run", "train.eval_interval=0", "observe.report=false"]
     small.write_text(to_yaml(load(folder / "rehearsal" / FIRST, changes)))
     return str(small), report.layout["all"][1]
 

@@ -4,14 +4,14 @@ import functools
 
 import pytest
 
-from tests.ranks import PRELOAD, server
+from tests.ranks import server
 from tests.vllm import tiny
 
 
 @pytest.fixture(scope="module")
 def own_ranks():
     """What vLLM does to a process ends with the process."""
-    with server((*PRELOAD, "tests.vllm.imported")):
+    with server("tests.vllm.imported"):
         yield
 
 

@@ -153,7 +153,7 @@ class Host:
             if spec.device.type == "cpu":
                 patches.plain_linears(self.version)
                 patches.rewound_numbers(self.version)
-                patches.shared_memory(self.version, name)
+                patches.ranks_sleep(self.version)
                 patches.memory_stays(self.version)
                 patches.kernels_of_vllm(self.version)
             self.supports = Supports(self.version)

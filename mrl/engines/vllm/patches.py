@@ -10,20 +10,17 @@ the place is refused by its name.
 - `world_of_the_replica`: it takes all ranks of the job for its own, and some may only train; and each group would open
   sockets and shared memory for Python objects, which nothing here sends.
 - `told_of_the_cache`: what is bound to the model must be there before its graphs are captured.
-- `shared_memory`: the files by which ranks on CPUs talk have the same names in every job of a host, and outlive it.
+- `ranks_sleep`: ranks on CPUs would talk through files in shared memory, which have the same names in every job of a
+  host and outlive it; and a rank that waits there turns in circles, on the core that the others need.
 - `memory_stays`: on a CPU vLLM would move the trainer's memory to one NUMA node, and bind it there for good.
 - `kernels_of_vllm`: what stands in for Triton's kernels is looked for in each module of the process, at each start.
 """
 
 from __future__ import annotations
 
-import glob
 import importlib
-import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -32,8 +29,6 @@ import torch
 from mrl.distributed.roles import group_among
 from mrl.engines.vllm.engine_fields import INSTALL
 from mrl.errors import UserError
-
-SHARED_MEMORY = Path("/dev/shm")  # where shm_open of Linux has its files
 
 
 def place(module: str, name: str, version: str) -> Any:
@@ -136,32 +131,13 @@ def world_of_the_replica(version: str, ranks: Sequence[int], name: str) -> None:
     module.init_world_group, module.init_model_parallel_group = init_world_group, init_model_parallel_group
 
 
-def shared_memory(version: str, replica: str) -> None:
-    """Names of the files begin with the replica's; they are gone from the folder as soon as every rank has opened them.
+def ranks_sleep(version: str) -> None:
+    """Ranks of a replica on CPUs talk over torch.distributed, where one that waits leaves its core to the others."""
+    module, name = "vllm.distributed.device_communicators.cpu_communicator", "_all_group_ranks_share_shm_group_name"
+    place(module, f"CpuCommunicator.{name}", version)
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
-    Args:
-        version: Of the installed vLLM.
-        replica: Of this start of the replica alone, the same on all its ranks.
-    """
-    module = "vllm.distributed.device_communicators.cpu_communicator"
-    talk = place(module, "_CPUSHMDistributed", version)
-    for name in ("make_group_name", "_init_cpu_shm"):
-        place(module, f"_CPUSHMDistributed.{name}", version)
-    named, opened = _own(talk, "make_group_name"), _own(talk, "_init_cpu_shm")
-
-    def make_group_name(communicator: Any) -> str:
-        return replica + str(named(communicator)).replace("/", "")
-
-    def init(self: Any) -> int:
-        handle: int = opened(self)  # ends with a barrier: all have opened it
-        if torch.distributed.get_rank(self.communicator.device_group) == 0:
-            for file in SHARED_MEMORY.glob(f"{glob.escape(self.group_name)}*"):
-                with suppress(OSError):
-                    os.unlink(file)
-        return handle
-
-    talk.make_group_name = staticmethod(make_group_name)
-    talk._init_cpu_shm = init
+    setattr(CpuCommunicator, name, lambda self: False)
 
 
 def memory_stays(version: str) -> None:

@@ -16,6 +16,7 @@ import gc
 import importlib
 import io
 import json
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache, wraps
@@ -68,6 +69,11 @@ class Operators(TorchDispatchMode):
         super().__init__()
         self.count = self.elements = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; the wrapper that keeps the compiler away takes as long as most operators."""
+        return False
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         self.count += 1
@@ -92,14 +98,23 @@ def of_a_config(observe: Callable[[Config], Facts]) -> Callable[..., Facts]:
     return facts
 
 
-@cache
+_imported = [0]
+"""Modules when garbage was last set aside."""
+
+
 def _settle() -> None:
-    """Megatron collects garbage again and again: what there is from the start, modules above all, is left out."""
-    quieten()
-    for name in TRAINING:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
+    """Megatron and mrl collect garbage again and again: what there is from the start, modules above all, is left out.
+
+    So are modules that a run before has imported.
+    """
+    if not _imported[0]:
+        quieten()
+        for name in TRAINING:
+            importlib.import_module(name)
+    if len(sys.modules) > _imported[0]:
+        _imported[0] = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 @of_a_config

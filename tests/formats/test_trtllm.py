@@ -1,6 +1,8 @@
 """TensorRT-LLM checkpoints against an independent implementation, and back."""
 
 import json
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,14 @@ from tests.formats.trtllm_cases import ARCHS, CASES, as_nvidia_names, case_id, m
 
 FAMILIES = ["llama", "phi3", "qwen2 tied, one kv head", "mixtral", "qwen2_moe", "qwen3_moe"]
 LAYOUT = TrtllmMapping(2, 2, 1, 2)
+
+
+@pytest.fixture
+def tmp_path():
+    """In memory: files are written through to the disk, which takes longer than all else here."""
+    place = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=place if place.is_dir() else None) as folder:
+        yield Path(folder)
 
 
 def files_of(folder, config):

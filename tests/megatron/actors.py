@@ -14,7 +14,6 @@ from mrl.config import ActorConfig, AlgorithmConfig, Config, MegatronConfig, Mod
 from mrl.distributed.groups import ProcessGroups
 from mrl.functional.learning_rate import LearningRate
 from mrl.grid import Grid
-from mrl.megatron import parallel
 from mrl.megatron.critic import Critic
 from mrl.megatron.policy import Policy
 from mrl.megatron.trainable import Trainable
@@ -22,6 +21,7 @@ from mrl.models.base import ArchSpec, critic_of
 from mrl.models.presets import arch_from_preset
 from mrl.types import RolloutBatch
 from mrl.weights.init import random_init
+from tests.layouts import groups_of
 from tests.ranks import bytes_of, tensor_of
 
 AnyModel = TypeVar("AnyModel", bound=Trainable)
@@ -107,9 +107,9 @@ def make_policy(
 ) -> Policy:
     """Collective over the job: an actor with random weights, norms and biases too; seed None leaves them NaN.
 
-    New groups end those of all actors before; give `groups` to have two actors at a time.
+    Groups are those of any actor before at this layout; give `groups` to have two actors at a time.
     """
-    groups = groups or parallel.initialize(grid, seed=0)
+    groups = groups or groups_of(grid)
     return _filled(Policy(config_for(grid, **options), arch, groups, torch.device("cpu")), seed)
 
 
@@ -129,7 +129,7 @@ def make_critic(
     arch: ArchSpec, grid: Grid, *, seed: int | None = SEED, groups: ProcessGroups | None = None, **options
 ) -> Critic:
     """Collective over the job: as `make_policy`, a critic with the layers of a model."""
-    groups = groups or parallel.initialize(grid, seed=0)
+    groups = groups or groups_of(grid)
     return _filled(Critic(config_for(grid, **options), critic_of(arch), groups, torch.device("cpu")), seed)
 
 

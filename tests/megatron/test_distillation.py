@@ -14,7 +14,6 @@ import transformers
 from mrl.algorithms._distillation import DUAL_CLIP, Distillation
 from mrl.functional.logprobs import VocabShard
 from mrl.grid import Grid
-from mrl.megatron import parallel
 from mrl.megatron.comparison import Compared, Comparison
 from mrl.megatron.teacher import Guest, Lodger
 from mrl.models.hf_config import family_of
@@ -25,6 +24,7 @@ from mrl.schema.distillation import DistillationLossConfig
 from mrl.weights.init import random_init
 from mrl.weights.megatron import output_name
 from tests.functional.test_divergences import Peak, by_definition
+from tests.layouts import groups_of
 from tests.megatron.actors import (
     ARCHS,
     CONSTANT,
@@ -70,7 +70,7 @@ OPTIONS = {
 
 def taught(grid, *, same=False):
     """A student and its teachers, on these ranks; `same`: one teacher, with the student's weights."""
-    groups = parallel.initialize(grid, seed=0)
+    groups = groups_of(grid)
     policy = make_policy(STUDENT, grid, groups=groups, **OPTIONS)
     lodger = Lodger(policy, STUDENT)
     if same:

@@ -25,9 +25,9 @@ from transformers import PretrainedConfig
 from mrl.errors import UserError
 from mrl.formats.hf import load_from_hf
 from mrl.grid import Grid
-from mrl.megatron import parallel
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_config, arch_from_folder, families
+from tests.layouts import groups_of
 from tests.megatron.actors import make_batch, make_policy, scores
 from tests.models.values import THETA, VALUES
 from tests.ranks import run_ranks
@@ -210,7 +210,7 @@ def by_transformers(model: Any) -> torch.Tensor:
 
 
 def by_megatron(folders: list[str]) -> list[torch.Tensor]:
-    found, groups = [], parallel.initialize(Grid(1), seed=0)
+    found, groups = [], groups_of(Grid(1))
     for folder in folders:
         arch = arch_from_folder(folder)
         policy = make_policy(

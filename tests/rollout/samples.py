@@ -4,9 +4,9 @@ import torch
 import torch.distributed as dist
 
 from mrl.grid import Grid
-from mrl.megatron.parallel import initialize
 from mrl.rollout.replicas import LengthHistory, assign
 from mrl.types import Prompt, Rollout
+from tests import layouts
 
 SAMPLES = 3
 
@@ -38,7 +38,7 @@ def routed(ids):
 
 def groups_of(grid_args):
     """This rank's groups in a job of that layout."""
-    return initialize(Grid(dist.get_world_size(), **grid_args), seed=0)
+    return layouts.groups_of(Grid(dist.get_world_size(), **grid_args))
 
 
 def sampled(groups, count):

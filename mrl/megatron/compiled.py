@@ -19,6 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from mrl.errors import UserError
+from mrl.functional.logprobs import AddsGradient
 from mrl.kernels import build, machine
 from mrl.kernels.library import library
 from mrl.kernels.training import training
@@ -183,9 +184,31 @@ def _added(parameter: Tensor, main_grad: Tensor | None, grad_PO: Tensor, x_PI: T
     """The weight's gradient, or, where Megatron has a buffer for it, a stand-in that its hook passes over."""
     if main_grad is None:
         return grad_PO.T @ x_PI
+    _add_product(main_grad, grad_PO, x_PI)
+    return _stand_in(parameter)
+
+
+def adds_gradient(weight: Tensor) -> AddsGradient | None:
+    """For the output weight, of which the last rows may be padding; None: Megatron has no buffer for it."""
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return None
+
+    def adds(grad_CV: Tensor, hidden_CH: Tensor) -> Tensor:
+        _add_product(main_grad[: grad_CV.size(1)], grad_CV, hidden_CH)
+        return _stand_in(weight)
+
+    return adds
+
+
+def _add_product(main_grad: Tensor, grad_PO: Tensor, x_PI: Tensor) -> None:
     if main_grad.dtype == x_PI.dtype:
         main_grad.addmm_(grad_PO.T, x_PI)
     else:
         main_grad.add_(grad_PO.T @ x_PI)
+
+
+def _stand_in(parameter: Tensor) -> Tensor:
+    """Of a gradient that is in Megatron's buffer already: its hook passes over it."""
     parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.empty_like(parameter)

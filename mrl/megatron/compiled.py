@@ -9,6 +9,7 @@ Shapes: n rows of a rank, I inputs, O outputs, N heads, K KV heads, D head dim.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -171,13 +172,20 @@ class _Product(torch.autograd.Function):
 
 
 def rows_times(x_PI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """X weight^T + bias; in fp32 by oneDNN, which is a little faster than the library behind `matmul`."""
-    if x_PI.dtype == torch.float32 and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    """X weight^T + bias; of fp32 by the library that is faster on this processor."""
+    if x_PI.dtype == torch.float32 and _by_onednn():
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
             x_PI.contiguous(), weight_OI.contiguous(), bias_O, "none", [], ""
         )
         return product
     return torch.nn.functional.linear(x_PI, weight_OI, bias_O)
+
+
+@cache
+def _by_onednn() -> bool:
+    """But where Intel's library is behind `matmul`, on a processor of theirs: it does not pack each weight first."""
+    on_its_own = torch.backends.mkl.is_available() and "Intel" in machine.processor()  # type: ignore[no-untyped-call]
+    return torch.backends.mkldnn.is_available() and not on_its_own  # type: ignore[no-untyped-call]
 
 
 def _added(parameter: Tensor, main_grad: Tensor | None, grad_PO: Tensor, x_PI: Tensor) -> Tensor:

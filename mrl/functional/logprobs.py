@@ -10,7 +10,7 @@ Shapes: P packed positions, R scored tokens, C rows of a chunk, H hidden, V this
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,6 +50,50 @@ class VocabShard:
     group: dist.ProcessGroup | None = None
 
 
+class Rows(Protocol):
+    """What is computed of each row of fp32 logits by itself."""
+
+    def sums(self, logits_CV: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Of each row the largest m, at least the least finite number, and the sums of e^(x-m) and (x-m) e^(x-m).
+
+        Returns:
+            [3, C], and what was taken away from each row in place.
+        """
+
+    def gradient(self, logits_CV: Tensor, normalizer_C: Tensor, slope_C: Tensor, bend_C: Tensor | None) -> Tensor:
+        """-p (slope + bend log p) with log p = x - normalizer, in the place of the logits; no bend: 0."""
+
+
+class Operators:
+    """`Rows` by PyTorch's operators, on any device."""
+
+    def sums(self, logits_CV: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `Rows`; the largest is taken away."""
+        if not logits_CV.size(1):  # a rank may have no token
+            return logits_CV.new_tensor([[_LEAST], [0.0], [0.0]]).expand(3, logits_CV.size(0)), None
+        largest = logits_CV.amax(1).clamp(min=_LEAST)
+        powers = logits_CV.sub_(largest[:, None]).exp()
+        total = powers.sum(1)
+        return torch.stack([largest, total, powers.mul_(logits_CV).sum(1)]), largest
+
+    def gradient(self, logits_CV: Tensor, normalizer_C: Tensor, slope_C: Tensor, bend_C: Tensor | None) -> Tensor:
+        """See `Rows`."""
+        probs = logits_CV.sub_(normalizer_C[:, None]).exp_()
+        surprise = None if bend_C is None else torch.xlogy(probs, probs).mul_(bend_C[:, None])
+        probs.mul_(-slope_C[:, None])
+        return probs if surprise is None else probs.sub_(surprise)
+
+
+OPERATORS = Operators()
+
+_LEAST = torch.finfo(torch.float32).min
+_DROPPED = -1e30
+"""In place of a logit: its power is 0, and so is their product."""
+
+AddsGradient = Callable[[Tensor, Tensor], Tensor]
+"""(gradients of logits [C, V], hidden states [C, H]) -> adds their product to the weight's gradient; a stand-in."""
+
+
 class Head(Protocol):
     """Computes logits and log-probabilities in the bits in which an engine does; holds the output weight."""
 
@@ -73,6 +117,8 @@ def linear_logprobs(
     distribution: Distribution,
     support: Support | None = None,
     head: Head | None = None,
+    of_rows: Rows = OPERATORS,
+    adds_gradient: AddsGradient | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Collective over `shard.group`: log p(target) and entropy of softmax(hidden weight^T / temperature), by row.
 
@@ -89,6 +135,8 @@ def linear_logprobs(
         distribution: Temperature, chunk size.
         support: Tokens kept at each of the R rows, the same on all ranks of the group; None: all.
         head: Computes the values; gradients and entropy are those of its logits. None: PyTorch does.
+        of_rows: What is between the products.
+        adds_gradient: Takes the gradient of the weight, chunk by chunk; None: autograd gets it.
 
     Returns:
         logprobs_R and entropy_R in nats, fp32, both differentiable. Logits are in the dtype of the weight,
@@ -104,7 +152,7 @@ def linear_logprobs(
     if support is not None and support.counts_R.numel() != rows_R.numel():
         raise ValueError(f"a support of {support.counts_R.numel()} rows came, expected one of {rows_R.numel()}")
     logprobs_R, entropy_R = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_PH, weight_VH, rows_R, targets_R, shard, distribution, support, head
+        hidden_PH, weight_VH, rows_R, targets_R, shard, distribution, support, head, of_rows, adds_gradient
     )
     return logprobs_R, entropy_R
 
@@ -121,16 +169,18 @@ class _LinearLogprobs(torch.autograd.Function):
         distribution: Distribution,
         support: Support | None,
         head: Head | None,
+        of_rows: Rows,
+        adds_gradient: AddsGradient | None,
     ) -> tuple[Tensor, Tensor]:
         weight = weight_VH[: shard.size]
         # of this rank's tokens, at each row: largest logit m; sums of e^(x-m) and (x-m) e^(x-m); the target's logit
         partial = torch.zeros((4, rows_R.numel()), dtype=torch.float32, device=hidden_PH.device)
-        powers: Tensor | None = None
+        logits: Tensor | None = None
         chunks = _chunks(rows_R.numel(), distribution.chunk_rows)
         kept = _kept(support, chunks)
         told: list[Tensor] = []  # by the head
         for part, own_kept in zip(chunks, kept, strict=True):
-            del powers  # the last chunk's, before this chunk's logits exist
+            del logits  # the last chunk's, before this chunk's exist
             if head is None:
                 logits, own = _scaled_logits(hidden_PH, weight, rows_R[part], targets_R[part], shard, distribution)
             else:
@@ -140,25 +190,16 @@ class _LinearLogprobs(torch.autograd.Function):
             target = logits.gather(1, own.clamp(min=0)[:, None]).squeeze(1) if shard.size else partial[3, part]
             if own_kept is not None:
                 _drop(logits, own, own_kept, shard)
-            largest = logits.amax(1) if shard.size else torch.full_like(target, -torch.inf)
-            # a rank may have no token, or none that is kept
-            largest = largest.clamp(min=torch.finfo(torch.float32).min)
-            logits.sub_(largest[:, None])
-            powers = logits.exp()
-            if own_kept is not None:
-                logits.masked_fill_(logits == -torch.inf, 0)  # times e^-inf: 0
-            partial[0, part] = largest
-            partial[1, part] = powers.sum(1)
-            partial[2, part] = logits.mul_(powers).sum(1)
+            partial[:3, part], taken = of_rows.sums(logits)
             partial[3, part] = torch.where(own >= 0, target, 0)
-            del logits
         largest, total, weighted, target = _combine(partial, shard)
         log_total = total.log()
         normalizer = largest + log_total
         entropy = log_total - weighted / total
         ctx.save_for_backward(hidden_PH, weight_VH, rows_R, targets_R, normalizer, entropy)
         ctx.shard, ctx.distribution, ctx.kept = shard, distribution, kept
-        ctx.powers, ctx.largest = powers, partial[0]
+        ctx.of_rows, ctx.adds_gradient = of_rows, adds_gradient
+        ctx.last = None if logits is None else (logits, taken)
         ctx.set_materialize_grads(False)
         return torch.cat(told) if told else target - normalizer, entropy
 
@@ -170,9 +211,7 @@ class _LinearLogprobs(torch.autograd.Function):
         weight = weight_VH[: shard.size]
         chunks = _chunks(rows_R.numel(), distribution.chunk_rows)
         grad_hidden = torch.zeros(hidden_PH.shape, dtype=torch.float32, device=hidden_PH.device)
-        # several chunks add up in fp32
-        sum_dtype = torch.float32 if len(chunks) > 1 else weight_VH.dtype
-        grad_weight = torch.zeros(weight_VH.shape, dtype=sum_dtype, device=weight_VH.device)
+        grad_weight: Tensor | None = None
         # d log p(t) / d x = 1[t] - p;   d entropy / d x = -p (log p + entropy)
         slope, target_slope = torch.zeros_like(normalizer), None
         if grad_entropy is not None:
@@ -181,32 +220,36 @@ class _LinearLogprobs(torch.autograd.Function):
         if grad_logprobs is not None:
             target_slope = grad_logprobs / distribution.temperature
             slope = slope + target_slope
-        powers, ctx.powers = ctx.powers, None
+        last, ctx.last = ctx.last, None
         for part, own_kept in reversed(list(zip(chunks, ctx.kept, strict=True))):
-            rows = rows_R[part]
-            if powers is not None:
-                own = _own_columns(targets_R[part], shard)
-                probs = powers.mul_((ctx.largest[part] - normalizer[part]).exp_()[:, None])
+            rows, log_total = rows_R[part], normalizer[part]
+            if last is not None:
+                (logits, taken), own = last, _own_columns(targets_R[part], shard)
+                log_total = log_total if taken is None else log_total - taken
             else:
                 logits, own = _scaled_logits(hidden_PH, weight, rows, targets_R[part], shard, distribution)
                 if own_kept is not None:
                     _drop(logits, own, own_kept, shard)
-                probs = logits.sub_(normalizer[part, None]).exp_()
-            surprise = None if grad_entropy is None else torch.xlogy(probs, probs).mul_(grad_entropy[part, None])
-            grad_logits = probs.mul_(-slope[part, None])
-            if surprise is not None:
-                grad_logits.sub_(surprise)
+            last = None
+            bend = None if grad_entropy is None else grad_entropy[part]
+            grad_logits = ctx.of_rows.gradient(logits, log_total, slope[part], bend)
             if target_slope is not None and shard.size:
                 grad_logits.scatter_add_(1, own.clamp(min=0)[:, None], (target_slope[part] * (own >= 0))[:, None])
             scaled = grad_logits.to(weight.dtype)
-            powers = None
             grad_hidden.index_add_(0, rows, (scaled @ weight).float())
             hidden = hidden_PH.index_select(0, rows)
-            if sum_dtype == weight.dtype:
+            if ctx.adds_gradient is not None:
+                grad_weight = ctx.adds_gradient(scaled, hidden)
+                continue
+            if grad_weight is None:  # several chunks add up in fp32
+                sum_dtype = torch.float32 if len(chunks) > 1 else weight_VH.dtype
+                grad_weight = torch.zeros(weight_VH.shape, dtype=sum_dtype, device=weight_VH.device)
+            if grad_weight.dtype == weight.dtype:
                 grad_weight[: shard.size].addmm_(scaled.T, hidden)
             else:
                 grad_weight[: shard.size] += scaled.T @ hidden
-        return grad_hidden.to(hidden_PH.dtype), grad_weight.to(weight_VH.dtype), None, None, None, None, None, None
+        grad_weight = torch.zeros_like(weight_VH) if grad_weight is None else grad_weight.to(weight_VH.dtype)
+        return grad_hidden.to(hidden_PH.dtype), grad_weight, *[None] * 8
 
 
 def _chunks(count: int, size: int) -> list[slice]:
@@ -250,7 +293,7 @@ def _kept(support: Support | None, chunks: list[slice]) -> Sequence[Support | No
 
 
 def _drop(logits: Tensor, own: Tensor, kept: Support, shard: VocabShard) -> None:
-    """Sets what a chunk does not keep to -inf, in place; never the target."""
+    """Sets what a chunk does not keep to `_DROPPED`, in place; never the target."""
     rows = torch.arange(logits.size(0)).repeat_interleave(kept.counts_R)
     columns = kept.ids_K.long() - shard.start
     here = (columns >= 0) & (columns < shard.size)
@@ -258,7 +301,7 @@ def _drop(logits: Tensor, own: Tensor, kept: Support, shard: VocabShard) -> None
     dropped[rows[here].to(logits.device), columns[here].to(logits.device)] = False
     held = (own >= 0).nonzero().squeeze(1)
     dropped[held, own[held]] = False
-    logits.masked_fill_(dropped, -torch.inf)
+    logits.masked_fill_(dropped, _DROPPED)
 
 
 def _combine(partial: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -6,6 +6,7 @@
  * Shapes: P packed tokens, H columns, N heads and K KV heads, D head dim, I inner columns, R runs of queries, F families.
  */
 
+#include <float.h>
 #include <omp.h>
 #include "vectors.h"
 
@@ -331,5 +332,49 @@ void attention_backward(const T *q, const T *k, const T *v, int64_t k_row, int64
         int64_t last = bounds[family + 1] - 1;
         give(p, last, 0, loaded, head, of_keys, grad_k);
         give(p, last, 0, loaded, head, of_values, grad_v);
+    }
+}
+
+/* ---- logits, fp32 whatever T is */
+
+static inline vec logits_at(const float *from, int64_t left) {
+    if (left >= LANES) return *(const vec *)from;
+    vec x = splat(-INFINITY);
+    memcpy(&x, from, left * sizeof(float));
+    return x;
+}
+
+/* sums[3, P] of each row of x[P, V]: the largest m, at least the least finite number, the sum of e^(x - m), and that of
+ * (x - m) e^(x - m). */
+void logit_sums(const float *x, float *sums, int64_t rows, int64_t cols) {
+#pragma omp parallel for schedule(static) if (rows > 1 && rows * cols > SMALL)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *from = x + row * cols;
+        vec high = splat(-FLT_MAX), powers = {0}, products = {0};
+        for (int64_t i = 0; i < cols; i += LANES) high = larger(logits_at(from + i, cols - i), high);
+        float top = high[0];
+        for (int n = 1; n < LANES; n++) top = high[n] > top ? high[n] : top;
+        for (int64_t i = 0; i < cols; i += LANES) {
+            vec below = logits_at(from + i, cols - i) - top, power = exponential(below);
+            powers += power;
+            products += choose(below < -87.0f, (vec){0}, below * power); /* of what is -inf: 0 */
+        }
+        sums[row] = top;
+        sums[rows + row] = total(powers);
+        sums[2 * rows + row] = total(products);
+    }
+}
+
+/* x[P, V] becomes -p (slope + bend log p), with log p = x - normalizer; no bend: 0. */
+void logit_gradients(float *x, const float *normalizer, const float *slope, const float *bend, int64_t rows, int64_t cols) {
+#pragma omp parallel for schedule(static) if (rows > 1 && rows * cols > SMALL)
+    for (int64_t row = 0; row < rows; row++) {
+        float *at = x + row * cols, level = normalizer[row], steady = -slope[row], by_log = bend ? -bend[row] : 0.0f;
+        for (int64_t i = 0; i < cols; i += LANES) {
+            vec log = logits_at(at + i, cols - i) - level, p = exponential(log);
+            vec found = p * (bend ? steady + by_log * choose(log < -87.0f, (vec){0}, log) : splat(steady));
+            if (cols - i >= LANES) *(vec *)(at + i) = found;
+            else memcpy(at + i, &found, (cols - i) * sizeof(float));
+        }
     }
 }

@@ -1,4 +1,4 @@
-"""The compiled functions of `training.c` as operations with a gradient: norm, gated activation, rotation, attention.
+"""The compiled functions of `training.c`: norm, gated activation, rotation and attention, with gradients; and logits.
 
 Owns how tensors go in and out of them. Which modules compute with them is said by `mrl/megatron/compiled.py`.
 
@@ -24,6 +24,8 @@ _ARGUMENTS = {
     "turn_rows": [_P, *[_N] * 2, *[_P] * 3, *[_N] * 3, _F],
     "attention": [*[_P] * 3, *[_N] * 4, *[_P] * 5, *[_N] * 6, _F, *[_P] * 3, _N],
     "attention_backward": [*[_P] * 3, *[_N] * 4, *[_P] * 5, *[_N] * 6, _F, *[_P] * 7, _N],
+    "logit_sums": [*[_P] * 2, *[_N] * 2],
+    "logit_gradients": [*[_P] * 4, *[_N] * 2],
 }
 _SIZES = {"norm_room": 2, "attention_room": 5}
 
@@ -184,6 +186,23 @@ class Training:
             *(grad_k.data_ptr(), grad_v.data_ptr(), rooms.data_ptr(), threads),
         )
         return grad_q, grad_k.to(k_PKD.dtype), grad_v.to(v_PKD.dtype)
+
+    # of logits: `Rows` of `functional/logprobs.py`
+
+    def sums(self, logits_CV: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `Rows`; nothing is taken away."""
+        logits_CV, sums = logits_CV.contiguous(), torch.empty(3, logits_CV.size(0))
+        self._call["logit_sums"](logits_CV.data_ptr(), sums.data_ptr(), *logits_CV.shape)
+        return sums, None
+
+    def gradient(self, logits_CV: Tensor, normalizer_C: Tensor, slope_C: Tensor, bend_C: Tensor | None) -> Tensor:
+        """See `Rows`."""
+        out_CV = logits_CV.contiguous()
+        bend = None if bend_C is None else bend_C.data_ptr()
+        self._call["logit_gradients"](
+            *(out_CV.data_ptr(), normalizer_C.data_ptr(), slope_C.data_ptr(), bend, *out_CV.shape)
+        )
+        return out_CV
 
     def _attention_arguments(
         self, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor, families: Families, scale: float, *, backward: bool

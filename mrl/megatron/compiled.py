@@ -9,6 +9,7 @@ Shapes: n rows of a rank, I inputs, O outputs, N heads, K KV heads, D head dim.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from mrl.errors import UserError
+from mrl.functional.logprobs import AddsGradient
 from mrl.kernels import build, machine
 from mrl.kernels.library import library
 from mrl.kernels.training import training
@@ -170,8 +172,8 @@ class _Product(torch.autograd.Function):
 
 
 def rows_times(x_PI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """X weight^T + bias; in fp32 by oneDNN, which is a little faster than the library behind `matmul`."""
-    if x_PI.dtype == torch.float32 and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    """X weight^T + bias; of fp32 by the library that is faster on this processor."""
+    if x_PI.dtype == torch.float32 and _by_onednn():
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
             x_PI.contiguous(), weight_OI.contiguous(), bias_O, "none", [], ""
         )
@@ -179,13 +181,42 @@ def rows_times(x_PI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor
     return torch.nn.functional.linear(x_PI, weight_OI, bias_O)
 
 
+@cache
+def _by_onednn() -> bool:
+    """But where Intel's library is behind `matmul`, on a processor of theirs: it does not pack each weight first."""
+    on_its_own = torch.backends.mkl.is_available() and "Intel" in machine.processor()  # type: ignore[no-untyped-call]
+    return torch.backends.mkldnn.is_available() and not on_its_own  # type: ignore[no-untyped-call]
+
+
 def _added(parameter: Tensor, main_grad: Tensor | None, grad_PO: Tensor, x_PI: Tensor) -> Tensor:
     """The weight's gradient, or, where Megatron has a buffer for it, a stand-in that its hook passes over."""
     if main_grad is None:
         return grad_PO.T @ x_PI
+    _add_product(main_grad, grad_PO, x_PI)
+    return _stand_in(parameter)
+
+
+def adds_gradient(weight: Tensor) -> AddsGradient | None:
+    """For the output weight, of which the last rows may be padding; None: Megatron has no buffer for it."""
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return None
+
+    def adds(grad_CV: Tensor, hidden_CH: Tensor) -> Tensor:
+        _add_product(main_grad[: grad_CV.size(1)], grad_CV, hidden_CH)
+        return _stand_in(weight)
+
+    return adds
+
+
+def _add_product(main_grad: Tensor, grad_PO: Tensor, x_PI: Tensor) -> None:
     if main_grad.dtype == x_PI.dtype:
         main_grad.addmm_(grad_PO.T, x_PI)
     else:
         main_grad.add_(grad_PO.T @ x_PI)
+
+
+def _stand_in(parameter: Tensor) -> Tensor:
+    """Of a gradient that is in Megatron's buffer already: its hook passes over it."""
     parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.empty_like(parameter)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from torch import Tensor
 
@@ -54,7 +55,8 @@ class Replicas:
         }
         with given_to("ddp", given):
             self._settings = DistributedDataParallelConfig(**{**own, **objects("ddp", given)})
-            self.chunks = [DistributedDataParallel(chunk.config, self._settings, chunk) for chunk in chunks]
+            kind = _Alone if not te and _is_alone(self._settings) else DistributedDataParallel
+            self.chunks = [kind(chunk.config, self._settings, chunk) for chunk in chunks]
         self._set_functions(chunks[0].config)
 
     def _set_functions(self, config: Any) -> None:
@@ -104,6 +106,24 @@ class Replicas:
         for chunk in self.chunks:
             if isinstance(chunk, DistributedDataParallel):
                 yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
+
+
+class _Alone(DistributedDataParallel):  # type: ignore[misc]  # megatron.core has no types
+    """Where no other rank has weights of this one: collectives would copy its buffers, only to write the same back."""
+
+    def finish_grad_sync(self, *unused: Any, **options: Any) -> None:
+        """The sum over one rank is there already."""
+
+    def start_param_sync(self, *unused: Any, **options: Any) -> None:
+        """The weights are whole already."""
+
+
+def _is_alone(settings: DistributedDataParallelConfig) -> bool:
+    """Whether Megatron's exchange would only copy; where it is told to, it also looks for what is not finite."""
+    dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    ranks = max(dense.size(), parallel_state.get_expert_data_parallel_group().size())
+    more = settings.overlap_grad_reduce or settings.overlap_param_gather
+    return ranks == 1 and not (more or settings.check_for_nan_in_grad or settings.check_for_large_grads)
 
 
 def _one_or_all(functions: list[Any]) -> Any:

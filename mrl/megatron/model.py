@@ -32,12 +32,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mrl.config import ActorConfig, MegatronConfig, ParallelConfig
-from mrl.functional.logprobs import Distribution, VocabShard, linear_logprobs
+from mrl.functional.logprobs import OPERATORS, Distribution, Rows, VocabShard, linear_logprobs
 from mrl.kernels.library import check_alike
-from mrl.kernels.training import Angles
+from mrl.kernels.training import Angles, training
 from mrl.megatron.attention import CoreAttention, PackedSequences
 from mrl.megatron.comparison import Compared
-from mrl.megatron.compiled import Norm, compiled_layer, compiles
+from mrl.megatron.compiled import Norm, adds_gradient, compiled_layer, compiles
 from mrl.megatron.context import ContextTargets
 from mrl.megatron.exact import Head, Tables, angles_of, exact_layer
 from mrl.megatron.moe import load_balance, moe_config, with_router
@@ -126,6 +126,7 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
             vp_stage=vp_stage,
         )
         self.arch, self._is_exact, self.compiled = arch, tables is not None, compiled
+        self._of_rows: Rows = training(config.params_dtype) if compiled or self._is_exact else OPERATORS
         if arch.value_head and self.post_process:
             self.output_layer = ValueHead(config)
         if not self._is_exact:
@@ -204,6 +205,7 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
         if labels.distribution is None:
             return tuple(hidden.squeeze(1).index_select(0, labels.rows_R).T.unbind())
         shard = self._shard(weight)
+        alone = self.compiled and labels.compared is None and not self.share_embeddings_and_output_weights
         scores: tuple[Tensor, ...] = linear_logprobs(
             hidden.squeeze(1),
             weight,
@@ -213,6 +215,8 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
             distribution=labels.distribution,
             support=labels.support,
             head=Head(weight, self.arch.vocab_size, self.pg_collection.tp) if self._is_exact else None,
+            of_rows=self._of_rows,
+            adds_gradient=adds_gradient(weight) if alone else None,  # of one that nothing else gives a gradient
         )
         if labels.compared is not None:
             scores += labels.compared.scores(hidden.squeeze(1), weight, labels.rows_R, shard)

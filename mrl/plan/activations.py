@@ -291,10 +291,10 @@ class ActorShape:
         return min(self._config.actor.logprob_chunk_tokens, self._scored)
 
     def _logits_forward(self) -> int:
-        """Logits and their powers, fp32; which were dropped, where the distribution is cut."""
+        """Logits and, by PyTorch's operators, their powers, fp32; which were dropped, where the distribution is cut."""
         rollout = self._config.rollout
         cut = 1 if truncates(rollout.top_k, rollout.top_p, rollout.min_p) else 0
-        return self._rows() * self._vocab * (2 * FP32 + cut)
+        return self._rows() * self._vocab * ((1 if self._compiled else 2) * FP32 + cut)
 
     def _logits_backward(self) -> int:
         """Gradients of the logits, of the hidden states and of the weight."""

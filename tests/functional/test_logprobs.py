@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mrl.functional.logprobs import Distribution, VocabShard, linear_logprobs
+from mrl.functional.logprobs import OPERATORS, Distribution, VocabShard, linear_logprobs
 from mrl.functional.sampling import keep_threshold
+from mrl.kernels.library import library
+from mrl.kernels.training import training
 from mrl.types import Support
 from tests.ranks import run_ranks
 
@@ -60,8 +62,11 @@ def dense(temperature, cut):
     return [x.detach().float() for x in (chosen, entropy, hidden.grad, weight.grad)]
 
 
-def fused(temperature, cut, chunk_rows, dtype="float32", sizes=None):
-    """The same on this rank; `sizes`: rows of the padded weight on each rank. Gradients of the hidden states summed."""
+def fused(temperature, cut, chunk_rows, dtype="float32", sizes=None, compiled=False, elsewhere=False):
+    """The same on this rank; `sizes`: rows of the padded weight on each rank. Gradients of the hidden states summed.
+
+    `elsewhere`: The gradient of the weight is added up in a buffer.
+    """
     hidden, weight, rows, targets, grads = inputs()
     rank, group = (0, None) if sizes is None else (dist.get_rank(), dist.group.WORLD)
     start = 0 if sizes is None else sum(sizes[:rank])
@@ -69,6 +74,12 @@ def fused(temperature, cut, chunk_rows, dtype="float32", sizes=None):
     kind = getattr(torch, dtype)
     hidden = hidden.to(kind).requires_grad_()
     own = weight[start : start + count].to(kind).clone().requires_grad_()
+    buffer = torch.zeros_like(own)
+
+    def adds(grad, states):
+        buffer[: grad.size(1)].addmm_(grad.T, states)
+        return torch.full_like(own, torch.nan)
+
     chosen, entropy = linear_logprobs(
         hidden,
         own,
@@ -77,12 +88,14 @@ def fused(temperature, cut, chunk_rows, dtype="float32", sizes=None):
         shard=VocabShard(start, min(max(TOKENS - start, 0), count), group),
         distribution=Distribution(temperature, chunk_rows),
         support=None if cut == CUTS["none"] else support_of(kept_of(temperature, cut)),
+        of_rows=training(kind) if compiled else OPERATORS,
+        adds_gradient=adds if elsewhere else None,
     )
     ((chosen * grads[0]).sum() + (entropy * grads[1]).sum()).backward()
     grad_hidden = hidden.grad.clone()
     if group is not None:
         dist.all_reduce(grad_hidden)
-    return [x.detach().float() for x in (chosen, entropy, grad_hidden, own.grad)]
+    return [x.detach().float() for x in (chosen, entropy, grad_hidden, buffer if elsewhere else own.grad)]
 
 
 def check(found, expected, value=VALUE, gradient=GRADIENT):
@@ -95,6 +108,17 @@ def check(found, expected, value=VALUE, gradient=GRADIENT):
 @pytest.mark.parametrize("cut", CUTS)
 def test_values_and_gradients_are_those_of_dense_float64(cut, temperature, chunk_rows):
     check(fused(temperature, CUTS[cut], chunk_rows), dense(temperature, CUTS[cut]))
+
+
+@pytest.mark.skipif(library(torch.float32)[0] is None, reason="nothing can be compiled here")
+@pytest.mark.parametrize("chunk_rows", [4, 100])
+@pytest.mark.parametrize("cut", CUTS)
+def test_compiled_rows_and_a_buffer_for_the_gradient_give_the_same(cut, chunk_rows):
+    check(fused(0.6, CUTS[cut], chunk_rows, compiled=True, elsewhere=True), dense(0.6, CUTS[cut]))
+    found = run_ranks(2, fused, 0.6, CUTS[cut], chunk_rows, sizes=(50, 4), compiled=True)  # a rank without a token
+    expected = dense(0.6, CUTS[cut])
+    for start, size, result in zip((0, 50), (50, 4), found, strict=True):
+        check(result, [*expected[:3], expected[3][start : start + size]])
 
 
 @pytest.mark.parametrize("cut", CUTS)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.data.prefixes import shared_prefixes
+from mrl.functional.logprobs import OPERATORS
 from mrl.kernels import library
 from mrl.kernels.training import training
 from mrl.megatron.attention import families
@@ -135,3 +136,22 @@ def test_threads_change_no_bit(dtype):
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(rows=st.integers(1, 20), cols=st.integers(1, 100), dropped=st.integers(0, 60), bent=st.booleans())
+def test_sums_and_gradients_of_logits(dtype, rows, cols, dropped, bent):
+    """fp32, whatever the dtype; of what is dropped nothing is left, and the largest may be far from 0."""
+    generator = torch.Generator().manual_seed(rows * cols)
+    logits = torch.randn(rows, cols, generator=generator) * 9 + 50
+    logits[:, 1 : 1 + dropped] = -1e30
+    normalizer, slope, bend = logits.logsumexp(1), *torch.randn(2, rows, generator=generator)
+    sums, taken = training(dtype).sums(logits)
+    right, _ = OPERATORS.sums(logits.double())
+    assert taken is None
+    torch.testing.assert_close(sums.double(), right, rtol=2e-6, atol=2e-6)
+    found = training(dtype).gradient(logits.clone(), normalizer, slope, bend if bent else None)
+    log_probs = logits.double() - normalizer.double()[:, None]
+    expected = -log_probs.exp() * (slope[:, None] + (bend[:, None] * log_probs if bent else 0))
+    torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=2e-6)

@@ -5,7 +5,7 @@ import torch
 
 from mrl.distributed import shared
 from mrl.grid import Grid
-from mrl.megatron import checkpoint
+from mrl.megatron import checkpoint, data_parallel
 from tests.megatron.actors import ARCHS, CONSTANT, MIXTURES, algorithm, full_weights, make_batch, make_policy, own_part
 from tests.megatron.trainings import assert_same, run
 from tests.ranks import run_ranks
@@ -30,6 +30,26 @@ ALIGNED = {"ddp": {**GATHERED["ddp"], "align_param_gather": True}}
 def test_gathering_weights_behind_the_forward_changes_no_number(arch, grid, megatron):
     plain = run(arch, grid, actor=OVERLAPPED)
     assert_same(run(arch, grid, actor=OVERLAPPED, megatron=megatron), plain)
+
+
+def _two_updates(grid, asks):
+    """Weights after them; `asks`: by Megatron's collectives, also over one rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        if asks:
+            patch.setattr(data_parallel, "_is_alone", lambda settings: False)
+        policy = make_policy(UNTIED, grid)
+        policy.start_optimizer(CONSTANT)
+        metrics = [policy.update(own_part(make_batch(seed=seed), policy), algorithm()) for seed in (1, 2)]
+        return metrics, {name: tensor.clone() for name, tensor in policy.named_tensors().items()}
+
+
+@pytest.mark.parametrize("grid", [Grid(1), Grid(2, tp=2)], ids=["alone", "tp2"])
+def test_a_rank_that_shares_its_weights_with_no_other_needs_no_collectives(grid):
+    found, right = (run_ranks(grid.world_size, _two_updates, grid, asks) for asks in (False, True))
+    for (metrics, weights), (expected, others) in zip(found, right, strict=True):
+        assert metrics == expected
+        assert metrics[0]["actor/grad_norm"] > 0
+        assert all(torch.equal(tensor, others[name]) for name, tensor in weights.items())
 
 
 def _between_updates(megatron, folder):

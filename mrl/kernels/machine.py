@@ -1,7 +1,6 @@
 """What was found out about this machine, kept in the user's cache folder; and what all engines of a job do alike.
 
-Owns the names under which things are kept, how they are written, and how ranks agree. What is kept is in `compiled` and
-`choice`.
+Owns the names under which things are kept, how they are written, how ranks agree, and how ways to do a thing are timed.
 """
 
 from __future__ import annotations
@@ -9,10 +8,12 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,11 @@ try:
     import fcntl
 except ImportError:  # no such locks: two processes may do the same work
     fcntl = None  # type: ignore[assignment]
+
+
+ROUNDS = 7
+
+Way = TypeVar("Way", bound=Hashable)
 
 
 @cache
@@ -100,3 +106,35 @@ def agreed(name: str, own: str) -> str:
     store = dist.distributed_c10d._get_default_store()
     found: bytes = store.compare_set(f"mrl/engine/{name}", "", own)
     return found.decode()
+
+
+def settled(place_name: str, job_name: str, find: Callable[[], str], otherwise: str) -> str:
+    """What was found once on this machine, the same on all ranks of a job: that of the first to ask, which all keep.
+
+    Args:
+        place_name: Of what is kept.
+        job_name: Under which ranks agree, the same on machines that differ.
+        find: Finds it out.
+        otherwise: Where nothing is kept: each run would find for itself.
+    """
+    own = otherwise if place(place_name) is None else kept(place_name, lambda: find().encode()).decode()
+    said = agreed(job_name, own)
+    if said != own:
+        keep(place_name, said.encode())
+    return said
+
+
+def best_times(calls: Mapping[Way, Callable[[], object]]) -> dict[Way, float]:
+    """Shortest of some calls each, s of one thread's processor; they take turns."""
+    times: dict[Way, list[float]] = {way: [] for way in calls}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(1 + ROUNDS):
+            for way, call in calls.items():
+                began = time.thread_time()
+                call()
+                times[way].append(time.thread_time() - began)
+    finally:
+        torch.set_num_threads(threads)
+    return {way: min(found[1:]) for way, found in times.items()}

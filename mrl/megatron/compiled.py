@@ -9,7 +9,8 @@ Shapes: n rows of a rank, I inputs, O outputs, N heads, K KV heads, D head dim.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -173,19 +174,47 @@ class _Product(torch.autograd.Function):
 
 def rows_times(x_PI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """X weight^T + bias; of fp32 by the library that is faster on this processor."""
-    if x_PI.dtype == torch.float32 and _by_onednn():
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x_PI.contiguous(), weight_OI.contiguous(), bias_O, "none", [], ""
-        )
-        return product
-    return torch.nn.functional.linear(x_PI, weight_OI, bias_O)
+    by = ONEDNN if x_PI.dtype == torch.float32 and _by_onednn() else MATMUL
+    return PRODUCTS[by](x_PI, weight_OI, bias_O)
+
+
+def _onednn(x_PI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """Packs the weight first, and a transposed one before that."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(
+        x_PI.contiguous(), weight_OI.contiguous(), bias_O, "none", [], ""
+    )
+    return product
+
+
+ONEDNN, MATMUL = "onednn", "matmul"
+MARGIN = 0.9
+"""The other one must take at most this part of oneDNN's time: noise does not turn what decides the last bits."""
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
+    ONEDNN: _onednn,
+    MATMUL: torch.nn.functional.linear,
+}
 
 
 @cache
 def _by_onednn() -> bool:
-    """But where Intel's library is behind `matmul`, on a processor of theirs: it does not pack each weight first."""
-    on_its_own = torch.backends.mkl.is_available() and "Intel" in machine.processor()  # type: ignore[no-untyped-call]
-    return torch.backends.mkldnn.is_available() and not on_its_own  # type: ignore[no-untyped-call]
+    """Else by what is behind `matmul`; measured once on a machine."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    name = f"products/{machine.key(machine.processor(), torch.__version__)}/float32-training"
+    return machine.settled(name, "training/product", _faster, ONEDNN) == ONEDNN
+
+
+def _faster() -> str:
+    """Of a product and of the gradient of its rows."""
+    rows, weight, grad = torch.ones(256, 512), torch.ones(1024, 512), torch.ones(256, 1024)
+
+    def both(product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:
+        product(rows, weight, None)
+        product(grad, weight.T, None)
+
+    times = machine.best_times({by: partial(both, product) for by, product in PRODUCTS.items()})
+    return MATMUL if times[MATMUL] < MARGIN * times[ONEDNN] else ONEDNN
 
 
 def _added(parameter: Tensor, main_grad: Tensor | None, grad_PO: Tensor, x_PI: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from mrl.errors import UserError
 from mrl.grid import Grid
-from mrl.kernels import library
+from mrl.kernels import library, machine
 from mrl.megatron import compiled, model
 from tests.megatron.actors import ARCHS, CONSTANT, SHALLOW_MIXTURE, algorithm, full_gradients, make_policy, own_part
 from tests.megatron.test_prefix_grouper import batch_of, drawn
@@ -61,3 +61,23 @@ def test_a_rank_that_cannot_compile_where_another_can_is_refused(monkeypatch):
 def test_ranks_compute_by_pytorch_where_the_first_to_ask_cannot_compile(monkeypatch):
     monkeypatch.setattr(compiled.machine, "agreed", lambda name, own: "plain")
     assert not compiled.compiles(torch.float32)
+
+
+@pytest.mark.parametrize("by", compiled.PRODUCTS)
+def test_each_library_multiplies(by):
+    x, weight, bias = torch.randn(20, 90)[:, ::2], torch.randn(45, 30).T, torch.randn(30)
+    for each in (None, bias):
+        expected = torch.nn.functional.linear(x.double(), weight.double(), None if each is None else each.double())
+        torch.testing.assert_close(compiled.PRODUCTS[by](x, weight, each).double(), expected, atol=1e-5, rtol=0)
+
+
+def test_the_library_is_chosen_once_on_a_machine_and_by_no_small_lead(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ratio = 0.5
+    monkeypatch.setattr(machine, "best_times", lambda calls: {"onednn": 1.0, "matmul": ratio})
+    assert not compiled._by_onednn.__wrapped__()
+    ratio = 2.0
+    assert not compiled._by_onednn.__wrapped__()  # as another process would find it
+    assert compiled._faster() == "onednn"
+    ratio = 0.95
+    assert compiled._faster() == "onednn"

@@ -13,8 +13,7 @@ Shapes: P rows, I inputs, O outputs.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -36,7 +35,6 @@ LARGEST = 2**21
 ROWS = (8, 32)
 """Of the measured products."""
 
-ROUNDS = 7
 MARGIN = 0.9
 """A form must take at most this part of `PACKED`'s time: the difference is felt, and does not turn in another run."""
 
@@ -147,13 +145,10 @@ def _chosen(outputs: int, inputs: int, dtype: torch.dtype, compiled: bool) -> st
     what = f"{str(dtype).removeprefix('torch.')}-{outputs}x{inputs}{'-compiled' if compiled else ''}"
     code = library.required(dtype).key if compiled else ""
     name = f"products/{machine.key(machine.processor(), torch.__version__, code)}/{what}"
-    own = PACKED.name
-    if machine.place(name) is not None:
-        own = machine.kept(name, lambda: fastest((outputs, inputs), dtype, compiled=compiled).name.encode()).decode()
-    agreed = machine.agreed(f"product/{what}", own if own in known else PACKED.name)
-    if agreed != own:
-        machine.keep(name, agreed.encode())
-    return agreed
+    found = machine.settled(
+        name, f"product/{what}", lambda: fastest((outputs, inputs), dtype, compiled=compiled).name, PACKED.name
+    )
+    return found if found in known else PACKED.name
 
 
 def fastest(shape: tuple[int, int], dtype: torch.dtype, *, compiled: bool) -> Form:
@@ -165,29 +160,13 @@ def fastest(shape: tuple[int, int], dtype: torch.dtype, *, compiled: bool) -> Fo
     part = dict.fromkeys(packed, 0.0)
     for rows in ROWS:
         x_PI = torch.empty(rows, shape[1]).uniform_(-1.0, 1.0, generator=generator).to(dtype)
-        best = _best_times({form: partial(form, x_PI, packed[form], None) for form in forms})
+        best = machine.best_times({form: partial(form, x_PI, packed[form], None) for form in forms})
         for form in forms:
             part[form] += best[form] / best[PACKED] / len(ROWS)
     for form in sorted(part, key=lambda form: part[form]):
         if form is PACKED or (part[form] < MARGIN and rows_stand_alone(form, weight_OI)):
             return form
     return PACKED
-
-
-def _best_times(calls: Mapping[Form, Callable[[], Tensor]]) -> dict[Form, float]:
-    """Of one thread's processor; they take turns."""
-    times: dict[Form, list[float]] = {form: [] for form in calls}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for _ in range(1 + ROUNDS):
-            for form, call in calls.items():
-                began = time.thread_time()
-                call()
-                times[form].append(time.thread_time() - began)
-    finally:
-        torch.set_num_threads(threads)
-    return {form: min(found[1:]) for form, found in times.items()}
 
 
 def rows_stand_alone(form: Form, weight_OI: Tensor) -> bool:

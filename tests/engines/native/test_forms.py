@@ -33,7 +33,7 @@ def measured(monkeypatch):
     """The forms that were measured, and what is said of their times."""
     calls = []
     times = {PACKED: 1.0, PLAIN: 0.5, TRANSPOSED: 0.8}
-    monkeypatch.setattr(forms, "_best_times", lambda given: calls.append(list(given)) or times)
+    monkeypatch.setattr(machine, "best_times", lambda given: calls.append(list(given)) or times)
     return calls, times
 
 
@@ -136,7 +136,7 @@ def test_a_compiled_form_is_taken_at_few_rows_though_it_wins_nothing_at_many(mon
             {PACKED: 4.0, compiled: 4.0, PLAIN: 5.0, TRANSPOSED: 5.0},
         ]
     )
-    monkeypatch.setattr(forms, "_best_times", lambda _: next(found))
+    monkeypatch.setattr(machine, "best_times", lambda _: next(found))
     assert form_of(SHAPE, torch.float32, compiled=True) is compiled
 
 

@@ -5,14 +5,16 @@ fastest is kept in the user's cache folder by processor, PyTorch, compiled funct
 multiplies, and its processor time counts: neither other programs nor the run's threads turn the choice. Forms differ in
 the last bits, so the choice must stand still: what is kept holds for every later run; all engines of a job take what
 the first of them took, and keep that; a form that is not `PACKED` must win by `MARGIN`, so that noise decides nothing;
-without a place to keep the choice, or for matrices of which no speed is felt, it is `PACKED`. A form is no candidate
-where the bits of a row depend on the rows beside it, which is tried before it is taken.
+without a place to keep the choice, or for matrices of which no speed is felt, it is `PACKED`. No form is taken where
+the bits of a row depend on the rows beside it, which is tried first: oneDNN's do in bfloat16 on processors with AMX,
+whatever the size of the matrix. Where nothing can be compiled and none will do, it is `PACKED` all the same.
 
 Shapes: P rows, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -38,7 +40,7 @@ ROWS = (8, 32)
 MARGIN = 0.9
 """A form must take at most this part of `PACKED`'s time: the difference is felt, and does not turn in another run."""
 
-TRIED_ROWS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 65)
+TRIED_ROWS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 65, 129, 257)
 """Numbers of rows for which a row must have the same bits."""
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -133,7 +135,7 @@ def candidates(outputs: int, dtype: torch.dtype, *, compiled: bool) -> dict[str,
 def form_of(shape: tuple[int, ...], dtype: torch.dtype, *, compiled: bool = False) -> Form:
     """The form of products with weights of this shape [O, I] and dtype, on this machine and in this job."""
     outputs, inputs = shape
-    if outputs * inputs < SMALLEST:
+    if outputs * inputs < SMALLEST and not (compiled and dtype == torch.bfloat16):
         return PACKED
     name = _chosen(min(outputs, max(1, LARGEST // inputs)), inputs, dtype, compiled)
     return candidates(outputs, dtype, compiled=compiled)[name]
@@ -145,8 +147,9 @@ def _chosen(outputs: int, inputs: int, dtype: torch.dtype, compiled: bool) -> st
     what = f"{str(dtype).removeprefix('torch.')}-{outputs}x{inputs}{'-compiled' if compiled else ''}"
     code = library.required(dtype).key if compiled else ""
     name = f"products/{machine.key(machine.processor(), torch.__version__, code)}/{what}"
+    find = fastest if outputs * inputs >= SMALLEST else steady
     found = machine.settled(
-        name, f"product/{what}", lambda: fastest((outputs, inputs), dtype, compiled=compiled).name, PACKED.name
+        name, f"product/{what}", lambda: find((outputs, inputs), dtype, compiled=compiled).name, PACKED.name
     )
     return found if found in known else PACKED.name
 
@@ -154,7 +157,7 @@ def _chosen(outputs: int, inputs: int, dtype: torch.dtype, compiled: bool) -> st
 def fastest(shape: tuple[int, int], dtype: torch.dtype, *, compiled: bool) -> Form:
     """Measures the forms, which takes milliseconds."""
     generator = torch.Generator().manual_seed(0)
-    weight_OI = torch.empty(shape).uniform_(-1.0, 1.0, generator=generator).to(dtype)
+    weight_OI = _weight(shape, dtype)
     forms = candidates(shape[0], dtype, compiled=compiled).values()
     packed = {form: form.pack(weight_OI, None) for form in forms}
     part = dict.fromkeys(packed, 0.0)
@@ -163,10 +166,21 @@ def fastest(shape: tuple[int, int], dtype: torch.dtype, *, compiled: bool) -> Fo
         best = machine.best_times({form: partial(form, x_PI, packed[form], None) for form in forms})
         for form in forms:
             part[form] += best[form] / best[PACKED] / len(ROWS)
-    for form in sorted(part, key=lambda form: part[form]):
-        if form is PACKED or (part[form] < MARGIN and rows_stand_alone(form, weight_OI)):
-            return form
-    return PACKED
+    ranked = sorted(part, key=lambda form: part[form])
+    felt = [form for form in ranked if form is PACKED or part[form] < MARGIN]
+    # where none of these will do: the fastest of the rest
+    return next((form for form in (*felt, *ranked) if rows_stand_alone(form, weight_OI)), PACKED)
+
+
+def steady(shape: tuple[int, int], dtype: torch.dtype, *, compiled: bool) -> Form:
+    """The first form in which rows do not depend on each other; no time is measured."""
+    forms = candidates(shape[0], dtype, compiled=compiled).values()
+    return next((form for form in forms if rows_stand_alone(form, _weight(shape, dtype))), PACKED)
+
+
+def _weight(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.empty(shape).uniform_(-1.0, 1.0, generator=generator).to(dtype)
 
 
 def rows_stand_alone(form: Form, weight_OI: Tensor) -> bool:
@@ -175,5 +189,14 @@ def rows_stand_alone(form: Form, weight_OI: Tensor) -> bool:
     x_PI = torch.empty(max(TRIED_ROWS) + 3, weight_OI.size(1)).uniform_(-1.0, 1.0, generator=generator)
     x_PI = x_PI.to(weight_OI.dtype)
     packed = form.pack(weight_OI, None)
-    whole = form(x_PI, packed, None)
-    return all(torch.equal(form(x_PI[3 : 3 + num], packed, None), whole[3 : 3 + num]) for num in TRIED_ROWS)
+    threads = torch.get_num_threads()
+    try:
+        for num_threads in {1, threads, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1}:
+            torch.set_num_threads(num_threads)  # with more of them a library cuts the work otherwise
+            whole = form(x_PI, packed, None)
+            for num in TRIED_ROWS:
+                if not torch.equal(form(x_PI[3 : 3 + num], packed, None), whole[3 : 3 + num]):
+                    return False
+    finally:
+        torch.set_num_threads(threads)
+    return True

@@ -62,7 +62,7 @@ def test_the_fastest_is_taken_and_measured_once_on_a_machine(measured):
     times[TRANSPOSED] = 0.1
     assert again() is PLAIN
     assert calls == [list(FORMS.values())] * len(forms.ROWS)
-    assert form_of(SHAPE, torch.bfloat16) is TRANSPOSED  # another product
+    assert form_of((SHAPE[0] + 16, SHAPE[1]), torch.float32) is TRANSPOSED  # another product
 
 
 def test_other_compiled_functions_are_measured_again(measured, monkeypatch):
@@ -90,6 +90,28 @@ def test_a_form_in_which_a_row_depends_on_the_others_is_not_taken(measured, monk
     measured[1][leaking] = 0.01
     assert not forms.rows_stand_alone(leaking, torch.randn(SHAPE))
     assert form_of(SHAPE, torch.float32) is PLAIN
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2816, 512), (512, 1408), (128, 1408), (96, 64)])
+def test_rows_do_not_depend_on_each_other_in_any_form_that_is_taken(shape, dtype):
+    """On processors with AMX all but the compiled form fail in bfloat16."""
+    form = form_of(shape, dtype, compiled=True)
+    weight, x = torch.randn(shape).to(dtype), torch.randn(400, shape[1]).to(dtype)
+    packed = form.pack(weight, None)
+    whole = form(x, packed, None)
+    for first, last in ((0, 1), (7, 15), (100, 133), (0, 300)):
+        assert torch.equal(form(x[first:last], packed, None), whole[first:last])
+
+
+@pytest.mark.parametrize("shape", [SHAPE, (64, 600)])
+def test_a_packed_form_whose_rows_depend_on_each_other_gives_way(measured, monkeypatch, shape):
+    _, times = measured
+    compiled = row_by_row(shape[0], torch.bfloat16)
+    times |= {PLAIN: 3.0, TRANSPOSED: 2.0, compiled: 4.0}
+    monkeypatch.setattr(forms, "rows_stand_alone", lambda form, weight: form is compiled)
+    assert form_of(shape, torch.bfloat16, compiled=True) is compiled
+    assert form_of(shape, torch.bfloat16) is PACKED  # nothing else is there
 
 
 def test_small_products_and_machines_without_a_cache_are_not_measured(measured, monkeypatch):

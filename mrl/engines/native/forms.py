@@ -146,7 +146,7 @@ def _chosen(outputs: int, inputs: int, dtype: torch.dtype, compiled: bool) -> st
     known = candidates(outputs, dtype, compiled=compiled)
     what = f"{str(dtype).removeprefix('torch.')}-{outputs}x{inputs}{'-compiled' if compiled else ''}"
     code = library.required(dtype).key if compiled else ""
-    name = f"products/{machine.key(machine.processor(), torch.__version__, code)}/{what}"
+    name = f"products/{machine.key(machine.processor(), torch.__version__, code, str(TRIED_ROWS))}/{what}"
     find = fastest if outputs * inputs >= SMALLEST else steady
     found = machine.settled(
         name, f"product/{what}", lambda: find((outputs, inputs), dtype, compiled=compiled).name, PACKED.name

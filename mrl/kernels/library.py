@@ -49,12 +49,13 @@ class Library:
     """For tensors of one dtype on a CPU; what it is given is contiguous where that is not said otherwise.
 
     Attributes:
-        key: The same where sources, compiler, flags and processor are.
+        key: The same where sources, compiler, flags and processor are, and what the system lets them use.
         functions: What was compiled.
     """
 
     def __init__(self, library: ctypes.CDLL, key: str) -> None:
-        self.key, self.functions = key, library
+        library.by_tiles.restype = _N
+        self.key, self.functions = f"{key}-tiles" if library.by_tiles() else key, library
         self._call: dict[str, Callable[..., None]] = {}
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)

@@ -4,7 +4,7 @@
  * Each element of the product is one chain of fused multiply-adds over I, from the first input to the last, in fp32: it
  * is added to in no other order for few rows or many, in any place of the matrix, by any number of threads, and also
  * where the weight is one rank's part of its rows. bfloat16 is rounded once, after the bias. Where the processor
- * multiplies pairs of bfloat16, the chain goes on by pairs.
+ * multiplies pairs of bfloat16, the chain goes on by pairs; where it has tiles of them (AMX), by a tile's pairs.
  *
  * Packed weights are panels of PANEL outputs: [panel][step][PANEL][STEP]. Rows are packed in blocks of TALL:
  * [block][step][TALL], a step being one input, or a pair.
@@ -33,6 +33,12 @@ typedef uint32_t X; /* two neighbours */
 typedef float X;
 #endif
 
+#if STEP == 2 && defined(__AMX_BF16__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define TILE_ROWS 16 /* of a tile, or steps of one */
+#endif
+
 #if STEP == 1
 static inline vec weights_at(const T *panel) { return load(panel); }
 
@@ -54,7 +60,13 @@ static inline vec added(vec sum, X x, vec w) {
 }
 #endif
 
-static inline int64_t steps_of(int64_t ins) { return (ins + STEP - 1) / STEP; }
+static inline int64_t steps_of(int64_t ins) {
+#ifdef TILE_ROWS
+    return (ins + STEP * TILE_ROWS - 1) / (STEP * TILE_ROWS) * TILE_ROWS; /* whole tiles: the rest is 0 */
+#else
+    return (ins + STEP - 1) / STEP;
+#endif
+}
 
 /* For a buffer: elements of a packed weight. */
 int64_t packed_size(int64_t outs, int64_t ins) { return (outs + PANEL - 1) / PANEL * PANEL * steps_of(ins) * STEP; }
@@ -137,7 +149,7 @@ void pack(const T *weight, T *packed, int64_t outs, int64_t ins) {
         const T *own = weight + panel * PANEL * ins;
         T *to = packed + panel * steps * PANEL * STEP;
         int64_t here = outs - panel * PANEL < PANEL ? outs - panel * PANEL : PANEL, turned = 0;
-        if (here < PANEL || ins % STEP) memset(to, 0, steps * PANEL * STEP * sizeof(T));
+        if (here < PANEL || ins < steps * STEP) memset(to, 0, steps * PANEL * STEP * sizeof(T));
 #ifdef TURNS
         if (here == PANEL)
             for (; turned + LANES <= ins / STEP; turned += LANES)
@@ -160,7 +172,7 @@ void pack(const T *weight, T *packed, int64_t outs, int64_t ins) {
 
 static void pack_rows(const T *x, int64_t stride, X *to, int64_t count, int64_t ins) {
     int64_t steps = steps_of(ins);
-    if (count < TALL) memset(to, 0, steps * TALL * sizeof(X));
+    if (count < TALL || ins < steps * STEP) memset(to, 0, steps * TALL * sizeof(X));
     for (int64_t m = 0; m < count; m++) {
         const T *from = x + m * stride;
         for (int64_t k = 0; k < ins; k++) {
@@ -173,9 +185,6 @@ static void pack_rows(const T *x, int64_t stride, X *to, int64_t count, int64_t 
             to[k * TALL + m] = from[k];
 #endif
         }
-#if STEP == 2
-        if (ins % 2) ((T *)(to + ins / 2 * TALL + m))[1] = 0;
-#endif
     }
 }
 
@@ -207,9 +216,114 @@ static inline __attribute__((always_inline)) void tile(const X *x, const T *pane
     }
 }
 
+#ifdef TILE_ROWS
+#define TALL_TILES (2 * TILE_ROWS) /* rows that are multiplied at a time */
+
+/* Whether the kernel lets this process use tiles, which it is asked for once. */
+int64_t by_tiles(void) {
+    static int known;
+    if (!known) known = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* their data */) ? -1 : 1;
+    return known > 0;
+}
+
+/* Tiles 0 to 3 are sums, of `upper` and then of `lower` rows, 4 and 5 those rows, 6 and 7 weights. */
+static void shape_tiles(int upper, int lower) {
+    struct {
+        uint8_t palette, start, unused[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } shape = {.palette = 1, .rows = {upper, upper, lower, lower, upper, lower, TILE_ROWS, TILE_ROWS}};
+    for (int tile = 0; tile < 8; tile++) shape.bytes[tile] = 64;
+    _tile_loadconfig(&shape);
+}
+
+/* As `tile`, of up to TALL_TILES rows. */
+static void multiply_tiles(const T *x, int64_t x_stride, const T *panel, const T *next, int64_t steps, const float *bias,
+                           T *out, int64_t stride, int64_t rows, int64_t columns) {
+    float sums[4][TILE_ROWS * LANES] __attribute__((aligned(64)));
+    int64_t between = PANEL * STEP * sizeof(T), apart = x_stride * sizeof(T);
+    int both = rows > TILE_ROWS;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < steps; k += TILE_ROWS) {
+        if (next)
+            for (int64_t n = 0; n < TILE_ROWS * PANEL * STEP; n += LINE)
+                __builtin_prefetch(next + k * PANEL * STEP + n, 0, 2);
+        _tile_loadd(6, panel + k * PANEL * STEP, between);
+        _tile_loadd(7, panel + (k * PANEL + LANES) * STEP, between);
+        _tile_loadd(4, x + k * STEP, apart);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (both) {
+            _tile_loadd(5, x + TILE_ROWS * x_stride + k * STEP, apart);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums[0], LANES * sizeof(float));
+    _tile_stored(1, sums[1], LANES * sizeof(float));
+    _tile_stored(2, sums[2], LANES * sizeof(float));
+    _tile_stored(3, sums[3], LANES * sizeof(float));
+    for (int64_t m = 0; m < rows; m++) {
+        const float *low = sums[m / TILE_ROWS * 2] + m % TILE_ROWS * LANES, *high = low + TILE_ROWS * LANES;
+        T *to = out + m * stride;
+        put(to, *(const vec *)low + *(const vec *)bias, columns);
+        if (columns > LANES) put(to + LANES, *(const vec *)high + *(const vec *)(bias + LANES), columns - LANES);
+    }
+}
+
+static void product_by_tiles(const T *x, int64_t stride, const T *packed, const T *bias, T *out, T *scratch, int64_t rows,
+                             int64_t outs, int64_t ins) {
+    int64_t steps = steps_of(ins), panels = (outs + PANEL - 1) / PANEL, wide = steps * STEP, copies = ins < wide;
+    int64_t blocks = (rows + TALL_TILES - 1) / TALL_TILES, spans = (blocks + BLOCKS - 1) / BLOCKS;
+    const T *xs = copies ? scratch : x;
+    int64_t apart = copies ? wide : stride;
+#pragma omp parallel if (rows * outs * ins > 64 * SMALL)
+    {
+        int64_t shaped = 0;
+        if (copies) {
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < rows; row++) {
+                memcpy(scratch + row * wide, x + row * stride, ins * sizeof(T));
+                memset(scratch + row * wide + ins, 0, (wide - ins) * sizeof(T));
+            }
+        }
+#pragma omp for schedule(static)
+        for (int64_t task = 0; task < panels * spans; task++) {
+            int64_t panel = task / spans, first = task % spans * BLOCKS;
+            int64_t last = first + BLOCKS < blocks ? first + BLOCKS : blocks, columns = outs - panel * PANEL;
+            const T *weights = packed + panel * steps * PANEL * STEP;
+            float added_last[PANEL] = {0};
+            for (int64_t i = 0; bias && i < (columns < PANEL ? columns : PANEL); i++)
+                added_last[i] = load_part(bias + panel * PANEL + i, 1, 0.0f)[0];
+            for (int64_t block = first; block < last; block++) {
+                int64_t left = rows - block * TALL_TILES, count = left < TALL_TILES ? left : TALL_TILES;
+                const T *next = block == first && panel + 1 < panels ? weights + steps * PANEL * STEP : 0;
+                if (count != shaped)
+                    shape_tiles(count < TILE_ROWS ? count : TILE_ROWS, count > TILE_ROWS ? count - TILE_ROWS : 1);
+                shaped = count;
+                multiply_tiles(xs + block * TALL_TILES * apart, apart, weights, next, steps, added_last,
+                               out + block * TALL_TILES * outs + panel * PANEL, outs, count, columns);
+            }
+        }
+        if (shaped) _tile_release();
+    }
+}
+#else
+int64_t by_tiles(void) { return 0; }
+#endif
+
 /* out[P, O]; `scratch` has `rows_size` bytes. */
 void product(const T *x, int64_t stride, const T *packed, const T *bias, T *out, void *scratch, int64_t rows, int64_t outs,
              int64_t ins) {
+#ifdef TILE_ROWS
+    if (by_tiles()) {
+        product_by_tiles(x, stride, packed, bias, out, scratch, rows, outs, ins);
+        return;
+    }
+#endif
     int64_t steps = steps_of(ins), panels = (outs + PANEL - 1) / PANEL, blocks = (rows + TALL - 1) / TALL;
     int64_t spans = (blocks + BLOCKS - 1) / BLOCKS;
     X *xs = scratch;

@@ -216,6 +216,25 @@ static inline __attribute__((always_inline)) void tile(const X *x, const T *pane
     }
 }
 
+/* A panel and the blocks of rows that a task multiplies by it; its weights, and those of the panel after it, if any. */
+typedef struct {
+    int64_t first, last, column, columns;
+    const T *weights, *next;
+    float bias[PANEL];
+} Part;
+
+static inline int64_t spans_of(int64_t blocks) { return (blocks + BLOCKS - 1) / BLOCKS; }
+
+static inline Part part_of(int64_t task, const T *packed, const T *bias, int64_t outs, int64_t blocks, int64_t steps) {
+    int64_t spans = spans_of(blocks), column = task / spans * PANEL, first = task % spans * BLOCKS;
+    const T *weights = packed + column * steps * STEP;
+    Part part = {first, first + BLOCKS < blocks ? first + BLOCKS : blocks, column, outs - column, weights,
+                 outs - column > PANEL ? weights + steps * PANEL * STEP : 0, {0}};
+    for (int64_t i = 0; bias && i < (part.columns < PANEL ? part.columns : PANEL); i++)
+        part.bias[i] = load_part(bias + column + i, 1, 0.0f)[0];
+    return part;
+}
+
 #ifdef TILE_ROWS
 #define TALL_TILES (2 * TILE_ROWS) /* rows that are multiplied at a time */
 
@@ -277,7 +296,7 @@ static void multiply_tiles(const T *x, int64_t x_stride, const T *panel, const T
 static void product_by_tiles(const T *x, int64_t stride, const T *packed, const T *bias, T *out, T *scratch, int64_t rows,
                              int64_t outs, int64_t ins) {
     int64_t steps = steps_of(ins), panels = (outs + PANEL - 1) / PANEL, wide = steps * STEP, copies = ins < wide;
-    int64_t blocks = (rows + TALL_TILES - 1) / TALL_TILES, spans = (blocks + BLOCKS - 1) / BLOCKS;
+    int64_t blocks = (rows + TALL_TILES - 1) / TALL_TILES, spans = spans_of(blocks);
     const T *xs = copies ? scratch : x;
     int64_t apart = copies ? wide : stride;
 #pragma omp parallel if (rows * outs * ins > 64 * SMALL)
@@ -292,20 +311,15 @@ static void product_by_tiles(const T *x, int64_t stride, const T *packed, const 
         }
 #pragma omp for schedule(static)
         for (int64_t task = 0; task < panels * spans; task++) {
-            int64_t panel = task / spans, first = task % spans * BLOCKS;
-            int64_t last = first + BLOCKS < blocks ? first + BLOCKS : blocks, columns = outs - panel * PANEL;
-            const T *weights = packed + panel * steps * PANEL * STEP;
-            float added_last[PANEL] = {0};
-            for (int64_t i = 0; bias && i < (columns < PANEL ? columns : PANEL); i++)
-                added_last[i] = load_part(bias + panel * PANEL + i, 1, 0.0f)[0];
-            for (int64_t block = first; block < last; block++) {
+            Part part = part_of(task, packed, bias, outs, blocks, steps);
+            for (int64_t block = part.first; block < part.last; block++) {
                 int64_t left = rows - block * TALL_TILES, count = left < TALL_TILES ? left : TALL_TILES;
-                const T *next = block == first && panel + 1 < panels ? weights + steps * PANEL * STEP : 0;
+                const T *next = block == part.first ? part.next : 0;
                 if (count != shaped)
                     shape_tiles(count < TILE_ROWS ? count : TILE_ROWS, count > TILE_ROWS ? count - TILE_ROWS : 1);
                 shaped = count;
-                multiply_tiles(xs + block * TALL_TILES * apart, apart, weights, next, steps, added_last,
-                               out + block * TALL_TILES * outs + panel * PANEL, outs, count, columns);
+                multiply_tiles(xs + block * TALL_TILES * apart, apart, part.weights, next, steps, part.bias,
+                               out + block * TALL_TILES * outs + part.column, outs, count, part.columns);
             }
         }
         if (shaped) _tile_release();
@@ -325,7 +339,7 @@ void product(const T *x, int64_t stride, const T *packed, const T *bias, T *out,
     }
 #endif
     int64_t steps = steps_of(ins), panels = (outs + PANEL - 1) / PANEL, blocks = (rows + TALL - 1) / TALL;
-    int64_t spans = (blocks + BLOCKS - 1) / BLOCKS;
+    int64_t spans = spans_of(blocks);
     X *xs = scratch;
 #pragma omp parallel if (rows * outs * ins > 64 * SMALL)
     {
@@ -335,21 +349,16 @@ void product(const T *x, int64_t stride, const T *packed, const T *bias, T *out,
                       rows - block * TALL < TALL ? rows - block * TALL : TALL, ins);
 #pragma omp for schedule(static)
         for (int64_t task = 0; task < panels * spans; task++) {
-            int64_t panel = task / spans, first = task % spans * BLOCKS;
-            int64_t last = first + BLOCKS < blocks ? first + BLOCKS : blocks, columns = outs - panel * PANEL;
-            const T *weights = packed + panel * steps * PANEL * STEP;
-            float added_last[PANEL] = {0};
-            for (int64_t i = 0; bias && i < (columns < PANEL ? columns : PANEL); i++)
-                added_last[i] = load_part(bias + panel * PANEL + i, 1, 0.0f)[0];
-            for (int64_t block = first; block < last; block++) {
+            Part part = part_of(task, packed, bias, outs, blocks, steps);
+            for (int64_t block = part.first; block < part.last; block++) {
                 int64_t count = rows - block * TALL < TALL ? rows - block * TALL : TALL;
                 const X *own = xs + block * TALL * steps;
-                const T *next = block == first && panel + 1 < panels ? weights + steps * PANEL * STEP : 0;
-                T *to = out + block * TALL * outs + panel * PANEL;
+                const T *next = block == part.first ? part.next : 0;
+                T *to = out + block * TALL * outs + part.column;
 #define CASE(num)                                                                                                      \
     if (count <= num) {                                                                                                \
-        if (next) tile(own, weights, next, steps, added_last, to, outs, count, columns, num, 1);                       \
-        else tile(own, weights, next, steps, added_last, to, outs, count, columns, num, 0);                            \
+        if (next) tile(own, part.weights, next, steps, part.bias, to, outs, count, part.columns, num, 1);              \
+        else tile(own, part.weights, next, steps, part.bias, to, outs, count, part.columns, num, 0);                   \
         continue;                                                                                                      \
     }
                 CASE(1)

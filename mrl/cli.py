@@ -9,7 +9,6 @@ imported inside the commands, so that `mrl --help` and a mistake in a config ans
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import shlex
@@ -34,6 +33,7 @@ from mrl.survival.ending import REQUEUE, Terminated
 from mrl.survival.imports import frozen_imports, quick_imports
 from mrl.survival.last_words import is_mine_to_say
 from mrl.survival.stop import END_TIME, Stop, limits
+from mrl.survival.streams import outlive_readers
 
 RANKS = "ranks of the real run; default: NxG of the config's name, else the fewest of its layout"
 
@@ -64,7 +64,7 @@ def _run(words: Sequence[str]) -> int:
     arguments.words = words
     arguments.to_go_on = ""
     arguments.if_ended = str
-    _write_any_text()
+    outlive_readers()
     try:
         with ending.raising(_is_first, lambda: str(arguments.if_ended())):
             status: int | None = arguments.command(arguments)
@@ -112,21 +112,6 @@ def _speaks(error: UserError) -> bool:
     return here.rank == 0 if error.everywhere else here.local_rank == 0
 
 
-def _write_any_text() -> None:
-    """A character that the terminal's encoding lacks is written as an escape."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-
-
-def _show(text: str) -> None:
-    """Prints; that the reader has enough of it (`| head`) is no failure."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes out as it ends
-
-
 def _train(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, arguments.overrides)
     if arguments.dry_run:
@@ -137,7 +122,7 @@ def _train(arguments: argparse.Namespace) -> int:
         size = world_size(config, arguments.config, arguments.world_size, started=started)
         described = describe(config, size, launcher=environment().launcher if started > 1 else None)
         if environment().rank == 0:
-            _show(described)
+            print(described, flush=True)
         return 0
 
     def say(what: str) -> None:
@@ -146,7 +131,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
     arguments.if_ended = lambda: to_go_on(config, arguments.words)
     if environment().rank == 0 and config.observe.console != "off":
-        _show(_beginning(config))
+        print(_beginning(config), flush=True)
     with quick_imports():
         from mrl.train import train  # before SIGTERM is a request: imports lose exceptions
     stop = Stop(config.run, ends=limits(config.run, variables(END_TIME)), keeps_time=environment().rank == 0, say=say)
@@ -189,7 +174,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     with frozen_imports():
         metrics = evaluate(load(arguments.config, arguments.overrides), arguments.checkpoint)
     if environment().rank == 0:
-        _show(json.dumps(metrics, indent=1))
+        print(json.dumps(metrics, indent=1), flush=True)
 
 
 def _serve(arguments: argparse.Namespace) -> None:
@@ -200,7 +185,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     key = variables("MRL_API_KEY").get("MRL_API_KEY", "")
     listen = Listen(arguments.host, arguments.port, arguments.model_name, key, arguments.tool_format)
     check(listen)
-    serve(config, checkpoint, listen, lambda text: _show(f"mrl: {text}"))
+    serve(config, checkpoint, listen, lambda text: print(f"mrl: {text}", flush=True))
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -212,7 +197,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.gpus_per_node is not None:
         hardware = replace(hardware, gpus_per_node=arguments.gpus_per_node)
     config = load(arguments.config, arguments.overrides)
-    _show(describe(config, world_size(config, arguments.config, arguments.world_size).ranks, hardware))
+    print(describe(config, world_size(config, arguments.config, arguments.world_size).ranks, hardware), flush=True)
 
 
 def _rehearse(arguments: argparse.Namespace) -> None:
@@ -279,7 +264,7 @@ def _from_verl(arguments: argparse.Namespace) -> None:
         for one in lines:
             print(f"mrl: {title}: {one}", file=sys.stderr)
     if output is None:
-        _show(found.text.rstrip())
+        print(found.text.rstrip(), flush=True)
     else:
         try:
             Path(output).write_text(found.text, encoding="utf-8")

@@ -23,7 +23,7 @@ for folder in ("a", "b"):
 
 AROUND = """
 import json, runpy, signal, threading
-heard = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+heard = [signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1]
 before = [signal.getsignal(number) for number in heard]
 found = runpy.run_path("script.py")
 print(json.dumps({

@@ -2,7 +2,8 @@
 
     python tools/bench_rollout.py                     # both models, all dtypes
     python tools/bench_rollout.py --model small --dtype bfloat16 --repeats 7
-    python tools/bench_rollout.py --model small --engines native vllm vllm_packed vllm_own transformers
+    python tools/bench_rollout.py --model small --engines native vllm vllm_packed vllm_own
+    python tools/bench_rollout.py --model tiny --repeats 1        # does it run here?
     python tools/bench_rollout.py --device cuda --model large
 
 All sample from the whole softmax (temperature 1, no truncation, no end token) for 64 new tokens of each prompt; engines

@@ -25,6 +25,7 @@ from mrl.formats.trtllm import TrtllmTarget, read_activation_scales
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_folder
+from mrl.survival.streams import outlive_readers
 from mrl.weights.hf import hf_layout
 from mrl.weights.regions import volume, whole
 from mrl.weights.trtllm import TrtllmMapping
@@ -62,6 +63,7 @@ def run_tool(parser: FlagParser, work: Callable[[argparse.Namespace], int]) -> i
     Returns:
         The exit status: what `work` returns, or 2 after a mistake.
     """
+    outlive_readers()
     args = parser.parse()
     torch.set_num_threads(1)  # a process is one reader, one writer and one hash; more of them are more processes
     try:

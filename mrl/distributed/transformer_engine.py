@@ -64,12 +64,11 @@ def why_local(config: Config, arch: ArchSpec, device: str) -> str | None:
     """
     if config.actor.transformer_impl == "local":
         return "actor.transformer_impl=local"
+    if (unusable := why_unusable(device)) is not None:
+        return unusable
     if config.model.dtype not in DTYPES:
         return f"its attention for packed sequences has no {config.model.dtype} (model.dtype)"
-    unusable = why_unusable(device)
-    if unusable is None and attention(config, arch) is None:
-        return f"it has no attention for packed sequences on this device: {FLASH_ATTN}"
-    return unusable
+    return None if attention(config, arch) else f"it has no attention for packed sequences on this device: {FLASH_ATTN}"
 
 
 def attention(config: Config, arch: ArchSpec) -> Attention | None:

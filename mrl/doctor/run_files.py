@@ -10,35 +10,36 @@ from pathlib import Path
 
 from mrl.algorithms import base as algorithms
 from mrl.config import Config
-from mrl.distributed.environment import Environment
 from mrl.doctor.finding import Finding, ok, problem
 from mrl.formats.hf import HfSource
 from mrl.formats.hub import local_folder
 from mrl.models.base import ArchSpec
 from mrl.plan.memory import num_parameters
 from mrl.plan.optimizer_memory import optimizer_memory
-from mrl.run.prepare import load_model_facts, resolve
+from mrl.preflight.world_size import WorldSize
+from mrl.run.prepare import resolve
 from mrl.weights.copies import ITEM_BYTES
 
 GB = 1e9
 
 
-def check_config(config: Config, environment: Environment) -> Iterator[Finding]:
-    """The model's structure and tokenizer; with several ranks also the layout and all rules between fields.
+def check_config(config: Config, size: WorldSize) -> Iterator[Finding]:
+    """The model's structure and tokenizer, the layout, and all rules between fields.
+
+    Args:
+        config: Of the run.
+        size: The ranks that it is for.
 
     Raises:
         UserError: A mistake in the config or the model folder.
     """
-    if environment.world_size == 1:
-        arch, _ = load_model_facts(config)
-        layout = "its layout was not looked at: one process (mrl train --dry-run --world-size N)"
-    else:
-        found = resolve(config, environment.world_size)
-        arch, grid = found.arch, found.grid
-        layout = f"fits {grid.world_size} ranks: tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}"
-        layout += f", and {grid.rollout_ranks} that only sample" if grid.has_roles else ""
+    found = resolve(config, size.ranks)
+    grid = found.grid
+    layout = f"fits {grid.world_size} ranks ({size.why}): "
+    layout += f"tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}"
+    layout += f", and {grid.rollout_ranks} that only sample" if grid.has_roles else ""
     model = config.model.path or config.model.preset
-    yield ok("config", f"{model}: {num_parameters(arch) / GB:.3g} x 10^9 parameters; {layout}")
+    yield ok("config", f"{model}: {num_parameters(found.arch) / GB:.3g} x 10^9 parameters; {layout}")
 
 
 def models_of(config: Config) -> Iterator[tuple[str, str]]:

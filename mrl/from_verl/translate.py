@@ -290,7 +290,9 @@ def _trainer(verl: VerlRun) -> Iterator[Pair]:
 
 
 def _differs(verl: VerlRun, num_gpus: int) -> Iterator[str]:
-    """What a run's memory depends on, and means another thing in mrl."""
+    """What a run's memory and checkpoints depend on, and means another thing in mrl."""
+    if verl["trainer.save_freq"] > 0 and verl["trainer.max_actor_ckpt_to_keep"] is None:
+        yield "trainer.max_actor_ckpt_to_keep=null: all are kept there, the newest 2 here (checkpoint.keep_last)"
     memory = f"{ROLLOUT}gpu_memory_utilization"
     if memory in verl.given:
         yield f"{memory}={shown(verl.given[memory])}: {MAPS[memory][2]}. `mrl plan CONFIG` shows the room"

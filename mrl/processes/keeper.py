@@ -25,7 +25,7 @@ from mrl.processes import wire
 
 MIB = 1 << 20
 
-IGNORED = {signal.SIGINT, signal.SIGUSR1, signal.SIGTERM}
+IGNORED = {signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM}
 """Signals that a terminal or a scheduler sends to every process of a job: a worker leaves them to its parent."""
 
 _PR_SET_PDEATHSIG = 1

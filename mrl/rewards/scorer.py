@@ -147,10 +147,11 @@ class Scorer:
         allowed = math.floor(self._config.max_failed_frac * len(samples))
         order = [(rollout.prompt.uid, rollout.sample_index) for rollout in rollouts]
         found, computed = self._elsewhere(samples, order, allowed, told_to_stop)
-        num_failed, first_failure = 0, ""
+        num_failed, num_given_up, first_failure = 0, 0, ""
         for row, (rollout, sample) in enumerate(zip(rollouts, samples, strict=True)):
             if any(row not in by_row for by_row in found.values()):
-                continue  # given up: too many failed, or told to stop
+                num_given_up += 1
+                continue  # too many failed, or told to stop
             outcomes = {index: call([sample])[0] for index, call in self._local.items()}
             for indices, by_row in found.items():
                 outcomes.update(zip(indices, by_row[row], strict=True))
@@ -162,9 +163,10 @@ class Scorer:
                 num_failed += 1
                 first_failure = first_failure or rollout.reward_error
         if num_failed > allowed:
+            others = f" ({num_given_up} others were not tried)" if num_given_up else ""
             raise UserError(
-                f"{num_failed} of {len(samples)} samples could not be scored, more than reward.max_failed_frac="
-                f"{self._config.max_failed_frac:g}. The first: {first_failure}"
+                f"{num_failed} of {len(samples) - num_given_up} samples could not be scored{others}, more than "
+                f"reward.max_failed_frac={self._config.max_failed_frac:g}. The first: {first_failure}"
             )
 
     def _elsewhere(

@@ -6,8 +6,9 @@ ended with one of mrl's own statuses, or the watchdog has ended the others, the 
 traceback is left out, and the status becomes the launcher's. After every other ending (a defect before the job is up,
 no memory for any rank) torchrun's table stays as it is, with its status 1.
 
-SIGUSR1 and SIGTERM go to the ranks, which stop in order (`stop.py`) and whose status is then the launcher's. torchrun
-alone would die of SIGUSR1 and leave its ranks behind, and send SIGKILL 30 s after SIGTERM.
+SIGUSR1, SIGTERM and SIGHUP go to the ranks, which stop in order (`stop.py`) and whose status is then the launcher's.
+torchrun alone would die of SIGUSR1 and leave its ranks behind, send SIGKILL 30 s after the others, and hear SIGHUP
+under `nohup`, too.
 
 torchrun starts the ranks again after any status but 0. Here it does not after one that a restart would only repeat, or
 that somebody asked for: FINAL.
@@ -21,7 +22,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import psutil
 from torch.distributed import DistError
@@ -37,7 +38,7 @@ from mrl.distributed import elastic, launch
 from mrl.distributed.rendezvous import LOOPBACK, own_address
 from mrl.errors import UserError, first_line
 from mrl.survival.ending import FAILED, REQUEUE
-from mrl.survival.stop import REPEAT_S, SIGNALS
+from mrl.survival.stop import REPEAT_S, SIGNALS, URGENT
 
 FINAL = (2, REQUEUE, 130, 143)
 """Statuses of `mrl` after which a restart makes no sense, see `mrl/cli.py`."""
@@ -128,7 +129,7 @@ OVER_S = 2.0
 """Ranks that are gone are missed by torchrun within this time."""
 
 LAST_S = 5.0
-"""Ranks that live so long after a second SIGTERM are killed."""
+"""Ranks that live so long after a second order to end are killed."""
 
 LOOK_S = 0.1
 """Between two looks whether there are ranks yet."""
@@ -140,7 +141,8 @@ def run(words: Sequence[str]) -> int:
     Args:
         words: Its arguments.
     """
-    threading.Thread(target=_hand_on, name="signals", daemon=True).start()
+    heard = SIGNALS.keys() - ({signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set())
+    threading.Thread(target=_hand_on, args=(heard,), name="signals", daemon=True).start()
     launch.allow_sockets()
     vars(api)["LocalElasticAgent"] = Agent
     elastic.install(launch.job_token(make=is_on_one_host(words)))
@@ -165,16 +167,16 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def _hand_on() -> None:
-    first_term: float | None = None
+def _hand_on(heard: Collection[int]) -> None:
+    first_order: float | None = None
     while True:
-        number = signal.sigwait(SIGNALS)
+        number = signal.sigwait(heard)
         ranks = psutil.Process().children()
         while not ranks:
             if _over.wait(OVER_S if _had_ranks.is_set() else 0.0):
                 return  # the status is known: that of the ranks
-            if signal.SIGTERM in (number, *signal.sigpending()):
-                sys.stderr.write("mrl: ended by SIGTERM before there were ranks.\n")
+            if orders := [each for each in (number, *signal.sigpending()) if each in URGENT]:
+                sys.stderr.write(f"mrl: ended by {signal.Signals(orders[0]).name} before there were ranks.\n")
                 sys.stderr.flush()
                 os._exit(REQUEUE)
             time.sleep(LOOK_S)
@@ -182,10 +184,10 @@ def _hand_on() -> None:
         for rank in ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
                 rank.send_signal(number)
-        if number != signal.SIGTERM:
+        if number not in URGENT:
             continue
-        first_term = first_term or time.monotonic()
-        if time.monotonic() - first_term > REPEAT_S:
+        first_order = first_order or time.monotonic()
+        if time.monotonic() - first_order > REPEAT_S:
             time.sleep(LAST_S)  # psutil's own wait would take the ranks' status away from torchrun
             for rank in ranks:
                 with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,7 +1,7 @@
 """What ends a process that has nothing to keep: Ctrl-C and the signals of schedulers, from its first line to its last.
 
 Owns the handlers from the first line of `mrl/__main__.py` on, before anything else is imported. What a training run
-does with SIGTERM and SIGUSR1 once there is something to keep is in `stop.py`, which takes these two over.
+does with SIGTERM and SIGUSR1 once there is something to keep is in `stop.py`, which takes all but Ctrl-C over.
 
     while modules are imported    the process leaves from the handler: what imports may swallow an exception, or wrap it
     inside `raising`              KeyboardInterrupt or Terminated; where that gets lost the process leaves LOST_S later
@@ -27,7 +27,7 @@ REQUEUE = 75
 FAILED = 70
 """Exit status of every rank of a job in which one failed, hung or was lost (sysexits.h: EX_SOFTWARE)."""
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)
 
 LOST_S = 10.0
 """A process that is still there so long after a signal has lost its exception: somebody caught it."""
@@ -57,7 +57,7 @@ def begin(*, is_training: bool) -> dict[int, Any]:
     """Takes the signals over; what was there before, for `give_back`.
 
     Args:
-        is_training: SIGTERM and SIGUSR1 ask to be started again; for other commands SIGUSR1 means nothing.
+        is_training: SIGTERM, SIGHUP and SIGUSR1 ask to be started again; for other commands SIGUSR1 means nothing.
     """
     _Ending.raises, _Ending.is_training = False, is_training
     _Ending.speaks, _Ending.to_go_on = lambda: True, str

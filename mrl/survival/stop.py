@@ -1,15 +1,17 @@
-"""The request to stop: by SIGUSR1, by SIGTERM, or because the time is nearly over; and that all ranks agree on it.
+"""The request to stop: by a signal, or because the time is nearly over; and that all ranks agree on it.
 
-Owns the two signals of a training process, the clock, and the last way out. What is saved and said is the caller's
+Owns the signals of a training process, the clock, and the last way out. What is saved and said is the caller's
 (`run/progress.py`, `cli.py`).
 
     SIGUSR1     a warning: the end comes in minutes (SLURM: --signal=USR1@120). Done within `run.stop_timeout_s`
     SIGTERM     the end comes in seconds: launchers send SIGKILL 30 s later. Done within `run.term_timeout_s`
+    SIGHUP      the terminal is closed, or a connection to it lost: as SIGTERM. `nohup` has it ignored
     the clock   `run.max_time_s` and the scheduler's limit, on rank 0: stops before a step that would not fit
 
 A signal sets a request and interrupts nothing. `ask` is called by all ranks at the same points; if any rank was told,
 it raises `Stopped` on all of them. A thread listens even where the main thread hangs in a collective: when the time is
-over, or a second SIGTERM comes, it ends the process with status REQUEUE. It imports no torch before the first `ask`.
+over, or a second SIGTERM or SIGHUP comes, it ends the process with status REQUEUE. It imports no torch before the first
+`ask`.
 """
 
 from __future__ import annotations
@@ -32,20 +34,21 @@ from mrl.survival import ending
 from mrl.survival.ending import REQUEUE
 
 REPEAT_S = 2.0
-"""One SIGTERM reaches a rank by several ways (its launcher, its scheduler) at about the same time: it counts once."""
+"""One order reaches a rank by several ways (its launcher, its scheduler) at about the same time: it counts once."""
 
 SPEAK_S = 3.0
 """The last message must not keep a process that ends: the run folder may be on a disk that hangs."""
 
 LIMITS = ("run.max_time_s", "SLURM's time limit")
 END_TIME = "SLURM_JOB_END_TIME"
-REASONS = ("", *LIMITS, "SIGUSR1", "SIGTERM")
+REASONS = ("", *LIMITS, "SIGUSR1", "SIGHUP", "SIGTERM")
 """Why all ranks stop; a later one outweighs an earlier one."""
 
 AGREED = 0x80
 """Marks a signal that another rank got."""
 
-SIGNALS = {signal.SIGUSR1: REASONS.index("SIGUSR1"), signal.SIGTERM: REASONS.index("SIGTERM")}
+SIGNALS = {number: REASONS.index(number.name) for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM)}
+URGENT = (signal.SIGHUP, signal.SIGTERM)
 
 
 class Stopped(Exception):  # noqa: N818 -- no error
@@ -98,11 +101,11 @@ class Stop:
         """
         self.why = ""
         self.reserve_s = 0.0
-        self._bounds = {signal.SIGUSR1: run.stop_timeout_s, signal.SIGTERM: run.term_timeout_s}
+        self._bounds = {signal.SIGUSR1: run.stop_timeout_s} | dict.fromkeys(URGENT, run.term_timeout_s)
         self.ends = dict(ends) if keeps_time else {}
         self._say = say
         self._heard = 0
-        self._first_term: float | None = None
+        self._first_order: float | None = None
         self._deadline: float | None = None
         self._half: float | None = None
         self._has_begun = self._has_said = False
@@ -123,15 +126,16 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, SIGUSR1 and SIGTERM are requests. Before the first `ask` there is nothing to keep: SIGTERM raises.
+        """Inside, SIGNALS are requests. Before the first `ask` there is nothing to keep: SIGTERM and SIGHUP raise.
 
         Raises:
-            Terminated: SIGTERM came before the first `ask`; its status is REQUEUE.
+            Terminated: One of these came before the first `ask`; its status is REQUEUE.
         """
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        before = {number: signal.signal(number, self._interrupt) for number in SIGNALS}
-        for number in SIGNALS:
+        heard = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._interrupt) for number in heard}
+        for number in heard:
             signal.siginterrupt(number, False)
         wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)  # written to wherever the main thread is
         listener = threading.Thread(target=self._listen, args=(reader,), name="stop", daemon=True)
@@ -208,7 +212,7 @@ class Stop:
         return max((REASONS.index(name) for name, end in self.ends.items() if now + need_s >= end), default=0)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM and not self._has_begun and not self._is_ending:
+        if number in URGENT and not self._has_begun and not self._is_ending:
             self._is_ending = True
             ending.end(number, frame, REQUEUE)
 
@@ -227,12 +231,12 @@ class Stop:
     def _hear(self, number: signal.Signals, *, directly: bool) -> None:
         now = time.monotonic()
         self._heard = max(self._heard, SIGNALS[number])
-        if directly and number == signal.SIGTERM:
-            if self._first_term is not None:
-                if now - self._first_term > REPEAT_S:
+        if directly and number in URGENT:
+            if self._first_order is not None:
+                if now - self._first_order > REPEAT_S:
                     self.give_up("and then told again")
                 return
-            self._first_term = now
+            self._first_order = now
         end = now + self._bounds[number]
         self._deadline = end if self._deadline is None else min(self._deadline, end)
         self._half = min(end - self._bounds[number] / 2, self._deadline)

@@ -1,7 +1,8 @@
 """`python -m mrl.survival.torchrun ...`: torchrun as mrl wants it, see `agent.py`.
 
-Owns the first moment: SIGUSR1 and SIGTERM are blocked before a library is imported that starts threads. The kernel
-gives a signal to any thread that has it not blocked, and such a thread would let the launcher die without its ranks.
+Owns the first moment: what is handed on to the ranks is blocked before a library is imported that starts threads. The
+kernel gives a signal to any thread that has it not blocked, and such a thread would let the launcher die without its
+ranks.
 Until torchrun hands Ctrl-C on to the ranks it ends this process at once.
 """
 
@@ -12,7 +13,7 @@ import sys
 
 from mrl.survival import ending, imports
 
-HANDED_ON = {signal.SIGUSR1, signal.SIGTERM}
+HANDED_ON = {signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM}
 """Signals that are requests to the ranks."""
 
 

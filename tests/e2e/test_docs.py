@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 
 import pytest
 
@@ -32,7 +33,16 @@ def model_folder(folder):
     Qwen2ForCausalLM(Qwen2Config(vocab_size=320, **sizes, **heads)).save_pretrained(str(folder))
 
 
-def test_the_example_of_a_model_and_data_of_ones_own_trains(tmp_path, monkeypatch):
+SMALL = (
+    "run.num_threads=1", "model.dtype=float32", "train.batch_size=2", "train.minibatch_size=1", "rollout.n=2",
+    "rollout.prompt_length=96", "rollout.response_length=8", "rollout.max_num_seqs=8",
+    "rollout.gpu_memory_utilization=0.01",
+)  # fmt: skip
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A folder with the model, data, reward and config that the page shows."""
     monkeypatch.chdir(tmp_path)
     model_folder(tmp_path / "models" / "my-model")
     (tmp_path / "my_rewards.py").write_text(shown("reward"))
@@ -40,16 +50,24 @@ def test_the_example_of_a_model_and_data_of_ones_own_trains(tmp_path, monkeypatc
     (tmp_path / "data").mkdir()
     for name in ("train", "val"):
         (tmp_path / "data" / f"{name}.jsonl").write_text(shown("row") * 4)
-    small = (
-        "run.num_threads=1", "model.dtype=float32", "train.batch_size=2", "train.minibatch_size=1", "rollout.n=2",
-        "rollout.prompt_length=96", "rollout.response_length=8", "rollout.max_num_seqs=8",
-        "rollout.gpu_memory_utilization=0.01",
-    )  # fmt: skip
-    assert main(["train", "my_run.yaml", *small, *QUIET]) == 0
-    run = tmp_path / "runs" / "my_run"
+    (tmp_path / "data" / "pairs.jsonl").write_text(shown("pair").splitlines()[0] + "\n")
+    return tmp_path
+
+
+def test_the_example_of_a_model_and_data_of_ones_own_trains(own):
+    assert main(["train", "my_run.yaml", *SMALL, *QUIET]) == 0
+    run = own / "runs" / "my_run"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["reward/failed_frac"] == 0 and "reward/ends_with_answer/mean" in rows[-1]
     assert (run / "checkpoints" / "step-00000001" / "hf" / "model.safetensors").is_file()
+
+
+def test_the_example_of_pairs_trains(own):
+    words = shlex.split(shown("dpo"))
+    assert words[:3] == ["mrl", "train", "my_run.yaml"]
+    assert main([*words[1:], *SMALL, "train.batch_size=1", "train.minibatch_size=null", *QUIET]) == 0
+    rows = (own / "runs" / "my_run" / "metrics.jsonl").read_text().splitlines()
+    assert "rewards/margins" in json.loads(rows[-1])
 
 
 TEACHER = (

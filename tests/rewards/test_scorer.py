@@ -131,7 +131,9 @@ def test_a_function_that_always_hangs_is_given_up_early():
     samples = [rollout("sleep", uid=index) for index in range(100)]
     with scorer(f"{HERE}:does_what_it_reads", time_limit_s=TIME_LIMIT_S, max_failed_frac=0.02) as judge:
         start = time.monotonic()
-        with pytest.raises(UserError, match=r"3 of 100 samples could not be scored.*time_limit_s"):
+        with pytest.raises(
+            UserError, match=r"3 of \d+ samples could not be scored \(\d+ others were not tried\).*time_limit_s"
+        ):
             judge.score(samples)
         assert time.monotonic() - start < 50 * TIME_LIMIT_S
         well = rollout("well")

@@ -21,11 +21,11 @@ AT_ONCE = 2
 """As many processes as the machine has cores: their moments are not those of a starved one."""
 TIMEOUT_S = 120
 SECOND_S = 3.0
-"""A second SIGTERM counts from `stop.REPEAT_S` = 2 s on; earlier ones are the same order by another way."""
+"""A second SIGTERM or SIGHUP counts from `stop.REPEAT_S` = 2 s on; earlier ones are the same order by another way."""
 COMMANDS = {
-    "train": {signal.SIGINT: INTERRUPTED, signal.SIGTERM: REQUEUE, signal.SIGUSR1: REQUEUE},
-    "plan": {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED, signal.SIGUSR1: 0},
-    "torchrun": {signal.SIGINT: INTERRUPTED, signal.SIGTERM: REQUEUE, signal.SIGUSR1: REQUEUE},
+    "train": dict.fromkeys(SIGNALS, REQUEUE) | {signal.SIGINT: INTERRUPTED},
+    "plan": dict.fromkeys(SIGNALS, TERMINATED) | {signal.SIGINT: INTERRUPTED, signal.SIGUSR1: 0},
+    "torchrun": dict.fromkeys(SIGNALS, REQUEUE) | {signal.SIGINT: INTERRUPTED},
 }
 TAKEN = ("train", "train", "plan") if CASES <= FEW else tuple(COMMANDS)
 """In turn."""

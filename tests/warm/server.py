@@ -167,7 +167,7 @@ def become(request: dict) -> list[str]:
     if request["unbuffered"] or os.environ.get("PYTHONUNBUFFERED"):
         for number, name in ((1, "stdout"), (2, "stderr")):
             old = getattr(sys, name)
-            new = io.TextIOWrapper(io.FileIO(number, "w"), old.encoding, old.errors, write_through=True)
+            new = io.TextIOWrapper(io.FileIO(number, "w", closefd=False), old.encoding, old.errors, write_through=True)
             setattr(sys, name, new)
             setattr(sys, f"__{name}__", new)
     for number in request["ignored"]:

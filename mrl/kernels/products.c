@@ -18,6 +18,7 @@
 #define PANEL (2 * LANES)
 #define BLOCKS 8 /* of rows that a task takes */
 #define LINE (64 / (int64_t)sizeof(T)) /* elements that come from memory together */
+#define NEAR (1 << 19) /* bytes that a cache near a core holds beside other things */
 #define LARGE (1 << 20) /* bytes of a weight that a cache near a core does not hold */
 #ifdef __AVX512F__
 #define TALL 12
@@ -395,5 +396,35 @@ void product(const T *x, int64_t stride, const T *packed, const T *bias, T *out,
                 MULTIPLY(own, 1, TALL, TALL)
             }
         }
+    }
+}
+
+void gate(const T *gate_up, T *out, int64_t rows, int64_t inner); /* kernels.c */
+
+/* Rows that `mlp` takes at a time: as many as leave room for their inner columns in a cache near a core, but not so few
+ * that their numbers are fewer than the weights', which are read for each. */
+int64_t mlp_rows(int64_t rows, int64_t cols, int64_t inner) {
+    int64_t most = NEAR / (3 * inner * (int64_t)sizeof(T)), blocks;
+    most = most < cols ? cols : most;
+    blocks = (rows + most - 1) / most;
+    return blocks < 2 ? rows : ((rows + blocks - 1) / blocks + TALL - 1) / TALL * TALL;
+}
+
+/* For a buffer: bytes of what `mlp` keeps of so many rows, or fewer, which may leave a block of TALL that is not whole. */
+int64_t mlp_size(int64_t rows, int64_t cols, int64_t inner) {
+    int64_t longest = cols > inner ? cols : inner;
+    return 3 * rows * inner * (int64_t)sizeof(T) + rows_size(rows, longest) + rows_size(TALL - 1, longest);
+}
+
+/* out[P, H] = (silu(gate) x up) down^T of [gate; up] = x[P, H] first^T, `block` rows at a time; `scratch` has `mlp_size`
+ * bytes of these. */
+void mlp(const T *x, int64_t stride, const T *first, const T *first_bias, const T *down, const T *down_bias, T *out,
+         T *scratch, int64_t rows, int64_t block, int64_t cols, int64_t inner) {
+    T *gate_up = scratch, *gated = gate_up + 2 * block * inner, *packed_rows = gated + block * inner;
+    for (int64_t row = 0; row < rows; row += block) {
+        int64_t count = rows - row < block ? rows - row : block;
+        product(x + row * stride, stride, first, first_bias, gate_up, packed_rows, count, 2 * inner, cols);
+        gate(gate_up, gated, count, inner);
+        product(gated, inner, down, down_bias, out + row * cols, packed_rows, count, cols, inner);
     }
 }

@@ -8,8 +8,9 @@ not counted. One JSON line for each dtype:
 
     processor_s     of one call: 32 prompts (8 of the large model) and 64 new tokens for each
     times_floor     it over the time of the products alone at matmul_gflop_per_s
-    shares          of it: products by matrix, `head` the output matrix; norm, rotate, gate, attend (of decoding) and
-                    sample as in `mrl/engines/native/operations.py`; host, the rest: Python, attention of prompts, stops
+    shares          of it: products by matrix, `head` the output matrix, `mlp` gate_up, gate and down in one call; norm,
+                    rotate, gate, attend (of decoding) and sample as in `mrl/engines/native/operations.py`; host, the
+                    rest: Python, attention of prompts, stops
     products_frac   of it, all products
     product_gflop_per_s  in them, and matmul_gflop_per_s, of a product of two squares in this run
 """
@@ -30,6 +31,7 @@ from bench_rollout import BATCH, DTYPES, MODELS, NEW_TOKENS, PROMPT_LEN, Work, e
 from mrl.engines.native.compiled import Compiled
 from mrl.engines.native.linear import Linear
 from mrl.engines.native.operations import Operations
+from mrl.kernels.library import Library
 from mrl.models.hf_config import arch_from_config
 from mrl.observe.benchmark import PartTimes, commit, device_name, matrix_rate
 
@@ -56,7 +58,15 @@ class Clock(PartTimes):
             found: torch.Tensor = self.timed(names[tuple(weight.shape)], product)(linear, x_PI)
             return found
 
+        mlp = Library.mlp
+
+        def multiply_both(library: Library, x_PH: torch.Tensor, *given: Any) -> torch.Tensor:
+            self.flops += 2.0 * 3 * given[-1] * x_PH.numel()
+            found: torch.Tensor = self.timed("mlp", mlp)(library, x_PH, *given)
+            return found
+
         Linear.__call__ = multiply  # type: ignore[method-assign,assignment]
+        Library.mlp = multiply_both  # type: ignore[method-assign,assignment]
         for kind in (Operations, Compiled):
             for name in BETWEEN:
                 setattr(kind, name, self.timed(name, getattr(kind, name)))

@@ -27,6 +27,9 @@ from mrl.kernels import build, machine
 HEADER, *SOURCES = (
     Path(__file__).with_name(name) for name in ("vectors.h", "kernels.c", "products.c", "drafts.c", "training.c")
 )
+Packed = tuple[Tensor, Tensor | None]
+"""A weight from `Library.pack`, and the bias of its outputs."""
+
 DTYPES: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16: ("-DBF16",)}
 
 _P, _N, _F, _B = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -41,8 +44,10 @@ _ARGUMENTS = {
     "draft": [_P, _N, *[_P] * 5, *[_N] * 4, *[_P] * 3],
     "pack": [*[_P] * 2, *[_N] * 2],
     "product": [_P, _N, *[_P] * 4, *[_N] * 3],
+    "mlp": [_P, _N, *[_P] * 6, *[_N] * 4],
 }
-_SIZES = ("packed_size", "rows_size")
+_SIZES = {"packed_size": 2, "rows_size": 2, "mlp_rows": 3, "mlp_size": 3}
+"""Functions of so many numbers that return one."""
 
 
 class Library:
@@ -61,10 +66,10 @@ class Library:
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
             self._call[name] = function
-        self._size: dict[str, Callable[[int, int], int]] = {}
-        for name in _SIZES:
+        self._size: dict[str, Callable[..., int]] = {}
+        for name, count in _SIZES.items():
             function = getattr(library, name)
-            function.argtypes, function.restype = [_N, _N], _N
+            function.argtypes, function.restype = [_N] * count, _N
             self._size[name] = function
 
     def norm(self, x_PH: Tensor, weight_H: Tensor, eps: float, delta_PH: Tensor | None = None) -> Tensor:
@@ -263,6 +268,30 @@ class Library:
             *(num, num_outputs, inputs),
         )
         return out_PO
+
+    def mlp(self, x_PH: Tensor, gate_up: Packed, down: Packed, inner: int) -> Tensor:
+        """The gated MLP [P, H] in the bits of `product`, `gate` and `product`, some rows after the other.
+
+        What is between the products then stays in a cache near the core.
+
+        Args:
+            x_PH: Rows may be apart.
+            gate_up: The weight [2I, H] from `pack`, and its bias.
+            down: The weight [H, I] from `pack`, and its bias.
+            inner: I.
+        """
+        if x_PH.stride(1) != 1:
+            x_PH = x_PH.contiguous()
+        num, columns = x_PH.shape
+        block = self._size["mlp_rows"](num, columns, inner)
+        out_PH = x_PH.new_empty(num, columns)
+        scratch = torch.empty(self._size["mlp_size"](block, columns, inner), dtype=torch.uint8)
+        weights = [None if each is None else each.data_ptr() for each in (*gate_up, *down)]
+        self._call["mlp"](
+            *(x_PH.data_ptr(), x_PH.stride(0), *weights, out_PH.data_ptr(), scratch.data_ptr()),
+            *(num, block, columns, inner),
+        )
+        return out_PH
 
 
 @cache

@@ -18,11 +18,15 @@
 #define PANEL (2 * LANES)
 #define BLOCKS 8 /* of rows that a task takes */
 #define LINE (64 / (int64_t)sizeof(T)) /* elements that come from memory together */
+#define NEAR (1 << 19) /* bytes that a cache near a core holds beside other things */
 #define LARGE (1 << 20) /* bytes of a weight that a cache near a core does not hold */
 #ifdef __AVX512F__
 #define TALL 12
 #else
 #define TALL 6
+#endif
+#ifndef BF16
+#define IN_PLACE /* rows are what is multiplied */
 #endif
 
 #if defined(BF16) && defined(__AVX512BF16__)
@@ -71,8 +75,20 @@ static inline int64_t steps_of(int64_t ins) {
 /* For a buffer: elements of a packed weight. */
 int64_t packed_size(int64_t outs, int64_t ins) { return (outs + PANEL - 1) / PANEL * PANEL * steps_of(ins) * STEP; }
 
+/* Blocks of rows that are read where they lie. */
+static inline int64_t whole_blocks(int64_t rows) {
+#ifdef IN_PLACE
+    return rows / TALL;
+#else
+    (void)rows;
+    return 0;
+#endif
+}
+
 /* For a buffer: bytes of packed rows. */
-int64_t rows_size(int64_t rows, int64_t ins) { return (rows + TALL - 1) / TALL * TALL * steps_of(ins) * sizeof(X); }
+int64_t rows_size(int64_t rows, int64_t ins) {
+    return ((rows + TALL - 1) / TALL - whole_blocks(rows)) * TALL * steps_of(ins) * sizeof(X);
+}
 
 /* Squares of 32-bit values, LANES rows of LANES, are turned in registers: a step of a panel is a value of each row. */
 #if defined(__has_builtin) && (STEP == 2 || !defined(BF16))
@@ -190,20 +206,26 @@ static void pack_rows(const T *x, int64_t stride, X *to, int64_t count, int64_t 
 
 /* With `fetches`, as much as the panel has is fetched from `next` meanwhile: a processor that is left to itself waits for
  * memory at each panel. */
-static inline __attribute__((always_inline)) void tile(const X *x, const T *panel, const T *next, int64_t steps,
-                                                       const float *bias, T *out, int64_t stride, int64_t rows,
-                                                       int64_t columns, const int num, const int fetches) {
-    vec low[num], high[num];
+static inline __attribute__((always_inline)) void tile(const X *x, int64_t row, int64_t step, const T *panel,
+                                                       const T *next, int64_t steps, const float *bias, T *out,
+                                                       int64_t stride, int64_t rows, int64_t columns, const int num,
+                                                       const int fetches) {
+    vec low[TALL], high[TALL];
+    const X *thirds[(TALL + 2) / 3]; /* of which a processor addresses three rows */
+#pragma GCC unroll 16
+    for (int i = 0; i < (num + 2) / 3; i++) thirds[i] = x + 3 * i * row;
 #pragma GCC unroll 16
     for (int m = 0; m < num; m++) low[m] = high[m] = (vec){0};
     for (int64_t k = 0; k < steps; k++) {
         if (fetches)
+#pragma GCC unroll 16
             for (int64_t n = 0; n < PANEL * STEP; n += LINE) __builtin_prefetch(next + k * PANEL * STEP + n, 0, 2);
         vec a = weights_at(panel + k * PANEL * STEP), b = weights_at(panel + (k * PANEL + LANES) * STEP);
 #pragma GCC unroll 16
         for (int m = 0; m < num; m++) {
-            low[m] = added(low[m], x[k * TALL + m], a);
-            high[m] = added(high[m], x[k * TALL + m], b);
+            X value = thirds[m / 3][m % 3 * row + k * step];
+            low[m] = added(low[m], value, a);
+            high[m] = added(high[m], value, b);
         }
     }
 #pragma GCC unroll 16
@@ -339,37 +361,70 @@ void product(const T *x, int64_t stride, const T *packed, const T *bias, T *out,
     }
 #endif
     int64_t steps = steps_of(ins), panels = (outs + PANEL - 1) / PANEL, blocks = (rows + TALL - 1) / TALL;
-    int64_t spans = spans_of(blocks);
-    X *xs = scratch;
+    int64_t spans = spans_of(blocks), in_place = whole_blocks(rows);
+    X *packed_rows = scratch;
 #pragma omp parallel if (rows * outs * ins > 64 * SMALL)
     {
 #pragma omp for schedule(static)
-        for (int64_t block = 0; block < blocks; block++)
-            pack_rows(x + block * TALL * stride, stride, xs + block * TALL * steps,
+        for (int64_t block = in_place; block < blocks; block++)
+            pack_rows(x + block * TALL * stride, stride, packed_rows + (block - in_place) * TALL * steps,
                       rows - block * TALL < TALL ? rows - block * TALL : TALL, ins);
 #pragma omp for schedule(static)
         for (int64_t task = 0; task < panels * spans; task++) {
             Part part = part_of(task, packed, bias, outs, blocks, steps);
             for (int64_t block = part.first; block < part.last; block++) {
                 int64_t count = rows - block * TALL < TALL ? rows - block * TALL : TALL;
-                const X *own = xs + block * TALL * steps;
+                const X *own = packed_rows + (block - in_place) * TALL * steps;
                 const T *next = block == part.first ? part.next : 0;
                 T *to = out + block * TALL * outs + part.column;
-#define CASE(num)                                                                                                      \
-    if (count <= num) {                                                                                                \
-        if (next) tile(own, part.weights, next, steps, part.bias, to, outs, count, part.columns, num, 1);              \
-        else tile(own, part.weights, next, steps, part.bias, to, outs, count, part.columns, num, 0);                   \
+#define MULTIPLY(from, row, step, num)                                                                                 \
+    {                                                                                                                  \
+        if (next) tile(from, row, step, part.weights, next, steps, part.bias, to, outs, count, part.columns, num, 1);  \
+        else tile(from, row, step, part.weights, next, steps, part.bias, to, outs, count, part.columns, num, 0);       \
         continue;                                                                                                      \
     }
-                CASE(1)
-                CASE(2)
-                CASE(4)
-#if TALL > 6
-                CASE(6)
-                CASE(8)
+#ifdef IN_PLACE
+                if (block < in_place) MULTIPLY(x + block * TALL * stride, stride, 1, TALL)
 #endif
-                CASE(TALL)
+                if (count <= 1) MULTIPLY(own, 1, TALL, 1)
+                if (count <= 2) MULTIPLY(own, 1, TALL, 2)
+                if (count <= 4) MULTIPLY(own, 1, TALL, 4)
+#if TALL > 6
+                if (count <= 6) MULTIPLY(own, 1, TALL, 6)
+                if (count <= 8) MULTIPLY(own, 1, TALL, 8)
+#endif
+                MULTIPLY(own, 1, TALL, TALL)
             }
         }
+    }
+}
+
+void gate(const T *gate_up, T *out, int64_t rows, int64_t inner); /* kernels.c */
+
+/* Rows that `mlp` takes at a time: as many as leave room for their inner columns in a cache near a core, but not so few
+ * that their numbers are fewer than the weights', which are read for each. */
+int64_t mlp_rows(int64_t rows, int64_t cols, int64_t inner) {
+    int64_t most = NEAR / (3 * inner * (int64_t)sizeof(T)), blocks;
+    most = most < cols ? cols : most;
+    blocks = (rows + most - 1) / most;
+    return blocks < 2 ? rows : ((rows + blocks - 1) / blocks + TALL - 1) / TALL * TALL;
+}
+
+/* For a buffer: bytes of what `mlp` keeps of so many rows, or fewer, which may leave a block of TALL that is not whole. */
+int64_t mlp_size(int64_t rows, int64_t cols, int64_t inner) {
+    int64_t longest = cols > inner ? cols : inner;
+    return 3 * rows * inner * (int64_t)sizeof(T) + rows_size(rows, longest) + rows_size(TALL - 1, longest);
+}
+
+/* out[P, H] = (silu(gate) x up) down^T of [gate; up] = x[P, H] first^T, `block` rows at a time; `scratch` has `mlp_size`
+ * bytes of these. */
+void mlp(const T *x, int64_t stride, const T *first, const T *first_bias, const T *down, const T *down_bias, T *out,
+         T *scratch, int64_t rows, int64_t block, int64_t cols, int64_t inner) {
+    T *gate_up = scratch, *gated = gate_up + 2 * block * inner, *packed_rows = gated + block * inner;
+    for (int64_t row = 0; row < rows; row += block) {
+        int64_t count = rows - row < block ? rows - row : block;
+        product(x + row * stride, stride, first, first_bias, gate_up, packed_rows, count, 2 * inner, cols);
+        gate(gate_up, gated, count, inner);
+        product(gated, inner, down, down_bias, out + row * cols, packed_rows, count, cols, inner);
     }
 }

@@ -45,6 +45,22 @@ def test_each_row_of_a_product_has_its_own_bits(dtype, rows, inputs, outputs, wi
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("columns", "inner"), [(128, 352), (40, 1000), (33, 65)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_an_mlp_has_the_bits_of_its_parts_whatever_rows_it_takes_at_a_time(dtype, columns, inner, with_bias):
+    compiled = required(dtype)
+    first = numbers(2 * inner, columns, dtype=dtype, seed=1) / columns**0.5
+    second = numbers(columns, inner, dtype=dtype, seed=2) / inner**0.5
+    biases = [numbers(n, dtype=dtype, seed=n) if with_bias else None for n in (2 * inner, columns)]
+    gate_up, down = compiled.pack(first), compiled.pack(second)
+    for rows in (1, 13, 256, 700):
+        x = numbers(rows, columns, dtype=dtype, seed=rows)
+        whole = compiled.mlp(x, (gate_up, biases[0]), (down, biases[1]), inner)
+        gated = compiled.gate(compiled.product(x, gate_up, biases[0], 2 * inner))
+        assert torch.equal(whole, compiled.product(gated, down, biases[1], columns))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_threads_change_no_bit_of_a_product(dtype):
     compiled, before = required(dtype), torch.get_num_threads()
     x, weight = numbers(200, 300, dtype=dtype, seed=1), numbers(500, 300, dtype=dtype, seed=2)

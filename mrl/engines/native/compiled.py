@@ -14,6 +14,7 @@ from torch import Tensor
 from mrl.engines.native.attention import Chunk, PrefillAttention
 from mrl.engines.native.history import History
 from mrl.engines.native.kv_cache import KVCache
+from mrl.engines.native.linear import Linear
 from mrl.engines.native.operations import Attention, HeadNorms, Heads, Operations, Rotation
 from mrl.errors import UserError
 from mrl.kernels import build, library, machine
@@ -46,6 +47,12 @@ class Compiled(Operations):
     def gate(self, gate_up: Tensor) -> Tensor:
         """See `Operations`."""
         return self._library.gate(gate_up)
+
+    def mlp(self, x_PH: Tensor, gate_up: Linear, down: Linear) -> Tensor:
+        """See `Operations`; of many rows in one call, where both products are compiled ones."""
+        if gate_up.row_by_row is None or down.row_by_row is None:
+            return super().mlp(x_PH, gate_up, down)
+        return self._library.mlp(x_PH, gate_up.row_by_row, down.row_by_row, down.num_inputs)
 
     def decode_attention(self, cache: KVCache, positions_B: Tensor, length: int, num_heads: int) -> Attention:
         """See `Operations`; each row's own slots are read."""

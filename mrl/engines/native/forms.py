@@ -5,9 +5,10 @@ fastest is kept in the user's cache folder by processor, PyTorch, compiled funct
 multiplies, and its processor time counts: neither other programs nor the run's threads turn the choice. Forms differ in
 the last bits, so the choice must stand still: what is kept holds for every later run; all engines of a job take what
 the first of them took, and keep that; a form that is not `PACKED` must win by `MARGIN`, so that noise decides nothing;
-without a place to keep the choice, or for matrices of which no speed is felt, it is `PACKED`. No form is taken where
-the bits of a row depend on the rows beside it, which is tried first: oneDNN's do in bfloat16 on processors with AMX,
-whatever the size of the matrix. Where nothing can be compiled and none will do, it is `PACKED` all the same.
+without a place to keep the choice it is `PACKED`. No form is taken where the bits of a row depend on the rows beside
+it, which is tried first: oneDNN's do in bfloat16 on processors with AMX, whatever the size of the matrix. Where nothing
+can be compiled and none will do, it is `PACKED` all the same. Small matrices are not measured: the compiled form has
+them where there is one, whose packing takes less than oneDNN's.
 
 Shapes: P rows, I inputs, O outputs.
 """
@@ -29,7 +30,7 @@ ROWS_HINT = 64
 """Rows that the inner product's order is chosen for; any value from 8 up gives the same order."""
 
 SMALLEST = 2**18
-"""Elements of a weight whose forms are measured."""
+"""Elements of a weight whose forms are measured; no difference is felt in products of a smaller one."""
 
 LARGEST = 2**21
 """Elements of a weight in a measurement; a larger one is measured by its first rows."""
@@ -135,8 +136,8 @@ def candidates(outputs: int, dtype: torch.dtype, *, compiled: bool) -> dict[str,
 def form_of(shape: tuple[int, ...], dtype: torch.dtype, *, compiled: bool = False) -> Form:
     """The form of products with weights of this shape [O, I] and dtype, on this machine and in this job."""
     outputs, inputs = shape
-    if outputs * inputs < SMALLEST and not (compiled and dtype == torch.bfloat16):
-        return PACKED
+    if outputs * inputs < SMALLEST:
+        return row_by_row(outputs, dtype) if compiled else PACKED
     name = _chosen(min(outputs, max(1, LARGEST // inputs)), inputs, dtype, compiled)
     return candidates(outputs, dtype, compiled=compiled)[name]
 
@@ -147,9 +148,8 @@ def _chosen(outputs: int, inputs: int, dtype: torch.dtype, compiled: bool) -> st
     what = f"{str(dtype).removeprefix('torch.')}-{outputs}x{inputs}{'-compiled' if compiled else ''}"
     code = library.required(dtype).key if compiled else ""
     name = f"products/{machine.key(machine.processor(), torch.__version__, code, str(TRIED_ROWS))}/{what}"
-    find = fastest if outputs * inputs >= SMALLEST else steady
     found = machine.settled(
-        name, f"product/{what}", lambda: find((outputs, inputs), dtype, compiled=compiled).name, PACKED.name
+        name, f"product/{what}", lambda: fastest((outputs, inputs), dtype, compiled=compiled).name, PACKED.name
     )
     return found if found in known else PACKED.name
 
@@ -170,12 +170,6 @@ def fastest(shape: tuple[int, int], dtype: torch.dtype, *, compiled: bool) -> Fo
     felt = [form for form in ranked if form is PACKED or part[form] < MARGIN]
     # where none of these will do: the fastest of the rest
     return next((form for form in (*felt, *ranked) if rows_stand_alone(form, weight_OI)), PACKED)
-
-
-def steady(shape: tuple[int, int], dtype: torch.dtype, *, compiled: bool) -> Form:
-    """The first form in which rows do not depend on each other; no time is measured."""
-    forms = candidates(shape[0], dtype, compiled=compiled).values()
-    return next((form for form in forms if rows_stand_alone(form, _weight(shape, dtype))), PACKED)
 
 
 def _weight(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mrl.engines.native.forms import Form, form_of, row_by_row
+from mrl.engines.native.forms import ROW_BY_ROW, Form, form_of, row_by_row
 from mrl.engines.native.scales import Scales
+from mrl.kernels.library import Packed
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device, *, exact: bool = False) -> torch.dtype:
@@ -67,6 +68,18 @@ class Linear:
         weight, _ = self._stored
         copies = weight.dtype != self._dtype or (self._form is not None and self._form.copies)
         return weight.numel() * self._dtype.itemsize if copies else 0
+
+    @property
+    def num_inputs(self) -> int:
+        """Columns of the stored weight."""
+        return self._stored[0].size(1)
+
+    @property
+    def row_by_row(self) -> Packed | None:
+        """Weight and bias as `Library.product` takes them, where that is the form of the product."""
+        if self._form is None or self._form.name != ROW_BY_ROW:
+            return None
+        return self._weight, self._bias
 
     def refresh(self) -> None:
         """Takes in the stored values."""

@@ -49,7 +49,7 @@ class Mlp:
 
     def __call__(self, x_PH: Tensor) -> tuple[Tensor, None]:
         """[P, H], and nothing: no experts were chosen."""
-        return self._down(self._operations.gate(self._gate_up(x_PH))), None
+        return self._operations.mlp(x_PH, self._gate_up, self._down), None
 
 
 class Decoder:

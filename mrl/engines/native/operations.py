@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mrl.engines.native.attention import Chunk, DecodeAttention, PrefillAttention
 from mrl.engines.native.kv_cache import KVCache
+from mrl.engines.native.linear import Linear
 from mrl.functional.sampling import draw, uniforms
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -84,6 +85,10 @@ class Operations:
         """silu(gate) x up [P, I] of [gate; up] columns [P, 2I]."""
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
+
+    def mlp(self, x_PH: Tensor, gate_up: Linear, down: Linear) -> Tensor:
+        """The gated MLP of a dense layer [P, H]."""
+        return down(self.gate(gate_up(x_PH)))
 
     def prefill_attention(self, cache: KVCache, chunks: Sequence[Chunk]) -> PrefillAttention:
         """Of prompt chunks, sorted by `extent`."""

@@ -116,6 +116,8 @@ def test_a_packed_form_whose_rows_depend_on_each_other_gives_way(measured, monke
 
 def test_small_products_and_machines_without_a_cache_are_not_measured(measured, monkeypatch):
     assert form_of((128, 160), torch.float32) is PACKED
+    for dtype in (torch.float32, torch.bfloat16):
+        assert form_of((128, 160), dtype, compiled=True) is row_by_row(128, dtype)
     monkeypatch.setattr(machine, "place", lambda _: None)
     assert form_of(SHAPE, torch.float32) is PACKED
     assert measured[0] == []

@@ -226,21 +226,23 @@ class Schedule:
         prompt_lens, response_lens = batch.prompt_lens_B.tolist(), batch.response_lens_B.tolist()
         if not self.shares:
             return [([row], sum(lens) - 1) for row, lens in enumerate(zip(prompt_lens, response_lens, strict=True))]
-        ids = batch.tokens_P.numpy()
-        families: list[tuple[list[int], int]] = []
+        size, raw = batch.tokens_P.element_size(), batch.tokens_P.numpy().tobytes()
+        members: list[list[int]] = []
+        lengths: list[int] = []
         newest: dict[bytes, int] = {}
         start = 0
         for row, (prompt_len, response_len) in enumerate(zip(prompt_lens, response_lens, strict=True)):
-            prompt = ids[start : start + prompt_len].tobytes()
+            prompt = raw[size * start : size * (start + prompt_len)]
             start += prompt_len + response_len
             index = newest.get(prompt)
-            if index is not None and families[index][1] + response_len - 1 <= self._max_tokens:
-                rows, length = families[index]
-                families[index] = ([*rows, row], length + response_len - 1)
+            if index is not None and lengths[index] + response_len - 1 <= self._max_tokens:
+                members[index].append(row)
+                lengths[index] += response_len - 1
             else:
-                newest[prompt] = len(families)
-                families.append(([row], prompt_len + response_len - 1))
-        return families
+                newest[prompt] = len(members)
+                members.append([row])
+                lengths.append(prompt_len + response_len - 1)
+        return list(zip(members, lengths, strict=True))
 
     def _groups_of(self, batch: RolloutBatch) -> list[tuple[list[int], int]]:
         """Sequences with the same group, and the inputs of each such group."""

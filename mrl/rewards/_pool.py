@@ -112,13 +112,13 @@ class WorkerPool:
 
     def _feed(self, todo: deque[Task], samples: Sequence[Sample]) -> None:
         """Gives each idle worker a chunk; one that died while idle is replaced, and no sample is blamed."""
-        if not todo:
-            return
-        left = sum(task.num_rows for task in todo)
-        for slot in range(len(self._workers)):
-            if self._workers[slot].pending or not todo:
-                continue
-            size = max(1, min(_MAX_CHUNK, left // (2 * len(self._workers))))
+        idle = [slot for slot, worker in enumerate(self._workers) if not worker.pending] if todo else []
+        left = sum(task.num_rows for task in todo) if idle else 0
+        for slot in idle:
+            if not todo:
+                break
+            fair = left if len(self._workers) == 1 else left // (2 * len(self._workers))
+            size = max(1, min(_MAX_CHUNK, fair))
             chunk: list[Task] = []
             num_rows = 0
             while todo and num_rows < size:

@@ -25,6 +25,7 @@ from torch import Tensor
 from mrl.algorithms.base import required
 from mrl.data.packing import pack_microbatches
 from mrl.data.prefixes import Prefixes, each_token, shared_prefixes
+from mrl.distributed.collectives import reduce
 from mrl.distributed.groups import ProcessGroups
 from mrl.functional.logprobs import Distribution
 from mrl.megatron.attention import PackedSequences, pack, pack_compiled
@@ -149,7 +150,7 @@ class Schedule:
         packed = pack_microbatches(lens, self._max_tokens, multiple_of=multiple) or [[]]
         while True:  # more microbatches than a rank needs may pack into still more: until all agree
             extremes = torch.tensor([len(packed), -len(packed)])
-            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._groups.dp)
+            reduce(extremes, self._groups.dp, dist.ReduceOp.MAX)
             if extremes[0] == -extremes[1]:
                 break
             packed = pack_microbatches(lens, self._max_tokens, at_least=int(extremes[0]), multiple_of=multiple)
@@ -158,7 +159,7 @@ class Schedule:
         if not self._even:
             return made
         longest = torch.tensor([micro.tokens.size(1) for micro in made])
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self._groups.dp)
+        reduce(longest, self._groups.dp, dist.ReduceOp.MAX)
         return [
             self._microbatch(batch, each, distribution, most) for each, most in zip(rows, longest.tolist(), strict=True)
         ]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.config import Config
-from mrl.distributed.collectives import from_rank
+from mrl.distributed.collectives import from_rank, reduce
 from mrl.distributed.groups import ProcessGroups
 from mrl.distributed.transformer_engine import shares, why_local
 from mrl.errors import UserError
@@ -325,7 +325,7 @@ class Trainable:
             names = [name for name in values if name not in found and name.endswith(ending)]
             if names:
                 reduced = torch.stack([pick(values[name]) for name in names]).cpu()
-                dist.all_reduce(reduced, op=operation, group=self._groups.dp)
+                reduce(reduced, self._groups.dp, operation)
                 found |= dict(zip(names, reduced.tolist(), strict=True))
         return {name: found[name] for name in values}
 

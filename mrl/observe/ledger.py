@@ -69,8 +69,8 @@ class MemoryLedger:
     def _peak(self) -> int:
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
-        lines = (line.split() for line in STATUS.read_text().splitlines())
-        return next(int(line[1]) * 1024 for line in lines if line[0] == "VmHWM:")
+        _, _, after = STATUS.read_bytes().partition(b"VmHWM:")
+        return int(after.split(maxsplit=1)[0]) * 1024
 
     def _raise_highest(self) -> None:
         read = {ALLOCATED: torch.cuda.max_memory_allocated, RESERVED: torch.cuda.max_memory_reserved}

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -348,22 +349,29 @@ class RolloutBatch:
     def select(self, rows: list[int]) -> RolloutBatch:
         """The given sequences, in the given order; every tensor is a copy."""
         chosen: dict[str, Any] = {}
-        index = torch.tensor(rows, dtype=torch.int64)
-        lens = {"P": self.seq_lens_B.tolist(), "R": self.response_lens_B.tolist()}
+        index_B = torch.tensor(rows, dtype=torch.int64)
+        index = {"B": index_B, "P": ragged(self.seq_lens_B, index_B), "R": ragged(self.response_lens_B, index_B)}
         for item in fields(self):
             value: Any = getattr(self, item.name)
-            if value is None:
-                continue
-            suffix = item.name[-1]
-            if suffix == "B":
-                chosen[item.name] = value[index]
-            elif isinstance(value, Support):
-                supports = value.split(lens[suffix])
+            if isinstance(value, Support):
+                supports = value.split(self.response_lens_B.tolist())
                 chosen[item.name] = Support.join([supports[row] for row in rows])
-            else:
-                parts = torch.split(value, lens[suffix])
-                chosen[item.name] = torch.cat([parts[row] for row in rows]) if rows else value[:0]
+            elif value is not None:
+                chosen[item.name] = value[index[item.name[-1]]]
         return replace(self, **chosen)
+
+
+def ragged(lens_B: Tensor, index: Tensor) -> Tensor:
+    """Places of the elements of these rows, row after row, where rows of `lens_B` elements lie one after the other."""
+    starts_B = lens_B.cumsum(0) - lens_B
+    return ranges(starts_B[index], starts_B[index] + lens_B[index])
+
+
+def ranges(begin_N: Tensor, end_N: Tensor) -> Tensor:
+    """The numbers from each begin up to its end, one range after the other."""
+    lens_N = end_N - begin_N
+    shift_N = begin_N - (lens_N.cumsum(0) - lens_N)
+    return torch.arange(int(lens_N.sum())) + shift_N.repeat_interleave(lens_N)
 
 
 TurnRewards = Mapping[tuple[int, int], Sequence[float]]
@@ -407,10 +415,9 @@ class SampleTable:
 
     def __init__(self, columns: tuple[str, ...], rows_NC: Tensor, turn_rewards: TurnRewards | None = None) -> None:
         self.turn_rewards = dict(turn_rewards or {})
-        uid, sample = columns.index("uid"), columns.index("sample_index")
-        keys = [(row[uid], row[sample]) for row in rows_NC.tolist()]
+        keys_2N = rows_NC[:, [columns.index("sample_index"), columns.index("uid")]].T.numpy()
         self.columns = columns
-        self.rows_NC = rows_NC[sorted(range(len(keys)), key=keys.__getitem__)]
+        self.rows_NC = rows_NC[torch.from_numpy(np.lexsort(keys_2N))]
 
     def __getitem__(self, column: str) -> Tensor:
         return self.rows_NC[:, self.columns.index(column)]

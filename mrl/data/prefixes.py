@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Ints = npt.NDArray[np.int64]
 
 
 class Prefixes(NamedTuple):
@@ -37,24 +40,36 @@ def shared_prefixes(tokens_P: Tensor, lens: Sequence[int]) -> Prefixes:
         tokens_P: The sequences' ids, one sequence after the other, on the CPU.
         lens: Tokens of each sequence.
     """
-    ids = tokens_P.numpy()
-    ends = np.cumsum(lens, dtype=np.int64)
-    parts = np.split(ids, ends[:-1]) if len(lens) else []
-    distinct, origin = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
-    before, before_distinct = ids[:0], distinct[:0]
-    count = 0
+    ids, lens_B = tokens_P.numpy(), np.asarray(lens, np.int64)
+    ends_B = lens_B.cumsum()
+    size, raw = ids.itemsize, ids.tobytes()
+    keys = [raw[size * (end - length) : size * end] for end, length in zip(ends_B.tolist(), lens, strict=True)]
     # sorted, the sequence with the longest prefix in common is the one before
-    for index in sorted(range(len(parts)), key=lambda index: parts[index].tobytes()):
-        part = parts[index]
-        length = min(len(part), len(before))
-        differs = part[:length] != before[:length]
-        shared = int(differs.argmax()) if differs.any() else length
-        start = int(ends[index]) - len(part)
-        own = len(part) - shared
-        row = distinct[start : start + len(part)]
-        row[:shared] = before_distinct[:shared]
-        row[shared:] = np.arange(count, count + own)
-        origin[count : count + own] = np.arange(start + shared, start + len(part))
-        count += own
-        before, before_distinct = part, row
-    return Prefixes(torch.from_numpy(distinct), torch.from_numpy(origin[:count].copy()))
+    order = np.array(sorted(range(len(keys)), key=keys.__getitem__), np.int64)
+    starts_B, lens_B = (ends_B - lens_B)[order], lens_B[order]
+    shared_B = _shared_with_the_one_before(ids, starts_B, lens_B)
+    place_P = _counted(lens_B)
+    own_D = (np.repeat(starts_B, lens_B) + place_P)[place_P >= np.repeat(shared_B, lens_B)]
+    distinct = np.empty(len(ids), np.int64)
+    distinct[own_D] = np.arange(len(own_D))
+    starts = starts_B.tolist()
+    for start, before, shared in zip(starts[1:], starts, shared_B[1:].tolist(), strict=False):
+        distinct[start : start + shared] = distinct[before : before + shared]
+    return Prefixes(torch.from_numpy(distinct), torch.from_numpy(own_D))
+
+
+def _shared_with_the_one_before(ids: Ints, starts_B: Ints, lens_B: Ints) -> Ints:
+    """First tokens that each sequence has in common with the one before it in this order."""
+    shared_B: Ints = np.minimum(lens_B, np.concatenate([lens_B[:1] * 0, lens_B[:-1]]))
+    place = _counted(shared_B)
+    before_B = np.concatenate([starts_B[:1], starts_B[:-1]])
+    differs = ids[np.repeat(starts_B, shared_B) + place] != ids[np.repeat(before_B, shared_B) + place]
+    found = np.flatnonzero(differs)[::-1]  # of several numbers for a sequence the last one written stays: the first
+    shared_B[np.repeat(np.arange(len(shared_B)), shared_B)[found]] = place[found]
+    return shared_B
+
+
+def _counted(lens_B: Ints) -> Ints:
+    """Place of each token in its sequence."""
+    place: Ints = np.arange(lens_B.sum()) - np.repeat(lens_B.cumsum() - lens_B, lens_B)
+    return place

@@ -19,6 +19,7 @@ from mrl.models.hf_config import TOKENIZER_FILES, read_json
 from mrl.schema.paths import CHAR_PREFIX
 
 _MOST_IDS = 1 << 31
+_DECODING = ("decode", "_decode")
 
 
 class Tokenizer(ABC):
@@ -234,6 +235,7 @@ class HFTokenizer(Tokenizer):
                 f"model.tokenizer: no tokenizer could be loaded from '{folder}': {first_line(error)}. "
                 "Expected tokenizer.json and tokenizer_config.json of a tokenizer that needs no code of its own."
             ) from error
+        self._quick = _quick(self._tokenizer)
         self.name = str(folder)
         self._folder = folder
         self._chat_template = chat_template
@@ -278,6 +280,8 @@ class HFTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer.decode`."""
+        if self._quick is not None:
+            return str(self._quick.decode(list(ids), skip_special_tokens=False))
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
@@ -344,6 +348,14 @@ class HFTokenizer(Tokenizer):
                 shutil.copyfile(self._folder / name, folder / name)
         if self._chat_template is not None:
             (folder / "chat_template.jinja").write_text(self._chat_template, encoding="utf-8")
+
+
+def _quick(tokenizer: Any) -> Any | None:
+    """The object behind a fast tokenizer whose class adds nothing to how it decodes; checks of ids take most time."""
+    from transformers import PreTrainedTokenizerFast
+
+    own = any(getattr(type(tokenizer), name) is not getattr(PreTrainedTokenizerFast, name) for name in _DECODING)
+    return tokenizer.backend_tokenizer if tokenizer.is_fast and not own else None
 
 
 def _end_ids_in(file: Path) -> list[int]:

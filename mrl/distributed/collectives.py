@@ -56,9 +56,14 @@ def from_rank(source: int, value: Any, group: dist.ProcessGroup | None = None) -
 def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Collective over `group`: the elementwise sum, on every rank; the input is unchanged."""
     total = tensor.detach().clone(memory_format=torch.contiguous_format)
-    if dist.get_world_size(group) > 1:
-        dist.all_reduce(total, group=group)
+    reduce(total, group)
     return total
+
+
+def reduce(tensor: Tensor, group: dist.ProcessGroup, operation: Any = dist.ReduceOp.SUM) -> None:
+    """Collective over `group`: the elementwise sum, or another reduction, in place; a rank alone is not held up."""
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(tensor, op=operation, group=group)
 
 
 def sum_in_rank_order(partial: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -90,7 +90,10 @@ def read_rows(path: Path) -> list[Row]:
 
 def encode(row: Mapping[str, Any]) -> bytes:
     """A row as one line of valid JSON in UTF-8."""
-    text = json.dumps(_finite(row), ensure_ascii=False, allow_nan=False)
+    try:
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):  # a mapping that is no dict, or a number that is not finite
+        text = json.dumps(_finite(row), ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from mrl.algorithms._distillation import Distillation
 from mrl.algorithms.base import PROXIMAL, REFERENCE, Algorithm, required
 from mrl.config import Config
+from mrl.distributed.collectives import reduce
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.functional.logprobs import Distribution
@@ -277,8 +278,8 @@ class Policy(Trainable):
         sums, largest = mismatch_sums(batch.rollout_logprobs_R, logprobs_R, batch.response_mask_R)
         more, extremes = off_policy_sums(batch.rollout_logprobs_R, logprobs_R, sequences)
         added, most = torch.cat([sums, more]), torch.cat([largest[None], extremes])
-        dist.all_reduce(added, group=self._groups.dp)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._groups.dp)
+        reduce(added, self._groups.dp)
+        reduce(most, self._groups.dp, dist.ReduceOp.MAX)
         sums, more = added[: sums.numel()], added[sums.numel() :]
         found = mismatch_metrics(sums, most[0]) | off_policy_metrics(more, most[1:], float(sums[0]))
         return found | self._differences(batch, logprobs_R) if self._exact else found
@@ -288,8 +289,8 @@ class Policy(Trainable):
         diff_R = (logprobs_R - batch.rollout_logprobs_R)[batch.response_mask_R].abs().double()
         count = (~(diff_R == 0.0)).sum()  # what is not a number differs
         largest = torch.cat([diff_R.nan_to_num(nan=torch.inf), diff_R.new_zeros(1)]).max()
-        dist.all_reduce(count, group=self._groups.dp)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._groups.dp)
+        reduce(count, self._groups.dp)
+        reduce(largest, self._groups.dp, dist.ReduceOp.MAX)
         return {DIFFERENCE: float(largest), DIFFERING: float(count)}
 
 

@@ -68,10 +68,3 @@ def own_runs(size: int, rank: int, lens: Sequence[int], prefixes: Prefixes) -> R
     stops[:-1] &= ~(own[1:] & same_sequence)
     begin_N = begins.nonzero().squeeze(1)
     return Runs(row_P, first_P[begin_N], begin_N, stops.nonzero().squeeze(1) + 1, offset)
-
-
-def ranges(begin_N: Tensor, end_N: Tensor) -> Tensor:
-    """The numbers from each begin up to its end, one range after the other."""
-    lens_N = end_N - begin_N
-    shift_N = begin_N - (lens_N.cumsum(0) - lens_N)
-    return torch.arange(int(lens_N.sum())) + shift_N.repeat_interleave(lens_N)

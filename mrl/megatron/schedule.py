@@ -25,6 +25,7 @@ from torch import Tensor
 from mrl.algorithms.base import required
 from mrl.data.packing import pack_microbatches
 from mrl.data.prefixes import Prefixes, each_token, shared_prefixes
+from mrl.distributed.collectives import reduce
 from mrl.distributed.groups import ProcessGroups
 from mrl.functional.logprobs import Distribution
 from mrl.megatron.attention import PackedSequences, pack, pack_compiled
@@ -149,7 +150,7 @@ class Schedule:
         packed = pack_microbatches(lens, self._max_tokens, multiple_of=multiple) or [[]]
         while True:  # more microbatches than a rank needs may pack into still more: until all agree
             extremes = torch.tensor([len(packed), -len(packed)])
-            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._groups.dp)
+            reduce(extremes, self._groups.dp, dist.ReduceOp.MAX)
             if extremes[0] == -extremes[1]:
                 break
             packed = pack_microbatches(lens, self._max_tokens, at_least=int(extremes[0]), multiple_of=multiple)
@@ -158,7 +159,7 @@ class Schedule:
         if not self._even:
             return made
         longest = torch.tensor([micro.tokens.size(1) for micro in made])
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self._groups.dp)
+        reduce(longest, self._groups.dp, dist.ReduceOp.MAX)
         return [
             self._microbatch(batch, each, distribution, most) for each, most in zip(rows, longest.tolist(), strict=True)
         ]
@@ -226,21 +227,23 @@ class Schedule:
         prompt_lens, response_lens = batch.prompt_lens_B.tolist(), batch.response_lens_B.tolist()
         if not self.shares:
             return [([row], sum(lens) - 1) for row, lens in enumerate(zip(prompt_lens, response_lens, strict=True))]
-        ids = batch.tokens_P.numpy()
-        families: list[tuple[list[int], int]] = []
+        size, raw = batch.tokens_P.element_size(), batch.tokens_P.numpy().tobytes()
+        members: list[list[int]] = []
+        lengths: list[int] = []
         newest: dict[bytes, int] = {}
         start = 0
         for row, (prompt_len, response_len) in enumerate(zip(prompt_lens, response_lens, strict=True)):
-            prompt = ids[start : start + prompt_len].tobytes()
+            prompt = raw[size * start : size * (start + prompt_len)]
             start += prompt_len + response_len
             index = newest.get(prompt)
-            if index is not None and families[index][1] + response_len - 1 <= self._max_tokens:
-                rows, length = families[index]
-                families[index] = ([*rows, row], length + response_len - 1)
+            if index is not None and lengths[index] + response_len - 1 <= self._max_tokens:
+                members[index].append(row)
+                lengths[index] += response_len - 1
             else:
-                newest[prompt] = len(families)
-                families.append(([row], prompt_len + response_len - 1))
-        return families
+                newest[prompt] = len(members)
+                members.append([row])
+                lengths.append(prompt_len + response_len - 1)
+        return list(zip(members, lengths, strict=True))
 
     def _groups_of(self, batch: RolloutBatch) -> list[tuple[list[int], int]]:
         """Sequences with the same group, and the inputs of each such group."""

@@ -28,7 +28,8 @@ from mrl.data.prefixes import Prefixes
 from mrl.distributed.transformer_engine import LENGTH_UNIT
 from mrl.megatron.attention import PackedSequences
 from mrl.megatron.copies import Copies, copies
-from mrl.megatron.runs import own_runs, ranges
+from mrl.megatron.runs import own_runs
+from mrl.types import ranges
 
 
 class _Mask(enum.Enum):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.config import Config
-from mrl.distributed.collectives import from_rank
+from mrl.distributed.collectives import from_rank, reduce
 from mrl.distributed.groups import ProcessGroups
 from mrl.distributed.transformer_engine import shares, why_local
 from mrl.errors import UserError
@@ -31,7 +31,7 @@ from mrl.megatron.optimizer import build_optimizer, optimizer_tensors, reload_ma
 from mrl.megatron.passed import check_te
 from mrl.megatron.schedule import Loss, Microbatch, Schedule
 from mrl.models.base import ArchSpec
-from mrl.types import RolloutBatch
+from mrl.types import RolloutBatch, ragged
 from mrl.weights.layout import Layout
 from mrl.weights.megatron import megatron_layout, stage_layers
 
@@ -325,7 +325,7 @@ class Trainable:
             names = [name for name in values if name not in found and name.endswith(ending)]
             if names:
                 reduced = torch.stack([pick(values[name]) for name in names]).cpu()
-                dist.all_reduce(reduced, op=operation, group=self._groups.dp)
+                reduce(reduced, self._groups.dp, operation)
                 found |= dict(zip(names, reduced.tolist(), strict=True))
         return {name: found[name] for name in values}
 
@@ -346,12 +346,10 @@ class Trainable:
 def in_batch_order(batch: RolloutBatch, microbatches: list[Microbatch], reports: Reports, count: int) -> Tensor:
     """The first scores [count, R] of a batch from those of its microbatches, on the CPU."""
     scored = torch.zeros(count, batch.response_mask_R.numel(), dtype=reports[0]["scores"].dtype)
-    starts = (batch.response_lens_B.cumsum(0) - batch.response_lens_B).tolist()
-    lens = batch.response_lens_B.tolist()
     for micro, report in zip(microbatches, reports, strict=True):
         if micro.rows:
-            index = torch.cat([torch.arange(starts[row], starts[row] + lens[row]) for row in micro.rows])
-            scored[:, index] = report["scores"][:count].cpu()
+            index_R = ragged(batch.response_lens_B, torch.tensor(micro.rows))
+            scored[:, index_R] = report["scores"][:count].cpu()
     return scored
 
 

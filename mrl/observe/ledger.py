@@ -16,7 +16,7 @@ PEAK, IN_USE = "perf/memory_gb/<phase>", "perf/device_memory_gb/<phase>"
 ALLOCATED, RESERVED = "perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb"
 GIB = 1024**3
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-RESET_PEAK = "5"
+RESET_PEAK = b"5"
 """Written to `CLEAR`, it makes VmHWM what is resident now (Linux, proc(5))."""
 
 
@@ -69,8 +69,9 @@ class MemoryLedger:
     def _peak(self) -> int:
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
-        lines = (line.split() for line in STATUS.read_text().splitlines())
-        return next(int(line[1]) * 1024 for line in lines if line[0] == "VmHWM:")
+        with STATUS.open("rb", buffering=0) as status:
+            _, _, after = (status.read() or b"").partition(b"VmHWM:")
+        return int(after.split(maxsplit=1)[0]) * 1024
 
     def _raise_highest(self) -> None:
         read = {ALLOCATED: torch.cuda.max_memory_allocated, RESERVED: torch.cuda.max_memory_reserved}
@@ -80,7 +81,8 @@ class MemoryLedger:
 def _reset_peak() -> bool:
     """Whether Linux let us."""
     try:
-        CLEAR.write_text(RESET_PEAK)
+        with CLEAR.open("wb", buffering=0) as clear:
+            clear.write(RESET_PEAK)
     except OSError:
         return False
     return True

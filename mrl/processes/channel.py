@@ -83,9 +83,10 @@ class Channel:
     def receive(self) -> dict[str, Any] | None:
         """The next thing that the worker or its keeper said, NONSENSE where it was neither; None: nothing yet."""
         while True:
-            if not self.has_line:
-                self.transfer()
             end = self._unread.find(b"\n")
+            if end < 0:
+                self.transfer()
+                end = self._unread.find(b"\n")
             if end < 0:
                 return NONSENSE if len(self._unread) > wire.MAX_LINE_BYTES else None
             line = bytes(self._unread[:end])

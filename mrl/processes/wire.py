@@ -53,7 +53,7 @@ def last_words(key: int, how: str, limit: str) -> bytes:
 def read(text: bytes, key: int) -> dict[str, Any] | None:
     """What a line says, or None where it was not written by this module in the worker with this key."""
     try:
-        found = json.loads(text)
+        found = json.loads(text.decode())
     except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or type(found.get("key")) is not int or found.pop("key") != key:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from mrl.errors import UserError
 from mrl.rewards._call import Way
@@ -35,17 +36,17 @@ class Task:
     calls: tuple[int, ...]
     units: tuple[Unit, ...]
 
-    @property
+    @cached_property
     def rows(self) -> list[int]:
         """All of its samples; a sample's place in the task is its place here."""
         return [row for unit in self.units for row in unit]
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """How many samples."""
         return sum(map(len, self.units))
 
-    @property
+    @cached_property
     def num_timed(self) -> int:
         """As many samples' time may pass between two answers."""
         return max(map(len, self.units))

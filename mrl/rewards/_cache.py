@@ -1,8 +1,8 @@
 """Scores that were computed before: what a resumed run samples again is not scored again.
 
 Owns the key of a score (the row, the tokens, and the functions with their sources and arguments), and the files that
-hold scores: lines with a checksum, appended one by one, so that a kill loses at most the line being written. A failure
-is no score and is not kept. Imports no torch.
+hold scores: lines with a checksum, appended as answers come, so that a kill loses at most what is being written. A
+failure is no score and is not kept. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,13 @@ from mrl.rewards._signatures import Sample
 
 MIB = 1 << 20
 
-_SAMPLE = [item.name for item in fields(Sample)]
+_OF_PROMPT = ("prompt", "answer", "question", "data_source", "row")
+"""Fields of a sample that it has from its prompt."""
 
-_written = json.JSONEncoder(sort_keys=True, default=repr).encode
-"""What names a score, as text."""
+_of_prompt = attrgetter(*_OF_PROMPT)
+_own = attrgetter(*(item.name for item in fields(Sample) if item.name not in _OF_PROMPT))
+
+_DIGEST_BYTES = 16
 
 NEW, OLD = ".jsonl", ".old.jsonl"
 """Endings of a cache's two files: at half of its size the new one takes the place of the old one."""
@@ -50,7 +54,7 @@ class ScoreCache:
         self._scores: dict[str, str] = {}
         self._before: dict[str, str] = {}
         self._lock = threading.Lock()
-        self._file = -1
+        self._file, self._written = -1, 0
         room = 2 * self._half_bytes
         for path in self._files(folder):
             room -= path.stat().st_size
@@ -66,21 +70,30 @@ class ScoreCache:
             if found is None:
                 found = self._before.get(key)
                 if found is not None:
-                    self._keep(key, found)  # what is used stays
-        return None if found is None else [Outcome(**one) for one in json.loads(found)]
+                    self._keep([(key, found)])  # what is used stays
+        if found is None:
+            return None
+        return [Outcome(**one) if isinstance(one, dict) else Outcome(one) for one in json.loads(found)]
 
-    def put(self, key: str, outcomes: Sequence[Outcome]) -> None:
-        """Keeps scores, unless one of them is a failure."""
-        if not any(outcome.error for outcome in outcomes):
-            with self._lock:
-                self._keep(key, json.dumps([outcome.fields() for outcome in outcomes]))
+    def put(self, scored: Iterable[tuple[str, Sequence[Outcome]]]) -> None:
+        """Keeps scores by their keys, unless one of a key's is a failure."""
+        kept = [
+            (key, _text([outcome.told for outcome in outcomes]))
+            for key, outcomes in scored
+            if not any(outcome.error for outcome in outcomes)
+        ]
+        with self._lock:
+            self._keep(kept)
 
     def close(self) -> None:
         """The files stay."""
         with self._lock:
-            if self._file >= 0:
-                os.close(self._file)
-            self._file = -1
+            self._close()
+
+    def _close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
 
     def _files(self, folder: Path) -> list[Path]:
         """Its own first, in the order in which they were written, then those of others, the latest first."""
@@ -101,27 +114,46 @@ class ScoreCache:
         except OSError:
             self._file = -1
 
-    def _keep(self, key: str, value: str) -> None:
-        self._scores[key] = value
-        if self._file < 0:
-            return
-        body = f"{key} {value}".encode()
-        line = b"%08x %s\n" % (zlib.crc32(body), body)
-        try:
-            if self._written + len(line) > self._half_bytes:
+    def _keep(self, scored: Sequence[tuple[str, str]]) -> None:
+        lines = b""
+        for key, value in scored:
+            line = _line(f"{key} {value}".encode())
+            if self._written + len(lines) + len(line) > self._half_bytes:
+                self._write(lines)
                 self._turn()
-            self._written += os.write(self._file, line)
+                lines = b""
+            self._scores[key] = value
+            lines += line
+        self._write(lines)
+
+    def _write(self, lines: bytes) -> None:
+        if self._file < 0 or not lines:
+            return
+        try:
+            self._written += os.write(self._file, lines)
         except OSError:
-            os.close(self._file)
-            self._file = -1
+            self._close()
 
     def _turn(self) -> None:
         """What was new is old, and what was old is gone."""
-        os.close(self._file)
-        self._file = -1
-        os.replace(self._new, self._old)
+        if self._file < 0:
+            return
+        self._close()
+        try:
+            os.replace(self._new, self._old)
+        except OSError:
+            return
         self._before, self._scores = self._scores, {}
         self._open(self._new.parent)
+
+
+def _text(told: list[Any]) -> str:
+    """As JSON; of finite numbers that is what Python writes."""
+    return repr(told) if all(type(one) is float for one in told) else json.dumps(told)
+
+
+def _line(body: bytes) -> bytes:
+    return b"%08x %s\n" % (zlib.crc32(body), body)
 
 
 def _read(path: Path) -> dict[str, str]:
@@ -139,19 +171,45 @@ def _read(path: Path) -> dict[str, str]:
     return found
 
 
-def keys_of(identity: str, samples: Sequence[Sample]) -> list[str | None]:
-    """The names of the scores of samples that were scored in one call; None where a row cannot be told from another."""
-    try:
-        told = [identity, *(getattr(sample, name) for sample in samples for name in _SAMPLE)]
-        key = blake2b(_written(told).encode(), digest_size=16).hexdigest()
+class _Keys:
+    """Names of scores by the functions of this identity."""
+
+    def __init__(self, identity: str) -> None:
+        self._functions = _digest([identity])
+        self._prompts: dict[tuple[int, ...], bytes] = {}
+
+    def of(self, samples: Sequence[Sample]) -> list[str | None]:
+        """Of samples that are scored in one call; None where a row cannot be told from another.
+
+        Samples must live as long as this: that they have one prompt is seen by what they hold being one object.
+        """
+        told = blake2b(self._functions, digest_size=_DIGEST_BYTES)
+        try:
+            for sample in samples:
+                told.update(self._of_prompt(sample))
+                told.update(_digest(_own(sample)))
+        except (TypeError, ValueError, RecursionError):
+            return [None] * len(samples)
+        key = told.hexdigest()
         return [f"{key}-{place}" if place else key for place in range(len(samples))]
-    except (TypeError, ValueError, RecursionError):
-        return [None] * len(samples)
+
+    def _of_prompt(self, sample: Sample) -> bytes:
+        values = _of_prompt(sample)
+        known = tuple(map(id, values))
+        digest = self._prompts.get(known)
+        if digest is None:
+            digest = self._prompts[known] = _digest(values)
+        return digest
+
+
+def _digest(values: Sequence[Any]) -> bytes:
+    return blake2b(repr(values).encode(), digest_size=_DIGEST_BYTES).digest()
 
 
 def identity_of(functions: Sequence[tuple[str, Mapping[str, Any], str]]) -> str:
     """Of functions: the name, the arguments and the digest of the source of each."""
-    return _written([[name, dict(kwargs), source] for name, kwargs, source in functions])
+    told = [[name, dict(kwargs), source] for name, kwargs, source in functions]
+    return json.dumps(told, sort_keys=True, default=repr)
 
 
 @dataclass
@@ -184,28 +242,26 @@ class Spared:
             samples: By row.
             units: Rows that are scored in one call: known only where all of them are.
         """
-        spared, first = Spared(cache), dict[str, tuple[int, ...]]()
+        spared, first, keys_of = Spared(cache), dict[str | None, tuple[int, ...]](), _Keys(identity).of
         for unit in units:
-            keys = [None] * len(unit) if cache is None else keys_of(identity, [samples[row] for row in unit])
-            if cache is not None and keys[0] is not None:
-                if keys[0] in first:
-                    spared.same.update(zip(unit, first[keys[0]], strict=True))
-                    continue
-                known = {row: cache.get(key) for row, key in zip(unit, keys, strict=True) if key is not None}
-                told = {row: outcomes for row, outcomes in known.items() if outcomes is not None}
-                if len(told) == len(unit):
-                    spared.found.update(told)
-                    continue
+            keys = [None] * len(unit) if cache is None else keys_of([samples[row] for row in unit])
+            if (same := first.get(keys[0])) is not None:
+                spared.same.update(zip(unit, same, strict=True))
+                continue
+            known = [None if cache is None or key is None else cache.get(key) for key in keys]
+            if None not in known:
+                spared.found.update(zip(unit, known, strict=True))  # type: ignore[arg-type]
+                continue
+            if keys[0] is not None:
                 first[keys[0]] = unit
             spared.asked.append(unit)
             spared.keys.update(zip(unit, keys, strict=True))
         return spared
 
-    def keep(self, row: int, outcomes: Sequence[Outcome]) -> None:
-        """Takes what was computed for a row in `asked`."""
-        key = self.keys[row]
-        if self.cache is not None and key is not None:
-            self.cache.put(key, outcomes)
+    def keep(self, computed: Iterable[tuple[int, Sequence[Outcome]]]) -> None:
+        """Takes what was computed for rows in `asked`."""
+        if self.cache is not None:
+            self.cache.put((key, outcomes) for row, outcomes in computed if (key := self.keys[row]) is not None)
 
     def joined(self, computed: Mapping[int, list[Outcome]]) -> dict[int, list[Outcome]]:
         """Row -> outcomes, of all rows that are known now."""

@@ -59,9 +59,11 @@ class Outcome:
         """The value; None where the function has no opinion."""
         return self.value if self.given else None
 
-    def fields(self) -> dict[str, Any]:
-        """As JSON has it, by attribute."""
-        return dict(vars(self))
+    @property
+    def told(self) -> float | dict[str, Any]:
+        """As JSON has it: the value where that is all, else every attribute by its name."""
+        plain = self.given and not (self.facts or self.error or self.lost)
+        return self.value if plain else dict(vars(self))
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Any
 from mrl.errors import UserError
 from mrl.processes.channel import wait_for
 from mrl.rewards._bundles import Task
-from mrl.rewards._call import Outcome, Way
-from mrl.rewards._remote import Worker
+from mrl.rewards._call import Way
+from mrl.rewards._remote import Answered, Worker
 from mrl.rewards._signatures import Sample
 
 _LOOK_S = 0.5  # between two questions whether to stop
@@ -71,7 +71,7 @@ class WorkerPool:
         tasks: Iterable[Task],
         give_up_after: int,
         told_to_stop: Callable[[], bool] = lambda: False,
-        tell: Callable[[Task, int, list[Outcome]], None] = lambda task, row, outcomes: None,
+        tell: Callable[[list[Answered]], None] = lambda answered: None,
     ) -> None:
         """Scores a batch.
 
@@ -80,8 +80,7 @@ class WorkerPool:
             tasks: What is to be called.
             give_up_after: Stop when more than this many samples have failed.
             told_to_stop: Stop when this is true; the pool is only good for `close` then.
-            tell: Called with each sample of a task as soon as it is scored: its row, and an outcome for each of the
-                task's functions. All are told unless it gave up.
+            tell: Called with samples as soon as they are scored; with all of them unless it gave up.
 
         Raises:
             UserError: A worker that had to be replaced does not start again.
@@ -94,10 +93,9 @@ class WorkerPool:
             self._feed(todo, samples)
             self._wait()
             for slot, worker in enumerate(self._workers):
-                for task, row, outcomes in worker.take():
-                    tell(task, row, outcomes)
-                    if any(outcome.error for outcome in outcomes):
-                        failed.add(row)
+                if answered := worker.take():
+                    tell(answered)
+                    failed.update(row for _, row, outcomes in answered if any(outcome.error for outcome in outcomes))
                 if worker.lost:
                     todo.extendleft(reversed(worker.unfinished()))
                     self._replace(slot)
@@ -114,15 +112,19 @@ class WorkerPool:
 
     def _feed(self, todo: deque[Task], samples: Sequence[Sample]) -> None:
         """Gives each idle worker a chunk; one that died while idle is replaced, and no sample is blamed."""
-        for slot in range(len(self._workers)):
-            if self._workers[slot].pending or not todo:
-                continue
-            size = max(1, min(_MAX_CHUNK, sum(task.num_rows for task in todo) // (2 * len(self._workers))))
+        idle = [slot for slot, worker in enumerate(self._workers) if not worker.pending] if todo else []
+        left = sum(task.num_rows for task in todo) if idle else 0
+        for slot in idle:
+            if not todo:
+                break
+            fair = left if len(self._workers) == 1 else left // (2 * len(self._workers))
+            size = max(1, min(_MAX_CHUNK, fair))
             chunk: list[Task] = []
             num_rows = 0
             while todo and num_rows < size:
                 chunk.append(todo.popleft())
                 num_rows += chunk[-1].num_rows
+            left -= num_rows
             while not self._workers[slot].send(chunk, samples):
                 self._replace(slot)
 

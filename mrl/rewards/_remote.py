@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mrl.errors import UserError
@@ -15,6 +15,9 @@ from mrl.rewards import _wire
 from mrl.rewards._bundles import Task
 from mrl.rewards._call import Outcome, Way
 from mrl.rewards._signatures import Sample
+
+Answered = tuple[Task, int, list[Outcome]]
+"""A task, the row of one of its samples, and an outcome for each of the task's functions."""
 
 
 class Worker:
@@ -73,9 +76,10 @@ class Worker:
         self._begin()
         return True
 
-    def take(self) -> Iterator[tuple[Task, int, list[Outcome]]]:
-        """The samples that it has answered or failed, with their outcomes; it may be `lost` then. Does not wait."""
+    def take(self) -> list[Answered]:
+        """The samples that it has answered or failed; it may be `lost` then. Does not wait."""
         late = time.monotonic() >= self.deadline
+        found: list[Answered] = []
         while self.pending and not self.lost:
             task, answer = self.pending[0], self._answer()
             if answer is not None and self._is_for(task, answer):
@@ -85,9 +89,9 @@ class Worker:
                 outcomes, places = [Outcome(math.nan, problem, lost=True)] * len(task.calls), self._left[:1]
                 self.lost = True
                 if len(self._unit_of(task, places[0])) < len(self._left):
-                    return  # nobody knows which of them it was: each is tried alone
+                    break  # nobody knows which of them it was: each is tried alone
             else:
-                return
+                break
             late = False
             if self.lost:
                 places = self._unit_of(task, places[0])
@@ -96,8 +100,8 @@ class Worker:
                 self._num_done += 1
                 self.pending.popleft()
             self._begin(task)
-            rows = task.rows
-            yield from ((task, rows[place], outcomes) for place in places)
+            found += [(task, task.rows[place], outcomes) for place in places]
+        return found
 
     def unfinished(self) -> list[Task]:
         """What a lost worker has not answered; what waited with something that failed is alone now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mrl.processes import wire
@@ -43,13 +43,15 @@ def ready(key: int, sources: Sequence[str], ways: Sequence[Way]) -> bytes:
 
 def answer(key: int, serial: int, place: int, outcomes: Sequence[Outcome]) -> bytes:
     """A sample's outcomes."""
-    told = [outcome.fields() | {"error": outcome.error[:_MAX_ERROR_CHARS]} for outcome in outcomes]
+    told = [_shortened(outcome).told for outcome in outcomes]
     return wire.line(key, {"serial": serial, "place": place, "outcomes": told})
 
 
 def read(said: Mapping[str, Any], num_calls: int) -> Answer:
     """What a line says."""
     try:
+        if "outcomes" in said:
+            return _scored(said["serial"], said["place"], said["outcomes"], num_calls)
         match said:
             case {"refusal": "", "sources": [*sources], "ways": [*ways]} if len(sources) == len(ways) == num_calls:
                 return Answer(refusal="", sources=tuple(map(str, sources)), ways=tuple(Way(**way) for way in ways))
@@ -57,15 +59,27 @@ def read(said: Mapping[str, Any], num_calls: int) -> Answer:
                 return Answer(refusal=refusal)
             case {"ended": str(ended)}:
                 return Answer(ended=ended)
-            case {"serial": int(serial), "place": int(place), "outcomes": [*outcomes]} if len(outcomes) <= num_calls:
-                return Answer(serial=serial, place=place, outcomes=tuple(map(_outcome, outcomes)))
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         pass
     return Answer()
 
 
-def _outcome(fields: dict[str, Any]) -> Outcome:
-    """The outcome with these fields; ValueError, TypeError or KeyError where it cannot be one."""
+def _scored(serial: Any, place: Any, outcomes: Any, num_calls: int) -> Answer:
+    is_one = isinstance(serial, int) and isinstance(place, int) and isinstance(outcomes, list)
+    if not is_one or len(outcomes) > num_calls:
+        return Answer()
+    return Answer(serial=serial, place=place, outcomes=tuple(map(_outcome, outcomes)))
+
+
+def _shortened(outcome: Outcome) -> Outcome:
+    short = len(outcome.error) <= _MAX_ERROR_CHARS
+    return outcome if short else replace(outcome, error=outcome.error[:_MAX_ERROR_CHARS])
+
+
+def _outcome(fields: Any) -> Outcome:
+    """The outcome that was told so; ValueError, TypeError or KeyError where it cannot be one."""
+    if type(fields) is float and math.isfinite(fields):
+        return Outcome(fields)
     if type(fields["error"]) is not str or type(fields["lost"]) is not bool:
         raise TypeError(f"an outcome with {fields}")
     if not (math.isfinite(fields["value"]) or fields["error"]):

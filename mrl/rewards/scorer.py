@@ -16,11 +16,12 @@ from types import TracebackType
 from mrl.config import RewardConfig
 from mrl.errors import UserError
 from mrl.rewards._asking import Asking, judge_of
-from mrl.rewards._bundles import Bundle, Order, Task, bundles_of, check_batch
+from mrl.rewards._bundles import Bundle, Order, bundles_of, check_batch
 from mrl.rewards._cache import ScoreCache, Spared, identity_of
 from mrl.rewards._call import Outcome, RewardCall
 from mrl.rewards._endpoint import asked_of
 from mrl.rewards._pool import WorkerPool
+from mrl.rewards._remote import Answered
 from mrl.rewards._signatures import NUM_TURNS, Sample
 from mrl.rewards.environment import ENVIRONMENT_REWARD
 from mrl.rewards.judge import Judge
@@ -149,12 +150,13 @@ class Scorer:
         found, computed = self._elsewhere(samples, order, allowed, told_to_stop)
         num_failed, num_given_up, first_failure = 0, 0, ""
         for row, (rollout, sample) in enumerate(zip(rollouts, samples, strict=True)):
-            if any(row not in by_row for by_row in found.values()):
+            elsewhere = [by_row.get(row) for by_row in found.values()]
+            if None in elsewhere:
                 num_given_up += 1
                 continue  # too many failed, or told to stop
             outcomes = {index: call([sample])[0] for index, call in self._local.items()}
-            for indices, by_row in found.items():
-                outcomes.update(zip(indices, by_row[row], strict=True))
+            for indices, said in zip(found, elsewhere, strict=True):
+                outcomes.update(zip(indices, said or (), strict=True))
             if self._has_model:
                 outcomes[len(self._config.functions)] = (by_model or {})[order[row]]
             rollout.reward_cached = bool(found) and row not in computed
@@ -189,13 +191,19 @@ class Scorer:
             asking = None
             if self._judges:
                 asked = {row: samples[row] for row in judged.keys}
-                asking = stack.enter_context(Asking(list(self._judges.values()), asked, allowed, judged.keep))
+
+                def heard(row: int, outcomes: list[Outcome]) -> None:
+                    judged.keep([(row, outcomes)])
+
+                asking = stack.enter_context(Asking(list(self._judges.values()), asked, allowed, heard))
             if self._pool is not None:
                 said: dict[tuple[int, ...], dict[int, list[Outcome]]] = {calls: {} for calls in worked}
 
-                def tell(task: Task, row: int, outcomes: list[Outcome]) -> None:
-                    said[task.calls][row] = outcomes
-                    worked[task.calls][1].keep(row, outcomes)
+                def tell(answered: list[Answered]) -> None:
+                    for calls in {task.calls for task, _, _ in answered}:
+                        by_row = {row: outcomes for task, row, outcomes in answered if task.calls == calls}
+                        said[calls] |= by_row
+                        worked[calls][1].keep(by_row.items())
 
                 workers = max(1, self._config.num_workers)
                 tasks = [task for bundle, spared in worked.values() for task in bundle.tasks(spared.asked, workers)]
@@ -242,8 +250,9 @@ class Scorer:
             kept = self._without_end(ids[told[-1].start : told[-1].end] if told else [])
             response = self._decode(kept)
             extra |= {ENVIRONMENT_REWARD: episode.reward, NUM_TURNS: episode.num_turns}
-        plain = [token for token in kept if token not in self._special_ids]
-        text = response if len(plain) == len(kept) else self._decode(plain)
+        text = response
+        if not self._special_ids.isdisjoint(kept):
+            text = self._decode([token for token in kept if token not in self._special_ids])
         return Sample(
             prompt.text,
             response,
@@ -261,21 +270,22 @@ class Scorer:
         return ids[:-1] if ids and ids[-1] in self._eos_ids else ids
 
     def _set(self, rollout: Rollout, outcomes: dict[int, Outcome]) -> None:
-        failed = {index: outcome for index, outcome in sorted(outcomes.items()) if outcome.error}
+        of_all = [outcomes[index] for index in range(len(self._labels))]
+        failed = {index: outcome for index, outcome in enumerate(of_all) if outcome.error}
         instead = self._config.error_value
-        values = [instead if index in failed else outcomes[index].score for index in range(len(self._labels))]
-        given = [value for value in values if value is not None]
-        rollout.reward_parts = {
-            label: value for label, value in zip(self._labels, values, strict=True) if value is not None
-        }
-        rollout.reward_facts = {}
-        for _, outcome in sorted(outcomes.items(), reverse=True):
-            rollout.reward_facts |= outcome.facts  # of two functions that say the same the first counts
+        rollout.reward_parts, rollout.reward_facts = {}, {}
+        for label, outcome in zip(self._labels, of_all, strict=True):
+            if (value := instead if outcome.error else outcome.score) is not None:
+                rollout.reward_parts[label] = value
+            if outcome.facts:  # of two functions that say the same the first counts
+                rollout.reward_facts = outcome.facts | rollout.reward_facts
         rollout.reward_error = self._describe(rollout, failed) if failed else None
-        if failed or not given:
+        if failed or not rollout.reward_parts:
             rollout.reward = math.nan if instead is None or not failed else instead
         else:
-            rollout.reward = math.fsum(weight * outcomes[i].value for i, weight in enumerate(self._weights))
+            rollout.reward = math.fsum(
+                weight * outcome.value for weight, outcome in zip(self._weights, of_all, strict=True)
+            )
 
     def _describe(self, rollout: Rollout, failed: dict[int, Outcome]) -> str:
         known = [*(function.name for function in self._config.functions), MODEL]

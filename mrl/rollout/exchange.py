@@ -157,11 +157,9 @@ class _Travel:
         tokens, logprobs = tokens_P.numpy(), logprobs_R.numpy()  # a sample is too little for a call of PyTorch's
 
         def write(row: int, part: Tensor) -> None:
-            rollout, numbers, length = self._held[row], part.numpy().view(np.int32), self._lens[row]
-            ids = array("i", rollout.prompt.prompt_ids)
-            ids.extend(_marked(rollout, only_newest=self._only_newest))
-            numbers[:length] = ids
-            numbers[length:].view(np.float32)[:] = rollout.rollout_logprobs
+            numbers, length = part.numpy().view(np.int32), self._lens[row]
+            numbers[:length] = self._ids(row)
+            numbers[length:].view(np.float32)[:] = self._held[row].rollout_logprobs
 
         def read(row: int, part: Tensor) -> None:
             numbers, length = part.numpy().view(np.int32), self._lens[row]
@@ -169,15 +167,29 @@ class _Travel:
             logprobs[logprobs_at[row]] = numbers[length:].view(np.float32)
 
         sizes = [WIRE_BYTES * (length + response) for length, response in zip(self._lens, self._responses, strict=True)]
+        first_ranks = [self._groups.grid.rank(Coords(tp=0, cp=0, dp=dp, pp=0)) for dp in range(len(self._wanted))]
         messages = [
-            Message(row, self._senders[row], self._groups.grid.rank(Coords(tp=0, cp=0, dp=dp, pp=0)), sizes[row])
-            for dp, wanted in enumerate(self._wanted)
+            Message(row, self._senders[row], receiver, sizes[row])
+            for receiver, wanted in zip(first_ranks, self._wanted, strict=True)
             for row in wanted
+            if self._senders[row] != receiver
         ]
         move(messages, self._groups.rank, write, read)
+        own = self.mine if self._groups.trains and self._groups.rank == first_ranks[self._groups.coords.dp] else []
+        for row in own:
+            if self._senders[row] == self._groups.rank:
+                tokens[tokens_at[row]] = self._ids(row)
+                logprobs[logprobs_at[row]] = self._held[row].rollout_logprobs
         for tensor in (tokens_P, logprobs_R):
             self._pass_on(tensor, over_stages=True)
         return tokens_P, logprobs_R
+
+    def _ids(self, row: int) -> array[int]:
+        """Prompt and response of a sample that is here, as they travel."""
+        rollout = self._held[row]
+        ids = array("i", rollout.prompt.prompt_ids)
+        ids.extend(_marked(rollout, only_newest=self._only_newest))
+        return ids
 
     def support(self, sizes: Sequence[int]) -> Support | None:
         """Collective over the job: support_R of the rows in `mine`, on the last pipeline stage.

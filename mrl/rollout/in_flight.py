@@ -406,5 +406,7 @@ def _joined(table: SampleTable | None, new: SampleTable) -> SampleTable:
 def _of_prompts(table: SampleTable, uids: Set[int]) -> SampleTable:
     """The rows of these prompts, and what their turns were given; it looks at each once."""
     turns = {key: rewards for key, rewards in table.turn_rewards.items() if key[0] in uids}
-    mask_N = torch.tensor([int(uid) in uids for uid in table["uid"].tolist()], dtype=torch.bool)
+    mask_N = torch.isin(table["uid"].long(), torch.tensor(list(uids), dtype=torch.int64))
+    if mask_N.all() and len(turns) == len(table.turn_rewards):
+        return table
     return SampleTable(table.columns, table.rows_NC[mask_N], turns)

@@ -12,6 +12,7 @@ import zlib
 from array import array
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -64,15 +65,15 @@ def gather_table(
             len(rollout.prompt.prompt_ids),
             len(rollout.response_ids),
             rollout.reward,
-            float(is_correct(rollout)),
-            float(rollout.reward_error is not None),
-            float(rollout.finish_reason == "length"),
-            float(zlib.crc32(array("q", rollout.response_ids))),
+            is_correct(rollout),
+            rollout.reward_error is not None,
+            rollout.finish_reason == "length",
+            zlib.crc32(array("q", rollout.response_ids)),
             rollout.num_sampled,
             *_of_episode(rollout),
-            float(rollout.reward_cached),
+            rollout.reward_cached,
             rollout.policy_version,
-            min(version for version, _ in rollout.versions),
+            min(rollout.versions)[0],
             len(rollout.versions),
             *(rollout.reward_parts.get(name, math.nan) for name in reward_names),
             *own,
@@ -84,7 +85,7 @@ def gather_table(
         *(f"reward/{name}" for name in reward_names),
         *(SampleTable.KEPT if supports else ()),
     )
-    local = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(columns))
+    local = torch.from_numpy(np.array(rows, dtype=np.float64).reshape(len(rows), len(columns)))
     rewards = gather_turn_rewards(speaks_for, over or everyone()) if turns else None
     return SampleTable(columns, all_gather_ragged(local, over or everyone()), rewards)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from mrl.algorithms._critic import ValueObjective
 from mrl.algorithms.base import SumReduce, required
-from mrl.distributed.collectives import together
+from mrl.distributed.collectives import reduce, together
 from mrl.distributed.groups import ProcessGroups
 from mrl.formats.hf import HfSource
 from mrl.functional.spread import spread_metrics, spread_sums
@@ -101,8 +101,8 @@ class RunCritic:
             "": returns_R - values_R,
         }
         sums, largest = spread_sums(list(columns.values()), batch.valued_R)
-        dist.all_reduce(sums, group=self._groups.dp)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._groups.dp)
+        reduce(sums, self._groups.dp)
+        reduce(largest, self._groups.dp, dist.ReduceOp.MAX)
         found = dict(zip(columns, spread_metrics(sums, largest), strict=True))
         told = {
             f"{name}/{what}": getattr(spread, what)

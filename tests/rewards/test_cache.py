@@ -88,14 +88,14 @@ def test_a_file_cut_anywhere_holds_true_scores_only(tmp_path_factory, cut, junk)
     folder = tmp_path_factory.mktemp("scores")
     cache = ScoreCache(folder, "replica0", 1)
     for place, outcomes in enumerate(OUTCOMES):
-        cache.put(f"key{place}", outcomes)
+        cache.put([(f"key{place}", outcomes)])
     cache.close()
     file = folder / "replica0.jsonl"
     data = file.read_bytes()
     whole = data[: cut % (len(data) + 1)]
     file.write_bytes(whole + junk)
     cache = ScoreCache(folder, "replica0", 1)
-    cache.put("after", OUTCOMES[0])
+    cache.put([("after", OUTCOMES[0])])
     cache.close()
     cache = ScoreCache(folder, "replica0", 1)
     found = [cache.get(f"key{place}") for place in range(len(OUTCOMES))]
@@ -108,9 +108,9 @@ def test_a_file_cut_anywhere_holds_true_scores_only(tmp_path_factory, cut, junk)
 def test_the_files_stay_within_the_limit_and_what_is_used_stays(tmp_path):
     cache = ScoreCache(tmp_path, "replica0", 1)
     long = [Outcome(1.0, facts={"pred": "x" * 1000})]
-    cache.put("used", OUTCOMES[1])
+    cache.put([("used", OUTCOMES[1])])
     for place in range(3000):
-        cache.put(f"key{place}", long)
+        cache.put([(f"key{place}", long)])
         assert cache.get("used") == OUTCOMES[1]
     cache.close()
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= MIB
@@ -123,7 +123,7 @@ def test_the_files_stay_within_the_limit_and_what_is_used_stays(tmp_path):
 def test_a_folder_that_takes_nothing_costs_nothing_but_the_scores(tmp_path):
     (tmp_path / "file").write_text("")
     cache = ScoreCache(tmp_path / "file" / "scores", "replica0", 1)
-    cache.put("key", OUTCOMES[0])
+    cache.put([("key", OUTCOMES[0])])
     assert cache.get("key") == OUTCOMES[0]
     cache.close()
 

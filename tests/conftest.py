@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import imports, ranks
+from tests import imports, ranks, warm
 from tests.launch.cluster import missing_programs
 from tests.source import PACKAGE, ROOT
 
@@ -96,6 +96,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if (given := getattr(config, "workerinput", None)) is not None:
         imports.use(given["imports"])
     ranks.SERVER.use()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    for spec in specs:
+        if spec.popen and not spec.python:
+            spec.python = warm.python()
 
 
 @pytest.hookimpl(optionalhook=True)

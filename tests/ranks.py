@@ -204,8 +204,7 @@ class Server(forkserver.ForkServer):
 
 
 def serve(listener: int, alive: int, variables: dict[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(variables)
+    os.environ.update(variables)  # what imports have set stays
     sys.warnoptions.append("ignore")
     gc.enable()
     with contextlib.suppress(SystemExit):

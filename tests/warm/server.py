@@ -138,7 +138,7 @@ def put_in_place(numbers: list[int], files: list[int]) -> None:
 
 
 def become(request: dict) -> list[str]:
-    """Makes this process what was asked for, all but its work; the module and its arguments."""
+    """Makes this process what was asked for, all but its work; the words that say what that is."""
     libc, pid = ctypes.CDLL(None, use_errno=True), request["pid"]
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != request["server"]:
@@ -175,7 +175,7 @@ def become(request: dict) -> list[str]:
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
     words = request["words"]
     sys.orig_argv[1:] = words
-    return words[words.index("-m") + 1 :]
+    return words[request["unbuffered"] :]
 
 
 def parent(pid: int) -> int:
@@ -195,5 +195,10 @@ def serve(listener: int, alive: int, variables: str) -> None:
     Path(variables).write_text(json.dumps({**read_by_imports(), "ROOT": str(ROOT)}))
     server = Server(listener, alive)
     os.write(alive, b"r")
-    sys.argv[:] = become(server.serve())
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    kind, *words = become(server.serve())
+    if kind == "-c":
+        sys.argv[:] = [kind, *words[1:]]
+        exec(words[0], vars(sys.modules["__main__"]))
+    else:
+        sys.argv[:] = words
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)

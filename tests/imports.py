@@ -10,6 +10,7 @@ these end with the process that started the first one, even by kill -9; what the
 from __future__ import annotations
 
 import atexit
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -106,9 +107,19 @@ def main(listener: int, modules: Sequence[str]) -> None:
     os.dup2(0, SESSION, inheritable=False)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     select.select([listener, SESSION], [], [])
+    atexit.register(_end)  # before all others: it is called after them
     gc.disable()  # what is imported is no garbage, and much to look through
     warnings.filters.insert(0, QUIET)
     serve(listener, modules)
+
+
+def _end() -> None:
+    """Spares a process that ends 0.3 s of a processor: to take apart all that was imported."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(list(sys.modules.values())))
+    sys.modules.clear()
+    libc = ctypes.CDLL(None)
+    libc.fflush(None)
+    libc.on_exit(libc._exit, None)  # before what libraries in C++ do then
 
 
 def serve(listener: int, modules: Sequence[str]) -> None:

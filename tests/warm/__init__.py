@@ -2,11 +2,11 @@
 
     subprocess.run([warm.python(), "-m", "mrl", "train", ...])          # or PYTHON and PYTHON_EXEC of a launcher
 
-The program (`client.py`) asks a server of this test process (`server.py`), which has done the imports once, to fork the
-process: with the program's arguments, variables, folder, open files, limits, ignored and blocked signals, hostname and
-network. It hands signals on, ends as the process ends, and the process is killed with it; to what the process runs its
-parent is the program's. What it cannot give so it becomes itself, by the real Python: other modules and flags, and
-variables that imports read.
+The program (`client.py`) asks a server of this test process (`server.py`), which is forked from the one that has done
+the session's imports (`tests/imports.py`), to fork the process: with the program's arguments, variables, folder, open
+files, limits, ignored and blocked signals, hostname and network. It hands signals on, ends as the process ends, and the
+process is killed with it; to what the process runs its parent is the program's. What it cannot give so it becomes
+itself, by the real Python: other modules and flags, and variables that imports read.
 
 Not for tests of imports, of signals in the first second or of stopped processes (SIGSTOP). In a tree of processes there
 is the program alone: the process is a child of the server, `processes()` has it. Each launcher has tests with

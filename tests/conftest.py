@@ -12,10 +12,12 @@ import shutil
 import subprocess
 import sys
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
+from tests import imports, ranks, warm
 from tests.launch.cluster import missing_programs
 from tests.source import PACKAGE, ROOT
 
@@ -88,6 +90,24 @@ def _has_mpi() -> bool:
     if shutil.which("mpirun") is None or importlib.util.find_spec("mpi4py") is None:
         return False
     return subprocess.run([sys.executable, "-c", "import mpi4py.MPI"], capture_output=True, check=False).returncode == 0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (given := getattr(config, "workerinput", None)) is not None:
+        imports.use(given["imports"])
+    ranks.SERVER.use()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    for spec in specs:
+        if spec.popen and not spec.python:
+            spec.python = warm.python()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["imports"] = str(imports.folder())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,24 +14,27 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import io
 import os
 import socket
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, arbitrary_address, wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import psutil
 import torch
 
-from mrl.distributed.local_ranks import TOKENIZERS, TRAINING, forks, free_port
+from mrl.distributed.local_ranks import forks, free_port
+from tests import imports
+from tests.imports import PRELOAD
 
-PRELOAD = (*TRAINING, TOKENIZERS, "tests.first_run", "pytest")
-"""Of the one server that a test process has: whatever a test forks comes from it."""
 START_TIMEOUT_S = 120
 CALL_TIMEOUT_S = 240
 
@@ -170,33 +173,48 @@ def _pool(size: int) -> _Pool:
     return _POOLS[size]
 
 
-class _Server(forkserver.ForkServer):
-    """Forked from the one that this process has, and so spared what that has imported."""
+class Server(forkserver.ForkServer):
+    """Forked from the process of this session that has imported what all tests need, and these modules."""
 
-    def __init__(self, preload: Sequence[str]) -> None:
+    def __init__(self, *modules: str) -> None:
         super().__init__()
-        context = forks(PRELOAD)
-        reader, writer = context.Pipe(duplex=False)  # it ends when nobody holds the other end
-        with socket.socket(socket.AF_UNIX) as listener:
-            address = arbitrary_address("AF_UNIX")
-            listener.bind(address)
-            listener.listen()
-            self.process = context.Process(target=_serve, args=(listener, reader, preload), daemon=True)
-            self.process.start()
-        reader.close()
-        self._forkserver_address, self._forkserver_pid = address, self.process.pid
-        self._forkserver_alive_fd = os.dup(writer.fileno())
-        writer.close()
+        self._modules = modules
 
     def ensure_running(self) -> None:
-        assert self.process.is_alive(), "the server of forks has ended"
+        resource_tracker.ensure_running()
+        if self._forkserver_pid is None:
+            address = arbitrary_address("AF_UNIX")
+            reader, self._forkserver_alive_fd = os.pipe()  # it ends when nobody holds the other end
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(address)
+                listener.listen()
+                files = (listener.fileno(), reader)
+                self._forkserver_pid = imports.fork("tests.ranks:serve", files, dict(os.environ), modules=self._modules)
+            os.close(reader)
+            self._forkserver_address = address
+
+    def use(self) -> None:
+        """From now on all that this process forks is forked from it."""
+        for name in ("set_forkserver_preload", "ensure_running", "connect_to_new_process"):
+            setattr(forkserver, name, getattr(self, name))
+
+    def children(self) -> list[psutil.Process]:
+        """What was forked from it and runs, with what that has started."""
+        return [] if self._forkserver_pid is None else psutil.Process(self._forkserver_pid).children(recursive=True)
 
 
-def _serve(listener: socket.socket, alive: Connection, preload: Sequence[str]) -> None:
-    forkserver.main(listener.detach(), os.dup(alive.fileno()), list(preload))
+def serve(listener: int, alive: int, variables: dict[str, str]) -> None:
+    os.environ.update(variables)  # what imports have set stays
+    sys.warnoptions.append("ignore")
+    gc.enable()
+    with contextlib.suppress(SystemExit):
+        forkserver.main(listener, alive, [])
+    os._exit(0)
 
 
-_SERVERS: dict[tuple[str, ...], _Server] = {}
+SERVER = Server()
+"""The usual one of this process."""
+_server = functools.cache(Server)
 
 
 @contextlib.contextmanager
@@ -206,23 +224,17 @@ def server(*modules: str) -> Iterator[None]:
     The server stays for the next block that asks for the same.
     """
     close_pools()
-    found = _SERVERS.get(modules) or _SERVERS.setdefault(modules, _Server(modules))
-    names = ("set_forkserver_preload", "ensure_running", "connect_to_new_process")
-    usual = {name: getattr(forkserver, name) for name in names}
-    for name in names:
-        setattr(forkserver, name, getattr(found, name))
+    _server(*modules).use()
     try:
         yield
     finally:
         close_pools()
-        for name, function in usual.items():
-            setattr(forkserver, name, function)
+        SERVER.use()
 
 
 def pids() -> set[int]:
-    """Of the ranks and the further servers that are up."""
-    processes = [process for pool in _POOLS.values() for process in pool.processes]
-    return {process.pid for process in (*processes, *(each.process for each in _SERVERS.values()))}
+    """Of the ranks that are up."""
+    return {process.pid for pool in _POOLS.values() for process in pool.processes}
 
 
 @atexit.register

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -115,7 +115,7 @@ def run_ranks(
     secret = secrets.token_hex()
     ranks: list[ForkServerProcess] = []
     pipes: dict[Connection, int] = {}
-    with _Memory() as memory:
+    with _Memory(ranks) as memory:
         try:
             for rank in range(size):
                 mine, theirs = context.Pipe(duplex=False)
@@ -225,10 +225,11 @@ def _innermost(stack: list[tuple[str, str]]) -> str:
 
 
 class _Memory:
-    """Looks at what this process's children hold, in a thread, inside a `with` block."""
+    """Looks at what ranks and their own processes hold, in a thread, inside a `with` block."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Sequence[ForkServerProcess]) -> None:
         self.peak = 0
+        self._ranks = ranks
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -241,18 +242,23 @@ class _Memory:
         self._thread.join()
 
     def _watch(self) -> None:
-        me, pause_s = psutil.Process(), SAMPLE_S
+        pause_s = SAMPLE_S
         while not self._end.wait(pause_s):
             began = time.thread_time()
-            self.peak = max(self.peak, sum(_held(me)))
+            self.peak = max(self.peak, sum(_held(rank.pid) for rank in tuple(self._ranks)))
             pause_s = max(SAMPLE_S, (time.thread_time() - began) / LOOK_FRAC)
 
 
-def _held(parent: psutil.Process) -> Iterator[int]:
-    for child in parent.children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            full = child.memory_full_info()
-            yield getattr(full, "pss", full.uss)
+def _held(pid: int | None) -> int:
+    """What a process and those that it started hold, with its part of what they share with others."""
+    held = 0
+    with contextlib.suppress(psutil.Error):
+        rank = psutil.Process(pid)
+        for each in (rank, *rank.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                full = each.memory_full_info()
+                held += getattr(full, "pss", full.uss)
+    return held
 
 
 def _rank(

@@ -5,7 +5,6 @@ Owns the checks around a call; the trainer's process and the workers share them.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -112,7 +111,7 @@ class RewardCall:
         return Way(lists=self._signature.takes_lists, waits=self._signature.is_async)
 
     def __call__(
-        self, samples: Sequence[Sample], wait: Callable[[Coroutine[Any, Any, Any]], Any] = asyncio.run
+        self, samples: Sequence[Sample], wait: Callable[[Coroutine[Any, Any, Any]], Any] | None = None
     ) -> list[Outcome]:
         """The value of a sample, or of each of several where it takes lists.
 
@@ -120,7 +119,7 @@ class RewardCall:
 
         Args:
             samples: One, or more.
-            wait: Runs a coroutine to its end.
+            wait: Runs a coroutine to its end; None: in a loop of its own.
 
         Raises:
             MemoryError: Nobody knows then what the process still holds.
@@ -128,7 +127,7 @@ class RewardCall:
         try:
             started = self._signature.start(samples)
             awaited = inspect.isawaitable(started.returned)
-            values = started.values(wait(_result(started.returned)) if awaited else started.returned)
+            values = started.values((wait or _run)(_result(started.returned)) if awaited else started.returned)
         except MemoryError:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything
@@ -160,6 +159,12 @@ class RewardCall:
 
 async def _result(value: Any) -> Any:
     return await value
+
+
+def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    import asyncio  # half of a worker's start, and few functions wait
+
+    return asyncio.run(coroutine)
 
 
 def source_of(thing: object) -> str:

@@ -6,13 +6,13 @@ It imports no torch and nothing of the parent's main module.
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import itertools
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mrl.errors import UserError
 from mrl.processes import wire
@@ -20,6 +20,9 @@ from mrl.processes.keeper import Bounds, keep
 from mrl.rewards import _wire
 from mrl.rewards._call import Outcome, RewardCall
 from mrl.rewards._signatures import Sample
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 def run() -> None:
@@ -31,7 +34,6 @@ def _work(bounds: Bounds) -> None:
     """In: a list of (name, kwargs), then lists of tasks. Out: see `_wire.ready` and `_wire.answer`."""
     own = os.getpid()
     stream = open(bounds.commands, "rb", closefd=False)  # noqa: SIM115 -- to the end of the process
-    loop = asyncio.new_event_loop()
 
     def tell(serial: int, first: int, by_call: Sequence[Sequence[Outcome]]) -> None:
         """Of a unit, whose samples begin at this place of the task."""
@@ -41,12 +43,16 @@ def _work(bounds: Bounds) -> None:
             _write(bounds, _wire.answer(bounds.key, serial, first + place, outcomes))
 
     async def beside(calls: Sequence[RewardCall], units: Sequence[Sequence[Sample]], serial: int) -> None:
+        from asyncio import gather
+
         starts = itertools.accumulate(map(len, units), initial=0)
-        await asyncio.gather(*(one(calls, unit, serial, first) for unit, first in zip(units, starts, strict=False)))
+        await gather(*(one(calls, unit, serial, first) for unit, first in zip(units, starts, strict=False)))
 
     async def one(calls: Sequence[RewardCall], unit: Sequence[Sample], serial: int, first: int) -> None:
+        from asyncio import gather
+
         try:
-            by_call = await asyncio.gather(*(call.later(unit) for call in calls))
+            by_call = await gather(*(call.later(unit) for call in calls))
         except MemoryError:
             by_call = [_no_memory(unit, bounds)] * len(calls)
         tell(serial, first, by_call)
@@ -57,14 +63,26 @@ def _work(bounds: Bounds) -> None:
         for serial, (places, units) in enumerate(_tasks(stream)):
             calls = [known[place] for place in places]
             if all(call.way.waits for call in calls):
-                loop.run_until_complete(beside(calls, units, serial))
+                _run(beside(calls, units, serial))
                 continue
             for unit in units:
-                tell(serial, 0, [_call(call, unit, bounds, loop) for call in calls])
+                tell(serial, 0, [_call(call, unit, bounds) for call in calls])
     except UserError as error:
         _write(bounds, wire.ready(bounds.key, str(error)))
     except (EOFError, ConnectionError):
         pass
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The one of this process: what a function keeps from call to call belongs to it."""
+    import asyncio  # half of a worker's start, and few functions wait
+
+    return asyncio.new_event_loop()
+
+
+def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return _loop().run_until_complete(coroutine)
 
 
 def _tasks(stream: BinaryIO) -> Iterator[tuple[Sequence[int], Sequence[Sequence[Sample]]]]:
@@ -73,9 +91,9 @@ def _tasks(stream: BinaryIO) -> Iterator[tuple[Sequence[int], Sequence[Sequence[
         yield from wire.read_command(stream)
 
 
-def _call(call: RewardCall, unit: Sequence[Sample], bounds: Bounds, loop: asyncio.AbstractEventLoop) -> list[Outcome]:
+def _call(call: RewardCall, unit: Sequence[Sample], bounds: Bounds) -> list[Outcome]:
     try:
-        return call(unit, loop.run_until_complete)
+        return call(unit, _run)
     except MemoryError:
         return _no_memory(unit, bounds)
 

@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.e2e import episode_kills, runs
+from tests.ranks import SERVER
 
 GUESSING = [
     *(f"~data.task_kwargs.{name}" for name in ("min_terms", "max_terms", "max_value")),
@@ -115,7 +115,7 @@ FAULTS = {
 def test_tools_that_do_wrong_end_at_their_limit_and_are_named_and_the_job_goes_on(tmp_path):
     rows = [{"prompt": "<1-7>", "answer": None, "fault": fault} for fault in [*FAULTS, "none", "none"]]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    before = set(psutil.Process().children(recursive=True))
+    before = set(SERVER.children())
     settings = [
         *(line for line in GUESSING if not line.startswith(("data=", "rollout.agent", "~data"))),
         "~data.task", "~data.task_kwargs", f"data={{train_files: [{tmp_path}/rows.jsonl], shuffle: false}}",
@@ -138,7 +138,7 @@ def test_tools_that_do_wrong_end_at_their_limit_and_are_named_and_the_job_goes_o
     notes = (tmp_path / "run" / "notes.jsonl").read_text()
     assert all(f"rows.jsonl:{line} (uid" in notes for line in range(1, 1 + len(FAULTS)))
     assert not (tmp_path / "outside").exists()
-    left = set(psutil.Process().children(recursive=True)) - before
+    left = set(SERVER.children()) - before
     assert not [one for one in left if one.is_running() and "mrl.environments" in " ".join(one.cmdline())]
 
 

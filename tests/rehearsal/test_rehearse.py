@@ -4,7 +4,6 @@ import ast
 import json
 import shutil
 
-import psutil
 import pytest
 from rich.console import Console
 
@@ -111,8 +110,7 @@ def test_a_config_of_vllm_is_checked_and_shrunk_where_vllm_is_not_installed(name
 
 def ranks_left():
     """Ranks are children of the server of forks, which lives on."""
-    servers = [child for child in psutil.Process().children() if "forkserver" in " ".join(child.cmdline())]
-    return [rank for server in servers for rank in server.children() if rank.pid not in ranks.pids()]
+    return [rank for rank in ranks.SERVER.children() if rank.pid not in ranks.pids()]
 
 
 MISTAKES = {

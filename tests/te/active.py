@@ -3,8 +3,8 @@
 pytest -p tests.te.active tests/megatron/test_model.py      # any test of the actor, with Megatron's TE spec
 """
 
-from tests import ranks
+from tests import imports
 from tests.te import hooks
 
 hooks.install()
-ranks.PRELOAD = (__name__, *ranks.PRELOAD)
+imports.PRELOAD.insert(0, __name__)

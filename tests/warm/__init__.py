@@ -2,11 +2,11 @@
 
     subprocess.run([warm.python(), "-m", "mrl", "train", ...])          # or PYTHON and PYTHON_EXEC of a launcher
 
-The program (`client.py`) asks a server of this test process (`server.py`), which has done the imports once, to fork the
-process: with the program's arguments, variables, folder, open files, limits, ignored and blocked signals, hostname and
-network. It hands signals on, ends as the process ends, and the process is killed with it; to what the process runs its
-parent is the program's. What it cannot give so it becomes itself, by the real Python: other modules and flags, and
-variables that imports read.
+The program (`client.py`) asks a server of this test process (`server.py`), which is forked from the one that has done
+the session's imports (`tests/imports.py`), to fork the process: with the program's arguments, variables, folder, open
+files, limits, ignored and blocked signals, hostname and network. It hands signals on, ends as the process ends, and the
+process is killed with it; to what the process runs its parent is the program's. What it cannot give so it becomes
+itself, by the real Python: other modules and flags, and variables that imports read.
 
 Not for tests of imports, of signals in the first second or of stopped processes (SIGSTOP). In a tree of processes there
 is the program alone: the process is a child of the server, `processes()` has it. Each launcher has tests with
@@ -15,16 +15,15 @@ is the program alone: the process is a child of the server, `processes()` has it
 
 import atexit
 import functools
-import os
 import shutil
-import subprocess
+import socket
 import sys
 import tempfile
 from pathlib import Path
 
 import psutil
 
-from tests.source import ROOT
+from tests import imports
 
 END_S = 30
 _servers: list[int] = []
@@ -38,17 +37,16 @@ def python(*modules: str) -> str:
     program = folder / "python"
     program.write_text(f"#!{sys.executable} -IS\n" + Path(__file__).with_name("client.py").read_text())
     program.chmod(0o755)
-    words = [sys.executable, "-m", "tests.warm.server", str(folder / "socket"), *modules]
-    server = subprocess.Popen(
-        words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        start_new_session=True,
-    )  # fmt: skip
-    assert server.stdin is not None
-    assert server.stdout is not None
-    atexit.register(server.wait, END_S)
-    atexit.register(server.stdin.close)  # it sees the end of its input
-    assert server.stdout.readline() == b"ready\n"
-    _servers.append(server.pid)
+    ours, theirs = socket.socketpair()  # it ends when this process does
+    with socket.socket(socket.AF_UNIX) as listener, theirs:
+        listener.bind(str(folder / "socket"))
+        listener.listen(64)
+        files = (listener.fileno(), theirs.fileno())
+        server = imports.fork("tests.warm.server:serve", files, str(folder / "variables"), modules=modules)
+    atexit.register(psutil.Process(server).wait, END_S)
+    atexit.register(ours.close)
+    assert ours.recv(1) == b"r"  # it is ready
+    _servers.append(server)
     return str(program)
 
 

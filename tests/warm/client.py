@@ -12,9 +12,11 @@ MODULES = (
     "mrl", "mrl.survival.torchrun", "mrl.acceptance.session", "tests.trtllm.mpi_ranks", "tests.episodes.scripted",
     "tests.trtllm.one_job", "tests.warm.shown",
 )  # fmt: skip
+WORKER = ["-c", "import sys;exec(eval(sys.stdin.readline()))"]
+"""What xdist starts a worker of pytest with."""
 READ_BY_IMPORTS = ("OMP_", "MKL_", "OPENBLAS_", "LD_", "HF_", "TORCH_LOGS", "LANG", "LC_", "CUDA_", "PYTHON")
 """With which the names of variables begin."""
-GIVEN = ("PYTHONPATH", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED", "PYTHON", "PYTHON_EXEC")
+GIVEN = ("PYTHONPATH", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED", "PYTHON", "PYTHON_EXEC", "CUDA_VISIBLE_DEVICES")
 """But these."""
 NAMES = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGABRT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGTERM", "SIGCONT")
 HANDED_ON = [getattr(signal, name) for name in NAMES]
@@ -26,7 +28,8 @@ def main(words: list[str]) -> None:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)
     folder = os.path.dirname(os.path.abspath(__file__))
     rest = words[words[:1] == ["-u"] :]
-    if rest[:1] != ["-m"] or rest[1] not in MODULES or not suits(os.path.join(folder, "variables")):
+    known = rest == WORKER or (rest[:1] == ["-m"] and rest[1] in MODULES)
+    if not known or not suits(os.path.join(folder, "variables")):
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.execv(sys.executable, [sys.executable, *words])
     server = socket.socket(socket.AF_UNIX)

@@ -1,4 +1,4 @@
-"""`python -m tests.warm.server SOCKET MODULE ...`: forks itself for the programs of `tests.warm.python`, see there."""
+"""Forks itself for the programs of `tests.warm.python`, see there."""
 
 import array
 import contextlib
@@ -21,12 +21,13 @@ import socket
 import sys
 import tempfile
 import threading
+import warnings
 from pathlib import Path
 
-from mrl.distributed.local_ranks import TOKENIZERS, TRAINING
+from tests.imports import QUIET
+from tests.source import ROOT
 from tests.warm.client import read_by_imports
 
-PRELOAD = (*TRAINING, TOKENIZERS, "mrl.cli", "mrl.survival.agent", "mrl.doctor.doctor", "mrl.acceptance.checks")
 MOST_FILES = 250
 HIGH = 500
 """No process here has a file of this number."""
@@ -37,21 +38,19 @@ PR_SET_PDEATHSIG = 1
 class Server:
     """What runs, and for whom."""
 
-    def __init__(self, place: str) -> None:
-        self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind(place)
-        self.listener.listen(64)
+    def __init__(self, listener: int, alive: int) -> None:
+        self.listener, self.alive = socket.socket(fileno=listener), alive
         self.asking: dict[int, tuple[socket.socket, int]] = {}  # by the number of the connection's file: a process
         self.running: dict[int, int] = {}  # by the number of the process's file: that of the connection's
         self.poll = select.poll()
-        for file in (0, self.listener.fileno()):
+        for file in (alive, listener):
             self.poll.register(file, select.POLLIN)
 
     def serve(self) -> dict:
-        """Serves until its input ends; returns in each process that was forked, with what was asked for."""
+        """Serves until `alive` ends; returns in each process that was forked, with what was asked for."""
         while True:
             for file, _ in self.poll.poll():
-                if file == 0:
+                if file == self.alive:
                     for _, pid in self.asking.values():
                         os.kill(pid, signal.SIGKILL)
                     os._exit(0)
@@ -139,7 +138,7 @@ def put_in_place(numbers: list[int], files: list[int]) -> None:
 
 
 def become(request: dict) -> list[str]:
-    """Makes this process what was asked for, all but its work; the module and its arguments."""
+    """Makes this process what was asked for, all but its work; the words that say what that is."""
     libc, pid = ctypes.CDLL(None, use_errno=True), request["pid"]
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != request["server"]:
@@ -176,7 +175,7 @@ def become(request: dict) -> list[str]:
     signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
     words = request["words"]
     sys.orig_argv[1:] = words
-    return words[words.index("-m") + 1 :]
+    return words[request["unbuffered"] :]
 
 
 def parent(pid: int) -> int:
@@ -187,17 +186,19 @@ def parent(pid: int) -> int:
         return 1
 
 
-if __name__ == "__main__":
+def serve(listener: int, alive: int, variables: str) -> None:
+    """Serves; in each process that was forked it runs what was asked for."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    gc.disable()
-    for module in (*PRELOAD, *sys.argv[2:]):
-        importlib.import_module(module)
-    gc.freeze()
+    warnings.filters.remove(QUIET)
     # torchrun reads its stack again and again; a file that is not known is looked for in all the modules imported here
     inspect.modulesbyfile["<frozen runpy>"] = "runpy"
-    socket_file = Path(sys.argv[1])
-    socket_file.with_name("variables").write_text(json.dumps({**read_by_imports(), "ROOT": os.getcwd()}))
-    server = Server(str(socket_file))
-    os.write(1, b"ready\n")
-    sys.argv[:] = become(server.serve())
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    Path(variables).write_text(json.dumps({**read_by_imports(), "ROOT": str(ROOT)}))
+    server = Server(listener, alive)
+    os.write(alive, b"r")
+    kind, *words = become(server.serve())
+    if kind == "-c":
+        sys.argv[:] = [kind, *words[1:]]
+        exec(words[0], vars(sys.modules["__main__"]))
+    else:
+        sys.argv[:] = words
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)

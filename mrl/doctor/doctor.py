@@ -41,7 +41,6 @@ from mrl.doctor.meeting import (
 )
 from mrl.doctor.table import as_json, as_lines, as_table, put_together, status_of
 from mrl.errors import UserError
-from mrl.preflight.world_size import world_size
 
 Check = Callable[[], Iterable[Finding]]
 
@@ -327,11 +326,7 @@ class Doctor:
         yield "ports", lambda: network.check_outgoing(network.outgoing_ports(), *sizes)
 
     def _files(self, config: Config) -> Iterator[tuple[str, Check]]:
-        started = self._environment.world_size
-        yield (
-            "config",
-            lambda: run_files.check_config(config, world_size(config, str(self._file), None, started=started)),
-        )
+        yield "config", lambda: run_files.check_config(config, str(self._file), self._environment.world_size)
         for topic, path in run_files.models_of(config):
             yield topic, partial(run_files.check_model_files, path, topic)
         yield "data", lambda: run_files.check_data(config)

@@ -16,23 +16,25 @@ from mrl.formats.hub import local_folder
 from mrl.models.base import ArchSpec
 from mrl.plan.memory import num_parameters
 from mrl.plan.optimizer_memory import optimizer_memory
-from mrl.preflight.world_size import WorldSize
+from mrl.preflight.world_size import world_size
 from mrl.run.prepare import resolve
 from mrl.weights.copies import ITEM_BYTES
 
 GB = 1e9
 
 
-def check_config(config: Config, size: WorldSize) -> Iterator[Finding]:
-    """The model's structure and tokenizer, the layout, and all rules between fields.
+def check_config(config: Config, file: str, started: int) -> Iterator[Finding]:
+    """The model's structure and tokenizer, the layout, and all rules between fields, for the ranks of `world_size`.
 
     Args:
         config: Of the run.
-        size: The ranks that it is for.
+        file: Where it stands.
+        started: Ranks of the job that this process is one of.
 
     Raises:
         UserError: A mistake in the config or the model folder.
     """
+    size = world_size(config, file, None, started=started)
     found = resolve(config, size.ranks)
     grid = found.grid
     layout = f"fits {grid.world_size} ranks ({size.why}): "

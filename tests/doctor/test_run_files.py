@@ -5,13 +5,11 @@ import pytest
 from mrl.config import load
 from mrl.doctor.finding import findings_of
 from mrl.doctor.run_files import check_config, check_data, check_model_files, checkpoint_bytes
-from mrl.preflight.world_size import WorldSize
 from mrl.run.prepare import load_model_facts
 from tests.e2e import runs
 from tests.formats.test_hf import write_folder
 from tests.weights.archs import ARCHS
 
-FOUR = WorldSize(4, "so it was asked")
 DISK_FACTOR = 1.1
 """Names, shapes and JSON beside the tensors, in a model of 2.4 million parameters."""
 
@@ -27,21 +25,21 @@ def config(tmp_path):
 
 
 def test_a_config_is_held_against_its_ranks(config):
-    level, found = told(check_config(config("parallel.tensor_model_parallel_size=2"), FOUR))
-    assert level == "ok" and found.endswith("fits 4 ranks (so it was asked): tp 2 x cp 1 x dp 2 x pp 1")
-    level, found = told(check_config(config("rollout.num_ranks=1"), FOUR))
+    level, found = told(check_config(config("parallel.tensor_model_parallel_size=2"), "given.yaml", 4))
+    assert level == "ok" and found.endswith("fits 4 ranks (those that the launcher started): tp 2 x cp 1 x dp 2 x pp 1")
+    level, found = told(check_config(config("rollout.num_ranks=1"), "given.yaml", 4))
     assert level == "ok" and found.endswith("tp 1 x cp 1 x dp 3 x pp 1, and 1 that only sample")
     mistake = config("parallel.tensor_model_parallel_size=3")
-    level, found = told(findings_of("config", lambda: check_config(mistake, FOUR)))
+    level, found = told(findings_of("config", lambda: check_config(mistake, "given.yaml", 4)))
     assert level == "problem" and "tensor_model_parallel_size" in found
     mistake = config("train.minibatch_size=3")
-    level, found = told(findings_of("config", lambda: check_config(mistake, WorldSize(1, "one"))))
+    level, found = told(findings_of("config", lambda: check_config(mistake, "given_1x2.yaml", 1)))
     assert level == "problem" and "train.minibatch_size=3 does not divide" in found
 
 
 def test_a_model_that_is_not_there_is_a_problem(config, tmp_path):
     mistake = config("model.preset=null", "model.overrides={}", f"model.path={tmp_path}/none")
-    assert told(findings_of("config", lambda: check_config(mistake, FOUR)))[0] == "problem"
+    assert told(findings_of("config", lambda: check_config(mistake, "given.yaml", 4)))[0] == "problem"
 
 
 def test_a_model_folder_whose_file_was_cut_short(tmp_path):

@@ -37,7 +37,8 @@ def test_two_ranks_of_torchrun(tmp_path):
     found = by_topic(told["findings"])
     assert found["launcher", "ok"]["found"].startswith("torchrun: 2 ranks on 1 host(s) met at 127.0.0.1:")
     assert "exact on 2 ranks" in found["all-reduce", "ok"]["found"] and ("bandwidth", "ok") in found
-    assert found["config", "ok"]["found"].endswith("fits 2 ranks: tp 1 x cp 1 x dp 2 x pp 1")
+    assert found["config", "ok"]["found"].endswith(": tp 1 x cp 1 x dp 2 x pp 1")
+    assert "fits 2 ranks (those that the launcher started)" in found["config", "ok"]["found"]
 
 
 @pytest.mark.mpi

@@ -19,6 +19,7 @@ from mrl.data.shuffle import Shuffle
 from mrl.data.tasks import make_task
 from mrl.data.tokenizer import Tokenizer
 from mrl.errors import UserError
+from mrl.schema.nearest import did_you_mean
 from mrl.types import Prompt
 
 DATA_SOURCE = "data_source"
@@ -365,7 +366,9 @@ def _column(row: Row, key: str, source: str, config_key: str) -> Any:
     value: Any = row
     for part in key.split("."):
         if not isinstance(value, dict) or part not in value:
-            hint = " If the data has no answers, set it to ''." if config_key == "data.answer_key" else ""
+            hint = did_you_mean(key, row)
+            if not hint and config_key == "data.answer_key":
+                hint = " If the data has no answers, set it to ''."
             raise UserError(f"{source}: there is no column '{key}' ({config_key}). Columns: {', '.join(row)}.{hint}")
         value = value[part]
     return value

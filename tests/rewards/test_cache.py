@@ -137,6 +137,7 @@ def counted(*, prompt, response, answer, extra):
         notes.write(prompt + response + "\\n")
         notes.flush()
     if sum(1 for _ in open(os.environ["NOTES"])) == int(os.environ["KILL_AT"]):
+        time.sleep(2)  # the trainer takes in what was answered: on a busy machine it may not have had its turn
         os.kill(psutil.Process().parent().ppid(), signal.SIGKILL)  # worker, keeper, trainer
         time.sleep(60)
     return float(len(response))

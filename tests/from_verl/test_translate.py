@@ -63,6 +63,13 @@ def test_what_memory_depends_on_and_is_not_the_same_is_told():
     assert translate(given | {"actor_rollout_ref.actor.strategy": "megatron"}).differs == [of_engine]
 
 
+def test_that_fewer_checkpoints_are_kept_is_told_where_any_are_written():
+    given = {"algorithm.adv_estimator": "grpo", "trainer.n_gpus_per_node": 1}
+    kept = "trainer.max_actor_ckpt_to_keep"
+    assert translate(given | {"trainer.save_freq": 5}).differs[0].startswith(f"{kept}=null: all are kept there")
+    assert translate(given | {"trainer.save_freq": 5, kept: 3}).differs == []
+
+
 def test_defaults_alone_list_nothing_but_the_reward():
     given = {key: value for key, value in VERL.items() if value != "???"} | {"algorithm.adv_estimator": "grpo"}
     assert [one.split("=")[0] for one in translate(given).missing] == ["custom_reward_function.path"]

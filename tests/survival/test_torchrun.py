@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests import warm
 from tests.e2e.runs import free_port
 from tests.own_tasks import DEFECT
@@ -56,15 +58,18 @@ def test_a_defect_keeps_the_launchers_table(tmp_path):
     assert left_by_torchrun(tmp_path) == []
 
 
-def test_a_signal_to_the_launcher_reaches_the_rank_whose_status_it_takes(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
+def test_a_signal_to_the_launcher_reaches_the_rank_whose_status_it_takes(number, tmp_path, request):
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored, of all that the tests start, too
+    request.addfinalizer(lambda: signal.signal(signal.SIGHUP, before))
     process = start(tmp_path, task="import pathlib, time\npathlib.Path('up').touch()\ntime.sleep(100)\n")
     deadline = time.monotonic() + TIMEOUT_S
     while not (tmp_path / "up").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     _, told = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 75
-    said = "mrl: ended by SIGTERM.\nThere is no checkpoint yet, in run. Start again with: "
+    said = f"mrl: ended by {number.name}.\nThere is no checkpoint yet, in run. Start again with: "
     assert told.partition(said)[2].splitlines()[0].endswith("-m mrl train c.yaml")
     assert "Traceback" not in told
     assert left_by_torchrun(tmp_path) == []

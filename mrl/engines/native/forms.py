@@ -157,7 +157,7 @@ def _chosen(outputs: int, inputs: int, dtype: torch.dtype, compiled: bool) -> st
 def fastest(shape: tuple[int, int], dtype: torch.dtype, *, compiled: bool) -> Form:
     """Measures the forms, which takes milliseconds."""
     generator = torch.Generator().manual_seed(0)
-    weight_OI = _weight(shape, dtype)
+    weight_OI = torch.empty(shape).uniform_(-1.0, 1.0, generator=generator).to(dtype)
     forms = candidates(shape[0], dtype, compiled=compiled).values()
     packed = {form: form.pack(weight_OI, None) for form in forms}
     part = dict.fromkeys(packed, 0.0)
@@ -170,11 +170,6 @@ def fastest(shape: tuple[int, int], dtype: torch.dtype, *, compiled: bool) -> Fo
     felt = [form for form in ranked if form is PACKED or part[form] < MARGIN]
     # where none of these will do: the fastest of the rest
     return next((form for form in (*felt, *ranked) if rows_stand_alone(form, weight_OI)), PACKED)
-
-
-def _weight(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.empty(shape).uniform_(-1.0, 1.0, generator=generator).to(dtype)
 
 
 def rows_stand_alone(form: Form, weight_OI: Tensor) -> bool:

@@ -38,7 +38,7 @@ from mrl.distributed import elastic, launch
 from mrl.distributed.rendezvous import LOOPBACK, own_address
 from mrl.errors import UserError, first_line
 from mrl.survival.ending import FAILED, REQUEUE
-from mrl.survival.stop import REPEAT_S, SIGNALS, URGENT
+from mrl.survival.stop import REPEAT_S, URGENT, heard
 
 FINAL = (2, REQUEUE, 130, 143)
 """Statuses of `mrl` after which a restart makes no sense, see `mrl/cli.py`."""
@@ -136,13 +136,12 @@ LOOK_S = 0.1
 
 
 def run(words: Sequence[str]) -> int:
-    """Runs torchrun and returns the exit status; SIGNALS are blocked in every thread.
+    """Runs torchrun and returns the exit status; `stop.SIGNALS` are blocked in every thread.
 
     Args:
         words: Its arguments.
     """
-    heard = SIGNALS.keys() - ({signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set())
-    threading.Thread(target=_hand_on, args=(heard,), name="signals", daemon=True).start()
+    threading.Thread(target=_hand_on, args=(heard(),), name="signals", daemon=True).start()
     launch.allow_sockets()
     vars(api)["LocalElasticAgent"] = Agent
     elastic.install(launch.job_token(make=is_on_one_host(words)))
@@ -167,10 +166,10 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def _hand_on(heard: Collection[int]) -> None:
+def _hand_on(signals: Collection[int]) -> None:
     first_order: float | None = None
     while True:
-        number = signal.sigwait(heard)
+        number = signal.sigwait(signals)
         ranks = psutil.Process().children()
         while not ranks:
             if _over.wait(OVER_S if _had_ranks.is_set() else 0.0):

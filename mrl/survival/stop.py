@@ -51,6 +51,12 @@ SIGNALS = {number: REASONS.index(number.name) for number in (signal.SIGUSR1, sig
 URGENT = (signal.SIGHUP, signal.SIGTERM)
 
 
+def heard() -> set[signal.Signals]:
+    """Of SIGNALS those that this process listens to: under `nohup` it is told to ignore SIGHUP."""
+    ignores = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return SIGNALS.keys() - ({signal.SIGHUP} if ignores else set())
+
+
 class Stopped(Exception):  # noqa: N818 -- no error
     """All ranks have agreed to stop; raised on each of them at the same point."""
 
@@ -133,9 +139,8 @@ class Stop:
         """
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        heard = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-        before = {number: signal.signal(number, self._interrupt) for number in heard}
-        for number in heard:
+        before = {number: signal.signal(number, self._interrupt) for number in heard()}
+        for number in before:
             signal.siginterrupt(number, False)
         wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)  # written to wherever the main thread is
         listener = threading.Thread(target=self._listen, args=(reader,), name="stop", daemon=True)

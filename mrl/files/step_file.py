@@ -67,25 +67,29 @@ class StepFile:
         os.close(self._fd)
 
 
-def cut_back(path: Path, keep: Callable[[Row], bool]) -> None:
-    """Keeps the rows for which `keep` holds and drops a last line that was never finished; atomic.
+def cut_back(path: Path, keep: Callable[[Row], bool], *, by_step: bool = True) -> None:
+    """Keeps the rows for which `keep` holds and drops an unfinished last line; atomic.
 
     Raises:
-        UserError: A line in the middle is not JSON: the file was damaged by something else.
+        UserError: As `read_rows`.
     """
     if not path.exists():
         return
-    kept = [encode(row) for _, row in _rows(path) if keep(row)]
+    kept = [encode(row) for _, row in _rows(path, by_step=by_step) if keep(row)]
     replace_file(path, b"".join(kept))
 
 
-def read_rows(path: Path) -> list[Row]:
-    """All whole rows of a file, [] where it does not exist; a half-written last line is left out.
+def read_rows(path: Path, *, by_step: bool = True) -> list[Row]:
+    """Returns the complete rows of a file, [] where it does not exist; an unfinished last line is left out.
+
+    Args:
+        path: JSON lines.
+        by_step: Every row must have a "step" and a "phase".
 
     Raises:
-        UserError: A line in the middle is not a JSON object.
+        UserError: The file cannot be read, or a line is not a JSON object or lacks its step or phase.
     """
-    return [row for _, row in _rows(path)]
+    return [row for _, row in _rows(path, by_step=by_step)]
 
 
 def encode(row: Mapping[str, Any]) -> bytes:
@@ -104,23 +108,40 @@ def number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _rows(path: Path) -> Iterator[tuple[int, Row]]:
-    """(offset, row) of each whole line."""
+def _rows(path: Path, *, by_step: bool = True) -> Iterator[tuple[int, Row]]:
+    """Yields (offset, row) of each complete line."""
     if not path.exists():
         return
     offset = 0
-    with path.open("rb") as stream:
+    try:
+        stream = path.open("rb")
+    except OSError as error:
+        raise UserError(
+            f"'{path}' cannot be read: {error.strerror}. Expected a file of JSON lines that mrl wrote: restore it, or "
+            "move what is there away."
+        ) from error
+    with stream:
         for index, line in enumerate(stream, 1):
             if not line.endswith(b"\n"):
                 return
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 row = None
             if not isinstance(row, dict):
                 raise UserError(f"'{path}', line {index} is not a JSON object. Restore the file or remove that line.")
+            if by_step and not _has_step(row):
+                raise UserError(
+                    f'\'{path}\', line {index} lacks a "step" (0, 1, ...) or a "phase" (text). Restore the file or '
+                    "remove that line."
+                )
             yield offset, row
             offset += len(line)
+
+
+def _has_step(row: Row) -> bool:
+    step, phase = row.get("step"), row.get("phase")
+    return type(step) is int and step >= 0 and isinstance(phase, str)
 
 
 def _finite(value: Any) -> Any:

@@ -56,7 +56,7 @@ def write_report(run_dir: Path) -> Path:
     if not history.steps and not history.warm_start:
         raise UserError(f"'{run_dir}' holds no metrics ({run.metrics.name} is missing or empty): nothing was trained.")
     config = _config(run)
-    facts = read_facts(run)
+    facts = _facts(run)
     name = run.root.resolve().name
     body = "".join(
         (
@@ -64,7 +64,7 @@ def write_report(run_dir: Path) -> Path:
             section("Learning", _drawings(history.steps, LEARNING)),
             section("By data set", _drawings(history.steps, by_data_set(history.steps))),
             section("Episodes", _drawings(history.steps, EPISODES), "Conversations with environments."),
-            section("Before and after", _samples(read_rows(run.samples)), "The same held-out prompts."),
+            section("Before and after", _samples(_sample_rows(run)), "The same held-out prompts."),
             section("Policy", _drawings(history.steps, POLICY)),
             section(
                 "Engine against actor",
@@ -87,7 +87,7 @@ def write_report(run_dir: Path) -> Path:
             section("Settings that differ from the defaults", _differences(config)),
             section("Starts", _starts(facts)),
             section("Settings changed on resume", _changes(facts)),
-            section("Notes", _notes(read_rows(run.notes))),
+            section("Notes", _notes(read_rows(run.notes, by_step=False))),
             _rest(history),
         )
     )
@@ -134,6 +134,14 @@ def _config(run: RunDir) -> Config | None:
         return config_module.load(run.config)
     except UserError:
         return None
+
+
+def _facts(run: RunDir) -> dict[str, Any]:
+    """Returns run.json; {} where it is missing or damaged: the report shows the rest."""
+    try:
+        return read_facts(run)
+    except UserError:
+        return {}
 
 
 def _headline(
@@ -289,6 +297,25 @@ def _refit(history: History) -> str:
     rates = [line_chart(name, [Series(name, points)]) for name, points in columns.items() if "per_s" in name]
     listing = table(("", ">first", ">median", ">last"), rows)
     return grid([*rates, listing])
+
+
+def _sample_rows(run: RunDir) -> list[Row]:
+    """Returns the rows of samples.jsonl.
+
+    Raises:
+        UserError: A row's turns are not what `run_log.sample_rows` writes.
+    """
+    rows = read_rows(run.samples)
+    for number_, row in enumerate(rows, 1):
+        turns = row.get("turns") or []
+        if not isinstance(turns, list) or not all(
+            isinstance(turn, dict) and {"by", "text"} <= set(turn) for turn in turns
+        ):
+            raise UserError(
+                f'\'{run.samples}\', line {number_}: "turns" is not a list of objects with "by" and "text". '
+                "Restore the file or remove that line."
+            )
+    return rows
 
 
 def _samples(rows: Sequence[Row]) -> str:

@@ -116,7 +116,8 @@ class RunDir:
             On a resume, one line for each changed key that changes what the run computes, for `RunLog.note`.
 
         Raises:
-            UserError: The path is a file or not writable, or the folder that is resumed belongs to another run.
+            UserError: The path is a file or not writable, the folder that is resumed belongs to another run, or its
+                run.json was changed by something else.
         """
         self.make()
         changes = self._changes(config) if resume_step is not None else []
@@ -133,8 +134,15 @@ class RunDir:
             "versions": installed_versions(),
             "changes": changes,
         }
-        replace_file(self.config, config_module.to_yaml(config).encode())
-        replace_file(self.facts, json.dumps({"starts": [*starts, now]}, indent=2).encode())
+        contents = {
+            self.config: config_module.to_yaml(config),
+            self.facts: json.dumps({"starts": [*starts, now]}, indent=2),
+        }
+        for path, content in contents.items():
+            try:
+                replace_file(path, content.encode())
+            except IsADirectoryError as error:
+                raise UserError(f"'{path}' is a folder; mrl writes a file there. Move the folder away.") from error
         return changes
 
     def check_writable(self) -> None:
@@ -207,12 +215,29 @@ class RunDir:
 
 
 def read_facts(run: RunDir) -> dict[str, Any]:
-    """run.json as a dict; {} where it is missing or not readable."""
+    """Returns run.json as a dict; {} where it does not exist.
+
+    Raises:
+        UserError: It is not what `RunDir.start` writes.
+    """
     try:
         facts = json.loads(run.facts.read_bytes())
-    except (OSError, ValueError):
+    except FileNotFoundError:
         return {}
-    return facts if isinstance(facts, dict) else {}
+    except (OSError, ValueError, RecursionError):
+        facts = None
+    starts = facts.get("starts", []) if isinstance(facts, dict) else None
+    if isinstance(facts, dict) and isinstance(starts, list) and all(map(_is_start, starts)):
+        return facts
+    raise UserError(
+        f"'{run.facts}' is not the record of a run's starts that mrl writes. Restore it, or remove it: a run then "
+        "begins a new record."
+    )
+
+
+def _is_start(value: Any) -> bool:
+    kinds = {"versions": dict, "changes": list}
+    return isinstance(value, dict) and all(isinstance(value.get(key, kind()), kind) for key, kind in kinds.items())
 
 
 @cache

@@ -88,7 +88,7 @@ def test_cut_back_keeps_bytes_and_drops_a_half_line(tmp_path):
 
 def test_a_damaged_line_in_the_middle_names_file_and_line(tmp_path):
     path = tmp_path / "m.jsonl"
-    path.write_bytes(b'{"step": 1}\nrubbish\n{"step": 2}\n')
+    path.write_bytes(b'{"step": 1, "phase": "train"}\nrubbish\n')
     with pytest.raises(UserError, match=r"m\.jsonl', line 2 is not a JSON object"):
         read_rows(path)
 

@@ -36,7 +36,9 @@ WRITES = {
 
 
 def files_of(run):
-    return {path: read_rows(path) for path in (run.metrics, run.timings, run.samples, run.notes)}
+    return {
+        path: read_rows(path, by_step=path != run.notes) for path in (run.metrics, run.timings, run.samples, run.notes)
+    }
 
 
 @pytest.mark.parametrize("name", WRITES)

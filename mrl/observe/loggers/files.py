@@ -25,11 +25,11 @@ class Files(Logger):
         run, resume_step = opening.run, opening.resume_step
 
         def keep(row: Row) -> bool:
-            return resume_step is not None and (row.get("phase") == "warm_start" or row["step"] <= resume_step)
+            return resume_step is not None and (row["phase"] == "warm_start" or row["step"] <= resume_step)
 
         for path in (run.metrics, run.timings, run.samples):
             cut_back(path, keep)
-        cut_back(run.notes, lambda row: True)
+        cut_back(run.notes, lambda row: True, by_step=False)
         self._run = run
         self._metrics = StepFile(run.metrics)
         self._timings = StepFile(run.timings)

@@ -68,7 +68,13 @@ class EventFile:
         """Opens a new file in a folder; events from `purge_step` on in older ones are hidden."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise UserError(
+                f"'{error.filename}' cannot be made: a file stands where TensorBoard's folder belongs. Move the "
+                "file away, or set observe.tensorboard=false."
+            ) from error
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         self._path = next(path for count in itertools.count() if not (path := folder / f"{name}.{count}").exists())
         self._stream = self._path.open("xb", buffering=0)

@@ -52,6 +52,7 @@ def train(config: Config, stop: Stop | None = None) -> None:
     Raises:
         UserError: A mistake that the user can mend; every rank raises it.
     """
+    finished = False
     with open_job(prepare(config)) as job, job.progress.stops_in_order(stop, job.commits.write_standing):
         config = job.config
         done = job.resume()
@@ -77,10 +78,12 @@ def train(config: Config, stop: Stop | None = None) -> None:
             if job.is_last(step) or is_due(step, config.checkpoint.interval):
                 job.commits.write(step, metrics | held_out_metrics)
         job.commits.settle(wait=True)
-        if job.groups.rank == 0 and config.observe.report:
-            from mrl.observe.report import write_report  # one rank's need: bokeh takes a second to import
+        finished = True
+    if finished and job.groups.rank == 0 and config.observe.report:
+        # The ranks have left their process group: no rank waits for this one in a collective, however long it draws.
+        from mrl.observe.report import report_at_end  # one rank's need: bokeh takes a second to import
 
-            job.log.note(f"report {write_report(job.run.root)}")
+        report_at_end(job.run.root, announces=config.observe.console != "off")
 
 
 def one_step(job: Job, step: int) -> Metrics:

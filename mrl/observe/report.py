@@ -14,6 +14,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
+
 from mrl import config as config_module
 from mrl.algorithms.base import resolve
 from mrl.config import AlgorithmConfig, Config
@@ -96,6 +99,21 @@ def write_report(run_dir: Path) -> Path:
     except OSError as error:
         raise UserError(f"the report '{run.report}' cannot be written: {error.strerror}.") from error
     return run.report
+
+
+def report_at_end(run_dir: Path, *, announces: bool) -> None:
+    """Writes the report of a finished run; a report that cannot be written is a warning, since all steps are committed.
+
+    Args:
+        run_dir: Run folder.
+        announces: Print where the report is, or why there is none.
+    """
+    try:
+        words = f"report {write_report(run_dir)}"
+    except UserError as error:
+        words = f"WARNING no report: {error} All steps are done; `mrl report {run_dir}` tries again."
+    if announces:
+        Console().print(Text(words), soft_wrap=True)
 
 
 class History:

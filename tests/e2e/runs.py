@@ -97,11 +97,12 @@ def train_in_pool(folder, overrides, ranks):
 def in_pool(folder, words, ranks):
     """The lines of metrics.jsonl of `mrl WORDS`, run in the reused ranks of `tests/ranks.py`."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    assert run_ranks(ranks, _main, words, [free_port(), free_port()]) == [0] * ranks
+    assert run_ranks(ranks, in_rank, words, [free_port(), free_port()]) == [0] * ranks
     return metrics(folder)
 
 
-def _main(words, ports):
+def in_rank(words, ports):
+    """Runs `mrl WORDS` in a rank of `tests/ranks.py` and returns its exit status."""
     from mrl.cli import main
     from mrl.distributed import launch
     from mrl.megatron import parallel

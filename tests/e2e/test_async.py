@@ -101,7 +101,7 @@ def _disturbed(words, ports, seed):
 
     Timers.phase, SharedQueue.pulse = map(late, kept)
     try:
-        return runs._main(words, ports), slept[0]
+        return runs.in_rank(words, ports), slept[0]
     finally:
         Timers.phase, SharedQueue.pulse = kept
 
@@ -155,7 +155,7 @@ def _told(words, ports, file):
     os.environ["TROUBLE"] = f"slow 2 {TOLD} {file}"
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        return runs._main(words, ports), said.getvalue()
+        return runs.in_rank(words, ports), said.getvalue()
 
 
 @pytest.mark.parametrize(("lead", "step"), [(1, 2), (2, 1)])

@@ -20,7 +20,7 @@ def start(folder, ports):
     said = io.StringIO()
     reset("")
     with contextlib.redirect_stderr(said):
-        status = runs._main(runs.arguments(folder, STEPS), ports)
+        status = runs.in_rank(runs.arguments(folder, STEPS), ports)
     return status, "".join(said.getvalue().partition("mrl: ")[1:])  # without warnings of the first import
 
 

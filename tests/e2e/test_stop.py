@@ -20,7 +20,7 @@ def run_with(words, tell, ports):
     said = io.StringIO()
     told.reset(tell)
     with contextlib.redirect_stderr(said):
-        status = runs._main(words, ports)
+        status = runs.in_rank(words, ports)
     return status, "".join(said.getvalue().partition("mrl: ")[1:])  # without warnings of the first import
 
 

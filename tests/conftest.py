@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import imports, ranks, warm
+from tests import imports, last_skipped, ranks, warm
 from tests.launch.cluster import missing_programs
 from tests.source import PACKAGE, ROOT
 
@@ -60,6 +60,9 @@ LONGEST = (
 """Those of over 8 s of processor time, or that wait as long, begun first, in this order: one of them at the end would
 keep one worker busy while the others are done. Those that mostly wait stand between those that mostly compute."""
 
+PRELOADS_VLLM = "vllm_ranks"
+"""Fixture whose ranks import vLLM before the test runs: a test without the marker would fail where vLLM is missing."""
+
 MARKERS = ("gpu", "multigpu", "te", "trtllm", "vllm", "mpi", "slurm", "netns")
 
 
@@ -92,7 +95,12 @@ def _has_mpi() -> bool:
     return subprocess.run([sys.executable, "-c", "import mpi4py.MPI"], capture_output=True, check=False).returncode == 0
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    last_skipped.add_option(parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(last_skipped.LastSkipped(config))
     if (given := getattr(config, "workerinput", None)) is not None:
         imports.use(given["imports"])
     ranks.SERVER.use()
@@ -114,6 +122,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {ROOT / "tests" / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
     for item in items:
+        if PRELOADS_VLLM in item.fixturenames and not item.get_closest_marker("vllm"):
+            raise pytest.UsageError(f"{item.nodeid} uses the fixture {PRELOADS_VLLM} without the marker vllm")
         for marker in MARKERS:
             if item.get_closest_marker(marker) and (reason := _missing(marker)):
                 item.add_marker(pytest.mark.skip(reason=reason))

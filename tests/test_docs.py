@@ -140,7 +140,10 @@ def test_the_two_commands_install_alike_and_ci_runs_the_second():
     assert first_command("test").endswith("&& pytest -n 3 --dist loadfile")
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     extract = "\n".join(re.findall(r"^(?:test_command|install|tests)=.*", script, re.MULTILINE))
-    assert '-c "$install"' in script and '-c "$tests"' in script
+    first = script.index('run_tests bare "$tests"')
+    assert script.index('-c "$install"') < first < script.index('run_tests more "$tests --last-skipped"')
+    for word in ("apt-get install -y", "mpi4py", "tests/vllm/requirements.txt"):
+        assert script.rindex(word) > first, "nothing but README's command is installed before its tests run"
     shown = subprocess.run(
         ["bash", "-c", f'{extract}; printf %s "$install && $tests"'], cwd=ROOT, capture_output=True, text=True,
         check=True,

@@ -7,7 +7,7 @@ import pytest
 from mrl.distributed.local_ranks import forks
 from mrl.observe import contenders
 from tests.ranks import PRELOAD
-from tests.vllm.conftest import own_ranks  # noqa: F401 -- a fixture
+from tests.vllm.conftest import vllm_ranks  # noqa: F401 -- a fixture
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def test_an_engine_that_is_not_installed_is_said_to_be(tool, monkeypatch):
 
 
 @pytest.mark.vllm
-@pytest.mark.usefixtures("own_ranks")
+@pytest.mark.usefixtures("vllm_ranks")
 def test_vllm_runs_as_a_refit_wants_it_and_packed(tool):
     found = tool.run_case("tiny", "float32", ["vllm", "vllm_packed"], 1, CPU)
     assert_measured(found, "vllm", "vllm_packed", "transformers")

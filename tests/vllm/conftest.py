@@ -1,4 +1,4 @@
-"""Ranks that are spared vLLM's import, and models for them."""
+"""Ranks that have imported vLLM before a test starts, and models for them."""
 
 import functools
 
@@ -9,8 +9,8 @@ from tests.vllm import tiny
 
 
 @pytest.fixture(scope="module")
-def own_ranks():
-    """What vLLM does to a process ends with the process."""
+def vllm_ranks():
+    """Ranks that have imported vLLM and end after the module's tests: vLLM changes its process."""
     with server("tests.vllm.imported"):
         yield
 

@@ -18,7 +18,7 @@ from tests.engines.native.tiny import make_prompts, reference, refit
 from tests.ranks import run_ranks
 from tests.vllm import tiny
 
-pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("own_ranks")]
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_ranks")]
 
 LOGPROB_ATOL = 1e-4
 """The project's bound on |difference of log-probabilities| between engine and judge in fp32."""

@@ -118,7 +118,7 @@ def refitted(plain, stored, grid):
 
 
 @pytest.mark.vllm
-@pytest.mark.usefixtures("own_ranks")
+@pytest.mark.usefixtures("vllm_ranks")
 @pytest.mark.parametrize(
     ("family", "grid"),
     [("qwen3", Grid(2, rollout_tp=2)), ("qwen3_moe", Grid(2, tp=2, rollout_tp=2))],

@@ -24,7 +24,7 @@ from tests.engines.native.tiny import make_prompts, refit
 from tests.ranks import run_ranks
 from tests.vllm import tiny
 
-pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("own_ranks")]
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_ranks")]
 
 
 def state():

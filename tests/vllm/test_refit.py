@@ -22,7 +22,7 @@ from tests.ranks import run_ranks
 from tests.vllm import tiny
 from tests.vllm.test_engine import SETTINGS, assert_scored
 
-pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("own_ranks")]
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_ranks")]
 
 BUCKET_BYTES = 1 << 18
 """Of these small models several to each rank; the least that a config can say is 1 MiB."""

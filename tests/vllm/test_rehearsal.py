@@ -15,7 +15,7 @@ APART = 0.05
 
 
 @pytest.mark.vllm
-@pytest.mark.usefixtures("own_ranks")
+@pytest.mark.usefixtures("vllm_ranks")
 def test_a_config_of_vllm_is_rehearsed_with_vllm(tmp_path):
     """A replica of two ranks; the run goes on with another layout."""
     report = run(tmp_path, DENSE, "train.eval_interval=0", max_ranks=2)
@@ -28,7 +28,7 @@ def test_a_config_of_vllm_is_rehearsed_with_vllm(tmp_path):
 
 
 @pytest.mark.vllm
-@pytest.mark.usefixtures("own_ranks")
+@pytest.mark.usefixtures("vllm_ranks")
 def test_a_config_of_vllm_with_ranks_of_its_own_is_rehearsed_with_vllm(tmp_path):
     """Trainers of tensor parallel 2 and a replica of one rank; it goes on with other ranks of each kind."""
     report = run(tmp_path, ROLES, "train.eval_interval=0", max_ranks=3)

@@ -15,7 +15,7 @@ from tests.engines.native.tiny import make_prompts, reference, refit
 from tests.ranks import run_ranks
 from tests.vllm import tiny
 
-pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("own_ranks")]
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_ranks")]
 
 LENGTHS = (40, 3, 64, 20, 40)
 SAMPLED = SamplingConfig(n=3, max_tokens=12, temperature=0.9, stop_token_ids=(5, 6, 7, 8), seed=2)

@@ -6,7 +6,7 @@ from tests.e2e import runs
 from tests.e2e.test_layouts import assert_same
 from tests.e2e.test_resume import kill_after
 
-pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("own_ranks")]
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_ranks")]
 
 SHORT = (
     "train.num_steps=3", "rollout.name=vllm", "rollout.temperature=0.8", "rollout.gpu_memory_utilization=0.02",

@@ -15,7 +15,7 @@ from tests.megatron.actors import make_policy
 from tests.ranks import run_ranks
 from tests.vllm import tiny
 
-pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("own_ranks")]
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_ranks")]
 
 RATIO = 1e-5
 """The project's bound."""

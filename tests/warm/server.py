@@ -49,17 +49,20 @@ class Server:
     def serve(self) -> dict:
         """Serves until `alive` ends; returns in each process that was forked, with what was asked for."""
         while True:
-            for file, _ in self.poll.poll():
-                if file == self.alive:
-                    for _, pid in self.asking.values():
-                        os.kill(pid, signal.SIGKILL)
-                    os._exit(0)
-                if file == self.listener.fileno() and (request := self.fork()) is not None:
+            # One event of each poll: handling it may close files, and a new file may get the number of a closed one, so
+            # that the next event would be taken for that of the new file.
+            file, _ = self.poll.poll()[0]
+            if file == self.alive:
+                for _, pid in self.asking.values():
+                    os.kill(pid, signal.SIGKILL)
+                os._exit(0)
+            if file == self.listener.fileno():
+                if (request := self.fork()) is not None:
                     return request
-                if file in self.running:
-                    self.ended(file)
-                elif file in self.asking:
-                    self.hand_on(file)
+            elif file in self.running:
+                self.ended(file)
+            else:
+                self.hand_on(file)
 
     def fork(self) -> dict | None:
         """Starts what the next program asks for; there what that is, here None."""
@@ -100,8 +103,6 @@ class Server:
         connection, pid = self.asking[file]
         try:
             numbers = connection.recv(100, socket.MSG_DONTWAIT)
-        except BlockingIOError:  # it was told of another one that had this number
-            return
         except OSError:
             numbers = b""
         for number in numbers:

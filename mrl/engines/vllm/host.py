@@ -23,7 +23,7 @@ from mrl.distributed.collectives import from_rank
 from mrl.engines.base import EngineSpec
 from mrl.engines.vllm import patches
 from mrl.engines.vllm.engine_fields import INSTALL
-from mrl.engines.vllm.installed import ADVICE, installed
+from mrl.engines.vllm.installed import ADVICE, broken_requirements, installed
 from mrl.engines.vllm.kv_cache import kv_cache
 from mrl.engines.vllm.passed import KEY, given_by, merged
 from mrl.engines.vllm.process import kept
@@ -42,17 +42,17 @@ SMALLEST = 0.01
 
 
 def find_version() -> str:
-    """Of the installed vLLM.
+    """Imports vLLM's `LLM` and returns the version of the package.
 
     Raises:
-        UserError: There is none, or it cannot be imported.
+        UserError: It is not installed, or cannot be imported.
     """
     try:
-        importlib.import_module("vllm")
-    except Exception as error:  # what a broken build raises is its own
+        importlib.import_module("vllm.entrypoints.llm")  # `import vllm` alone imports next to nothing
+    except Exception as error:  # a broken build may raise anything
         raise UserError(
             f"rollout.name=vllm needs vLLM, which cannot be imported ({type(error).__name__}: {first_line(error)}). "
-            f"{ADVICE}"
+            f"{broken_requirements() or ADVICE}"
         ) from error
     return installed() or "of unknown version"
 

@@ -1,10 +1,22 @@
 """Package metadata of mrl: `pip install -e .`, extras in brackets."""
 
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
+
+
+class BuildPy(build_py):
+    """Puts the scripts of launch/ into the package of a wheel, where `mrl launch` finds them."""
+
+    def run(self) -> None:
+        """Builds the modules, then copies the scripts with their modes; an editable install uses those of the clone."""
+        super().run()
+        if not self.editable_mode:
+            shutil.copytree(HERE / "launch", Path(self.build_lib) / "mrl" / "launch", dirs_exist_ok=True)
 
 
 def version() -> str:
@@ -27,7 +39,8 @@ setup(
     package_dir={
         "": "."
     },  # an editable install is then a folder on the path, and wins over a clone named mrl in the cwd
-    package_data={"mrl": ["py.typed", "docs/*.md", "docs/mkdocs.yml", "kernels/*.c", "kernels/*.h"]},
+    package_data={"mrl": ["py.typed", "mkdocs.yml", "docs/*.md", "kernels/*.c", "kernels/*.h"]},
+    cmdclass={"build_py": BuildPy},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.6,<3",

@@ -102,8 +102,9 @@ def test_links_lead_to_pages_and_every_page_is_linked():
     assert {link for link in links if not (ROOT / link).is_file()} == set()
     between = {link for page in PAGES.values() for link in re.findall(r"\]\(([^)#:]+)\)", page)}
     assert between and between <= set(PAGES)
-    contents = (ROOT / "mrl" / "docs" / "mkdocs.yml").read_text(encoding="utf-8")
+    contents = (ROOT / "mrl" / "mkdocs.yml").read_text(encoding="utf-8")
     assert set(re.findall(r"\S+\.md", contents)) == set(PAGES)
+    assert "docs_dir: docs\n" in contents, "mkdocs refuses the folder of its own file, if that is given as a whole path"
 
 
 def test_the_reference_of_the_config_is_that_of_the_code():

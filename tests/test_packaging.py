@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zipfile
 
+import pytest
 from packaging.requirements import Requirement
 from setuptools import find_packages
 
@@ -88,6 +89,7 @@ def test_requirements_have_ranges():
 def test_the_wheel_holds_every_module_and_imports(tmp_path):
     source = tmp_path / "source"
     shutil.copytree(PACKAGE, source / "mrl", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "launch", source / "launch")
     for name in ("setup.py", "README.md", ".github/LICENSE"):
         (source / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, source / name)
@@ -95,19 +97,39 @@ def test_the_wheel_holds_every_module_and_imports(tmp_path):
     subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("mrl-*.whl")
     held = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("mrl/")}
-    others = {PACKAGE / "py.typed", *(PACKAGE / "kernels").glob("*.[ch]"), *(PACKAGE / "docs").iterdir()}
-    assert held == {path.relative_to(ROOT).as_posix() for path in [*modules(), *others]}
+    others = {PACKAGE / "py.typed", PACKAGE / "mkdocs.yml", *(PACKAGE / "kernels").glob("*.[ch]")}
+    others |= set((PACKAGE / "docs").iterdir())
+    scripts = {f"mrl/launch/{path.name}" for path in (ROOT / "launch").iterdir()}
+    assert held == {path.relative_to(ROOT).as_posix() for path in [*modules(), *others]} | scripts
     assert any(name.endswith("/LICENSE") for name in zipfile.ZipFile(wheel).namelist())
 
     code = f"import sys; sys.path.insert(0, {str(wheel)!r}); import mrl.cli, mrl; print(mrl.__file__)"
     done = subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(str(wheel))
 
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(tmp_path / "site")]
+    subprocess.run([*command, str(wheel)], check=True, capture_output=True)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from mrl.cli import main; sys.exit(main())"
+    words = [
+        "launch",
+        "--via",
+        "torchrun",
+        "--gpus-per-node",
+        "1",
+        str(ROOT / "configs" / "quickstart.yaml"),
+        "--dry-run",
+    ]
+    done = subprocess.run([sys.executable, "-I", "-c", code, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path / "site" / "mrl" / "launch" / "torchrun.sh") in done.stdout
+
 
 def test_the_top_level_is_the_documented_one():
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if tracked.returncode != 0:
-        return  # an unpacked archive, not a checkout
+        pytest.skip(f"needs a checkout: {tracked.stderr.strip()}")
     top = {line.split("/")[0] for line in tracked.stdout.splitlines()}
     visible = {name for name in top if not name.startswith(".")}
     assert visible <= {"setup.py", "README.md", "mrl", "launch", "configs", "tests", "tools"}

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from mrl.errors import UserError
 
-FOLDER = Path(__file__).resolve().parents[2] / "launch"
+_PACKAGE = Path(__file__).resolve().parents[1]
+FOLDER = next((path for path in (_PACKAGE / "launch", _PACKAGE.parent / "launch") if path.is_dir()), Path("launch"))
+"""The scripts: in a wheel inside the package, in a clone beside it."""
 SCRIPTS = {"torchrun": "torchrun.sh", "mpirun": "mpirun.sh", "sbatch": "slurm.sbatch"}
 
 
@@ -76,7 +78,7 @@ def line(start: Start, words: Sequence[str], *, dry_run: bool = False) -> Line:
     """
     script = FOLDER / SCRIPTS[start.via]
     if not script.is_file():
-        raise UserError(f"{script} does not exist: `mrl launch` needs the repository (pip install -e), not a wheel.")
+        raise UserError(f"{script} does not exist: this copy of mrl lacks its scripts. Install mrl again.")
     variables = {"torchrun": _torchrun, "mpirun": _mpirun, "sbatch": _sbatch}[start.via](start)
     if not start.container_image:
         variables = {"PYTHON": sys.executable, **variables}

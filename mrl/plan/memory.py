@@ -37,6 +37,7 @@ GRADIENT_BYTES = 4
 REWARD = "the reward model's weights"
 """While it scores; before and behind that they are in host memory."""
 NO_ENGINE = EngineMemory(held={}, cache=0, rows=0)
+"""On a rank that only trains."""
 COUNTED = {
     *(("transformer", name) for name in recompute.FIELDS),
     ("ddp", "grad_reduce_in_fp32"),
@@ -126,10 +127,6 @@ def stage_memory(config: Config, arch: ArchSpec, grid: Grid) -> list[Memory]:
             )
         )
     return found
-
-
-NO_ENGINE = EngineMemory(held={}, cache=0, rows=0)
-"""On a rank that only trains."""
 
 
 def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None = None) -> list[StageMemory]:

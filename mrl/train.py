@@ -283,7 +283,7 @@ def optimizer_step(job: Job, minibatch: RolloutBatch, algorithm: Algorithm, *, f
     algorithm.weigh(minibatch, job.sum_over_dp)
     job.state.policy_version += 1
     metrics = job.policy.update(minibatch, algorithm, compare=first)
-    return metrics | algorithm.entropy_control.follow(metrics["actor/entropy"])
+    return metrics | algorithm.entropy_control.follow(metrics)
 
 
 def warm_start(job: Job) -> None:

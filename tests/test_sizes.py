@@ -6,7 +6,7 @@ import tokenize
 
 from tests.source import PACKAGE, ROOT, tree_of
 
-FILE_LIMIT = 350
+FILE_LIMIT = 600
 """Lines of code; blank lines, comments and docstrings do not count."""
 
 FUNCTION_LIMIT = 60

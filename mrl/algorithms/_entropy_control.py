@@ -5,7 +5,12 @@ Owns that number and the entropy that it was moved by; commits hold both.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from mrl.config import AlgorithmConfig
+from mrl.errors import UserError
+
+ENTROPY = "actor/entropy"
 
 
 class EntropyControl:
@@ -33,20 +38,29 @@ class EntropyControl:
         low = self.last is not None and self.last <= self._config.target_entropy
         return self.coef if low or not self.adapts else 0.0
 
-    def follow(self, entropy: float) -> dict[str, float]:
+    def follow(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """After an optimizer step: up by `delta` while the entropy is at most its target, else down, within bounds.
 
         Args:
-            entropy: Mean over the trained tokens of the global minibatch, nats.
+            metrics: Of the step; an adaptive coefficient reads "actor/entropy", the mean over the trained tokens of the
+                global minibatch, nats.
 
         Returns:
             actor/entropy_coef, the factor that the step had; {} where it is fixed.
+
+        Raises:
+            UserError: The coefficient is adaptive, and the algorithm's loss does not report the entropy.
 
         Source: Skywork-OR1, arXiv 2505.22312; TRL's `use_adaptive_entropy`.
         """
         if not self.adapts:
             return {}
-        had = self.applied
+        if ENTROPY not in metrics:
+            raise UserError(
+                f"algorithm.entropy_ctrl.type=adaptive follows {ENTROPY}, which the algorithm's loss does not report. "
+                f"Return it among the metrics of `loss`, or set algorithm.entropy_ctrl.type=fixed."
+            )
+        had, entropy = self.applied, metrics[ENTROPY]
         step = self._config.delta if entropy <= self._config.target_entropy else -self._config.delta
         self.coef = min(max(self.coef + step, self._config.min_coef), self._config.max_coef)
         self.last = entropy

@@ -327,6 +327,6 @@ def test_the_adaptive_entropy_coefficient_is_the_one_of_trl(model_folder: Path) 
         with_bonus = trainer.compute_loss(trainer.model, inputs).item()
         gap = trainer._metrics["train"]["policy_loss"][-1] - with_bonus
         assert control.applied * mean == pytest.approx(gap, abs=1e-6)
-        control.follow(mean)
+        control.follow({"actor/entropy": mean})
         assert control.coef == pytest.approx(trainer.entropy_coef)
     assert control is not None and control.coef != 0.02

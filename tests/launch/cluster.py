@@ -6,16 +6,19 @@ so that their names resolve everywhere. Debian's build runs several slurmd on on
 
 from __future__ import annotations
 
+import ctypes
 import getpass
 import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import time
 from pathlib import Path
 
+PR_SET_PDEATHSIG = 1
 START_TIMEOUT_S = 60
 STOP_TIMEOUT_S = 20
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
@@ -113,7 +116,7 @@ class Cluster:
             self.daemons.append(
                 subprocess.Popen(
                     [str(_path(name)), *arguments], env=self.environment, stdin=subprocess.DEVNULL, stdout=log,
-                    stderr=log, start_new_session=True,
+                    stderr=log, start_new_session=True, preexec_fn=_end_with_parent,
                 )
             )  # fmt: skip
 
@@ -157,6 +160,11 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+
+
+def _end_with_parent() -> None:
+    """Has the kernel end this process when the one that started it ends, by kill -9 too."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _free_ports(number: int) -> list[int]:

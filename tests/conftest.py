@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from mrl.kernels.library import library
 from tests import imports, last_skipped, ranks, warm
 from tests.launch.cluster import missing_programs
 from tests.source import PACKAGE, ROOT
@@ -63,7 +64,7 @@ keep one worker busy while the others are done. Those that mostly wait stand bet
 PRELOADS_VLLM = "vllm_ranks"
 """Fixture whose ranks import vLLM before the test runs: a test without the marker would fail where vLLM is missing."""
 
-MARKERS = ("gpu", "multigpu", "te", "trtllm", "vllm", "mpi", "slurm", "netns")
+MARKERS = ("gpu", "multigpu", "compiler", "te", "trtllm", "vllm", "mpi", "slurm", "netns")
 
 
 def _missing(marker: str) -> str | None:
@@ -71,6 +72,8 @@ def _missing(marker: str) -> str | None:
         return "needs a CUDA device"
     if marker == "multigpu" and torch.cuda.device_count() < 2:
         return "needs two CUDA devices"
+    if marker == "compiler" and (problem := library(torch.float32)[1]):
+        return f"needs compiled functions: {problem}"
     if marker == "te" and any(importlib.util.find_spec(name) is None for name in ("transformer_engine", "einops")):
         return "needs the wheel transformer-engine and einops"
     if marker == "trtllm" and importlib.util.find_spec("tensorrt_llm") is None:

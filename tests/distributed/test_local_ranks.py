@@ -42,8 +42,9 @@ def misbehave(folder, how):
             raise error
         if how == "defect":
             raise KeyError("weights")
-        sys.stderr.write("no memory\n")
         sys.stdout.flush()
+        sys.stderr.write("no memory\n")
+        sys.stderr.flush()
         os._exit(3)
     time.sleep(LIMIT_S)
 

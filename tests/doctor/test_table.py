@@ -35,7 +35,8 @@ def test_a_problem_is_status_2_and_a_warning_is_not():
     assert status_of([*ALIKE, BAD]) == 2
 
 
-def test_plain_lines_table_and_json_say_the_same():
+def test_plain_lines_table_and_json_say_the_same(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")  # on a dumb terminal the table has no colours
     found = put_together({"a": ALIKE, "b": [*ALIKE, BAD]})
     lines = as_lines(found).splitlines()
     assert lines[-2:] == ["problem  disk    [b] '/out' is full -> free space", "1 problem, 0 warnings, 2 ok"]

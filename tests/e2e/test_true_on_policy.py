@@ -1,12 +1,10 @@
 """True on-policy runs from the command line: sampled and trained log-probabilities are equal at every step."""
 
 import pytest
-import torch
 
-from mrl.kernels import library
 from tests.e2e import runs
 
-pytestmark = pytest.mark.skipif(library.library(torch.float32)[0] is None, reason="nothing can be compiled here")
+pytestmark = pytest.mark.compiler
 
 EQUAL = (
     "training/rollout_probs_diff_max",

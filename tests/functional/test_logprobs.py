@@ -6,7 +6,6 @@ import torch.distributed as dist
 
 from mrl.functional.logprobs import OPERATORS, Distribution, VocabShard, linear_logprobs
 from mrl.functional.sampling import keep_threshold
-from mrl.kernels.library import library
 from mrl.kernels.training import training
 from mrl.types import Support
 from tests.ranks import run_ranks
@@ -110,7 +109,7 @@ def test_values_and_gradients_are_those_of_dense_float64(cut, temperature, chunk
     check(fused(temperature, CUTS[cut], chunk_rows), dense(temperature, CUTS[cut]))
 
 
-@pytest.mark.skipif(library(torch.float32)[0] is None, reason="nothing can be compiled here")
+@pytest.mark.compiler
 @pytest.mark.parametrize("chunk_rows", [4, 100])
 @pytest.mark.parametrize("cut", CUTS)
 def test_compiled_rows_and_a_buffer_for_the_gradient_give_the_same(cut, chunk_rows):

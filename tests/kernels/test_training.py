@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 
 from mrl.data.prefixes import shared_prefixes
 from mrl.functional.logprobs import OPERATORS
-from mrl.kernels import library
 from mrl.kernels.training import training
 from mrl.megatron.attention import families
 from mrl.megatron.runs import own_runs
 
-pytestmark = pytest.mark.skipif(library.library(torch.float32)[0] is None, reason="nothing can be compiled here")
+pytestmark = pytest.mark.compiler
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 2e-5}, torch.bfloat16: {"rtol": 2**-7, "atol": 0.1}}

@@ -7,13 +7,13 @@ import torch
 
 from mrl.errors import UserError
 from mrl.grid import Grid
-from mrl.kernels import library, machine
+from mrl.kernels import machine
 from mrl.megatron import compiled, model
 from tests.megatron.actors import ARCHS, CONSTANT, SHALLOW_MIXTURE, algorithm, full_gradients, make_policy, own_part
 from tests.megatron.test_prefix_grouper import batch_of, drawn
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(library.library(torch.float32)[0] is None, reason="nothing can be compiled here")
+pytestmark = pytest.mark.compiler
 
 GRADIENT = 2e-6  # of the norm of all parameters as one vector; fp32 sums in another order
 METRIC = 2e-6  # fp32 sums in another order

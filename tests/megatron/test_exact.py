@@ -12,7 +12,6 @@ from mrl.config import AlgorithmConfig, RolloutConfig
 from mrl.engines.native.engine import NativeEngine
 from mrl.errors import UserError
 from mrl.grid import Grid
-from mrl.kernels import library
 from mrl.models.presets import arch_from_preset
 from tests.engines.specs import spec_of
 from tests.megatron import truncation
@@ -29,7 +28,7 @@ from tests.megatron.actors import (
 from tests.megatron.truncation import CUTS
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(library.library(torch.float32)[0] is None, reason="nothing can be compiled here")
+pytestmark = pytest.mark.compiler
 
 LAYOUTS = {
     "single": Grid(1),

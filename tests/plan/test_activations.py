@@ -92,12 +92,14 @@ def saved_of_a_pass(arch, grid, options, patch) -> int:
     return counted[0]
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_moe", "qwen2_moe"])
 def test_saved_tensors_are_counted(name, recompute):
     check({**ARCHS, **MIXTURES}[name], Grid(1), recompute, "float32")
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize(
     ("name", "grid", "dtype"),
     [
@@ -111,6 +113,7 @@ def test_saved_tensors_are_counted_when_ranks_share_them(name, grid, dtype):
     check({**ARCHS, **MIXTURES}[name], grid, "none", dtype)
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize(
     ("name", "fields"),
     [

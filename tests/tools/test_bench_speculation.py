@@ -18,6 +18,7 @@ def tool(monkeypatch):
     return importlib.import_module("bench_speculation")
 
 
+@pytest.mark.compiler
 def test_text_that_repeats_is_drafted_and_other_text_is_not(tool):
     found = tool.run_case("tiny", "float32", [2], 48, 1)
     repeats, other = found["cases"]["repeats, 2 rows"], found["cases"]["random, 2 rows"]

@@ -1,5 +1,6 @@
 """Puts the stand-in on sys.path for one test, imported anew in the wanted flavour."""
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -14,6 +15,14 @@ FAULTS = "MRL_STANDIN_FAULTS"
 def forget():
     for name in [name for name in sys.modules if name.split(".")[0] in ("tensorrt_llm", "tensorrt")]:
         del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """Checks after each test that the next one finds no TensorRT-LLM, unless it is installed."""
+    found = importlib.util.find_spec("tensorrt_llm")
+    yield
+    assert importlib.util.find_spec("tensorrt_llm") == found
 
 
 @pytest.fixture(params=["1.2", "1.3"])

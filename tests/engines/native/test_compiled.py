@@ -17,8 +17,6 @@ RTOL = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 """fp32 sums in another order; bf16 results are rounded once, PyTorch's after each operator."""
 ATOL = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
-needs_compiler = pytest.mark.skipif(library.library(torch.float32)[0] is None, reason="nothing can be compiled here")
-
 
 @pytest.fixture(params=sorted(DTYPES))
 def dtype(request):
@@ -42,7 +40,7 @@ def assert_close(found, wide, dtype):
     torch.testing.assert_close(found.float(), wide, rtol=RTOL[dtype], atol=ATOL[dtype])
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("columns", [5, 48, 512, 700])
 def test_norm_adds_in_place_and_norms(fast, dtype, columns):
     shapes = ((7, columns), (7, columns), (columns,))
@@ -55,7 +53,7 @@ def test_norm_adds_in_place_and_norms(fast, dtype, columns):
     assert_close(normed, F.rms_norm(x.float(), (columns,), weight.float(), 1e-6), dtype)
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("columns", [3, 80, 1408])
 def test_gate(fast, dtype, columns):
     gate_up = numbers(9, 2 * columns, dtype=dtype, scale=4.0)
@@ -70,7 +68,7 @@ def heads_of(dtype, num_heads, num_kv_heads, dim):
     return Heads(num_heads, num_kv_heads, 1e-6, cos, sin)
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize("shape", [(4, 2, 12), (7, 1, 64), (3, 3, 32), (14, 2, 64)], ids=str)
 def test_decoding_rotates_and_attends_over_each_rows_own_slots(fast, dtype, shape, with_norms):
@@ -102,7 +100,7 @@ def streams(count):
     return torch.tensor([stream_key(3, uid, 0) for uid in range(count)])
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("vocabulary", [1, 99, 256, 257, 5000])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("greedy", [False, True])
@@ -120,7 +118,7 @@ def test_samples_are_those_of_pytorchs_softmax(fast, dtype, vocabulary, temperat
     torch.testing.assert_close(logprobs, expected_logprobs, rtol=1e-5, atol=1e-5)
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("greedy", [False, True])
 def test_logits_that_are_no_distribution_have_no_finite_logprob(fast, dtype, greedy):
     logits = numbers(5, 600, dtype=dtype)
@@ -133,7 +131,7 @@ def test_logits_that_are_no_distribution_have_no_finite_logprob(fast, dtype, gre
     assert ((tokens >= 0) & (tokens < 600)).all()
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_the_bits_of_a_row_depend_on_neither_the_others_nor_the_threads(fast, dtype):
     x, weight, logits = (numbers(*shape, dtype=dtype) for shape in ((300, 700), (700,), (300, 999)))
     keys, counts, heads = streams(300), torch.arange(300), heads_of(dtype, 8, 2, 64)
@@ -190,14 +188,14 @@ def test_a_rank_that_cannot_follow_the_others_is_refused(without_compiler, monke
         operations(torch.float32, CPU, eager=False)
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_a_rank_follows_those_that_cannot_compile(monkeypatch):
     monkeypatch.setattr(machine, "agreed", lambda *_: "plain")
     found, problem = operations(torch.float32, CPU, eager=False)
     assert (type(found), problem) == (Operations, "another rank of this job cannot compile")
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("writable", [True, False])
 def test_it_is_compiled_once_where_the_cache_folder_can_be_written(tmp_path, monkeypatch, writable):
     home = tmp_path / "cache"

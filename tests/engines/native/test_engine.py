@@ -144,6 +144,7 @@ def test_tokens_do_not_depend_on_the_batch(qwen, settings):
     assert narrow.stats()["max_running"] <= settings.get("max_num_seqs", 16)
 
 
+@pytest.mark.compiler
 def test_the_bits_of_a_response_do_not_depend_on_what_is_read_beside_its_prompt(qwen):
     """Where a prompt is cut follows from its own length."""
     sampling = SamplingConfig(n=2, max_tokens=6, temperature=0.9, ignore_eos=True)

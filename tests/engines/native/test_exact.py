@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from mrl.engines.base import SamplingConfig
-from mrl.kernels import library
 from mrl.schema.speculative import SpeculativeConfig
 from tests.engines.native.streams import NARROW, PROMPTS, disturbed, exact, key_of
 from tests.engines.native.test_converse import conversations
 from tests.engines.native.test_engine import LOGPROB_ATOL, reference, score
 from tests.engines.native.tiny import make_checkpoint, make_engine
 
-pytestmark = pytest.mark.skipif(library.library(torch.float32)[0] is None, reason="nothing can be compiled here")
+pytestmark = pytest.mark.compiler
 
 DTYPES = [torch.float32, torch.bfloat16]
 SAMPLING = SamplingConfig(n=3, max_tokens=14, temperature=0.9, stop_token_ids=(5, 6, 7), seed=1)

@@ -13,7 +13,10 @@ from mrl.engines.native.linear import packs
 from mrl.kernels import library, machine
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(not packs(torch.device("cpu")), reason="this processor has one form")
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.skipif(not packs(torch.device("cpu")), reason="this processor has one form"),
+]
 
 SHAPE = (512, 600)
 ATOL = 5e-5

@@ -17,7 +17,6 @@ from mrl.engines.native.costs import ASSUMED, Costs, of
 from mrl.engines.native.drafting import NOT_HERE, Drafting
 from mrl.engines.native.history import SEQUENCES_PER_ROW, History
 from mrl.engines.native.speculation import Speculation
-from mrl.kernels import library
 from mrl.schema.speculative import SpeculativeConfig
 from mrl.types import Prompt
 from tests.engines.native.streams import ALL, NARROW, SAMPLING, Parts, disturbed, exact, undisturbed, work_of
@@ -28,7 +27,7 @@ from tests.engines.native.tiny import make_checkpoint, make_engine
 from tests.observed import course
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(library.library(torch.float32)[0] is None, reason="nothing can be compiled here")
+pytestmark = pytest.mark.compiler
 
 CHEAP = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "vocab_size": 12}
 ON = SpeculativeConfig(method="ngram", prompt_lookup_min=1)

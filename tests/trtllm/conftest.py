@@ -22,6 +22,7 @@ def nothing_is_left():
     """Checks after each test that the next one finds no TensorRT-LLM, unless it is installed."""
     found = importlib.util.find_spec("tensorrt_llm")
     yield
+    forget()  # undoing a monkeypatch of sys.modules puts the stand-in back
     assert importlib.util.find_spec("tensorrt_llm") == found
 
 

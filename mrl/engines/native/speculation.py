@@ -24,10 +24,14 @@ from mrl.engines.native.rows import Rows
 from mrl.schema.speculative import SpeculativeConfig
 
 PRIOR = 0.5
-"""Part of the drafts that come true, before any was seen."""
+"""Acceptance rate that is assumed before a draft was compared."""
+
+PRIOR_TRIES = 8
+"""Drafted tokens that the assumed rate counts as. In a text that does not repeat, one row compares a few tokens in a
+hundred: a prior that counts as 64 would go on paying for longer steps to its end."""
 
 WINDOW = 64
-"""Drafted tokens over which that part is averaged, later ones with more weight."""
+"""Drafted tokens over which the acceptance rate is averaged, later ones with more weight."""
 
 MARGIN = 1.05
 """A step with drafts must bring so many times as many tokens for its cost as one without, by what is expected."""
@@ -95,6 +99,7 @@ class Speculation:
         self._lookup = range(config.prompt_lookup_min, config.prompt_lookup_max + 1)
         self._drafts_SK = torch.zeros(num_rows, config.num_speculative_tokens, dtype=torch.int64)
         self._rates = np.full(self._lookup.stop, PRIOR)
+        self._tries = np.full(self._lookup.stop, PRIOR_TRIES)
         self._found: tuple[Ints, Ints, Ints] | None = None
 
     def draft(self, rows: Rows, batch: int) -> Drafted | None:
@@ -173,4 +178,5 @@ class Speculation:
             hits_B = np.where(fed_B > 0, accepted_B, hits_B)
             tries_B = np.where(fed_B > 0, np.minimum(accepted_B + 1, fed_B), tries_B)
         hits, tries = (np.bincount(matched_B, each, self._rates.size) for each in (hits_B, tries_B))
-        self._rates = (self._rates * WINDOW + hits) / (WINDOW + tries)
+        self._rates = (self._rates * self._tries + hits) / (self._tries + tries)
+        self._tries = np.minimum(self._tries + tries, WINDOW)

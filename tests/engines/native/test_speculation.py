@@ -317,6 +317,15 @@ def test_acceptance_is_learned_where_nothing_is_fed(engines):
     assert spec._rates[3] > 0.9 and spec._rates[5] < 0.1 and spec._rates[4] == 0.5
 
 
+def test_forty_drafts_that_did_not_come_true_end_drafting_until_some_do(engines):
+    spec, rows = speculation_of(engines, 1)
+    for drawn, drafts in ((2, False), (1, True)):
+        for _ in range(40):
+            spec._found = (np.array([1]), np.array([3]), np.array([1]))
+            spec.learn(np.array([drawn]))
+        assert (spec._chosen(*rows) is not None) == drafts
+
+
 def test_without_compiled_operations_nothing_is_drafted_and_that_is_told(folder):
     engine = make_engine(folder, speculative=ON, enforce_eager=True)
     assert engine.notes == (NOT_HERE,)

@@ -12,8 +12,8 @@ from tests.trtllm.mpi_ranks import run_mpi
 from tests.trtllm.test_engine import assert_same
 from tests.trtllm.tiny import PROMPTS, SAMPLING
 
-HANG_S = 0.5
-"""Of the hang detector; its own 300 s would be these tests' length."""
+HANG_S = 1.5
+"""Patience of the hang detector, s, instead of its own 300: above what a busy machine takes for a step."""
 
 
 def test_a_pause_may_be_longer_than_the_hang_detectors_patience(flavour, monkeypatch, tmp_path):

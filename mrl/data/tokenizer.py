@@ -27,6 +27,7 @@ class Tokenizer(ABC):
 
     Attributes:
         name: Folder or spec it came from, for messages.
+        bos_id: Beginning-of-sequence token that starts a prompt; None: prompts start without one.
         eos_ids: Tokens that end a response; the first one ends a supervised response.
         special_ids: Tokens that are no text, the end tokens among them.
         pad_id: A token that may stand where nothing is read.
@@ -35,6 +36,7 @@ class Tokenizer(ABC):
     """
 
     name: str
+    bos_id: int | None
     eos_ids: tuple[int, ...]
     special_ids: frozenset[int]
     pad_id: int
@@ -47,7 +49,8 @@ class Tokenizer(ABC):
 
         Args:
             text: Special tokens written out in it become their ids.
-            prompt: Start with the beginning-of-sequence token where the tokenizer puts one before a text.
+            prompt: Start with the beginning-of-sequence token where the tokenizer puts one before a text, once: a text
+                that begins with it (a chat template may have written it) gets no second one.
 
         Raises:
             UserError: The text holds what the tokenizer cannot encode.
@@ -139,6 +142,7 @@ class CharTokenizer(Tokenizer):
                 f"model.tokenizer: '{CHAR_PREFIX}{characters}' has {twice[0]!r} twice; write each character once."
             )
         self.name = f"{CHAR_PREFIX}{characters}"
+        self.bos_id = None
         self.vocab_size = len(characters)
         self.eos_ids = (len(characters) - 1,)
         self.special_ids = frozenset(self.eos_ids)
@@ -253,7 +257,7 @@ class HFTokenizer(Tokenizer):
         starts_with_bos = bos_id is not None and self._tokenizer("", add_special_tokens=True)["input_ids"][:1] == [
             bos_id
         ]
-        self._prompt_prefix = [int(bos_id)] if starts_with_bos else []
+        self.bos_id = int(bos_id) if starts_with_bos else None
 
     def _end_ids(self, model_folder: Path) -> tuple[int, ...]:
         """End tokens by the tokenizer, generation_config.json and config.json, in this order, each once."""
@@ -276,7 +280,8 @@ class HFTokenizer(Tokenizer):
             ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         except Exception as error:  # the tokenizers library raises bare Exception
             raise UserError(f"the tokenizer '{self.name}' cannot encode {text[:60]!r}: {first_line(error)}.") from error
-        return self._prompt_prefix + ids if prompt else ids
+        lacks_bos = prompt and self.bos_id is not None and ids[:1] != [self.bos_id]
+        return [self.bos_id, *ids] if lacks_bos and self.bos_id is not None else ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer.decode`."""

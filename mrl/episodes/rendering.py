@@ -15,13 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from mrl.data.tokenizer import Tokenizer
+from mrl.data.turns import ANY_TURN
 from mrl.errors import UserError
 
 Message = Mapping[str, Any]
 CheckMode = Literal["strict", "ignore_strippable", "disable"]
-
-ANY_TURN = "mrl-any-turn"
-"""An assistant's content that stands for any, found again in the rendering."""
 
 THOUGHT = "<think>\nA thought.\n</think>\n\n"
 """Before an answer: templates of models that think leave it out of turns that lie back, Qwen3's of those before a

@@ -23,6 +23,7 @@ from mrl.schema.controllers import EntropyCtrlConfig, KlCtrlConfig
 from mrl.schema.distillation import DistillationConfig
 from mrl.schema.dpo import DpoConfig
 from mrl.schema.multi_turn import AgentConfig, MultiTurnConfig
+from mrl.schema.nearest import did_you_mean_path
 from mrl.schema.paths import FilePath, TokenizerPath
 from mrl.schema.policy_losses import ClipCovConfig, DppoConfig, DroConfig, KlCovConfig, SapoConfig, VespoConfig
 from mrl.schema.reward_model import RewardModelConfig
@@ -694,6 +695,7 @@ def to_yaml(config: Config) -> str:
 def _read(path: str | Path) -> Any:
     if not os.path.isfile(path):
         raise UserError(
-            f"config file '{path}' does not exist. Give the path of a YAML file such as configs/quickstart.yaml."
+            f"config file '{path}' does not exist.{did_you_mean_path(path)} Give the path of a YAML file such as "
+            "configs/quickstart.yaml."
         )
     return read_yaml(Path(path), "config file")

@@ -16,6 +16,7 @@ from typing import Any
 from mrl.config import DataConfig, ModelConfig
 from mrl.errors import UserError, first_line
 from mrl.models.hf_config import TOKENIZER_FILES, read_json
+from mrl.schema.nearest import did_you_mean_path
 from mrl.schema.paths import CHAR_PREFIX
 
 _MOST_IDS = 1 << 31
@@ -422,7 +423,9 @@ def _hugging_face(model: ModelConfig, data: DataConfig) -> HFTokenizer:
         )
     folder = Path(spec)
     if not folder.is_dir():
-        raise UserError(f"{key}: '{spec}' is not a folder, nor a name as on the hub. Give a local folder.")
+        raise UserError(
+            f"{key}: '{spec}' is not a folder, nor a name as on the hub.{did_you_mean_path(spec)} Give a local folder."
+        )
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         raise UserError(
             f"{key}: '{spec}' holds no tokenizer (tokenizer.json, tokenizer_config.json or tokenizer.model). "

@@ -587,6 +587,10 @@ class DataConfig:
     """File with a Jinja chat template; null: the tokenizer's."""
     apply_chat_template: Literal["auto", "always", "never"] = "auto"
     """auto: to chat messages, not to strings."""
+    split_special_tokens: bool = True
+    """Special tokens such as `<|im_end|>` that messages of users, tools and environments quote stay ordinary text, as
+    with the tokenizers' switch of this name: nobody but the model and the template ends or begins a turn. false: they
+    become control tokens, as TRL, verl and vLLM do it. Prompts that are strings are always read with their tokens."""
     shuffle: bool = True
     """A new order in every epoch, from `run.seed`."""
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "error"

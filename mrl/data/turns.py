@@ -63,8 +63,9 @@ def rendered(
         UserError: There is no chat template, or it refuses the messages, is not append-only, or writes no end token in
             a turn.
     """
-    whole = tokenizer.render_chat(messages, begins_answer=False, tools=tools)
-    ids, places = tokenizer.encode_with_places(whole)
+    rendered_text = tokenizer.render_chat(messages, begins_answer=False, tools=tools)
+    whole = rendered_text.text
+    ids, places = tokenizer.encode_with_places(rendered_text)
     begins, ends = [begin for begin, _ in places], [end for _, end in places]
     turns = []
     for index in range(first, len(messages)):
@@ -95,7 +96,7 @@ def end_token_warning(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] =
     """
     turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANY_TURN}]
     try:
-        text = tokenizer.render_chat(turn, begins_answer=False, tools=tools)
+        text = tokenizer.render_chat(turn, begins_answer=False, tools=tools).text
     except UserError:  # a template that refuses this conversation is judged by those of the data
         return None
     _, found, after = text.rpartition(ANY_TURN)
@@ -124,7 +125,7 @@ def _length(
     begins_answer: bool,
 ) -> int:
     """Characters of a beginning of the conversation."""
-    part = tokenizer.render_chat(messages, begins_answer=begins_answer, tools=tools)
+    part = tokenizer.render_chat(messages, begins_answer=begins_answer, tools=tools).text
     if not whole.startswith(part):
         at = next((index for index, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), len(whole))
         near = slice(max(0, at - 20), at + 20)

@@ -135,7 +135,7 @@ class Conversation:
             self.end = "response_length"
             return None
         self.ledger.observed(ids)
-        text = self.rendering.text_after(messages)
+        text = self.rendering.text_after(messages).text
         self._turns.append(("environment", text))
         self.in_thought = opens_thought(text)
         return ids

@@ -79,7 +79,8 @@ def reader_of(config: Config, actors: Tokenizer, arch: ArchSpec) -> Reader:
     own = None
     if named.retokenize is not False:
         try:
-            own = load_tokenizer(ModelConfig(path=named.path), DataConfig(), arch.vocab_size)
+            data = DataConfig(split_special_tokens=config.data.split_special_tokens)
+            own = load_tokenizer(ModelConfig(path=named.path), data, arch.vocab_size)
         except UserError as error:
             raise UserError(f"{where}: {error} reward.model.retokenize=false reads the actor's token ids.") from error
         if named.retokenize is None and own.vocabulary == actors.vocabulary:

@@ -84,7 +84,7 @@ def test_a_prompt_begins_with_one_beginning_token(tmp_path, text):
     ids = tokenizer.encode(text, prompt=True)
     assert ids == [3, *tokenizer.encode(text.removeprefix("<s>"))]
     rendered = tokenizer.render_chat(MESSAGES, begins_answer=True)
-    assert tokenizer.encode(rendered, prompt=True) == tokenizer.apply_chat_template(MESSAGES)
+    assert tokenizer.encode(rendered.text, prompt=True) == tokenizer.apply_chat_template(MESSAGES)
 
 
 def test_the_chat_template_ends_where_the_assistant_begins(folder):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec, Kind
@@ -26,7 +26,8 @@ _FUSED = {Kind.EXPERT_GATE_UP: "gate_up_proj", Kind.EXPERT_DOWN: "down_proj"}
 _MIXTRAL_BLOCK, _MIXTRAL_BLOCK_OF_5 = ".block_sparse_moe.", ".mlp."
 
 
-class Located(NamedTuple):
+@dataclass(frozen=True)
+class Located:
     """Where a tensor of the table lies in a checkpoint.
 
     Attributes:
@@ -74,7 +75,7 @@ def locate(arch: ArchSpec, stored: Mapping[str, tuple[int, ...]]) -> dict[str, L
                     f"'{found[own].stored}' and '{name}' are both stored, and both are the tensor '{own}'. Remove the "
                     "one that is not meant."
                 )
-            found[own] = part._replace(stored=name)
+            found[own] = replace(part, stored=name)
     return found
 
 

@@ -7,7 +7,7 @@ such quotes are found again after rendering: each is replaced by a number before
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,12 +47,20 @@ class Quotes:
         messages: The messages, with a number in place of each quoted token where their role is not trusted.
     """
 
-    def __init__(self, messages: Sequence[Mapping[str, Any]], special: re.Pattern[str] | None) -> None:
-        """Args: messages: A conversation. special: Matches special tokens; None: nothing is quoted."""
+    def __init__(
+        self, messages: Sequence[Mapping[str, Any]], special: re.Pattern[str] | None, trusted: Collection[str]
+    ) -> None:
+        """Finds the quoted tokens.
+
+        Args:
+            messages: A conversation.
+            special: Matches special tokens; None: nothing is quoted.
+            trusted: Roles whose messages may hold special tokens.
+        """
         self._special, self._mark = special, ""
         self._found: list[str] = []
         self.messages = [dict(message) for message in messages]
-        untrusted = [message for message in self.messages if message.get("role") not in TRUSTED_ROLES]
+        untrusted = [message for message in self.messages if message.get("role") not in trusted]
         texts = "\n".join(text for message in untrusted for text in _texts(message)) if special else ""
         if special is None or special.search(texts) is None:
             return
@@ -63,7 +71,7 @@ class Quotes:
             number += 1
         self._mark = mark
         self.messages = [
-            self._marked(message) if message.get("role") not in TRUSTED_ROLES else message for message in self.messages
+            self._marked(message) if message.get("role") not in trusted else message for message in self.messages
         ]
 
     def restored(self, rendered: str) -> ChatText:

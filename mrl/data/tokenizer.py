@@ -10,12 +10,12 @@ import json
 import re
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mrl.config import DataConfig, ModelConfig
-from mrl.data.chat_text import ChatText, Quotes
+from mrl.data.chat_text import TRUSTED_ROLES, ChatText, Quotes
 from mrl.errors import UserError, first_line
 from mrl.models.hf_config import TOKENIZER_FILES, read_json
 from mrl.schema.nearest import did_you_mean_path
@@ -88,7 +88,12 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, begins_answer: bool, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        begins_answer: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        trusted: Collection[str] = TRUSTED_ROLES,
     ) -> ChatText:
         """Returns the text that the chat template makes of a conversation; `apply_chat_template` encodes it.
 
@@ -96,6 +101,7 @@ class Tokenizer(ABC):
             messages: At least one.
             begins_answer: End where the assistant begins to answer.
             tools: Schemas of what the assistant may call.
+            trusted: Roles whose messages may hold special tokens; in other messages they are only quoted.
 
         Raises:
             UserError: There is no chat template, or it refuses the messages.
@@ -180,7 +186,12 @@ class CharTokenizer(Tokenizer):
         return dict(self._ids)
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, begins_answer: bool, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        begins_answer: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        trusted: Collection[str] = TRUSTED_ROLES,
     ) -> ChatText:
         """Always refused."""
         raise UserError(
@@ -329,7 +340,12 @@ class HFTokenizer(Tokenizer):
         return dict(self._tokenizer.get_vocab())
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, begins_answer: bool, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        begins_answer: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        trusted: Collection[str] = TRUSTED_ROLES,
     ) -> ChatText:
         """See `Tokenizer.render_chat`."""
         if not self.has_chat_template:
@@ -337,7 +353,7 @@ class HFTokenizer(Tokenizer):
                 f"the tokenizer '{self.name}' has no chat template. Give one with data.chat_template=FILE, or use "
                 "prompts that are strings with data.apply_chat_template=auto or never."
             )
-        quotes = Quotes(messages, self._special)
+        quotes = Quotes(messages, self._special, trusted)
         try:
             text: str = self._tokenizer.apply_chat_template(
                 quotes.messages,

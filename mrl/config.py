@@ -23,6 +23,7 @@ from mrl.schema.controllers import EntropyCtrlConfig, KlCtrlConfig
 from mrl.schema.distillation import DistillationConfig
 from mrl.schema.dpo import DpoConfig
 from mrl.schema.multi_turn import AgentConfig, MultiTurnConfig
+from mrl.schema.nearest import did_you_mean_path
 from mrl.schema.paths import FilePath, TokenizerPath
 from mrl.schema.policy_losses import ClipCovConfig, DppoConfig, DroConfig, KlCovConfig, SapoConfig, VespoConfig
 from mrl.schema.reward_model import RewardModelConfig
@@ -586,6 +587,10 @@ class DataConfig:
     """File with a Jinja chat template; null: the tokenizer's."""
     apply_chat_template: Literal["auto", "always", "never"] = "auto"
     """auto: to chat messages, not to strings."""
+    split_special_tokens: bool = True
+    """Special tokens such as `<|im_end|>` that messages of users, tools and environments quote stay ordinary text, as
+    with the tokenizers' switch of this name: nobody but the model and the template ends or begins a turn. false: they
+    become control tokens, as TRL, verl and vLLM do it. Prompts that are strings are always read with their tokens."""
     shuffle: bool = True
     """A new order in every epoch, from `run.seed`."""
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "error"
@@ -694,6 +699,7 @@ def to_yaml(config: Config) -> str:
 def _read(path: str | Path) -> Any:
     if not os.path.isfile(path):
         raise UserError(
-            f"config file '{path}' does not exist. Give the path of a YAML file such as configs/quickstart.yaml."
+            f"config file '{path}' does not exist.{did_you_mean_path(path)} Give the path of a YAML file such as "
+            "configs/quickstart.yaml."
         )
     return read_yaml(Path(path), "config file")

@@ -124,15 +124,20 @@ class Encoder:
         )
 
     def _of_contents(self, prompt: Prompt, answer: Messages) -> Example:
-        """The prompt, and what messages say after it: the assistant's with an end token, everything else masked."""
+        """Returns the prompt and messages after it, the assistant's with one end token each, the others masked."""
         ids: list[int] = []
         trained: list[bool] = []
         for index, message in enumerate(answer):
             text, imitated = message["content"], message["role"] == ASSISTANT
             try:
-                said = [*self._tokenizer.encode(text), *self._tokenizer.eos_ids[:imitated]]
+                said = self._tokenizer.encode(text)
             except UserError as error:
                 raise UserError(f"{prompt.source}: response {text!r}: {error}") from error
+            # A text that a chat template rendered may have the tokens that are added to a bare text.
+            if index == 0 and [self._tokenizer.bos_id] == said[:1] == list(prompt.prompt_ids):
+                said = said[1:]
+            if imitated and (not said or said[-1] not in self._tokenizer.eos_ids):
+                said.append(self._tokenizer.eos_ids[0])
             ids += said
             imitated &= self._data.train_on_turns == "all" or index == len(answer) - 1
             trained += [imitated] * len(said)

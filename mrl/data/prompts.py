@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from mrl.config import DataConfig
@@ -152,6 +153,8 @@ class PromptEncoder:
             return value
         if isinstance(value, float) and value.is_integer():
             return str(int(value))
+        if isinstance(value, Decimal) and value.is_finite():
+            return format(value.normalize(), "f")
         if type(value) is int or (isinstance(value, float) and math.isfinite(value)):
             return str(value)
         if key == VERL_ANSWER:
@@ -161,10 +164,14 @@ class PromptEncoder:
         )
 
     def _answer_column(self, row: Row) -> str:
-        """`data.answer_key`; where it is "answer" and the row has no such column, verl's, if it has that."""
-        model = row.get("reward_model")
-        is_verl = self._answer_key == "answer" not in row and isinstance(model, dict) and "ground_truth" in model
-        return VERL_ANSWER if is_verl else self._answer_key
+        """Returns `data.answer_key`; where it is "answer" and the row has verl's column instead, that."""
+        if self._answer_key != "answer" or "answer" in row:
+            return self._answer_key
+        model = row.get("reward_model", {})
+        if isinstance(model, dict):
+            return VERL_ANSWER if "ground_truth" in model else self._answer_key
+        has_other = self._data.messages_key in row or self._data.chosen_key in row
+        return VERL_ANSWER if model is None and not has_other else self._answer_key
 
     def _data_source(self, row: Row, source: str) -> str | None:
         """The data set that the row itself names."""
@@ -364,7 +371,12 @@ def _column(row: Row, key: str, source: str, config_key: str) -> Any:
     if key in row:
         return row[key]
     value: Any = row
-    for part in key.split("."):
+    for place, part in enumerate(key.split(".")):
+        if place and value is None:
+            raise UserError(
+                f"{source}: column '{key.rpartition('.')[0]}' is null, so that the row has no '{key}' ({config_key}). "
+                "Remove the row or fill it in."
+            )
         if not isinstance(value, dict) or part not in value:
             hint = did_you_mean(key, row)
             if not hint and config_key == "data.answer_key":

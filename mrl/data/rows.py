@@ -1,8 +1,8 @@
 """Rows by index: JSONL files, parquet files, a task, or several of these one after the other.
 
 Owns random access to data without holding it: JSONL keeps the offset of each line, parquet keeps recently used row
-groups within a budget. Every JSONL line is parsed once when the file is opened, so that a bad line is found before a
-run starts, not in the middle of it. It knows no tokens.
+groups within a budget. Every JSONL line is parsed when the file is opened, and of parquet one row of each kind
+(`parquet_values.py`), so that a bad row is found before a run starts. It knows no tokens.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from mrl.data.parquet_values import columns_with_gaps, float_reader, kinds_of_gaps
 from mrl.data.tasks import Task
 from mrl.errors import UserError, first_line
+from mrl.schema.nearest import did_you_mean_path
 from mrl.schema.own_code import label
 
 PARQUET_CACHE_BYTES = 1 << 30
@@ -70,6 +72,7 @@ class JsonlRows(Rows):
         content = blake2b(digest_size=16)
         offset = 0
         with _open(path) as file:
+            _check_text(file, path)
             for number, line in enumerate(file, start=1):
                 content.update(line)
                 if line.strip():
@@ -103,10 +106,10 @@ class ParquetRows(Rows):
     """A parquet file; nested columns become dicts and lists."""
 
     def __init__(self, path: str, check: Check, cache_bytes: int = PARQUET_CACHE_BYTES) -> None:
-        """Hashes the file, reads its footer and checks the first row (all rows have its columns and types).
+        """Hashes the file, reads its footer, and checks the first row and one of each kind of rows that lack something.
 
         Raises:
-            UserError: The file is missing or not parquet, or `check` refuses the first row.
+            UserError: The file is missing or not parquet, or `check` refuses a row.
         """
         import pyarrow
         import pyarrow.parquet
@@ -121,15 +124,22 @@ class ParquetRows(Rows):
         try:
             self._file = pyarrow.parquet.ParquetFile(path, memory_map=True)
         except self._refusals as error:
-            raise UserError(f"data: '{path}' is not a readable parquet file: {first_line(error)}.") from error
+            raise UserError(
+                f"data: '{path}' is not a readable parquet file: {_reason(error)}. It may be cut short or of another "
+                "format; copy or download it again."
+            ) from error
         metadata = self._file.metadata
         self._starts = [0]
         for group in range(metadata.num_row_groups):
             self._starts.append(self._starts[-1] + metadata.row_group(group).num_rows)
         self._cache: OrderedDict[int, Any] = OrderedDict()
         self._cache_bytes = cache_bytes
+        readers = {column.name: float_reader(column.type) for column in self._file.schema_arrow}
+        self._float_readers = {name: reader for name, reader in readers.items() if reader is not None}
         if len(self):
             check(self.row(0), self.source(0))
+        for index in self._unlike_rows():
+            check(self.row(index), self.source(index))
 
     def __len__(self) -> int:
         """See `Rows`."""
@@ -145,10 +155,32 @@ class ParquetRows(Rows):
             self._cache[group] = table
             while len(self._cache) > 1 and sum(kept.nbytes for kept in self._cache.values()) > self._cache_bytes:
                 self._cache.popitem(last=False)
-            rows: list[Row] = table.slice(index - self._starts[group], 1).to_pylist()
+            (row,) = table.slice(index - self._starts[group], 1).to_pylist()
         except self._refusals as error:
-            raise UserError(f"{self.source(index)}: the row cannot be read: {first_line(error)}.") from error
-        return rows[0]
+            raise UserError(
+                f"{self.source(index)}: the row cannot be read: {_reason(error)}. The file is damaged; copy or "
+                "download it again."
+            ) from error
+        return {**row, **{name: reader(row[name]) for name, reader in self._float_readers.items()}}
+
+    def _unlike_rows(self) -> Iterator[int]:
+        """Yields the index of the first row of each kind: rows of a kind lack the same parts."""
+        seen: set[tuple[str, ...]] = set()
+        for group, start in enumerate(self._starts[:-1]):
+            names = columns_with_gaps(self._file, group)
+            if not names:
+                continue
+            try:
+                kinds = list(kinds_of_gaps(self._file.read_row_group(group, columns=names)))
+            except self._refusals as error:
+                raise UserError(
+                    f"data: '{self._path}': rows {start} to {self._starts[group + 1] - 1} cannot be read: "
+                    f"{_reason(error)}. The file is damaged; copy or download it again."
+                ) from error
+            for row, kind in sorted(kinds):
+                if (key := (*names, kind.hex())) not in seen:
+                    seen.add(key)
+                    yield start + row
 
     def source(self, index: int) -> str:
         """See `Rows.source`; rows count from 0, as pandas and pyarrow count them."""
@@ -228,7 +260,7 @@ def open_files(files: Sequence[str], key: str, check: Check) -> Rows:
     Args:
         files: Paths, in order.
         key: Config key that names them, for messages.
-        check: Called with every JSONL row and with the first row of a parquet file.
+        check: Called with every JSONL row, and with one row of each kind of a parquet file.
 
     Raises:
         UserError: A file is missing, of another kind, unreadable or without rows.
@@ -249,14 +281,49 @@ def _open(path: str) -> Any:
     try:
         return Path(path).open("rb")
     except OSError as error:
-        raise UserError(f"data: '{path}' cannot be read: {error.strerror}. Check the path.") from error
+        hint = did_you_mean_path(path) or " Check the path."
+        raise UserError(f"data: '{path}' cannot be read: {error.strerror}.{hint}") from error
+
+
+def _reason(error: Exception) -> str:
+    return first_line(error).rstrip(".")
+
+
+_BEGINNINGS = {
+    b"\xff\xfe": "text in UTF-16",
+    b"\xfe\xff": "text in UTF-16",
+    b"{\x00": "text in UTF-16 or UTF-32",
+    b"\x00": "text in UTF-16 or UTF-32, or no text",
+    b"\x1f\x8b": "compressed by gzip",
+    b"PAR1": "a parquet file",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+}
+"""What a file of another kind begins with."""
+
+
+def _check_text(file: Any, path: str) -> None:
+    """Refuses a file that begins as no UTF-8 text does; a byte order mark of UTF-8 is passed over."""
+    first = file.read(4)
+    file.seek(0)
+    for beginning, what in _BEGINNINGS.items():
+        if first.startswith(beginning):
+            raise UserError(
+                f"data: '{path}' is {what}; expected UTF-8 text, one JSON object per line. Convert it (`iconv -f "
+                "UTF-16 -t UTF-8`, `gunzip`), or name a parquet file .parquet."
+            )
 
 
 def _parse(line: bytes, source: str) -> Row:
     try:
         row = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{source}: not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}. Save the file "
+            "as UTF-8."
+        ) from error
     except ValueError as error:
-        raise UserError(f"{source}: not JSON: {error}. Expected one JSON object per line.") from error
+        array = " A JSON array is not read; write its objects one per line." if line.lstrip()[:1] == b"[" else ""
+        raise UserError(f"{source}: not JSON: {error}. Expected one JSON object per line.{array}") from error
     except RecursionError as error:
         raise UserError(f"{source}: its lists and objects are too deep in each other.") from error
     if not isinstance(row, dict):

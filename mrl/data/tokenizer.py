@@ -7,15 +7,18 @@ model folder and never looks outside the given folders.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mrl.config import DataConfig, ModelConfig
+from mrl.data.chat_text import TRUSTED_ROLES, ChatText, Quotes
 from mrl.errors import UserError, first_line
 from mrl.models.hf_config import TOKENIZER_FILES, read_json
+from mrl.schema.nearest import did_you_mean_path
 from mrl.schema.paths import CHAR_PREFIX
 
 _MOST_IDS = 1 << 31
@@ -27,6 +30,7 @@ class Tokenizer(ABC):
 
     Attributes:
         name: Folder or spec it came from, for messages.
+        bos_id: Beginning-of-sequence token that starts a prompt; None: prompts start without one.
         eos_ids: Tokens that end a response; the first one ends a supervised response.
         special_ids: Tokens that are no text, the end tokens among them.
         pad_id: A token that may stand where nothing is read.
@@ -35,6 +39,7 @@ class Tokenizer(ABC):
     """
 
     name: str
+    bos_id: int | None
     eos_ids: tuple[int, ...]
     special_ids: frozenset[int]
     pad_id: int
@@ -42,12 +47,13 @@ class Tokenizer(ABC):
     has_chat_template: bool
 
     @abstractmethod
-    def encode(self, text: str, *, prompt: bool = False) -> list[int]:
-        """Token ids of a text as it stands.
+    def encode(self, text: str | ChatText, *, prompt: bool = False) -> list[int]:
+        """Returns the token ids of a text.
 
         Args:
-            text: Special tokens written out in it become their ids.
-            prompt: Start with the beginning-of-sequence token where the tokenizer puts one before a text.
+            text: Special tokens that are written out in it become their ids, except where it only quotes them.
+            prompt: Start with the beginning-of-sequence token where the tokenizer puts one before a text, once: a text
+                that begins with it (a chat template may have written it) gets no second one.
 
         Raises:
             UserError: The text holds what the tokenizer cannot encode.
@@ -62,11 +68,14 @@ class Tokenizer(ABC):
     def vocabulary(self) -> dict[str, int]:
         """The id of every token by its text."""
 
-    @abstractmethod
+    def quoted(self, text: str) -> ChatText:
+        """Returns a text from outside, such as an environment's, whose special tokens are only quoted."""
+        return ChatText(text)
+
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """Token ids of a conversation, up to where the assistant begins to answer.
+        """Returns the token ids of a conversation, up to where the assistant begins to answer.
 
         Args:
             messages: At least one.
@@ -75,25 +84,32 @@ class Tokenizer(ABC):
         Raises:
             UserError: There is no chat template, or it refuses the messages.
         """
+        return self.encode(self.render_chat(messages, begins_answer=True, tools=tools))
 
     @abstractmethod
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, begins_answer: bool, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> str:
-        """The text that the chat template makes of a conversation; `apply_chat_template` encodes it.
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        begins_answer: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        trusted: Collection[str] = TRUSTED_ROLES,
+    ) -> ChatText:
+        """Returns the text that the chat template makes of a conversation; `apply_chat_template` encodes it.
 
         Args:
             messages: At least one.
             begins_answer: End where the assistant begins to answer.
             tools: Schemas of what the assistant may call.
+            trusted: Roles whose messages may hold special tokens; in other messages they are only quoted.
 
         Raises:
             UserError: There is no chat template, or it refuses the messages.
         """
 
     @abstractmethod
-    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids of a text as it stands, and the characters [first, end) of it that each stands for.
+    def encode_with_places(self, text: str | ChatText) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns the token ids of a text, and the characters [first, end) of it that each stands for.
 
         Raises:
             UserError: The text holds what the tokenizer cannot encode, or it cannot tell the places.
@@ -139,6 +155,7 @@ class CharTokenizer(Tokenizer):
                 f"model.tokenizer: '{CHAR_PREFIX}{characters}' has {twice[0]!r} twice; write each character once."
             )
         self.name = f"{CHAR_PREFIX}{characters}"
+        self.bos_id = None
         self.vocab_size = len(characters)
         self.eos_ids = (len(characters) - 1,)
         self.special_ids = frozenset(self.eos_ids)
@@ -147,8 +164,9 @@ class CharTokenizer(Tokenizer):
         self._characters = characters
         self._ids = {character: index for index, character in enumerate(characters)}
 
-    def encode(self, text: str, *, prompt: bool = False) -> list[int]:
+    def encode(self, text: str | ChatText, *, prompt: bool = False) -> list[int]:
         """See `Tokenizer.encode`; a prompt starts with nothing special."""
+        text = text.text if isinstance(text, ChatText) else text
         try:
             return [self._ids[character] for character in text]
         except KeyError as error:
@@ -167,27 +185,24 @@ class CharTokenizer(Tokenizer):
         """See `Tokenizer.vocabulary`."""
         return dict(self._ids)
 
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> list[int]:
-        """Always refused."""
-        raise self._no_template()
-
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, begins_answer: bool, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> str:
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        begins_answer: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        trusted: Collection[str] = TRUSTED_ROLES,
+    ) -> ChatText:
         """Always refused."""
-        raise self._no_template()
-
-    def _no_template(self) -> UserError:
-        return UserError(
+        raise UserError(
             f"the character tokenizer '{self.name}' has no chat template. Use prompts that are strings, with "
             "data.apply_chat_template=auto or never, or a Hugging Face tokenizer."
         )
 
-    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_with_places(self, text: str | ChatText) -> tuple[list[int], list[tuple[int, int]]]:
         """See `Tokenizer.encode_with_places`."""
-        return self.encode(text), [(place, place + 1) for place in range(len(text))]
+        ids = self.encode(text)
+        return ids, [(place, place + 1) for place in range(len(ids))]
 
     def _write_files(self, folder: Path) -> None:
         """See `Tokenizer`: a word-level model over single characters, which refuses unknown ones as this does."""
@@ -213,13 +228,21 @@ class CharTokenizer(Tokenizer):
 class HFTokenizer(Tokenizer):
     """A tokenizer from a local Hugging Face folder."""
 
-    def __init__(self, folder: Path, *, model_folder: Path | None = None, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        model_folder: Path | None = None,
+        chat_template: str | None = None,
+        split_special_tokens: bool = True,
+    ) -> None:
         """Loads the tokenizer.
 
         Args:
             folder: Holds tokenizer.json, or what a slow tokenizer needs.
             model_folder: Its config.json and generation_config.json name end tokens too.
             chat_template: Jinja text that replaces the tokenizer's own.
+            split_special_tokens: As in `DataConfig`.
 
         Raises:
             UserError: The folder holds no tokenizer that loads without its own code, or no end token is named.
@@ -247,13 +270,16 @@ class HFTokenizer(Tokenizer):
         added = self._tokenizer.added_tokens_decoder
         named = {int(index) for index, token in added.items() if token.special}
         self.special_ids = frozenset({*named, *self._tokenizer.all_special_ids, *self.eos_ids})
+        texts = {token.content for token in added.values() if token.special} | set(self._tokenizer.all_special_tokens)
+        by_length = "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True) if text)
+        self._special = re.compile(by_length) if split_special_tokens and by_length else None
         pad_id = self._tokenizer.pad_token_id
         self.pad_id = self.eos_ids[0] if pad_id is None else int(pad_id)
         bos_id = self._tokenizer.bos_token_id
         starts_with_bos = bos_id is not None and self._tokenizer("", add_special_tokens=True)["input_ids"][:1] == [
             bos_id
         ]
-        self._prompt_prefix = [int(bos_id)] if starts_with_bos else []
+        self.bos_id = int(bos_id) if starts_with_bos else None
 
     def _end_ids(self, model_folder: Path) -> tuple[int, ...]:
         """End tokens by the tokenizer, generation_config.json and config.json, in this order, each once."""
@@ -270,13 +296,36 @@ class HFTokenizer(Tokenizer):
             )
         return tuple(dict.fromkeys(named))
 
-    def encode(self, text: str, *, prompt: bool = False) -> list[int]:
+    def encode(self, text: str | ChatText, *, prompt: bool = False) -> list[int]:
         """See `Tokenizer.encode`."""
+        given = text if isinstance(text, ChatText) else ChatText(text)
+        if given.quoted and self._tokenizer.is_fast:
+            ids = self.encode_with_places(given)[0]
+        elif given.quoted:
+            ids = [token for part in _parts(given) for token in self._ids(*part)]
+        else:
+            ids = self._ids(given.text)
+        lacks_bos = prompt and self.bos_id is not None and ids[:1] != [self.bos_id]
+        return [self.bos_id, *ids] if lacks_bos and self.bos_id is not None else ids
+
+    def quoted(self, text: str) -> ChatText:
+        """See `Tokenizer.quoted`."""
+        return ChatText(text, tuple(match.span() for match in self._special.finditer(text)) if self._special else ())
+
+    def _ids(self, text: str, split_special_tokens: bool = False) -> list[int]:
+        ids: list[int] = self._encoded(text, split_special_tokens=split_special_tokens)["input_ids"]
+        return ids
+
+    def _encoded(self, text: str, **options: Any) -> Any:
+        """Returns what the tokenizer makes of a text.
+
+        Raises:
+            UserError: The tokenizer cannot encode it.
+        """
         try:
-            ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            return self._tokenizer(text, add_special_tokens=False, **options)
         except Exception as error:  # the tokenizers library raises bare Exception
             raise UserError(f"the tokenizer '{self.name}' cannot encode {text[:60]!r}: {first_line(error)}.") from error
-        return self._prompt_prefix + ids if prompt else ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer.decode`."""
@@ -290,56 +339,56 @@ class HFTokenizer(Tokenizer):
         """See `Tokenizer.vocabulary`."""
         return dict(self._tokenizer.get_vocab())
 
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> list[int]:
-        """See `Tokenizer.apply_chat_template`."""
-        ids: list[int] = self._templated(messages, tools, tokenize=True, begins_answer=True)
-        return ids
-
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, begins_answer: bool, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> str:
-        """See `Tokenizer.render_chat`."""
-        text: str = self._templated(messages, tools, tokenize=False, begins_answer=begins_answer)
-        return text
-
-    def _templated(
         self,
         messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
         *,
-        tokenize: bool,
         begins_answer: bool,
-    ) -> Any:
+        tools: Sequence[Mapping[str, Any]] = (),
+        trusted: Collection[str] = TRUSTED_ROLES,
+    ) -> ChatText:
+        """See `Tokenizer.render_chat`."""
         if not self.has_chat_template:
             raise UserError(
                 f"the tokenizer '{self.name}' has no chat template. Give one with data.chat_template=FILE, or use "
                 "prompts that are strings with data.apply_chat_template=auto or never."
             )
+        quotes = Quotes(messages, self._special, trusted)
         try:
-            return self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+            text: str = self._tokenizer.apply_chat_template(
+                quotes.messages,
                 tools=[dict(tool) for tool in tools] or None,
-                tokenize=tokenize,
+                tokenize=False,
                 add_generation_prompt=begins_answer,
-                return_dict=False,
             )
         except Exception as error:  # a template is a program of the user's, and may raise anything
             raise UserError(f"the chat template of '{self.name}' failed: {first_line(error)}.") from error
+        return quotes.restored(text)
 
-    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_with_places(self, text: str | ChatText) -> tuple[list[int], list[tuple[int, int]]]:
         """See `Tokenizer.encode_with_places`."""
         if not self._tokenizer.is_fast:
             raise UserError(
                 f"the tokenizer '{self.name}' has no tokenizer.json and cannot tell which characters a token stands "
                 "for, which conversations need. Save it as a fast tokenizer."
             )
-        try:
-            found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        except Exception as error:  # the tokenizers library raises bare Exception
-            raise UserError(f"the tokenizer '{self.name}' cannot encode {text[:60]!r}: {first_line(error)}.") from error
-        return list(found["input_ids"]), [(int(first), int(end)) for first, end in found["offset_mapping"]]
+        given = text if isinstance(text, ChatText) else ChatText(text)
+        found = self._encoded(given.text, return_offsets_mapping=True)
+        ids: list[int] = []
+        places: list[tuple[int, int]] = []
+        quoted = iter(given.quoted)
+        span = next(quoted, None)
+        for token, (first, end) in zip(found["input_ids"], found["offset_mapping"], strict=True):
+            while span is not None and span[1] <= first:
+                span = next(quoted, None)
+            if span is None or end <= span[0] or token not in self.special_ids:
+                ids.append(token)
+                places.append((int(first), int(end)))
+                continue
+            spelled = self._encoded(given.text[first:end], return_offsets_mapping=True, split_special_tokens=True)
+            ids += spelled["input_ids"]
+            places += [(int(first + a), int(first + b)) for a, b in spelled["offset_mapping"]]
+        return ids, places
 
     def _write_files(self, folder: Path) -> None:
         """See `Tokenizer`: the files as they are, and the chat template in use."""
@@ -348,6 +397,16 @@ class HFTokenizer(Tokenizer):
                 shutil.copyfile(self._folder / name, folder / name)
         if self._chat_template is not None:
             (folder / "chat_template.jinja").write_text(self._chat_template, encoding="utf-8")
+
+
+def _parts(text: ChatText) -> Iterator[tuple[str, bool]]:
+    """Yields the parts of a text in order, each with whether its special tokens are only quoted."""
+    done = 0
+    for first, end in text.quoted:
+        yield text.text[done:first], False
+        yield text.text[first:end], True
+        done = end
+    yield text.text[done:], False
 
 
 def _quick(tokenizer: Any) -> Any | None:
@@ -417,7 +476,9 @@ def _hugging_face(model: ModelConfig, data: DataConfig) -> HFTokenizer:
         )
     folder = Path(spec)
     if not folder.is_dir():
-        raise UserError(f"{key}: '{spec}' is not a folder, nor a name as on the hub. Give a local folder.")
+        raise UserError(
+            f"{key}: '{spec}' is not a folder, nor a name as on the hub.{did_you_mean_path(spec)} Give a local folder."
+        )
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         raise UserError(
             f"{key}: '{spec}' holds no tokenizer (tokenizer.json, tokenizer_config.json or tokenizer.model). "
@@ -432,4 +493,9 @@ def _hugging_face(model: ModelConfig, data: DataConfig) -> HFTokenizer:
                 f"data.chat_template: '{data.chat_template}' cannot be read: {error}. Expected a text file with a "
                 "Jinja template."
             ) from error
-    return HFTokenizer(folder, model_folder=Path(model.path) if model.path else None, chat_template=template)
+    return HFTokenizer(
+        folder,
+        model_folder=Path(model.path) if model.path else None,
+        chat_template=template,
+        split_special_tokens=data.split_special_tokens,
+    )

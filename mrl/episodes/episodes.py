@@ -21,10 +21,9 @@ from mrl.data.tokenizer import Tokenizer
 from mrl.distributed.collectives import from_rank
 from mrl.engines._talk import Key, Stopped, Talk
 from mrl.engines.base import RolloutEngine, SamplingConfig
-from mrl.environments.base import Action
 from mrl.environments.formats import base as formats
 from mrl.environments.pool import EnvironmentPool, Reply
-from mrl.episodes.conversations import Conversation
+from mrl.episodes.conversations import Conversation, Read
 from mrl.episodes.ledger import Ledger
 from mrl.episodes.rendering import Chat, Message, Plain, Rendering
 from mrl.errors import UserError
@@ -110,12 +109,14 @@ class Episodes:
         """
         self._config = config
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self._tokenizer = tokenizer
         self._renderings: dict[bool, Rendering] = {False: Plain(tokenizer)}
         if tokenizer.has_chat_template:
             self._renderings[True] = Chat(tokenizer, tools)
         form = formats.find(config.multi_turn.format)
         most = config.multi_turn.max_parallel_calls
-        self._read: Callable[[str], Action] = lambda text: formats.action(text, form, list(map(dict, tools)), most)
+        schemas = list(map(dict, tools))
+        self._read: Read = lambda text, thinks: formats.action(text, form, schemas, most, in_thought=thinks)
         self._told_to_stop = told_to_stop
         leads = self._group is None or dist.get_rank(self._group) == 0
         self._pool = open_pool(config) if leads else None
@@ -164,7 +165,12 @@ class Episodes:
                 conversation = Conversation(rendering, self._read, self._config.multi_turn, ledger)
                 talk.open((place, sample), prompt, seed, conversation)
         first = talk.first_messages()
-        return [self._opening(prompt, sampling.n, place, first, talk) for place, prompt in enumerate(prompts)]
+        opened = [self._opening(prompt, sampling.n, place, first, talk) for place, prompt in enumerate(prompts)]
+        for (place, _), conversation in talk.conversations.items():
+            conversation.in_thought = formats.opens_thought(
+                self._tokenizer.decode(opened[place][-formats.TAIL_TOKENS :])
+            )
+        return opened
 
     def _opening(
         self, prompt: Prompt, num_samples: int, place: int, first: Mapping[Key, Sequence[Message]], talk: _Talk

@@ -14,14 +14,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from mrl.data.chat_text import ChatText
 from mrl.data.tokenizer import Tokenizer
+from mrl.data.turns import ANY_TURN
 from mrl.errors import UserError
 
 Message = Mapping[str, Any]
 CheckMode = Literal["strict", "ignore_strippable", "disable"]
-
-ANY_TURN = "mrl-any-turn"
-"""An assistant's content that stands for any, found again in the rendering."""
 
 THOUGHT = "<think>\nA thought.\n</think>\n\n"
 """Before an answer: templates of models that think leave it out of turns that lie back, Qwen3's of those before a
@@ -48,8 +47,8 @@ class Rendering(ABC):
         """
 
     @abstractmethod
-    def text_after(self, observed: Sequence[Message]) -> str:
-        """What follows a turn's content: its end, the messages, the beginning of the next turn.
+    def text_after(self, observed: Sequence[Message]) -> ChatText:
+        """Returns what follows a turn's content: its end, the messages, the beginning of the next turn.
 
         Raises:
             UserError: The chat template refuses the messages, or loses the assistant's content.
@@ -82,11 +81,11 @@ class Plain(Rendering):
         """See `Rendering.opening`; the question is a text."""
         if not isinstance(question, str):
             return self._tokenizer.apply_chat_template(question)  # refuses
-        return self._tokenizer.encode(question + _contents(observed), prompt=True)
+        return self._tokenizer.encode(ChatText(question).joined(self.text_after(observed)), prompt=True)
 
-    def text_after(self, observed: Sequence[Message]) -> str:
+    def text_after(self, observed: Sequence[Message]) -> ChatText:
         """See `Rendering.text_after`."""
-        return _contents(observed)
+        return self._tokenizer.quoted("".join(str(message["content"]) for message in observed))
 
 
 class Chat(Rendering):
@@ -106,17 +105,17 @@ class Chat(Rendering):
         asked = [{"role": "user", "content": question}] if isinstance(question, str) else question
         return self._tokenizer.apply_chat_template([*asked, *observed], self._tools)
 
-    def text_after(self, observed: Sequence[Message]) -> str:
+    def text_after(self, observed: Sequence[Message]) -> ChatText:
         """See `Rendering.text_after`."""
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANY_TURN}]
         text = self._tokenizer.render_chat([*turn, *observed], begins_answer=True, tools=self._tools)
-        _, found, after = text.rpartition(ANY_TURN)
-        if not found:
+        place = text.text.find(ANY_TURN)  # what is observed may hold it too
+        if place < 0:
             raise UserError(
                 f"the chat template of '{self._tokenizer.name}' does not write an assistant's content as it is, so "
                 "that nothing can be appended to it. Give another with data.chat_template=FILE."
             )
-        return after
+        return text.after(place + len(ANY_TURN))
 
     def check(self, mode: CheckMode, observed: Sequence[Message], *, thinks: bool = True) -> None:
         """Looks whether the template appends, in a conversation of three turns.
@@ -140,7 +139,7 @@ class Chat(Rendering):
         built = self._rendered(messages)
         for number in range(1, 3):
             turn = {"role": "assistant", "content": f"{before}Turn {number} of the assistant."}
-            built += turn["content"] + self.text_after(observed)
+            built += turn["content"] + self.text_after(observed).text
             messages += [turn, *observed]
             whole = self._rendered(messages)
             if not _same(whole, built, mode):
@@ -155,7 +154,7 @@ class Chat(Rendering):
                 )
 
     def _rendered(self, messages: Sequence[Message]) -> str:
-        return self._tokenizer.render_chat(messages, begins_answer=True, tools=self._tools)
+        return self._tokenizer.render_chat(messages, begins_answer=True, tools=self._tools).text
 
 
 def rendering(tokenizer: Tokenizer, *, chat: bool, tools: Sequence[Mapping[str, Any]] = ()) -> Rendering:
@@ -167,10 +166,6 @@ def rendering(tokenizer: Tokenizer, *, chat: bool, tools: Sequence[Mapping[str, 
         tools: Schemas that prompts offer.
     """
     return Chat(tokenizer, tools) if chat else Plain(tokenizer)
-
-
-def _contents(messages: Sequence[Message]) -> str:
-    return "".join(str(message["content"]) for message in messages)
 
 
 def _same(whole: str, built: str, mode: CheckMode) -> bool:

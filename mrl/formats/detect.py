@@ -10,6 +10,7 @@ from mrl.formats.hf import INDEX, SINGLE, HfSource
 from mrl.formats.megatron import CONFIG, MegatronSource
 from mrl.formats.trtllm import RANK_FILES, TrtllmSource
 from mrl.models.base import ArchSpec
+from mrl.schema.nearest import did_you_mean_path
 
 
 def open_source(folder: str | Path, arch: ArchSpec | None = None) -> Source:
@@ -25,7 +26,7 @@ def open_source(folder: str | Path, arch: ArchSpec | None = None) -> Source:
     """
     path = Path(folder)
     if not path.is_dir():
-        raise UserError(f"checkpoint folder '{folder}' does not exist.")
+        raise UserError(f"checkpoint folder '{folder}' does not exist.{did_you_mean_path(path)}")
     if (path / SINGLE).is_file() or (path / INDEX).is_file():
         return HfSource(path)
     if any(path.glob(RANK_FILES)):

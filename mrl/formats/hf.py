@@ -20,11 +20,12 @@ from torch import Tensor
 
 from mrl.errors import UserError, first_line, shown
 from mrl.formats.base import OutFile, Source, Target
-from mrl.formats.safetensors_file import SafetensorsFile, write_safetensors
+from mrl.formats.safetensors_file import Header, SafetensorsFile, write_safetensors
 from mrl.models.base import ArchSpec, critic_of
 from mrl.models.hf_config import TOKENIZER_FILES, arch_from_folder, family_of, read_config
 from mrl.weights.copies import ITEM_BYTES, num_bytes
 from mrl.weights.hf import EMBEDDINGS, HEAD, VALUE_BIAS, VALUE_HEAD, hf_layout
+from mrl.weights.hf_names import locate, unwrapped
 from mrl.weights.layout import Layout, Region
 from mrl.weights.regions import slices
 from mrl.weights.tensors import check_tensors
@@ -33,6 +34,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _ROWS_AT_ONCE = 4096
 """Rows of the vocabulary that are compared at a time, so that no copy of a whole matrix is made."""
+
+_ADAPTER = "adapter_config.json"
 
 MAX_FILE_BYTES = 5 << 30
 
@@ -50,69 +53,81 @@ class HfSource(Source):
             arch: The model; None: what config.json says, a critic where the folder has a value head.
 
         Raises:
-            UserError: The folder has no config.json or no safetensors, its index is broken, or a file is missing or
-                not whole.
+            UserError: The folder has no config.json, no safetensors or two sets of them, its index is broken, or a file
+                is missing or cut short.
         """
         self.folder = Path(folder)
         self.arch = arch_from_folder(folder) if arch is None else arch
         self._open_files: dict[str, SafetensorsFile] = {}
         self._file_of = self._find()
-        if arch is None and VALUE_HEAD in self._file_of:
+        if arch is None and any(unwrapped(name) == VALUE_HEAD for name in self._file_of):
             self.arch = critic_of(self.arch)
+        shapes = {name: self._open(file).headers[name].shape for name, file in self._file_of.items()}
+        try:
+            self._tensors = locate(self.arch, shapes)
+        except UserError as error:
+            raise UserError(f"model folder '{folder}': {error}") from error
         names = (*sorted(set(self._file_of.values())), INDEX, "config.json")
         self.files = tuple(name for name in names if (self.folder / name).is_file())
 
     def dtype(self, hf_name: str) -> str:
         """See `Source`."""
-        return self._file(hf_name).headers[hf_name].dtype
+        return self._header(hf_name).dtype
 
     def read(self, hf_name: str, region: Region) -> Tensor:
         """See `Source`; a view of a private map of the file, which goes with it."""
-        return self._file(hf_name).tensor(hf_name)[slices(region)]
+        return self._tensor(hf_name)[slices(region)]
 
     def check(self) -> None:
         """See `Source`; rotary frequencies may be there, and a tied head that equals the embeddings."""
         arch = self.arch
         expected = hf_layout(arch, "float32")
-        missing = [name for name in expected if name not in self._file_of]
-        unknown = [name for name in self._file_of if name not in expected and not self._is_optional(name)]
-        if arch.value_head and VALUE_BIAS in unknown:
+        missing = [name for name in expected if name not in self._tensors]
+        unknown = [name for name in self._tensors if name not in expected and not self._is_optional(name)]
+        if arch.value_head and VALUE_BIAS in map(unwrapped, unknown):
             raise UserError(
                 f"model folder '{self.folder}': its value head has a bias, '{VALUE_BIAS}' (a token classification "
                 "model's, as verl's critics), and mrl's has none. Where it is 0, remove the tensor; else give a model "
                 "without one."
             )
-        for what, names in (("lacks", missing), ("has unknown", unknown)):
-            if names:
-                raise UserError(
-                    f"model folder '{self.folder}' {what} {len(names)} tensors of a {arch.family} model with "
-                    f"{arch.num_layers} layers, first {shown(names[0])}. config.json and the weights do not belong "
-                    "together."
-                )
+        if missing == [HEAD] and not unknown:
+            raise UserError(
+                f"model folder '{self.folder}' has no '{HEAD}': these are the weights of a model without a head, as "
+                "transformers' AutoModel saves them. Save it with AutoModelForCausalLM, or set tie_word_embeddings to "
+                "true in config.json if the head is the embeddings."
+            )
+        lacks = f"lacks {len(missing)} tensors, first {shown(missing[0])}" if missing else ""
+        has = f"has {len(unknown)} unknown tensors, first {shown(unknown[0])}" if unknown else ""
+        if missing or unknown:
+            raise UserError(
+                f"model folder '{self.folder}' {' and '.join(filter(None, (lacks, has)))}: config.json describes a "
+                f"{arch.family} model with {arch.num_layers} layers. Give the weights that belong to config.json, "
+                "under the names that transformers' save_pretrained writes."
+            )
         for name, stored in expected.items():
-            header = self._file(name).headers[name]
-            if header.shape != stored.shape:
+            header, located = self._header(name), self._tensors[name]
+            if header.shape != located.shape:
                 vocab = (
                     "; config.json says vocab_size=" + str(arch.vocab_size) if arch.vocab_size in stored.shape else ""
                 )
                 raise UserError(
-                    f"model folder '{self.folder}': '{name}' has shape {list(header.shape)}, but config.json asks for "
-                    f"{list(stored.shape)}{vocab}."
+                    f"model folder '{self.folder}': '{located.stored}' has shape {list(header.shape)}, but config.json "
+                    f"asks for {list(located.shape)}{vocab}."
                 )
             if header.dtype not in _DTYPES:
                 raise UserError(
-                    f"model folder '{self.folder}': '{name}' is stored as {header.dtype}; expected one of "
+                    f"model folder '{self.folder}': '{located.stored}' is stored as {header.dtype}; expected one of "
                     f"{', '.join(_DTYPES)}. Use a release of the model that is not quantized."
                 )
-        if arch.tie_word_embeddings and HEAD in self._file_of:
+        if arch.tie_word_embeddings and HEAD in self._tensors:
             self._check_tied_head()
 
     def describe(self) -> dict[str, Any]:
         """See `Source`."""
         tensors = {
-            name: {"shape": list(header.shape), "dtype": header.dtype, "file": file}
-            for name, file in self._file_of.items()
-            for header in [self._open(file).headers[name]]
+            name: {"shape": list(located.part_of(header.shape)), "dtype": header.dtype, "file": file}
+            for name, located in self._tensors.items()
+            for file, header in [(self._file_of[located.stored], self._header(name))]
         }
         return {
             "format": "huggingface",
@@ -142,7 +157,7 @@ class HfSource(Source):
 
     def _check_tied_head(self) -> None:
         """Versions of transformers differ on a head of its own in a tied model: some take it, some drop it."""
-        head, embeddings = (self._file(name).tensor(name) for name in (HEAD, EMBEDDINGS))
+        head, embeddings = (self._tensor(name) for name in (HEAD, EMBEDDINGS))
         same = head.shape == embeddings.shape and all(
             torch.equal(ours.float(), theirs.float())
             for ours, theirs in zip(
@@ -160,11 +175,22 @@ class HfSource(Source):
         return name.endswith("rotary_emb.inv_freq") or (name == HEAD and self.arch.tie_word_embeddings)
 
     def _find(self) -> dict[str, str]:
-        index = self.folder / INDEX
-        if index.is_file():
-            return self._read_index(index)
-        if (self.folder / SINGLE).is_file():
+        index, single = self.folder / INDEX, self.folder / SINGLE
+        if (self.folder / _ADAPTER).is_file():
+            raise UserError(
+                f"model folder '{self.folder}' has {_ADAPTER}: it is an adapter of another model, which mrl does not "
+                "apply. Merge the two first (peft's merge_and_unload, then save_pretrained)."
+            )
+        found = self._read_index(index) if index.is_file() else None
+        if single.is_file() and (found is None or set(found.values()) == {SINGLE}):
             return dict.fromkeys(self._open(SINGLE).headers, SINGLE)
+        if single.is_file():
+            raise UserError(
+                f"model folder '{self.folder}' has two sets of weights: {SINGLE}, which transformers reads, and the "
+                f"shards of {INDEX}. Remove {SINGLE}, or the index with its shards."
+            )
+        if found is not None:
+            return found
         raise UserError(
             f"model folder '{self.folder}' has neither {SINGLE} nor {INDEX}. mrl reads safetensors; convert other "
             "formats with transformers' save_pretrained."
@@ -191,8 +217,14 @@ class HfSource(Source):
                 raise UserError(f"'{path}' says that {shown(lacking[0])} is in '{file}', but it is not.")
         return found
 
-    def _file(self, name: str) -> SafetensorsFile:
-        return self._open(self._file_of[name])
+    def _header(self, hf_name: str) -> Header:
+        """Returns the header of the stored tensor that holds this one."""
+        stored = self._tensors[hf_name].stored
+        return self._open(self._file_of[stored]).headers[stored]
+
+    def _tensor(self, hf_name: str) -> Tensor:
+        located = self._tensors[hf_name]
+        return self._open(self._file_of[located.stored]).tensor(located.stored)[located.index]
 
     def _open(self, file: str) -> SafetensorsFile:
         if file not in self._open_files:

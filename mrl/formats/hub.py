@@ -17,6 +17,7 @@ from mrl.config import Config
 from mrl.errors import UserError, first_line
 from mrl.formats.hf import INDEX, SINGLE
 from mrl.models.hf_config import TOKENIZER_FILES, read_json
+from mrl.schema.nearest import did_you_mean_path
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 TEACHERS = "distillation.teacher_models"
@@ -160,7 +161,7 @@ def _refusal(key: str, name: str, reason: str) -> UserError:
     from huggingface_hub import constants
 
     return UserError(
-        f"{key}: '{name}' is no folder here, and as a name on the Hugging Face hub {reason}. Run `hf download {name}` "
-        f"where the hub can be reached, with this cache ({constants.HF_HUB_CACHE}; HF_HUB_CACHE names another one), or "
-        "give a local folder that holds the model."
+        f"{key}: the folder '{name}' does not exist.{did_you_mean_path(name)} As a name on the Hugging Face hub, "
+        f"{reason}. Run `hf download {name}` where the hub can be reached, with this cache "
+        f"({constants.HF_HUB_CACHE}; HF_HUB_CACHE names another one), or give a local folder that holds the model."
     )

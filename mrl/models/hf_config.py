@@ -14,6 +14,7 @@ from mrl.errors import UserError, first_line, shown
 from mrl.models._keys import refuse_foreign_structure
 from mrl.models.base import ArchSpec, Family
 from mrl.schema import registry
+from mrl.schema.nearest import did_you_mean_path
 
 _NOT_FAMILIES = ("hf_config", "presets")
 
@@ -52,7 +53,10 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     path = folder / "config.json"
     if not folder.is_dir():
-        raise UserError(f"model folder '{folder}' does not exist. Give a local Hugging Face folder with a config.json.")
+        raise UserError(
+            f"model folder '{folder}' does not exist.{did_you_mean_path(folder)} Give a local Hugging Face folder "
+            "with a config.json."
+        )
     if not path.is_file():
         raise UserError(
             f"'{folder}' has no config.json. A Hugging Face folder holds config.json, *.safetensors and a tokenizer."

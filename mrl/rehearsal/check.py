@@ -72,6 +72,7 @@ def check_real_run(
         check_fits(found, hardware, memory_by_stage(found, device_of(hardware, found.grid)))
     except UserError as error:
         report.warnings.append(f"mrl plan refuses the real run: {error}")
+    report.warnings += found.warnings
     prompts = [*found.peeked, *found.validation[:NUM_VAL]]
     longest = max(len(prompt.prompt_ids) for prompt in prompts)
     return RealRun(config, found, longest, f"{counted(size.ranks, 'rank')} ({size.why})")

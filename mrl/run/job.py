@@ -83,7 +83,7 @@ class Job:
         self.config, self.arch, self.tokenizer, self.algorithm = config, plan.arch, tokenizer, plan.algorithm
         self.validation, self.run, self.groups, self.device, self.log = plan.validation, plan.run, groups, device, log
         self.tools = plan.tools
-        for warning in forced(config, plan.arch, plan.grid):
+        for warning in [*forced(config, plan.arch, plan.grid), *plan.warnings]:
             log.note(f"WARNING {warning}")
         models: tuple[Policy | None, RunCritic | None, RunTeachers | None] = (None, None, None)
         with on_trainers(groups) as here:

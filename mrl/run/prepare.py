@@ -18,6 +18,7 @@ from mrl.config import AlgorithmConfig, Config, DataConfig, ModelConfig
 from mrl.data.prompts import PromptSource, load_training, load_validation
 from mrl.data.steps import with_num_steps
 from mrl.data.tokenizer import Tokenizer, load_tokenizer
+from mrl.data.turns import end_token_warning
 from mrl.distributed import launch, transformer_engine
 from mrl.engines.base import RolloutEngine
 from mrl.engines.trtllm import fields as trtllm
@@ -100,12 +101,14 @@ class Checked(Resolved):
         validation: Held-out prompts, maybe none.
         peeked: The first training prompts.
         tools: What the environment of episodes offers to the model.
+        warnings: Mistakes that are likely, but not certain.
     """
 
     source: PromptSource
     validation: list[Prompt]
     peeked: list[Prompt]
     tools: list[Schema]
+    warnings: list[str]
 
 
 @dataclass
@@ -186,7 +189,17 @@ def check_run(config: Config, world_size: int, *, launcher: str | None = None, t
         examples(peeked, tokenizer, config, tools)
     checked = replace(config.reward, num_workers=1)
     Scorer(checked, tokenizer.decode, tokenizer.eos_ids, variables=launch.variables).close()
-    return Checked(**vars(found), source=source, validation=validation, peeked=peeked, tools=tools)
+    # Supervised steps refuse turns without an end token, row by row.
+    samples_chats = not found.algorithm.supervised and any(isinstance(prompt.question, list) for prompt in peeked)
+    warning = end_token_warning(tokenizer, tools) if samples_chats else None
+    return Checked(
+        **vars(found),
+        source=source,
+        validation=validation,
+        peeked=peeked,
+        tools=tools,
+        warnings=[] if warning is None else [warning],
+    )
 
 
 def resolve(config: Config, world_size: int) -> Resolved:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mrl.config import Config, DataConfig, ModelConfig
+from mrl.data.chat_text import TRUSTED_ROLES, ChatText
 from mrl.data.tokenizer import Tokenizer, load_tokenizer
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
@@ -58,9 +59,11 @@ class Reader:
             raise RuntimeError("the actor's tokens are read as they are")
         question = prompt.question or prompt.text
         if isinstance(question, str):
-            return self.own.encode(question + response, prompt=True)
+            return self.own.encode(ChatText(question).joined(self.own.quoted(response)), prompt=True)
         messages = [*question, {"role": "assistant", "content": response}]
-        return self.own.encode(self.own.render_chat(messages, begins_answer=False))
+        # The response's own special tokens were left out: one that it spells out must not become one here.
+        trusted = TRUSTED_ROLES - {"assistant"}
+        return self.own.encode(self.own.render_chat(messages, begins_answer=False, trusted=trusted))
 
 
 def reader_of(config: Config, actors: Tokenizer, arch: ArchSpec) -> Reader:
@@ -79,7 +82,8 @@ def reader_of(config: Config, actors: Tokenizer, arch: ArchSpec) -> Reader:
     own = None
     if named.retokenize is not False:
         try:
-            own = load_tokenizer(ModelConfig(path=named.path), DataConfig(), arch.vocab_size)
+            data = DataConfig(split_special_tokens=config.data.split_special_tokens)
+            own = load_tokenizer(ModelConfig(path=named.path), data, arch.vocab_size)
         except UserError as error:
             raise UserError(f"{where}: {error} reward.model.retokenize=false reads the actor's token ids.") from error
         if named.retokenize is None and own.vocabulary == actors.vocabulary:

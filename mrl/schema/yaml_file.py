@@ -38,15 +38,33 @@ def read_yaml(file: Path, what: str) -> Any:
     Raises:
         UserError: It is not there, or not readable YAML.
     """
+    content = b""
     try:
         if os.path.getsize(file) > MAX_BYTES:
             raise UserError(f"{what} '{file}' has more than {MAX_BYTES} bytes: it is another file.")
-        check_events(file.read_bytes())
+        content = file.read_bytes()
+        content.decode("utf-8")
+        check_events(content)
         return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     except UserError:
         raise
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{what} '{file}' is not UTF-8 text: byte {error.object[error.start]:#04x} at position {error.start}. "
+            "Save it as UTF-8."
+        ) from error
     except UNREADABLE as error:
-        raise UserError(f"{what} '{file}' is not readable YAML: {reason(error)}.") from error
+        tab = _tab_before(error, content)
+        raise UserError(f"{what} '{file}' is not readable YAML: {tab or reason(error)}.") from error
+
+
+def _tab_before(error: Exception, content: bytes) -> str | None:
+    """Returns what is wrong where a tab in the indentation is the cause of an error, and None where it is not."""
+    mark = getattr(error, "problem_mark", None)
+    lines = content.decode("utf-8").splitlines()
+    if mark is None or mark.line >= len(lines) or not re.match(r" *\t", lines[mark.line]):
+        return None
+    return f"line {mark.line + 1} is indented with a tab; YAML takes spaces only"
 
 
 def check_events(text: str | bytes) -> None:

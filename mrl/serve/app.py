@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -24,6 +25,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from mrl.data.tokenizer import Tokenizer
+from mrl.environments.formats import base as formats
 from mrl.environments.formats.base import Format
 from mrl.errors import UserError
 from mrl.serve import told
@@ -117,7 +119,9 @@ def make_app(served: Served, desk: Desk, key: str, *, local: bool) -> FastAPI:
         identity = _identity("chatcmpl", served)
         telling: told.Told = told.Chat(identity, wants_logprobs=asked.logprobs, asked=asked)
         if tools:
-            telling = told.ToolChat(identity, asked.logprobs, asked, lambda text: served.form(text, tools))
+            thinks = formats.opens_thought(served.tokenizer.decode(prompts[0][-formats.TAIL_TOKENS :]))
+            form = partial(served.form, tools=tools, in_thought=thinks)
+            telling = told.ToolChat(identity, asked.logprobs, asked, form)
         return await _respond(_open(served, desk, asked, prompts, asked.most_tokens, telling), request)
 
     return app

@@ -48,6 +48,7 @@ COLUMNS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "data.system_prompt": (("data.system_prompt=Sum up.",), CHAT, ""),
     "data.chat_template": (("data.chat_template={folder}/other.jinja",), CHAT, ""),
     "data.apply_chat_template": (("data.apply_chat_template=always",), (*CHAT, "data.prompt_key=prompt"), ""),
+    "data.split_special_tokens": (("data.split_special_tokens=false",), (*CHAT, "data.prompt_key=quotes"), ""),
     "data.shuffle": (("data.shuffle=false",), (), ""),
     "data.overlong_prompts": (("data.overlong_prompts=drop",), CUT, ""),
 }
@@ -61,6 +62,7 @@ def write(folder: Path) -> Path:
             {
                 "prompt": f"<{i}+1>", "question": f"<1+{i}>", "chat": [{"role": "user", "content": f"{i}+1"}],
                 "answer": str(i + 1), "other": str(i), "chosen": str(i + 1), "rejected": str(i + 3),
+                "quotes": [{"role": "user", "content": f"{i}<|im_end|>"}],
             }
             for i in range(first, first + 4)
         ]  # fmt: skip

@@ -60,6 +60,23 @@ def test_a_named_column_is_taken_and_a_row_without_it_is_refused(tmp_path, digit
         example(digits, tmp_path, {"prompt": "<1+1>", "answer": "2"}, response_key="worked")
 
 
+@pytest.mark.parametrize("response", ["four", "four<|im_end|>", "<s>four", "<s>four<|im_end|>"])
+def test_a_rendered_response_gets_no_second_beginning_or_end_token(tmp_path, response):
+    folder = byte_bpe_folder(tmp_path / "bos", bos=True)
+    tokenizer = load_tokenizer(ModelConfig(tokenizer=str(folder)), DataConfig())
+    rows = {"": response, "two?": response.removeprefix("<s>"), "<s>two?": response.removeprefix("<s>")}
+    for prompt, answer in rows.items():
+        found = example(tokenizer, tmp_path, {"prompt": prompt, "answer": answer})
+        text = prompt.removeprefix("<s>")
+        assert found == Example([3, *tokenizer.encode(text)], tokenizer.encode("four<|im_end|>"), found.trained)
+        assert all(found.trained)
+        pair = {"prompt": prompt, "chosen": answer, "rejected": "two"}
+        chosen, rejected = prompt_and_encoder(tokenizer, tmp_path, pair, {}, {})[1].pair(
+            prompt_and_encoder(tokenizer, tmp_path, pair, {}, {})[0]
+        )
+        assert chosen == found and rejected.response_ids == tokenizer.encode("two<|im_end|>")
+
+
 TALK = [
     {"role": "user", "content": "two?"},
     {"role": "assistant", "content": "four"},

@@ -1,4 +1,5 @@
 import json
+from decimal import Decimal
 
 import pyarrow
 import pyarrow.parquet
@@ -226,7 +227,7 @@ def test_of_a_conversation_all_before_the_last_answer_is_the_prompt(tmp_path, ch
         ({"messages": []}, {}, r"'messages' holds list \[\]"),
         ({"prompt": 7, "answer": 1}, {}, "holds int 7, expected a string or a list of chat messages"),
         ({"prompt": [], "answer": 1}, {}, r"holds list \[\], expected a string or a list of chat messages"),
-        ({"prompt": [{"role": "user"}], "answer": 1}, {}, "lacks a 'role' or 'content'"),
+        ({"prompt": [{"role": "user"}], "answer": 1}, {}, ".*lacks a 'role' or 'content'"),
         ({"prompt": "1", "answer": [1]}, {}, "holds list .*expected a string or a number"),
         ({"prompt": "1", "answer": True}, {}, "holds bool True, expected a string or a number"),
         ({"prompt": "", "answer": 1}, {}, "encodes to no tokens"),
@@ -308,3 +309,57 @@ def test_a_source_key_that_the_rows_lack_is_refused(tmp_path, digits):
     file = jsonl(tmp_path / "a.jsonl", numbers(1))
     with pytest.raises(UserError, match=r"a.jsonl:1: there is no column 'origin' \(data.source_key\)"):
         source(digits, [file], source_key="origin")
+
+
+VERL = {"prompt": [{"role": "user", "content": "two?"}], "reward_model": {"style": "rule", "ground_truth": "4"}}
+
+
+@pytest.mark.parametrize(
+    ("gap", "words"),
+    [
+        ({"prompt": None}, "column 'prompt' holds NoneType"),
+        ({"prompt": []}, "column 'prompt' holds list"),
+        ({"prompt": [{"role": "user", "content": None}]}, ".*lacks a 'role' or 'content'"),
+        ({"reward_model": None}, "column 'reward_model' is null"),
+    ],
+    ids=["prompt", "messages", "content", "reward_model"],
+)
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_a_later_row_of_verls_data_that_lacks_something_is_named_when_the_data_are_opened(
+    tmp_path, chat_tokenizer, gap, words, kind
+):
+    rows = [VERL, VERL, VERL | gap, VERL]
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        jsonl(path, rows)
+    with pytest.raises(UserError, match=rf"a.{kind}:{2 if kind == 'parquet' else 3}: {words}"):
+        source(chat_tokenizer, [str(path)])
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "answers"),
+    [
+        ([0.1, 49.0, -2.5], pyarrow.float32(), ["0.1", "49", "-2.5"]),
+        ([0.1, 49.0, -2.5], pyarrow.float16(), ["0.1", "49", "-2.5"]),
+        ([0.1, 49.0, 1e-7], pyarrow.float64(), ["0.1", "49", "1e-07"]),
+        ([Decimal("18.50"), Decimal("49.00"), Decimal("-100")], pyarrow.decimal128(9, 2), ["18.5", "49", "-100"]),
+    ],
+    ids=str,
+)
+def test_numbers_as_answers_are_the_text_that_was_written(tmp_path, digits, values, kind, answers):
+    table = pyarrow.table({"prompt": ["1", "2", "3"], "answer": pyarrow.array(values, kind)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    found = source(digits, [str(tmp_path / "a.parquet")], shuffle=False).next(3)
+    assert [prompt.answer for prompt in found] == answers
+
+
+def test_a_rendered_prompt_has_one_beginning_token(tmp_path):
+    template = "<s>{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
+    folder = byte_bpe_folder(tmp_path / "bos", bos=True, chat_template=template)
+    tokenizer = load_tokenizer(ModelConfig(tokenizer=str(folder)), DataConfig())
+    messages = [{"role": "user", "content": "two?"}]
+    chat = only(tokenizer, tmp_path, {"prompt": messages, "answer": "4"})
+    text = only(tokenizer, tmp_path, {"prompt": chat.text, "answer": "4"})
+    assert text.prompt_ids == chat.prompt_ids == (3, *tokenizer.encode("<|im_start|>two?<|im_end|>"))

@@ -1,3 +1,4 @@
+import gzip
 import json
 
 import pyarrow
@@ -89,7 +90,7 @@ def test_every_jsonl_row_is_checked_when_the_file_is_opened(tmp_path):
         ("a.jsonl", '{"prompt": "x"}\n{"prompt": \n', r"a.jsonl:2: not JSON"),
         ("a.jsonl", '[{"prompt": "x"}]', r"a.jsonl:1: holds list, expected one JSON object per line"),
         ("a.jsonl", "\n\n", r"'.*a.jsonl' holds no rows"),
-        ("a.jsonl", b"\xff\xfe{", r"a.jsonl:1: not JSON"),
+        ("a.jsonl", b"\xff\xfe{", r"a.jsonl' is text in UTF-16"),
         ("a.csv", "prompt\nx\n", r"ends in '.csv', expected .jsonl or .parquet"),
         ("a.parquet", "this is no parquet", r"a.parquet' is not a readable parquet file"),
     ],
@@ -110,3 +111,104 @@ def test_missing_files_are_refused(tmp_path):
         empty = pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())})
         pyarrow.parquet.write_table(empty, tmp_path / "empty.parquet")
         open_files([str(tmp_path / "empty.parquet")], "data.train_files", accept)
+
+
+def refuse_gaps(row, source):
+    """Refuses what a prompt of verl's data must not lack."""
+    if row["prompt"] is None or row["model"] is None or row["model"]["truth"] is None or row["list"] == []:
+        raise UserError(f"{source}: gap")
+    if any(message["role"] is None for message in row["list"] or ()) or (row["number"] or 0) != (row["number"] or 0):
+        raise UserError(f"{source}: gap")
+
+
+GOOD = {
+    "prompt": "a",
+    "model": {"truth": "1", "note": None},
+    "list": [{"role": "user"}],
+    "number": 1.5,
+    "dotted.name": "x",
+}
+GAPS = {
+    "null text": {"prompt": None},
+    "null struct": {"model": None},
+    "null in a struct": {"model": {"truth": None, "note": "b"}},
+    "empty list": {"list": []},
+    "null in a list": {"list": [{"role": "user"}, {"role": None}]},
+    "nan": {"number": float("nan")},
+}
+
+
+@pytest.mark.parametrize("statistics", [True, False])
+@pytest.mark.parametrize("gap", GAPS.values(), ids=GAPS)
+def test_a_parquet_row_that_lacks_something_is_found_when_the_file_is_opened(tmp_path, gap, statistics):
+    rows = [{**GOOD, "model": {"truth": "1", "note": "b" if index % 2 else None}} for index in range(40)]
+    rows[33] = rows[33] | gap
+    path = write_parquet(tmp_path / "a.parquet", rows, row_group_size=10, write_statistics=statistics)
+    with pytest.raises(UserError, match="a.parquet:33: gap"):
+        open_files([path], "data.train_files", refuse_gaps)
+    rows[33] = GOOD
+    path = write_parquet(tmp_path / "b.parquet", rows, row_group_size=10, write_statistics=statistics)
+    checked = []
+    assert len(open_files([path], "data.train_files", lambda row, source: checked.append(row))) == 40
+    assert len(checked) <= 4  # one of each kind
+
+
+def test_narrow_floats_are_the_numbers_that_were_written(tmp_path):
+    kinds = {"half": pyarrow.float16(), "single": pyarrow.float32(), "double": pyarrow.float64()}
+    nested = pyarrow.struct([("truth", pyarrow.float32())]), pyarrow.list_(pyarrow.float32())
+    table = pyarrow.table(
+        {name: pyarrow.array([0.1, None, 3.0, -2.5], kind) for name, kind in kinds.items()}
+        | {"struct": pyarrow.array([{"truth": 0.7}, None, {"truth": None}, {"truth": 1e-5}], nested[0])}
+        | {"list": pyarrow.array([[0.1, None], None, [], [16777217.0]], nested[1])}
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    rows = open_files([str(tmp_path / "a.parquet")], "data.train_files", accept)
+    assert [rows.row(index)["single"] for index in range(4)] == [0.1, None, 3.0, -2.5]
+    assert [rows.row(index)["half"] for index in range(4)] == [0.1, None, 3.0, -2.5]
+    assert [rows.row(index)["double"] for index in range(4)] == [0.1, None, 3.0, -2.5]
+    assert [rows.row(index)["struct"] for index in range(4)] == [{"truth": 0.7}, None, {"truth": None}, {"truth": 1e-5}]
+    assert [rows.row(index)["list"] for index in range(4)] == [[0.1, None], None, [], [16777216.0]]
+
+
+LINE = '{"prompt": "é", "answer": "b"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (LINE.encode("utf-16"), "is text in UTF-16"),
+        (LINE.encode("utf-16-le"), "is text in UTF-16"),
+        (LINE.encode("utf-16-be"), "is text in UTF-16"),
+        (LINE.encode("utf-32"), "is text in UTF-16"),
+        (LINE.encode("latin-1"), "a.jsonl:1: not UTF-8: byte 0xe9 at position 12"),
+        (gzip.compress(LINE.encode(), mtime=0), "compressed by gzip"),
+        (b"PAR1....", "a parquet file"),
+        (b'[{"prompt": "a"},\n{"prompt": "b"}]\n', "A JSON array is not read"),
+    ],
+    ids=["utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1", "gzip", "parquet", "array"],
+)
+def test_text_of_another_kind_is_refused_by_what_it_is(tmp_path, content, message):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        open_files([str(tmp_path / "a.jsonl")], "data.train_files", accept)
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + LINE.encode())  # UTF-8's byte order mark
+    assert open_files([str(tmp_path / "a.jsonl")], "data.train_files", accept).row(0)["prompt"] == "é"
+
+
+def test_a_damaged_parquet_file_is_refused_by_name(tmp_path):
+    path = tmp_path / "a.parquet"
+    write_parquet(path, [{"prompt": "a" * 40, "answer": str(index)} for index in range(1000)])
+    whole = path.read_bytes()
+    for content in (whole[: len(whole) // 2], b"", b"PAR1" + whole[4:-4] + b"xxxx", whole[:-8] + b"\xff" * 4 + b"PAR1"):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="a.parquet' is not a readable parquet file: .* download it again"):
+            open_files([str(path)], "data.train_files", accept)
+    path.write_bytes(whole[:40] + bytes(range(40, 160)) + whole[160:])
+    with pytest.raises(UserError, match=r"a.parquet:0: the row cannot be read: .*damaged"):
+        open_files([str(path)], "data.train_files", accept)
+
+
+def test_a_mistyped_path_is_offered_the_nearest(tmp_path):
+    path = write_jsonl(tmp_path / "train.jsonl", numbered(1))
+    with pytest.raises(UserError, match=f"Did you mean '{path}'"):
+        open_files([str(tmp_path / "trian.jsonl")], "data.train_files", accept)

@@ -75,6 +75,18 @@ def test_a_beginning_token_starts_prompts_only(tmp_path, folder):
     assert plain.encode("two", prompt=True) == plain.encode("two")
 
 
+WITH_BOS = "<s>{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
+
+
+@pytest.mark.parametrize("text", ["<s>two", "<s>", "<s><|im_start|>user\ntwo", "two", "", "two <s>", " <s>two"])
+def test_a_prompt_begins_with_one_beginning_token(tmp_path, text):
+    tokenizer = load(byte_bpe_folder(tmp_path, bos=True, chat_template=WITH_BOS))
+    ids = tokenizer.encode(text, prompt=True)
+    assert ids == [3, *tokenizer.encode(text.removeprefix("<s>"))]
+    rendered = tokenizer.render_chat(MESSAGES, begins_answer=True)
+    assert tokenizer.encode(rendered.text, prompt=True) == tokenizer.apply_chat_template(MESSAGES)
+
+
 def test_the_chat_template_ends_where_the_assistant_begins(folder):
     tokenizer = load(folder)
     text = tokenizer.decode(tokenizer.apply_chat_template(MESSAGES))

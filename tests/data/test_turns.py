@@ -1,10 +1,12 @@
 """Where the assistant speaks, against transformers' own mask and against what generation would see."""
 
+import json
+
 import pytest
 
 from mrl.config import DataConfig, ModelConfig
 from mrl.data.tokenizer import load_tokenizer
-from mrl.data.turns import rendered
+from mrl.data.turns import end_token_warning, rendered
 from mrl.errors import UserError
 from tests.data.folders import byte_bpe_folder
 
@@ -87,11 +89,43 @@ def test_a_template_that_is_not_append_only_is_refused_but_for_the_last_turn(tmp
     assert tokenizer.decode(found.ids[begin:end]) == "<think>\n\n</think>\n\ntwo<|im_end|>"
 
 
-def test_a_turn_without_an_end_token_goes_to_the_end_of_its_message(tmp_path):
-    """The first token stands for the space of the template too."""
-    tokenizer = tokenizer_of(tmp_path, ENDLESS)
-    found = rendered(talk("two?", "four", "plus?", "two"), tokenizer)
-    assert [tokenizer.decode(found.ids[begin:end]) for begin, end in found.turns] == [" four\n", " two\n"]
+GLM = (  # as GLM 4: a turn ends where the next role begins
+    "[gMASK]<sop>{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template", [ENDLESS, GLM, MARKED.replace("<|im_end|>", "<s>")], ids=["none", "glm", "another"]
+)
+@pytest.mark.parametrize("messages", [TALKS["one turn"], TALKS["three turns and a system"]], ids=["one", "three"])
+def test_a_turn_without_an_end_token_is_refused_and_warned_of(tmp_path, template, messages):
+    tokenizer = tokenizer_of(tmp_path, template)
+    with pytest.raises(UserError, match=r"no end token of the model \('<\|im_end\|>' \(2\)\).*generation_config.json"):
+        rendered(messages, tokenizer)
+    assert "rollout.response_length" in end_token_warning(tokenizer)
+
+
+def test_an_end_token_that_generation_config_names_ends_turns(tmp_path):
+    """A base model's tokenizer names another end token than the template writes, as Qwen2.5's."""
+    folder = byte_bpe_folder(tmp_path, chat_template=MARKED)
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    base = load_tokenizer(ModelConfig(tokenizer=str(folder)), DataConfig())
+    assert base.eos_ids == (0,)
+    with pytest.raises(UserError, match="no end token"):
+        rendered(TALKS["one turn"], base)
+    assert end_token_warning(base) is not None
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
+    named = load_tokenizer(ModelConfig(tokenizer=str(folder)), DataConfig())
+    found = rendered(TALKS["one turn"], named)
+    assert [named.decode(found.ids[begin:end]) for begin, end in found.turns] == ["four.<|im_end|>"]
+    assert end_token_warning(named) is None
+
+
+@pytest.mark.parametrize("template", [MARKED, THINKS])
+def test_templates_that_write_an_end_token_are_not_warned_of(tmp_path, template):
+    assert end_token_warning(tokenizer_of(tmp_path, template)) is None
 
 
 def test_trl_trains_the_same_tokens_but_for_the_line_ends_that_its_template_counts_in(tmp_path):

@@ -117,6 +117,27 @@ def test_a_tool_is_called_and_the_tokens_are_those_of_the_whole_conversation(spo
     assert other.episode == episode  # the samples of a prompt have one seed
 
 
+def test_a_thought_that_the_template_opened_makes_no_calls(tokenizer, tmp_path):
+    template, end = FORMATS["hermes"]
+    opening = "<|im_start|>assistant\\n' }}{%- endif"
+    tools, tokenizer = (
+        tools_of(tokenizer),
+        chat_tokenizer(tmp_path, template.replace(opening, "<|im_start|>assistant\\n<think>\\n' }}{%- endif"), end),
+    )
+    assert tokenizer.render_chat([{"role": "user", "content": "?"}], begins_answer=True).text.endswith("<think>\n")
+    call = CALLS["hermes"][0]
+    texts = [f"I could {call}.</think>{call}", f"and {call}</think>4"]
+    config = config_of({"tokenization_sanity_check_mode": "disable"})
+    question = [{"role": "user", "content": "two plus two?"}]
+    prompt = Prompt(0, tuple(tokenizer.apply_chat_template(question)), "", question=question)
+    episodes = Episodes(config, tokenizer, tools, None, told_to_stop=lambda: False)
+    try:
+        (found,) = episodes.run(Speaker(tokenizer, texts), [prompt], SamplingConfig(n=1, max_tokens=LIMIT, seed=3))
+    finally:
+        episodes.close()
+    assert (found.episode.end, found.episode.num_turns, found.episode.num_tool_calls) == ("finished", 2, 1)
+
+
 @pytest.mark.parametrize(
     ("turns", "texts", "end", "num_turns"),
     [

@@ -1,10 +1,12 @@
 """Reading Hugging Face folders that transformers wrote, into every kind of layout; and folders that are broken."""
 
+import inspect
 import json
 import subprocess
 import sys
 import textwrap
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -136,6 +138,20 @@ def index_text(text):
     return lambda folder: (folder / "model.safetensors.index.json").write_text(text)
 
 
+def renamed(new_name):
+    """Stores the tensors under other names; those without one are left out."""
+
+    def write(folder):
+        tensors = {new_name(name): tensor for name, tensor in load_file(weights(folder)).items()}
+        save_file({name: tensor for name, tensor in tensors.items() if name}, weights(folder))
+
+    return write
+
+
+def added(folder, name):
+    (folder / name).write_bytes(b"{}")
+
+
 DAMAGED = {
     "no weights": (
         lambda folder: weights(folder).rename(folder / "pytorch_model.bin"),
@@ -149,11 +165,11 @@ DAMAGED = {
     ),
     "tensor missing": (
         saved(model__norm__weight=None),
-        "lacks 1 tensors of a qwen2 model with 4 layers, first 'model.norm.weight'",
+        "lacks 1 tensors, first 'model.norm.weight': config.json describes a qwen2 model with 4 layers",
     ),
     "tensor unknown": (
         saved(model__layers__4__experts=torch.zeros(1)),
-        "has unknown 1 tensors of a qwen2 model with 4 layers, first 'model.layers.4.experts'",
+        "has 1 unknown tensors, first 'model.layers.4.experts': config.json describes a qwen2 model with 4 layers",
     ),
     "vocabulary": (
         saved(model__embed_tokens__weight=torch.zeros(ODD_VOCAB + 3, 32)),
@@ -175,6 +191,32 @@ DAMAGED = {
         "names the file 'more.safetensors', which is not in the folder",
     ),
     "index leaves the folder": (indexed(model__norm__weight="../x/model.safetensors"), "which is not in the folder"),
+    "two sets of weights": (
+        lambda folder: (
+            save_file(load_file(weights(folder)), folder / "model-00001-of-00001.safetensors"),
+            indexed()(folder),
+            index_text(
+                (folder / "model.safetensors.index.json").read_text().replace("model.s", "model-00001-of-00001.s")
+            )(folder),
+        ),
+        "has two sets of weights: model.safetensors, which transformers reads, and the shards of",
+    ),
+    "one of the shards is the single file": (
+        lambda folder: (
+            save_file({"model.norm.weight": torch.ones(32)}, folder / "more.safetensors"),
+            indexed(model__norm__weight="more.safetensors")(folder),
+        ),
+        "has two sets of weights",
+    ),
+    "an adapter": (lambda folder: added(folder, "adapter_config.json"), "it is an adapter of another model"),
+    "two names of one tensor": (
+        saved(norm__weight=torch.ones(32)),
+        "both are the tensor 'model.norm.weight'",
+    ),
+    "names of another kind": (
+        renamed(lambda name: f"transformer.{name}"),
+        "unknown tensors, first 'transformer.model.",
+    ),
     "index names a missing tensor": (
         indexed(lm_head__weight="model.safetensors"),
         "says that 'lm_head.weight' is in 'model.safetensors', but it is not",
@@ -192,6 +234,101 @@ def test_a_broken_folder_ends_in_one_message_that_names_it(damage, message, tmp_
         load_from_hf(tmp_path, arch, layout, allocate(layout))
     assert message in str(refusal.value)
     assert str(tmp_path) in str(refusal.value)
+
+
+@pytest.mark.parametrize("other", ["pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.safetensors"])
+def test_files_that_transformers_does_not_read_either_are_left_alone(other, tmp_path):
+    arch = ARCHS["biases, tied"]
+    write_folder(arch, tmp_path)
+    added(tmp_path, other)
+    indexed()(tmp_path)  # an index of the single file
+    with HfSource(tmp_path) as source:
+        source.check()
+
+
+def equals(source, tensors):
+    """Whether a source has these tensors."""
+    source.check()
+    for name, expected in hf_layout(source.arch, "float32").items():
+        region = tuple((0, size) for size in expected.shape)
+        assert torch.equal(source.read(name, region), tensors[name]), name
+        assert source.dtype(name) == "float32"
+
+
+MOE = {"num_key_value_heads": 2, "moe_intermediate_size": 24}
+WITH_EXPERTS = {
+    "qwen3_moe": small("qwen3_moe_tiny", **MOE),
+    "qwen2_moe, shared expert, tied": small("qwen2_moe_tiny", **MOE),
+    "mixtral": small("mixtral_tiny", num_key_value_heads=2),
+}
+
+
+@pytest.mark.parametrize("arch", WITH_EXPERTS.values(), ids=WITH_EXPERTS)
+@pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
+def test_experts_that_transformers_stores_together_are_read(arch, shard_size, tmp_path):
+    if "save_original_format" not in inspect.signature(transformers.PreTrainedModel.save_pretrained).parameters:
+        pytest.skip("this version of transformers stores each expert by itself")
+    save_model(arch, tmp_path / "each")
+    save_model(arch, tmp_path / "fused", save_original_format=False, max_shard_size=shard_size)
+    with HfSource(tmp_path / "fused") as source, HfSource(tmp_path / "each") as each:
+        assert any(name.endswith("experts.gate_up_proj") for name in source._file_of)
+        layout = hf_layout(arch, "float32")
+        wanted = allocate(layout)
+        each.check()
+        each.fill(layout, wanted)
+        equals(source, wanted)
+        assert source.describe()["tensors"].keys() == each.describe()["tensors"].keys()
+
+
+def test_fused_experts_of_another_shape_are_refused(tmp_path):
+    arch = next(iter(WITH_EXPERTS.values()))
+    save_model(arch, tmp_path, save_original_format=False)
+    tensors = load_file(weights(tmp_path))
+    name = next(name for name in tensors if name.endswith("experts.gate_up_proj"))
+    tensors[name] = tensors[name].mT.contiguous()
+    save_file(tensors, weights(tmp_path))
+    with HfSource(tmp_path) as source, pytest.raises(UserError, match=f"'{name}' has shape"):
+        source.check()
+
+
+NAMES = {
+    "torch.compile": lambda name: f"_orig_mod.{name}",
+    "compiled layers": lambda name: name.replace(".self_attn.", "._orig_mod.self_attn."),
+    "DDP": lambda name: f"module.{name}",
+    "FSDP with checkpointing": lambda name: f"_fsdp_wrapped_module.{name}".replace(
+        ".mlp.", "._checkpoint_wrapped_module.mlp."
+    ),
+    "AutoModel": lambda name: name.removeprefix("model."),
+    "compiled AutoModel": lambda name: f"_orig_mod.{name.removeprefix('model.')}",
+}
+
+
+@pytest.mark.parametrize("new_name", NAMES.values(), ids=NAMES)
+@pytest.mark.parametrize("arch", [ARCHS["biases, tied"], *list(WITH_EXPERTS.values())[:1]], ids=["dense", "experts"])
+def test_names_of_wrappers_and_of_base_models_are_read(new_name, arch, tmp_path):
+    tensors = counted(arch)
+    write_folder(arch, tmp_path, {new_name(name): tensor for name, tensor in tensors.items()})
+    with HfSource(tmp_path) as source:
+        equals(source, tensors)
+
+
+def test_what_an_auto_model_of_transformers_saves_is_read_where_the_head_is_tied(tmp_path):
+    arch = ARCHS["biases, tied"]
+    expected = save_model(arch, tmp_path / "whole")
+    transformers.AutoModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "base")
+    with HfSource(tmp_path / "base") as source:
+        assert "norm.weight" in source._file_of
+        equals(source, expected)
+
+
+def test_an_untied_model_without_its_head_is_refused_by_what_it_is(tmp_path):
+    arch = replace(ARCHS["biases, tied"], tie_word_embeddings=False)
+    tensors = {
+        name.removeprefix("model."): tensor for name, tensor in counted(arch).items() if name != "lm_head.weight"
+    }
+    write_folder(arch, tmp_path, tensors)
+    with HfSource(tmp_path) as source, pytest.raises(UserError, match="AutoModelForCausalLM"):
+        source.check()
 
 
 def test_tensors_that_do_not_fit_the_layout_are_a_defect_not_a_user_error(tmp_path):

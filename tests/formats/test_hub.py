@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from mrl.config import Config, ModelConfig, ReferenceConfig
 from mrl.errors import UserError
-from mrl.formats.hub import check_same_models, is_hub_name, local_models
+from mrl.formats.hub import check_same_models, is_hub_name, local_folder, local_models
 from mrl.models.hf_config import arch_from_folder
 from mrl.models.presets import arch_from_preset
 from mrl.run.prepare import load_model_facts
@@ -76,7 +76,7 @@ def test_what_the_cache_lacks_is_refused_with_the_command_that_downloads_it(with
     with pytest.raises(UserError) as refusal:
         local_models(named(path=NAME), download=download)
     message = str(refusal.value)
-    assert message.startswith(f"model.path: '{NAME}' is no folder here")
+    assert message.startswith(f"model.path: the folder '{NAME}' does not exist.")
     assert f"hf download {NAME}" in message and str(cache) in message
 
 
@@ -199,3 +199,12 @@ def test_ranks_of_a_host_download_once_what_a_run_needs(hub, tmp_path):
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert len(folders) == 1 and COMMIT in folders.pop()
     assert sorted(hub.sent) == sorted(set(hub.files) - {"README.md"})
+
+
+def test_a_mistyped_folder_is_said_not_to_exist_and_the_nearest_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "models" / "qwen2").mkdir(parents=True)
+    for name in ("models/qwn2", "modles/qwen2"):
+        with pytest.raises(UserError, match=rf"the folder '{name}' does not exist. Did you mean 'models/qwen2'\?"):
+            local_folder("model.path", name)

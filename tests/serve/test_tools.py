@@ -171,3 +171,34 @@ def test_what_cannot_be_done_is_refused(tokenizer, fields, words):
 
     message, _ = ask(tokenizer, "-", calls)
     assert words in message
+
+
+THOUGHT = f"I could call {CALL}, or not.\n</think>\n\n"
+
+
+@pytest.mark.parametrize("opened", [True, False], ids=["by the template", "by the model"])
+@pytest.mark.parametrize(("answer", "num_calls"), [("It rains.", 0), (CALL, 1)])
+def test_a_call_in_a_thought_is_text(tmp_path, opened, answer, num_calls):
+    template = TEMPLATE.replace("|>assistant\n", "|>assistant\n<think>\n") if opened else TEMPLATE
+    folder = byte_bpe_folder(tmp_path, chat_template=template)
+    says = ("" if opened else "<think>\n") + THOUGHT + answer
+
+    async def calls(client):
+        whole = await client.chat.completions.create(model="m", messages=QUESTION, tools=[WEATHER])
+        chunks = await client.chat.completions.create(model="m", messages=QUESTION, tools=[WEATHER], stream=True)
+        return whole.choices[0].message, [chunk.choices[0].delta async for chunk in chunks]
+
+    (whole, deltas), _ = ask(load_tokenizer(ModelConfig(tokenizer=str(folder)), DataConfig()), says, calls)
+    assert whole.content == "".join(delta.content or "" for delta in deltas) == says.removesuffix(CALL)
+    streamed = [call for delta in deltas for call in delta.tool_calls or []]
+    assert len(whole.tool_calls or []) == len(streamed) == num_calls
+
+
+def test_a_thought_that_the_template_opened_and_nothing_closed_calls_nothing(tmp_path):
+    folder = byte_bpe_folder(tmp_path, chat_template=TEMPLATE.replace("|>assistant\n", "|>assistant\n<think>\n"))
+
+    async def calls(client):
+        return await client.chat.completions.create(model="m", messages=QUESTION, tools=[WEATHER])
+
+    found, _ = ask(load_tokenizer(ModelConfig(tokenizer=str(folder)), DataConfig()), f"I could {CALL}", calls)
+    assert found.choices[0].message.tool_calls is None

@@ -1,63 +1,152 @@
-"""From an assistant's text to an action: which tools it calls, and what of it cannot be read.
+"""Reading of tool calls: from an assistant's text to the calls in it, and errors for calls that cannot be read.
 
-A format is a file in this folder that defines `FORMAT`, a function of the text and the tools' schemas. Nothing that a
-model writes makes it raise, or take longer than the text is long.
+A format is a file in this folder that defines `FORMAT`, a `Format` around a `Scanner`. The scanner knows how one call
+is written; `Format` walks over the message and leaves thoughts out. No text makes it raise, and the time it takes grows
+with the length of the text.
+
+Thoughts stand between `<think>` and `</think>`. A call inside a thought is not made, and a tag that a thought mentions
+is no error:
+
+- A thought without its end goes on to the end of the message.
+- Where the prompt ends with `<think>` (the chat template opened the thought), the message begins inside the thought.
+- A `</think>` without a `<think>` ends a thought too: nothing before it is a call. A `</think>` in an argument of a
+  readable call is part of the argument.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from mrl.environments.base import Action, Schema, ToolCall
 from mrl.schema import registry
 
+TAIL_TOKENS = 16
+"""Tokens at the end of a prompt that `opens_thought` needs: more than `<think>` and the white space after it have."""
+
 _SHOWN_CHARS = 80
+_THINK, _THINK_END = "<think>", "</think>"
 
 
 class CallError(ValueError):
     """What looks like a call and is none, in a sentence for the model."""
 
 
+Call = ToolCall | CallError
+"""A call, or why it cannot be read."""
+
+
 @dataclass(frozen=True)
 class Parsed:
-    """What a text says.
+    """The content and the calls of a message.
 
     Attributes:
-        content: What stands outside the calls.
-        calls: In order; an error where one cannot be read.
+        content: Text before the first call, thoughts included; the whole text where there is no call.
+        calls: In order; an error where a call cannot be read.
     """
 
     content: str
-    calls: tuple[ToolCall | CallError, ...] = ()
+    calls: tuple[Call, ...] = ()
 
 
-Format = Callable[[str, Sequence[Schema]], Parsed]
-"""Reads a text; the schemas tell the types of arguments where the format has none."""
+class Scanner(ABC):
+    """Reader of the calls of one message."""
+
+    opening: ClassVar[str]
+    """Regular expression of what a call may begin with."""
+
+    def __init__(self, text: str, tools: Sequence[Schema]) -> None:
+        """Args: text: The message. tools: Schemas, for the types of arguments where the format has none."""
+        self.text, self.tools = text, tools
+
+    @abstractmethod
+    def call_at(self, start: int, visible: int) -> tuple[Call | None, int]:
+        """Reads the call that begins at `start`.
+
+        Args:
+            start: Index of a match of `opening`.
+            visible: Index where the text after the last thought begins.
+
+        Returns:
+            The call, None where this is ordinary text; and the index at which to go on, larger than `start`.
+        """
+
+
+@dataclass(frozen=True)
+class Format:
+    """A tool-call format: reads a whole message with its scanner."""
+
+    scanner: type[Scanner]
+
+    def __call__(self, text: str, tools: Sequence[Schema], *, in_thought: bool = False) -> Parsed:
+        """Reads a message.
+
+        Args:
+            text: As it was sampled, without the end token.
+            tools: Schemas of the tools.
+            in_thought: The prompt ended inside a thought (`opens_thought`).
+        """
+        scanner = self.scanner(text, tools)
+        tags = re.compile(f"{_THINK}|{_THINK_END}|{scanner.opening}")
+        visible = place = _thought_end(text, 0) if in_thought else 0
+        found: list[tuple[int, Call]] = []
+        while match := tags.search(text, place):
+            start, place = match.span()
+            if match[0] == _THINK:
+                visible = place = _thought_end(text, place)
+                continue
+            closed = place if match[0] == _THINK_END else -1
+            if closed < 0:
+                call, place = scanner.call_at(start, visible)
+                if isinstance(call, ToolCall):
+                    found.append((start, call))
+                    continue
+                mentioned = text.find(_THINK_END, start, place)  # what cannot be read may be prose of a thought
+                closed = -1 if mentioned < 0 else mentioned + len(_THINK_END)
+                if closed < 0 and call is not None:
+                    found.append((start, call))
+            if closed >= 0:
+                found.clear()
+                visible = place = closed
+        return Parsed(text[: found[0][0]], tuple(call for _, call in found)) if found else Parsed(text)
+
+
+def opens_thought(prompt: str) -> bool:
+    """Returns whether a response to this prompt begins inside a thought; the end of the prompt is enough."""
+    return prompt.rstrip().endswith(_THINK)
+
+
+def _thought_end(text: str, place: int) -> int:
+    """Returns where the thought that goes on at `place` is over: after its closing tag, or at the end of the text."""
+    end = text.find(_THINK_END, place)
+    return len(text) if end < 0 else end + len(_THINK_END)
 
 
 def find(name: str) -> Format:
-    """The format of this name.
+    """Returns the format of this name.
 
     Raises:
-        UserError: There is none; the nearest name is offered.
+        UserError: There is none; the message offers the nearest name.
     """
     found: Format = registry.find("environments.formats", name, "FORMAT")
     return found
 
 
-def action(text: str, form: Format, tools: Sequence[Schema], max_calls: int) -> Action:
-    """The action that a text is.
+def action(text: str, form: Format, tools: Sequence[Schema], max_calls: int, *, in_thought: bool = False) -> Action:
+    """Reads a message of the policy as an action.
 
     Args:
         text: As it was sampled, without the end token.
         form: How calls are written.
         tools: Schemas of the environment's tools.
-        max_calls: Of one message; those after the first `max_calls` are not made, and the model is told.
+        max_calls: Most calls of one message; later ones are not made, and an error tells the model so.
+        in_thought: The prompt ended inside a thought (`opens_thought`).
     """
-    parsed = form(text, tools)
+    parsed = form(text, tools, in_thought=in_thought)
     taken = parsed.calls[:max_calls]
     errors = [str(call) for call in taken if isinstance(call, CallError)]
     if left := len(parsed.calls) - len(taken):
@@ -66,29 +155,46 @@ def action(text: str, form: Format, tools: Sequence[Schema], max_calls: int) -> 
     return Action(text, parsed.content, calls, tuple(errors))
 
 
-def loaded(text: str) -> Any:
-    """JSON as it is defined: without NaN and Infinity.
+class NotJsonError(CallError):
+    """Text that is not JSON where a call should be.
+
+    Attributes:
+        place: Index in the text at which it stops being JSON.
+    """
+
+    def __init__(self, reason: str, place: int) -> None:
+        super().__init__(reason)
+        self.place = place
+
+
+def decoded(text: str, start: int = 0) -> tuple[Any, int]:
+    """Reads the JSON value that begins at `start`, and returns it with the index of its end.
+
+    NaN and Infinity are not JSON.
 
     Raises:
-        CallError: It is none.
+        NotJsonError: There is no JSON value.
     """
     try:
-        return json.loads(text, parse_constant=_refuse)
+        value, end = _DECODER.raw_decode(text, start)
     except RecursionError:
-        raise CallError(f"a tool call is nested too deeply: {shown(text)}") from None
-    except ValueError as error:
-        raise CallError(f"a tool call is no JSON ({error}): {shown(text)}") from None
+        raise NotJsonError(f"a tool call is nested too deeply: {_part(text, start)}", len(text)) from None
+    except ValueError as error:  # json.JSONDecodeError, or an integer with too many digits
+        place = int(getattr(error, "pos", len(text)))
+        reason = getattr(error, "msg", str(error))
+        raise NotJsonError(f"a tool call is no JSON ({reason}): {_part(text, start)}", place) from None
+    return value, end
 
 
 def call_of(value: Any, *names: str) -> ToolCall:
-    """The call that a JSON object says.
+    """Returns the call that a JSON object describes.
 
     Args:
         value: {"name": ..., "arguments": {...}}.
-        names: Under which the arguments may stand.
+        names: Keys that may hold the arguments.
 
     Raises:
-        CallError: It says none.
+        CallError: It does not describe a call.
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         raise CallError(f"a tool call has no 'name': {shown(json.dumps(value))}")
@@ -100,10 +206,17 @@ def call_of(value: Any, *names: str) -> ToolCall:
 
 
 def shown(text: str) -> str:
-    """The beginning of a text."""
-    text = text.strip()
+    """Returns the beginning of a text, for messages."""
+    text = text[: 4 * _SHOWN_CHARS].strip()
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
+def _part(text: str, start: int) -> str:
+    return shown(text[start : start + 4 * _SHOWN_CHARS])
 
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)

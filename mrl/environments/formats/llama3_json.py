@@ -1,55 +1,65 @@
 """Llama 3.1 to 3.3: `{"name": ..., "parameters": {...}}`, several with `;` between, perhaps after `<|python_tag|>`.
 
-Source: Meta's prompt format for Llama 3.1; read as vLLM's `llama3_json` parser does, call by call. Objects in a message
-that does not begin with one are calls where they have a name; what else has braces in it is text.
+Source: Meta's prompt format for Llama 3.1; read as vLLM's `llama3_json` parser does, call by call. In a message that
+does not begin with an object, an object is a call where it has a name; other braces are text.
 """
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Sequence
+from typing import Any
 
-from mrl.environments.base import Schema, ToolCall
-from mrl.environments.formats.base import CallError, Parsed, _refuse, call_of, shown
+from mrl.environments.base import Schema
+from mrl.environments.formats.base import Call, CallError, Format, NotJsonError, Scanner, call_of, decoded
 
-TAG = "<|python_tag|>"
+_TAG = "<|python_tag|>"
 
-_MAX_MISREAD = 16  # braces that begin no JSON: each costs the length of the text, and what follows is text
+_MAX_MISREAD = 16  # braces that do not begin JSON: each costs the length of the text, and later braces are text
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
+_FIRST_BRACE = re.compile(r"\s*\{")
 
 
-def llama3_json(text: str, tools: Sequence[Schema]) -> Parsed:
-    """The content is what stands before the first call."""
-    before, tag, rest = text.partition(TAG)
-    body, offset = (rest, len(before) + len(tag)) if tag else (text, 0)
-    meant = bool(tag) or body.lstrip().startswith("{")  # the message is a call, whatever becomes of it
-    calls: list[ToolCall | CallError] = []
-    first, place, misread = len(text), body.find("{"), 0
-    while place >= 0 and misread < _MAX_MISREAD:
+class Llama3Json(Scanner):
+    """Calls that are JSON objects, without tags around them."""
+
+    opening = rf"{re.escape(_TAG)}|\{{"
+
+    def __init__(self, text: str, tools: Sequence[Schema]) -> None:
+        """See `Scanner`."""
+        super().__init__(text, tools)
+        self._misread = 0
+        self._tag = len(text)
+        self._begins: dict[int, bool] = {}
+
+    def call_at(self, start: int, visible: int) -> tuple[Call | None, int]:
+        """See `Scanner.call_at`."""
+        text = self.text
+        if text.startswith(_TAG, start):
+            self._tag = min(self._tag, start)
+            brace = _FIRST_BRACE.match(text, start + len(_TAG))
+            if brace is None:
+                return None, start + len(_TAG)
+            start = brace.end() - 1
+        if self._misread >= _MAX_MISREAD:
+            return None, len(text)
+        if visible not in self._begins:
+            self._begins[visible] = _FIRST_BRACE.match(text, visible) is not None
+        meant = self._tag <= start or self._begins[visible]  # the message is a call, even one that cannot be read
         try:
-            value, end = _DECODER.raw_decode(body, place)
-            call: ToolCall | CallError = call_of(value, "parameters", "arguments")
-        except RecursionError:
-            call, end, value = CallError(f"a tool call is nested too deeply: {shown(body[:200])}"), len(body), None
+            value, end = decoded(text, start)
+        except NotJsonError as error:
+            self._misread += 1
+            # The end of a call that cannot be read is not known, so nothing after it is one.
+            return (error, len(text)) if meant else (None, max(error.place, start + 1))
+        try:
+            return call_of(value, "parameters", "arguments"), end
         except CallError as error:
-            call = error
-        except ValueError as error:
-            told = getattr(error, "pos", len(body))
-            part = shown(body[place : place + 200])
-            call, end, value = CallError(f"a tool call is no JSON ({error}): {part}"), told, None
-            misread += 1
-        if isinstance(call, ToolCall) or meant or _names(value):
-            calls.append(call)
-            first = min(first, place + offset)
-        if isinstance(call, CallError) and value is None and meant:
-            break  # what follows half a call is not told from it
-        place = body.find("{", max(end, place + 1))
-    return Parsed(before if tag else text[:first], tuple(calls)) if calls else Parsed(text)
+            return error if meant or _has_name(value) else None, end
 
 
-def _names(value: object) -> bool:
+def _has_name(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("name"), str)
 
 
-FORMAT = llama3_json
+FORMAT = Format(Llama3Json)

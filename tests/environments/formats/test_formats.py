@@ -56,8 +56,8 @@ def written(form, call):
     return f"<tool_call>\n<function={call.name}>\n{inside}</function>\n</tool_call>"
 
 
-def read(form, text, max_calls=100):
-    return base.action(text, base.find(form), TOOLS, max_calls)
+def read(form, text, max_calls=100, *, in_thought=False):
+    return base.action(text, base.find(form), TOOLS, max_calls, in_thought=in_thought)
 
 
 @given(plain, calls)
@@ -133,7 +133,9 @@ BROKEN = {
         ("<tool_call>f(1)</tool_call>", "no '<function=NAME>'"),
         ("<tool_call><function=f><parameter=count>many</parameter></function></tool_call>", "'many' is no integer"),
         ("<tool_call><function=f><parameter=items>[1e999]</parameter></function></tool_call>", "is no array"),
-        ("<tool_call><function=f><parameter", "no '<function"),
+        ("<tool_call><function=f><parameter", "its parameters begin with"),
+        ('<tool_call><function=f>{"count": 1}</function></tool_call>', "its parameters begin with"),
+        ("<tool_call><function=f><parameter=x>1</parameter><parameter=x>2</parameter></function></tool_call>", "twice"),
         ("<tool_call><function=f><parameter=x", "a parameter without '>'"),
     ],
 }
@@ -142,9 +144,6 @@ BROKEN = {
 @pytest.mark.parametrize(("form", "text", "why"), [(form, *case) for form in FORMATS for case in BROKEN[form]])
 def test_what_is_no_call_becomes_a_sentence(form, text, why):
     found = read(form, text)
-    if text == "<tool_call><function=f><parameter":  # cut before its first argument
-        assert found.tool_calls == (ToolCall("f"),)
-        return
     assert found.tool_calls == () and len(found.errors) == 1
     assert why in found.errors[0] and len(found.errors[0]) < 300
 
@@ -160,7 +159,12 @@ def test_no_text_raises(form, parts):
     assert found.text == text and text.startswith(found.content[:0])
 
 
-@pytest.mark.parametrize("part", ["{", '{"a":', "<tool_call>", "<tool_call>{", "<parameter=", '{"', "<function=f>"])
+PARTS = ["{", '{"a":', "<tool_call>", "<tool_call>{", "<parameter=", '{"', "<function=f>", "<think>",
+         "<tool_call></think>", "</function></tool_call>", "<tool_call><function=f>",
+         "<tool_call><function=f><tool_call><function=f></function></tool_call>"]  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("form", FORMATS)
 def test_long_texts_are_read_in_linear_time(form, part):
     start = time.monotonic()
@@ -172,3 +176,114 @@ def test_long_texts_are_read_in_linear_time(form, part):
 def test_an_unknown_format_is_refused_with_the_nearest():
     with pytest.raises(UserError, match="Did you mean 'hermes'"):
         base.find("herms")
+
+
+TAGS = ["</parameter>", "</function>", "</tool_call>", "<parameter=p>", "<tool_call>", "<function=g>", "</think>", "{",
+        "}", '"', "\n", "<a>", "x", " "]  # fmt: skip
+tagged = st.lists(st.sampled_from(TAGS), max_size=8).map("".join)
+
+
+def is_ambiguous(text):
+    """Whether qwen3_coder, which has no escapes, cannot write this text as a value."""
+    joined = "".join(text.split())
+    is_call_end = any(joined[place:].startswith("</function>") for place in range(len(joined)))
+    return "</parameter><parameter=" in f"{joined}</parameter>" or (is_call_end and "<function=" in joined)
+
+
+EXAMPLE = written("qwen3_coder", ToolCall("g", {"a": "1", "b": "2"}))
+
+
+@given(tagged)
+@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("after", ["", "another"])
+def test_a_text_argument_may_hold_tags(form, after, text):
+    if form == "qwen3_coder" and is_ambiguous(text):
+        return
+    made = [ToolCall("f", {"text": text}), *([ToolCall("f", {"count": 7})] if after else [])]
+    found = read(form, ("; " if form == "llama3_json" else "\n").join(written(form, call) for call in made))
+    assert (found.tool_calls, found.errors) == (tuple(made), ())
+
+
+@pytest.mark.parametrize("text", [
+    "<a></parameter></a>", "x </function> y", "x </tool_call> y", "<parameter=p>", "</parameter></function>", EXAMPLE,
+    "</parameter>\n</function>\n</tool_call> y", f"First {EXAMPLE} then {EXAMPLE}.",
+    f"{EXAMPLE}</function></tool_call>", "<tool_call>\n<function=g>", "</think>",
+])  # fmt: skip
+def test_qwen_values_may_hold_tags_and_whole_calls(text):
+    made = (ToolCall("f", {"text": text}), ToolCall("f", {"text": "b", "count": 2}))
+    for calls in (made[:1], made[1:], made, made[::-1], made[:1] * 2):
+        found = read("qwen3_coder", "\n".join(written("qwen3_coder", call) for call in calls))
+        assert (found.tool_calls, found.errors) == (tuple(calls), ())
+
+
+def test_two_functions_in_one_block_are_two_calls():
+    first, second = written("qwen3_coder", ToolCall("f", {"text": "a"})), "<function=f>\n</function>\n</tool_call>"
+    text = first.removesuffix("</tool_call>") + second
+    found = read("qwen3_coder", text)
+    assert (found.tool_calls, found.errors) == ((ToolCall("f", {"text": "a"}), ToolCall("f")), ())
+
+
+@pytest.mark.parametrize(
+    "missing", ["</tool_call>", "</function>\n</tool_call>", "</parameter>\n</function>\n</tool_call>"]
+)
+def test_the_last_qwen_call_may_lack_its_closing_tags(missing):
+    made = ToolCall("f", {"text": "a"})
+    text = written("qwen3_coder", made)
+    assert text.endswith(missing)
+    assert read("qwen3_coder", text.removesuffix(missing)).tool_calls == (made,)
+
+
+REAL, IDEA = ToolCall("f", {"text": "real"}), ToolCall("f", {"text": "an idea"})
+# {idea}: a call that is not to be made; {real}: one that is; {tag}: what begins a call
+THOUGHTS = {
+    "a call": "<think>I could {idea}, but no.</think>It is 5.",
+    "a call, then a real one": "<think>I could {idea}, but no.</think>\n\n{real}",
+    "a tag that is mentioned": "<think>I could write {tag} here.</think>It is 5.",
+    "a tag, then a real call": "<think>Not {tag}, or {tag}.</think>{real}",
+    "opened by the prompt": "I could {idea}, but no.\n</think>\n\nIt is 5.",
+    "opened by the prompt, then a call": "I could {idea}.\n</think>\n\n{real}",
+    "a tag, opened by the prompt": "I could write {tag}, no.\n</think>\n\nIt is 5.",
+    "a tag and a call, opened by the prompt": "Not {tag}, no.\n</think>\n\n{real}",
+    "not closed": "<think>I could {idea}",
+    "not closed, after white space": "\n<think>\nI could {idea} or write {tag}",
+    "two thoughts": "<think>a {idea}</think> Well. <think>b {idea}</think> It is 5.",
+    "two thoughts, then a call": "<think>a {idea}</think><think>b {tag}</think>{real}",
+    "the second not closed": "<think>a</think> <think>b {idea}",
+    "closed twice": "<think>a</think> or {idea}</think>{real}",
+    "a call between thoughts": "<think>a</think>{real}<think>b {idea}</think>",
+    "empty": "<think>\n\n</think>\n\n{real}",
+    "a closing tag at the end": "{idea}</think>",
+}
+
+
+def filled(form, text):
+    tag = '{"name": "f"' if form == "llama3_json" else "<tool_call>"
+    whole = {"{idea}": written(form, IDEA), "{real}": written(form, REAL), "{tag}": tag}
+    for name, part in whole.items():
+        text = text.replace(name, part)
+    return text
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("text", THOUGHTS.values(), ids=THOUGHTS)
+def test_calls_in_a_thought_are_not_made(form, text):
+    made = (REAL,) if "{real}" in text else ()
+    whole = filled(form, text)
+    found = read(form, whole)
+    assert (found.tool_calls, found.errors) == (made, ())
+    assert found.content == (whole[: whole.index(written(form, REAL))] if made else whole)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    "text", ["I could {idea}", "{idea}", "{tag}", "<think>{idea}", "{idea}</think>5", "a</think>{real}"]
+)
+def test_a_message_whose_prompt_opened_a_thought_begins_inside_it(form, text):
+    found = read(form, filled(form, text), in_thought=True)
+    assert (found.tool_calls, found.errors) == ((REAL,) if "{real}" in text else (), ())
+
+
+def test_a_prompt_that_ends_with_the_tag_opens_a_thought():
+    assert base.opens_thought("<|im_start|>assistant\n<think>\n") and base.opens_thought("Assistant: <think>")
+    assert not base.opens_thought("<think>\n\n</think>\n\n") and not base.opens_thought("assistant\n")

@@ -26,11 +26,11 @@ EXTRAS = {
     "serve": "fastapi",
     "judge": "httpx",
 }
-"""Extra -> the package that mrl imports only where the extra is installed."""
+"""Extra -> a package of it, which mrl imports, or needs by what it brings, only where the extra is installed."""
 
-BROUGHT_ALONG = {"tensorrt", "starlette", "pydantic", "uvicorn"}
+BROUGHT_ALONG = {"tensorrt", "starlette", "pydantic", "uvicorn", "h11"}
 """Packages that stand beside an extra's package: tensorrt_llm needs tensorrt, fastapi needs starlette and pydantic, and
-the extra `serve` names uvicorn too."""
+the extra `serve` names uvicorn too, which needs h11."""
 
 NEEDED_BY_OTHERS = {"jinja2", "tensorboard"}
 """Not imported by mrl: transformers needs jinja2 for chat templates, torch.utils.tensorboard needs tensorboard."""

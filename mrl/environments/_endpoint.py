@@ -1,17 +1,19 @@
 """The endpoint that an agent program talks to: OpenAI's chat completions on a port of this machine, for one episode.
 
-Owns the HTTP side, in threads: a request waits until it is answered. What may be asked is less than of `mrl serve`,
-since how the policy samples is the run's.
+Owns the HTTP side, in threads: a request waits until it is answered, or until its client leaves. What may be asked is
+less than of `mrl serve`, since how the policy samples is the run's.
 
 Source: OpenAI's API reference, "Chat".
 """
 
 from __future__ import annotations
 
-import hmac
 import json
 import queue
 import secrets
+import select
+import socket
+import sys
 import time
 import uuid
 from collections.abc import Mapping
@@ -21,9 +23,14 @@ from threading import Thread
 from typing import Any
 
 from mrl.environments.base import Message
+from mrl.environments.openai_requests import RequestError, chat_messages, has_key, parse_json
+from mrl.errors import shown
 
 LARGEST_REQUEST = 1 << 24
 """Bytes of a request."""
+
+LOOK_S = 0.2
+"""Time between two looks whether a client has left, s."""
 
 WITHOUT_EFFECT = {"model", "messages", "stream", "stream_options", "tools", "user", "metadata", "store"}
 """Fields that change no token that is sampled: how the answer is told, and the tools, which are compared."""
@@ -38,23 +45,15 @@ class Asked:
 
     Attributes:
         body: Its JSON.
+        messages: The conversation, each content as one text.
         answer: Takes the assistant's message and why it ended, or a refusal in words.
+        delivered: Takes whether the client was still there when its answer came.
     """
 
     body: dict[str, Any]
+    messages: list[Message]
     answer: queue.SimpleQueue[tuple[Message, str] | str] = field(default_factory=queue.SimpleQueue)
-
-    @property
-    def messages(self) -> list[Message]:
-        """The conversation, each content as one text.
-
-        Raises:
-            ValueError: They are none.
-        """
-        messages = self.body.get("messages")
-        if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
-            raise ValueError("'messages' is no list of objects")
-        return [{**one, "content": _text(one.get("content"))} for one in messages]
+    delivered: queue.SimpleQueue[bool] = field(default_factory=queue.SimpleQueue)
 
 
 class Endpoint:
@@ -80,8 +79,7 @@ class Endpoint:
             owner = endpoint
             may_say = WITHOUT_EFFECT | ignored
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
         self._thread = Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         self._thread.start()
@@ -92,55 +90,113 @@ class Endpoint:
         self._server.server_close()
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Prints nothing about a client that closed its connection."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+
 class _Handler(BaseHTTPRequestHandler):
     owner: Endpoint
     may_say: set[str]
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        """The models: one."""
+        """Lists the models: one."""
         if self._is_let_in():
             self._tell(200, {"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "mrl"}]})
 
     def do_POST(self) -> None:
-        """A chat completion."""
+        """Answers a chat completion."""
         if not self._is_let_in():
             return
         try:
-            size = int(self.headers.get("content-length", "0"))
-            body = json.loads(self.rfile.read(size)) if size <= LARGEST_REQUEST else None
+            body = self._body()
             if self.path.rstrip("/") != "/v1/chat/completions":
-                raise ValueError(f"'{self.path}' is not served in a run, /v1/chat/completions is")
-            asked = Asked(self._checked(body))
-        except (ValueError, TypeError, RecursionError) as error:
-            self._refuse(400, str(error))
+                raise RequestError(f"'{self.path}' is not served in a run, /v1/chat/completions is")
+            checked = self._checked(parse_json(body))
+            asked = Asked(checked, chat_messages(checked.get("messages")))
+        except RequestError as error:
+            self._refuse(error.status, str(error))
             return
         self.owner.asked.put(asked)
-        answer = asked.answer.get()
-        if isinstance(answer, str):
-            self._refuse(400, answer)
-        elif asked.body.get("stream"):
-            self._stream(*answer)
-        else:
-            self._tell(200, _chat_object("chat.completion", {"message": answer[0], "finish_reason": answer[1]}))
+        is_delivered = False
+        try:
+            while (answer := self._answer(asked)) is None:
+                if self._has_left():
+                    self.close_connection = True
+                    return
+            left = self._has_left()
+            if isinstance(answer, str):
+                self._refuse(400, answer)
+            elif asked.body.get("stream"):
+                self._stream(*answer)
+            else:
+                self._tell(200, _chat_object("chat.completion", {"message": answer[0], "finish_reason": answer[1]}))
+            is_delivered = not left
+        finally:
+            asked.delivered.put(is_delivered)
+
+    def _body(self) -> bytes:
+        """Returns the body of the request.
+
+        Raises:
+            RequestError: Its length is not given or too large, or it is encoded; the connection is closed then.
+        """
+        length, encoding = self.headers.get("content-length"), self.headers.get("content-encoding", "identity")
+        close, self.close_connection = self.close_connection, True
+        if length is None or not (length.isascii() and length.isdigit()) or "transfer-encoding" in self.headers:
+            raise RequestError(
+                f"content-length is {shown(length)}; expected the bytes of the body, not sent in chunks", status=411
+            )
+        if encoding.lower() != "identity":
+            raise RequestError(f"content-encoding is {shown(encoding)}; send the body as it is", status=415)
+        size = int(length)
+        if size > LARGEST_REQUEST:
+            while size > 0 and (part := self.rfile.read(min(size, 1 << 20))):  # a client reads once all is sent
+                size -= len(part)
+            raise RequestError(f"the request has more than {LARGEST_REQUEST} bytes", status=413)
+        body = self.rfile.read(size)
+        if len(body) < size:
+            raise ConnectionResetError("the client left before the end of its request")
+        self.close_connection = close
+        return body
+
+    def _answer(self, asked: Asked) -> tuple[Message, str] | str | None:
+        """Returns the answer; None: there is none yet."""
+        try:
+            return asked.answer.get(timeout=LOOK_S)
+        except queue.Empty:
+            return None
+
+    def _has_left(self) -> bool:
+        """Returns whether the client has closed the connection."""
+        try:
+            readable, _, _ = select.select([self.connection], [], [], 0)
+            return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
+        except (OSError, ValueError):
+            return True
 
     def log_message(self, *args: Any) -> None:
         """Nothing: the worker's output is not this one's."""
 
     def _checked(self, body: object) -> dict[str, Any]:
         if not isinstance(body, dict):
-            raise TypeError(f"the request is no JSON object of at most {LARGEST_REQUEST} bytes")
+            raise RequestError(f"the request is no JSON object. Got {shown(body)}")
         for name, value in body.items():
             if name not in self.may_say and value is not None and NEUTRAL.get(name, ...) != value:
-                raise ValueError(
+                raise RequestError(
                     f"'{name}' has no effect in a run, whose config says how the policy samples. Leave it out, or "
                     "list it in rollout.agent.environment_kwargs.ignore"
                 )
         return body
 
     def _is_let_in(self) -> bool:
-        given = self.headers.get("authorization", "").removeprefix("Bearer ")
-        if hmac.compare_digest(given.encode(), self.owner.key.encode()):
+        given = str(self.headers.get("authorization", "")).encode("latin-1", "replace")
+        if has_key(given, self.owner.key):
             return True
         self.close_connection = True
         self._refuse(401, "the key is none of this episode's: use the environment variable OPENAI_API_KEY")
@@ -173,15 +229,3 @@ def _chat_object(kind: str, choice: Mapping[str, Any]) -> dict[str, Any]:
     choices = [{"index": 0, "logprobs": None, **choice}]
     named = f"chatcmpl-{uuid.uuid4().hex}"
     return {"id": named, "object": kind, "created": int(time.time()), "model": "policy", "choices": choices}
-
-
-def _text(content: object) -> str:
-    """A message's content as one text: parts that are texts are joined."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-    found = [text for text in texts if isinstance(text, str)]
-    if len(found) < len(texts):
-        raise ValueError(f"a message's content is neither a text nor parts of texts: {str(content)[:100]}")
-    return "".join(found)

@@ -43,8 +43,6 @@ SHOWN = 600
 LONGEST_LINE = 1 << 16
 """Bytes at the end of a program's output that are looked at."""
 
-ROLES = {"system", "developer", "user", "assistant", "tool"}
-
 GIVEN = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH")
 """Variables that a program has beside the endpoint's."""
 
@@ -97,7 +95,7 @@ class Program(Environment):
         Thread(target=self._watch, daemon=True).start()
         prompt = row.get(self._prompt_key) or []
         self._said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(one) for one in prompt]
-        return self._next(may_be_empty=bool(self._said))
+        return self._next(self._endpoint.asked.get(), may_be_empty=bool(self._said))
 
     def step(self, action: Action) -> Observation:
         """Answers the program's request and waits for the next one, or for its end."""
@@ -115,8 +113,8 @@ class Program(Environment):
         self._said.append(message)
         if self._asked is None:
             raise RuntimeError("the program has not asked for anything")
-        self._asked.answer.put((message, "tool_calls" if "tool_calls" in message else "stop"))
-        return self._next(may_be_empty=False)
+        asked = self._after(self._asked, (message, "tool_calls" if "tool_calls" in message else "stop"))
+        return self._next(asked, may_be_empty=False)
 
     def close(self) -> None:
         """Ends the program and all that it started."""
@@ -141,9 +139,21 @@ class Program(Environment):
         self._process.wait()
         self._endpoint.asked.put(None)
 
-    def _next(self, *, may_be_empty: bool) -> Observation:
-        """What the next request brings, or the end."""
-        self._asked = asked = self._endpoint.asked.get()
+    def _after(self, asked: Asked, answer: tuple[Message, str]) -> Asked | None:
+        """Answers a request and returns the next one; None: the program has ended.
+
+        A client that left before its answer, as one with a timeout does, gets it when it asks for the same again.
+        """
+        while True:
+            asked.answer.put(answer)
+            is_delivered, later = asked.delivered.get(), self._endpoint.asked.get()
+            if is_delivered or later is None or later.body != asked.body:
+                return later
+            asked = later
+
+    def _next(self, asked: Asked | None, *, may_be_empty: bool) -> Observation:
+        """Returns what a request brings, or the end."""
+        self._asked = asked
         if asked is None:
             return self._ended()
         try:
@@ -169,8 +179,6 @@ class Program(Environment):
             raise ValueError("it has no message after the policy's last one")
         if any(one.get("role") == "assistant" for one in messages[len(said) :]):
             raise ValueError("it has an assistant's message that the policy did not say")
-        if strange := {str(one.get("role")) for one in messages} - ROLES:
-            raise ValueError(f"it has messages of {', '.join(sorted(strange))}; expected {', '.join(sorted(ROLES))}")
         offered = asked.body.get("tools") or []
         if offered != self._tools:
             names = [tool.get("function", {}).get("name") for tool in offered if isinstance(tool, dict)]

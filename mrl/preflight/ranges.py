@@ -134,10 +134,10 @@ def range_rules(config: Config) -> Iterator[str]:
     """A message for each number out of its range."""
     for key, allowed in RANGES.items():
         value = value_at(config, key)
-        if value is not None and not any(_within(value, part) for part in allowed.split(" or ")):
+        if value is not None and not in_range(value, allowed):
             yield f"{key}={value} is out of range; expected {allowed}."
     for index, function in enumerate(config.reward.functions):
-        if not _within(function.weight, WEIGHTS):
+        if not in_range(function.weight, WEIGHTS):
             yield f"reward.functions[{index}].weight={function.weight} is out of range; expected {WEIGHTS}."
 
 
@@ -154,6 +154,11 @@ def value_at(config: Any, key: str) -> Any:
     for part in key.split("."):
         config = getattr(config, part)
     return config
+
+
+def in_range(value: float, allowed: str) -> bool:
+    """Returns whether a number is allowed by an entry of `RANGES`."""
+    return any(_within(value, part) for part in allowed.split(" or "))
 
 
 def _within(value: float, allowed: str) -> bool:

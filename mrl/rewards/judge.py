@@ -109,10 +109,15 @@ class Judge:
         return self.on_scale(float(number[0]), "score", reply), {}
 
     def on_scale(self, score: object, name: str, reply: str) -> float:
-        """A score as a part of the scale, [0, 1]; ValueError where it is no number or beyond the scale."""
-        if type(score) not in (int, float) or not self.low <= float(score) <= self.high:  # type: ignore[arg-type]
-            raise ValueError(f"'{name}' is no number from {self.low:g} to {self.high:g} in the reply {_excerpt(reply)}")
-        return (float(score) - self.low) / (self.high - self.low)  # type: ignore[arg-type]
+        """Returns a score as a part of the scale, [0, 1].
+
+        Raises:
+            ValueError: It is not a number of the scale.
+        """
+        match score:  # an integer stays one: a reply may hold one beyond a float's range
+            case int() | float() if type(score) is not bool and self.low <= score <= self.high:
+                return (score - self.low) / (self.high - self.low)
+        raise ValueError(f"'{name}' is no number from {self.low:g} to {self.high:g} in the reply {_excerpt(reply)}")
 
 
 def json_object(reply: str) -> dict[str, Any]:

@@ -50,7 +50,8 @@ class Delta:
         ids: Its new tokens, an end token among them.
         logprobs: Of each of them, nats, under the distribution that it was drawn from.
         finish_reason: None: more follows.
-        error: The answer failed, in words; the other fields are empty.
+        error: Why the answer failed; the other fields are empty.
+        status: Of HTTP, where it failed.
     """
 
     text: str = ""
@@ -58,6 +59,7 @@ class Delta:
     logprobs: tuple[float, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
+    status: int = 503
 
 
 class Answer:
@@ -67,7 +69,7 @@ class Answer:
         prompt_ids: What is answered.
         sampling: How.
         index: Which of the answers to its prompt it is; each has random numbers of its own.
-        cancelled: Nobody waits for it any more.
+        cancelled: Whether its client has left; it gets no further tokens.
     """
 
     def __init__(
@@ -134,9 +136,14 @@ class Answer:
         self._tell(Delta(told, tuple(self._ids[before:]), tuple(logprobs[:new]), reason))
         return reason is not None
 
-    def fail(self, why: str) -> None:
-        """Tells that nothing will come of it."""
-        self._tell(Delta(error=why))
+    def fail(self, why: str, status: int) -> None:
+        """Ends the answer with an error.
+
+        Args:
+            why: For the client.
+            status: Of HTTP.
+        """
+        self._tell(Delta(error=why, status=status))
 
     def _stop_at(self, text: str) -> tuple[int, int] | None:
         """Where the stop string that is complete first begins and ends; None: there is none."""

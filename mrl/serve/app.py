@@ -1,7 +1,8 @@
-"""The HTTP side: requests in, answers out, whole or as server-sent events.
+"""The HTTP side: requests in, answers out, complete or as server-sent events.
 
 Owns routes, keys and errors in OpenAI's form. It runs in a thread of rank 0 and touches no tensor: answers are left at
-the `Desk` and come back piece by piece.
+the `Desk` and come back in pieces. Requests are parsed and tokenized in worker threads, so that a long one delays no
+other. An answer whose client leaves is withdrawn.
 
 Source: OpenAI's API reference; `token_ids` and `prompt_token_ids` are vLLM's.
 """
@@ -9,32 +10,41 @@ Source: OpenAI's API reference; `token_ids` and `prompt_token_ids` are vLLM's.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mrl.data.tokenizer import Tokenizer
 from mrl.environments.formats import base as formats
 from mrl.environments.formats.base import Format
-from mrl.errors import UserError
+from mrl.environments.openai_requests import RequestError, has_key
+from mrl.errors import UserError, printable, shown
 from mrl.serve import told
 from mrl.serve.answer import Answer, Delta
-from mrl.serve.requests import ChatRequest, CompletionRequest
-from mrl.serve.requests import Request as Asked
-from mrl.serve.rounds import BusyError, Desk
+from mrl.serve.http_server import BYTES_PER_TOKEN, Bodies
+from mrl.serve.requests import ChatRequest, CompletionRequest, read_request
+from mrl.serve.rounds import MOST_WAITING, BusyError, Desk
+
+PARSERS = 2
+"""Requests that are parsed and tokenized at a time."""
 
 LOCAL_HOSTS = ["127.0.0.1", "localhost", "[::1]"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,10 +70,30 @@ class Served:
         special = self.tokenizer.special_ids
         return self.tokenizer.decode([index for index in ids if index not in special])
 
+    @cached_property
+    def most_chars(self) -> int:
+        """Characters of the longest text that is tokenized; a longer one cannot fit, whatever its tokens are."""
+        return self.longest * max(BYTES_PER_TOKEN, *map(len, self.tokenizer.vocabulary))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that was read.
+
+    Attributes:
+        told: Writes what is sent.
+        prompts: Token ids of each prompt.
+        sizes: Longest answer to each prompt, tokens.
+    """
+
+    told: told.Told
+    prompts: list[list[int]]
+    sizes: list[int]
+
 
 @dataclass(frozen=True)
 class Opened:
-    """A request whose answers are on their way.
+    """A request whose answers are being generated.
 
     Attributes:
         told: Writes what is sent.
@@ -78,208 +108,296 @@ class Opened:
     pieces: asyncio.Queue[tuple[int, Delta]]
 
 
-def make_app(served: Served, desk: Desk, key: str, *, local: bool) -> FastAPI:
-    """The application.
+def make_app(served: Served, desk: Desk, key: str, *, local: bool) -> Starlette:
+    """Returns the application.
 
     Args:
         served: The model.
         desk: Where answers are left.
         key: What clients must send as a bearer token; "": nothing.
-        local: Only this machine asks: a page in a browser here that gave itself another name is turned away.
+        local: Whether only this machine asks: a page in a browser here that gave itself another name is turned away.
     """
-    app = FastAPI(title="mrl serve", docs_url=None, redoc_url=None, openapi_url=None)
-    if local:
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL_HOSTS)
 
-    _add_refusals(app, key)
+    async def health(_: Request) -> Response:
+        return _json({"status": "ok"})
 
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    async def models(_: Request) -> Response:
         card = {
             "id": served.name, "object": "model", "created": served.began, "owned_by": "mrl",
             "max_model_len": served.longest,
         }  # fmt: skip
-        return {"object": "list", "data": [card]}
+        return _json({"object": "list", "data": [card]})
 
-    @app.post("/v1/completions")
-    async def complete(asked: CompletionRequest, request: Request) -> Response:
-        encode = served.tokenizer.encode
-        prompts = [encode(one, prompt=True) if isinstance(one, str) else one for one in asked.prompts]
-        telling = told.Completion(_identity("cmpl", served), wants_logprobs=asked.logprobs is not None, asked=asked)
-        return await _respond(_open(served, desk, asked, prompts, asked.max_tokens, telling), request)
-
-    @app.post("/v1/chat/completions")
-    async def chat(asked: ChatRequest, request: Request) -> Response:
-        tools = asked.schemas
-        prompts = [served.tokenizer.apply_chat_template(asked.templated, tools)]
-        identity = _identity("chatcmpl", served)
-        telling: told.Told = told.Chat(identity, wants_logprobs=asked.logprobs, asked=asked)
-        if tools:
-            thinks = formats.opens_thought(served.tokenizer.decode(prompts[0][-formats.TAIL_TOKENS :]))
-            form = partial(served.form, tools=tools, in_thought=thinks)
-            telling = told.ToolChat(identity, asked.logprobs, asked, form)
-        return await _respond(_open(served, desk, asked, prompts, asked.most_tokens, telling), request)
-
-    return app
+    bodies, parsers = Bodies(served.longest), ThreadPoolExecutor(PARSERS, "requests")
+    routes = [
+        Route("/health", health),
+        Route("/v1/models", models),
+        Route("/v1/completions", _Answering(served, desk, _read_completion, bodies, parsers), methods=["POST"]),
+        Route("/v1/chat/completions", _Answering(served, desk, _read_chat, bodies, parsers), methods=["POST"]),
+    ]
+    middleware = [Middleware(_KeyCheck, key)] if key else []
+    if local:
+        middleware.insert(0, Middleware(TrustedHostMiddleware, allowed_hosts=LOCAL_HOSTS))
+    handlers: dict[Any, Any] = {
+        UserError: _refuse, BusyError: _busy, MemoryError: _busy, HTTPException: _not_found,
+    }  # fmt: skip
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
 
-def _add_refusals(app: FastAPI, key: str) -> None:
-    """What the application answers where it does not answer, in OpenAI's form."""
+class _KeyCheck:
+    """Answers 401 to requests without the key, except for /health."""
 
-    @app.middleware("http")
-    async def check_key(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        if key and request.url.path != "/health" and not hmac.compare_digest(given, key.encode()):
-            return _error(401, "this server wants its key as a bearer token (the client's api_key).")
-        return await go_on(request)
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app, self._key = app, key
 
-    @app.exception_handler(RequestValidationError)
-    async def refuse(_: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
-        return _error(400, f"{where}: {first['msg']}. Got {str(first.get('input'))[:100]}", param=where)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["path"] == "/health" or has_key(given, self._key):
+            await self._app(scope, receive, send)
+            return
+        refusal = _error(401, "this server wants its key as a bearer token (the client's api_key).")
+        refusal.headers["www-authenticate"] = "Bearer"
+        await refusal(scope, receive, send)
 
-    @app.exception_handler(UserError)
-    async def not_possible(_: Request, error: UserError) -> Response:
-        return _error(400, str(error))
 
-    @app.exception_handler(BusyError)
-    async def busy(_: Request, error: BusyError) -> Response:
-        return _error(503, str(error), kind="server_error")
+async def _refuse(_: Request, error: Exception) -> Response:
+    if isinstance(error, RequestError):
+        return _error(error.status, str(error), param=error.param)
+    return _error(400, str(error))
 
-    @app.exception_handler(HTTPException)
-    async def other(_: Request, error: HTTPException) -> Response:
-        return _error(error.status_code, str(error.detail))
+
+async def _busy(_: Request, error: Exception) -> Response:
+    return _error(503, str(error) or "the server is out of memory; ask again later.")
+
+
+async def _not_found(_: Request, error: Any) -> Response:
+    response = _error(error.status_code, error.detail)
+    response.headers.update(error.headers or {})
+    return response
+
+
+class _Answering:
+    """The route of one kind of request."""
+
+    def __init__(
+        self,
+        served: Served,
+        desk: Desk,
+        read: Callable[[Served, bytes], Asked],
+        bodies: Bodies,
+        parsers: ThreadPoolExecutor,
+    ) -> None:
+        self._served, self._desk, self._read, self._bodies, self._parsers = served, desk, read, bodies, parsers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = await self._asked(scope, receive)
+        if asked is None:
+            return
+        opened = _open(asked, self._served, self._desk)
+        try:
+            await _unless_gone(receive, _send_answers(opened, scope, receive, send))
+        finally:
+            self._desk.withdraw(opened.answers)
+
+    async def _asked(self, scope: Scope, receive: Receive) -> Asked | None:
+        """Returns the request; None where the client left before it was read."""
+        async with self._bodies.read(scope, receive) as body:
+            if body is None:
+                return None
+            parsing = asyncio.get_running_loop().run_in_executor(self._parsers, self._read, self._served, body)
+            return await _unless_gone(receive, parsing)
+
+
+async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T | None:
+    """Returns the result of `work`; None where the client left first, which cancels it."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    """Returns when the client has left; all of its request must have been received."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _read_completion(served: Served, body: bytes) -> Asked:
+    asked = read_request(CompletionRequest, body)
+    _check_model(served, asked)
+    encode = served.tokenizer.encode
+    _check_characters(served, max((len(one) for one in asked.prompt if isinstance(one, str)), default=0), "prompt")
+    prompts = [encode(one, prompt=True) if isinstance(one, str) else one for one in asked.prompt]
+    telling = told.Completion(_identity("cmpl", served), wants_logprobs=asked.logprobs is not None, asked=asked)
+    return _fitting(served, telling, prompts, asked.max_tokens)
+
+
+def _read_chat(served: Served, body: bytes) -> Asked:
+    asked = read_request(ChatRequest, body)
+    _check_model(served, asked)
+    tools = asked.schemas
+    _check_characters(served, sum(len(message["content"]) for message in asked.messages), "messages")
+    prompts = [served.tokenizer.apply_chat_template(asked.templated, tools)]
+    identity = _identity("chatcmpl", served)
+    telling: told.Told = told.Chat(identity, wants_logprobs=asked.logprobs, asked=asked)
+    if tools:
+        thinks = formats.opens_thought(served.tokenizer.decode(prompts[0][-formats.TAIL_TOKENS :]))
+        form = partial(served.form, tools=tools, in_thought=thinks)
+        telling = told.ToolChat(identity, asked.logprobs, asked, form)
+    return _fitting(served, telling, prompts, asked.most_tokens)
+
+
+def _check_model(served: Served, asked: CompletionRequest | ChatRequest) -> None:
+    """Refuses what can be refused before anything is tokenized."""
+    if asked.model != served.name:
+        raise RequestError(f"the model {shown(asked.model)} is not served here; '{served.name}' is.", "model")
+    if asked.stream_options is not None and not asked.stream:
+        raise RequestError("it has no effect without stream=true. Remove it, or stream.", "stream_options")
+    num_prompts = len(asked.prompt) if isinstance(asked, CompletionRequest) else 1
+    if num_prompts * asked.n > MOST_WAITING:
+        raise RequestError(
+            f"{num_prompts} prompts with {asked.n} answers each are more than the {MOST_WAITING} answers that this "
+            "server takes at a time. Send them in several requests.",
+            "n",
+        )
+
+
+def _check_characters(served: Served, num_chars: int, param: str) -> None:
+    """Refuses a text that is too long for any tokens, since to tokenize it takes time and memory."""
+    if num_chars > served.most_chars:
+        raise RequestError(
+            f"the prompt has {num_chars} characters, more than the {served.longest} tokens of this server hold. "
+            "Shorten it.",
+            param,
+        )
 
 
 def _identity(kind: str, served: Served) -> told.Identity:
     return told.Identity(f"{kind}-{uuid.uuid4().hex}", int(time.time()), served.name, served.tokenizer.decode)
 
 
-def _open(
-    served: Served, desk: Desk, asked: Asked, prompts: list[list[int]], max_tokens: int | None, telling: told.Told
-) -> Opened:
+def _fitting(served: Served, telling: told.Told, prompts: list[list[int]], max_tokens: int | None) -> Asked:
+    """Returns a request whose prompts and answers fit the server.
+
+    Raises:
+        RequestError: One does not, or has a token that the model does not know.
+    """
+    usual = telling.asked.usual_tokens
+    field = "prompt" if isinstance(telling.asked, CompletionRequest) else "messages"
+    several = len(prompts) > 1
+    sizes = [
+        _most_tokens(served, ids, max_tokens, usual, f"{field}.{place}" if several else field)
+        for place, ids in enumerate(prompts)
+    ]
+    return Asked(telling, prompts, sizes)
+
+
+def _most_tokens(served: Served, ids: Sequence[int], max_tokens: int | None, usual: int | None, param: str) -> int:
+    """Returns the longest answer to a prompt, tokens."""
+    size = served.tokenizer.vocab_size
+    if not ids:
+        raise RequestError("the prompt has no tokens.", param)
+    if max(ids) >= size:
+        raise RequestError(f"the prompt has token {shown(max(ids))}; the tokenizer's ids end at {size - 1}.", param)
+    room = served.longest - len(ids)
+    if room < (max_tokens or 1):
+        raise RequestError(
+            f"the prompt has {len(ids)} tokens and asks for {shown(max_tokens or 1)} more, together above the "
+            f"{served.longest} of this server. Shorten the prompt, ask for fewer (max_tokens), or serve with a longer "
+            "rollout.prompt_length.",
+            param,
+        )
+    return max_tokens or min(room, usual or room)
+
+
+def _open(asked: Asked, served: Served, desk: Desk) -> Opened:
     """Leaves a request's answers at the desk.
 
     Raises:
-        UserError: It asks for another model, or for more than there is room for.
         BusyError: Too many wait.
     """
-    if asked.model != served.name:
-        raise UserError(f"model '{asked.model}' is not served here; '{served.name}' is.")
-    if asked.stream_options is not None and not asked.stream:
-        raise UserError("stream_options has no effect without stream=true. Remove it, or stream.")
-    sizes = [_most_tokens(served, ids, max_tokens, asked.usual_tokens) for ids in prompts]
-    loop, pieces = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Delta]]()
+    loop, pieces, fields = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Delta]](), asked.told.asked
 
     def answer(place: int, ids: list[int], size: int) -> Answer:
         def tell(piece: Delta) -> None:
             loop.call_soon_threadsafe(pieces.put_nowait, (place, piece))
 
-        return Answer(ids, asked.sampling(size), place % asked.n, served.decode, tell)
+        return Answer(ids, fields.sampling(size), place % fields.n, served.decode, tell)
 
     answers = [
-        answer(number * asked.n + index, ids, size)
-        for number, (ids, size) in enumerate(zip(prompts, sizes, strict=True))
-        for index in range(asked.n)
+        answer(number * fields.n + index, ids, size)
+        for number, (ids, size) in enumerate(zip(asked.prompts, asked.sizes, strict=True))
+        for index in range(fields.n)
     ]
     desk.leave(answers)
-    return Opened(telling, prompts, answers, pieces)
+    return Opened(asked.told, asked.prompts, answers, pieces)
 
 
-def _most_tokens(served: Served, ids: Sequence[int], max_tokens: int | None, usual: int | None) -> int:
-    """How long an answer to this prompt may become."""
-    size = served.tokenizer.vocab_size
-    if not ids:
-        raise UserError("the prompt has no tokens.")
-    if max(ids) >= size:
-        raise UserError(f"the prompt has token {max(ids)}; the tokenizer's ids end at {size - 1}.")
-    room = served.longest - len(ids)
-    if room < (max_tokens or 1):
-        raise UserError(
-            f"the prompt has {len(ids)} tokens and asks for {max_tokens or 1} more, together above the "
-            f"{served.longest} of this server. Shorten the prompt, ask for fewer (max_tokens), or serve with a longer "
-            "rollout.prompt_length."
-        )
-    return max_tokens or min(room, usual or room)
+async def _send_answers(opened: Opened, scope: Scope, receive: Receive, send: Send) -> None:
+    """Sends all answers when they are complete, or a stream of them."""
+    if not opened.told.asked.stream:
+        await (await _complete(opened))(scope, receive, send)
+        return
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    async for event in _events(opened):
+        await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
 
 
-async def _respond(opened: Opened, request: Request) -> Response:
-    """The whole answer, or a stream; answers that nobody waits for any more are given up."""
-    if opened.told.asked.stream:
-        return StreamingResponse(_events(opened), media_type="text/event-stream")
+async def _complete(opened: Opened) -> Response:
+    """Returns the response with all answers, or the error of one."""
     found: list[list[Delta]] = [[] for _ in opened.answers]
-    reader = asyncio.ensure_future(_read_all(opened, found))
-    gone = asyncio.ensure_future(_until_gone(request))
-    try:
-        await asyncio.wait({reader, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not reader.done():
-            return Response(status_code=499)
-        error = reader.result()
-    finally:
-        _give_up(opened)
-        for task in (reader, gone):
-            task.cancel()
-    if error is not None:
-        return _error(503, error, kind="server_error")
-    return JSONResponse(opened.told.whole(opened.prompts, found))
-
-
-async def _read_all(opened: Opened, found: list[list[Delta]]) -> str | None:
-    """Takes all pieces of all answers; an error ends it."""
     left = len(found)
     while left:
         place, piece = await opened.pieces.get()
         if piece.error is not None:
-            return piece.error
+            return _error(piece.status, piece.error)
         found[place].append(piece)
         left -= piece.finish_reason is not None
-    return None
-
-
-async def _until_gone(request: Request) -> None:
-    while not await request.is_disconnected():
-        await asyncio.sleep(0.5)
+    return await asyncio.to_thread(lambda: _json(opened.told.whole(opened.prompts, found)))
 
 
 async def _events(opened: Opened) -> AsyncIterator[str]:
-    """Server-sent events, as the pieces come."""
-    try:
-        for chunk in opened.told.beginning(opened.prompts, len(opened.answers)):
-            yield _event(chunk)
-        left, tokens = len(opened.answers), 0
-        while left:
-            place, piece = await opened.pieces.get()
-            if piece.error is not None:
-                yield _event(_error_body(piece.error, kind="server_error"))
-                return
-            yield _event(opened.told.chunk(place, piece))
-            tokens += len(piece.ids)
-            left -= piece.finish_reason is not None
-        options = opened.told.asked.stream_options
-        if options is not None and options.include_usage:
-            yield _event(opened.told.usage_chunk(opened.prompts, tokens))
-        yield "data: [DONE]\n\n"
-    finally:
-        _give_up(opened)  # also where the client went away
-
-
-def _give_up(opened: Opened) -> None:
-    for answer in opened.answers:
-        answer.cancelled = True
+    """Yields server-sent events as the pieces come."""
+    for chunk in opened.told.beginning(opened.prompts, len(opened.answers)):
+        yield _event(chunk)
+    left, tokens = len(opened.answers), 0
+    while left:
+        place, piece = await opened.pieces.get()
+        if piece.error is not None:
+            yield _event(_error_body(piece.status, piece.error))
+            return
+        yield _event(opened.told.chunk(place, piece))
+        tokens += len(piece.ids)
+        left -= piece.finish_reason is not None
+    options = opened.told.asked.stream_options
+    if options is not None and options.include_usage:
+        yield _event(opened.told.usage_chunk(opened.prompts, tokens))
+    yield "data: [DONE]\n\n"
 
 
 def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+    return f"data: {_dump(value)}\n\n"
 
 
-def _error_body(message: str, *, kind: str = "invalid_request_error", param: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": None}}
+def _dump(value: dict[str, Any]) -> str:
+    """Returns JSON in ASCII: a model may write half of a surrogate pair as an escape, which UTF-8 cannot encode."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
-def _error(status: int, message: str, *, kind: str = "invalid_request_error", param: str | None = None) -> Response:
-    return JSONResponse(_error_body(message, kind=kind, param=param), status_code=status)
+def _json(value: dict[str, Any], status: int = 200) -> Response:
+    return Response(_dump(value), status, media_type="application/json")
+
+
+def _error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": printable(message), "type": kind, "param": param, "code": None}}
+
+
+def _error(status: int, message: str, *, param: str | None = None) -> Response:
+    return _json(_error_body(status, message, param), status)

@@ -1,8 +1,9 @@
 """What a client may ask for, in OpenAI's words.
 
-Owns the fields of a request and what each may be. A field that would have no effect is refused, as is one that mrl does
-not know: a client that asks for `logit_bias` must not get an answer without it. Fields that change no token (`user`,
-`metadata`, `store`) may stand there.
+Owns the fields of a request and the values of each. A field that would have no effect is refused, as is one that mrl
+does not know: a client that asks for `logit_bias` must not get an answer without it. Fields that change no token
+(`user`, `metadata`, `store`) are accepted, and so is null for a field that has a default. How an answer is sampled has
+the ranges of a config's `rollout.val_kwargs`.
 
 Source: OpenAI's API reference, "Completions" and "Chat"; `top_k`, `min_p`, `ignore_eos` and `return_token_ids` are
 vLLM's.
@@ -10,78 +11,148 @@ vLLM's.
 
 from __future__ import annotations
 
-import json
 import secrets
-from typing import Annotated, Any, ClassVar, Literal, Optional, Union
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Optional, TypeVar, Union
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    ValidationError,
+)
 
-from mrl.errors import UserError
+from mrl.environments.base import Message
+from mrl.environments.openai_requests import RequestError, call_arguments, chat_messages, parse_json
+from mrl.errors import shown
+from mrl.preflight.ranges import RANGES, in_range
 from mrl.serve.answer import Sampling
 
 LARGEST_SEED = 2**63 - 1
 
-TokenId = Annotated[int, Field(ge=0)]
+MOST_STOPS, STOP_CHARS = 64, 4096
+"""Most stop strings of a request, and their characters together: every round looks for each of them."""
+
+PROMPT_FORMS = "expected a text, a list of texts, a list of token ids, or a list of such lists"
+
+
+def _whole_number(value: object) -> object:
+    """Returns 2.0 as 2: JSON does not distinguish them."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _as_config(key: str) -> AfterValidator:
+    """Returns the check of a number against the range of a key of the config."""
+
+    def check(value: float) -> float:
+        if not in_range(value, RANGES[key]):
+            raise ValueError(f"expected {RANGES[key]}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _all_tokens(value: object) -> object:
+    """Returns top_k=0 as -1: both keep all tokens, as in vLLM."""
+    return -1 if value == 0 and not isinstance(value, bool) else value
+
+
+def _prompts(value: object) -> list[str | list[int]]:
+    """Returns the prompts of a completion, each a text or token ids."""
+    match value:
+        case str():
+            return [value]
+        case []:
+            raise ValueError("the list is empty: give at least one prompt")
+        case list() if all(type(one) is int for one in value):
+            return [_token_ids(value)]
+        case list() if all(isinstance(one, str) for one in value):
+            return value
+        case list() if all(isinstance(one, list) for one in value):
+            return [_token_ids(one) for one in value]
+    raise ValueError(PROMPT_FORMS)
+
+
+def _token_ids(value: list[object]) -> list[int]:
+    """Returns token ids; whether the model has them is not known here."""
+    ids = [one for one in value if type(one) is int and one >= 0]
+    if len(ids) < len(value):
+        raise ValueError(f"{PROMPT_FORMS}; a token id is an integer from 0")
+    return ids
+
+
+def _stops(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _few_characters(value: list[str]) -> list[str]:
+    if sum(map(len, value)) > STOP_CHARS:
+        raise ValueError(f"the stop strings have more than {STOP_CHARS} characters together")
+    return value
+
+
+Integer = Annotated[int, BeforeValidator(_whole_number)]
+Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class StreamOptions(BaseModel):
-    """How a stream is told."""
+    """What a stream holds besides its text."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
 class Request(BaseModel):
-    """What completions and chat have in common."""
+    """Fields that completions and chats share."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str
-    n: int = Field(1, ge=1, le=256)
-    temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(-1, ge=-1)
-    min_p: float = Field(0.0, ge=0, lt=1)
-    seed: Optional[int] = Field(None, ge=0, le=LARGEST_SEED)
-    stop: Union[str, list[str], None] = None
+    n: Integer = Field(1, ge=1, le=256)
+    temperature: Annotated[float, _as_config("rollout.val_kwargs.temperature")] = 1.0
+    top_p: Annotated[float, _as_config("rollout.val_kwargs.top_p")] = 1.0
+    top_k: Annotated[Integer, BeforeValidator(_all_tokens), _as_config("rollout.val_kwargs.top_k")] = -1
+    min_p: Annotated[float, _as_config("rollout.val_kwargs.min_p")] = 0.0
+    seed: Optional[Integer] = Field(None, ge=-LARGEST_SEED - 1, le=LARGEST_SEED)
+    stop: Annotated[
+        list[str], FailFast(), Field(max_length=MOST_STOPS), BeforeValidator(_stops), AfterValidator(_few_characters)
+    ] = []
     ignore_eos: bool = False
     stream: bool = False
     stream_options: Optional[StreamOptions] = None
     return_token_ids: bool = False
 
-    frequency_penalty: Literal[0] = 0
-    presence_penalty: Literal[0] = 0
-    logit_bias: Optional[Annotated[dict[str, float], Field(max_length=0)]] = None
+    frequency_penalty: Zero = 0
+    presence_penalty: Zero = 0
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] = {}
 
     user: Optional[str] = None
     metadata: Optional[dict[str, Any]] = None
     store: Optional[bool] = None
 
     usual_tokens: ClassVar[Optional[int]] = None
-    """Length of an answer where the request says none and there is room for it; None: as much as there is room for."""
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings that are not empty."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(dict.fromkeys(stop for stop in given if stop))
+    """Length of an answer where the request gives none and there is room for it; None: as much as there is room for."""
 
     def sampling(self, max_tokens: int) -> Sampling:
-        """As the engine is asked; a request without a seed gets one by chance.
+        """Returns how the engine samples; a request without a seed gets a random one.
 
         Args:
-            max_tokens: What the request says of it, or what there is room for.
+            max_tokens: The request's, or what there is room for.
         """
         return Sampling(
             max_tokens,
             temperature=self.temperature,
-            top_k=self.top_k or -1,
+            top_k=self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
             seed=secrets.randbits(62) if self.seed is None else self.seed,
-            stop=self.stops,
+            stop=tuple(dict.fromkeys(filter(None, self.stop))),
             ignore_eos=self.ignore_eos,
         )
 
@@ -91,26 +162,18 @@ class CompletionRequest(Request):
 
     usual_tokens = 16
 
-    prompt: Union[str, list[str], list[TokenId], list[list[TokenId]]]
-    max_tokens: Optional[int] = Field(None, ge=1)
-    logprobs: Optional[Literal[0]] = None
+    prompt: Annotated[list[Union[str, list[int]]], PlainValidator(_prompts)]
+    max_tokens: Optional[Integer] = Field(None, ge=1)
+    logprobs: Optional[Integer] = Field(None, ge=0, le=0)
     echo: Literal[False] = False
     suffix: Optional[Literal[""]] = None
-    best_of: Optional[Literal[1]] = None
-
-    @property
-    def prompts(self) -> list[Union[str, list[int]]]:
-        """One or several, each a text or token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        ids = [one for one in self.prompt if isinstance(one, int)]
-        return [ids] if ids else [one for one in self.prompt if not isinstance(one, int)]
+    best_of: Optional[Integer] = Field(None, ge=1, le=1)
 
 
 class Function(BaseModel):
-    """A tool's function."""
+    """The function of a tool."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str = Field(min_length=1)
     description: Optional[str] = None
@@ -119,9 +182,9 @@ class Function(BaseModel):
 
 
 class Tool(BaseModel):
-    """What the assistant may call."""
+    """A tool that the assistant may call."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["function"]
     function: Function
@@ -130,50 +193,71 @@ class Tool(BaseModel):
 class ChatRequest(Request):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    tools: Optional[list[Tool]] = None
+    messages: list[Message]
+    tools: Annotated[list[Tool], FailFast()] = []
     tool_choice: Literal["auto", "none"] = "auto"
     parallel_tool_calls: Literal[True] = True
-    max_tokens: Optional[int] = Field(None, ge=1)
-    max_completion_tokens: Optional[int] = Field(None, ge=1)
+    max_tokens: Optional[Integer] = Field(None, ge=1)
+    max_completion_tokens: Optional[Integer] = Field(None, ge=1)
     logprobs: bool = False
-    top_logprobs: Optional[Literal[0]] = None
+    top_logprobs: Optional[Integer] = Field(None, ge=0, le=0)
     response_format: Optional[dict[Literal["type"], Literal["text"]]] = None
 
     @property
     def most_tokens(self) -> int | None:
-        """What the request says of the answer's length; None: as much as there is room for."""
+        """The request's limit of the answer's length, tokens; None: as much as there is room for."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools as chat templates are given them; none where `tool_choice` says so."""
-        return [] if self.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in self.tools or []]
+        """The tools as chat templates take them; none where `tool_choice` is "none"."""
+        return [] if self.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     @property
-    def templated(self) -> list[dict[str, Any]]:
-        """The messages as chat templates want them: the arguments of earlier calls as objects, not as their JSON.
-
-        Raises:
-            UserError: They are no JSON object.
-        """
-        return [_with_objects(message) for message in self.messages]
+    def templated(self) -> list[Message]:
+        """The messages as chat templates take them: developers as system, arguments of calls as objects."""
+        return [_templated(message, f"messages.{place}") for place, message in enumerate(self.messages)]
 
 
-def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
+Kind = TypeVar("Kind", bound=Request)
+
+
+def read_request(kind: type[Kind], body: bytes) -> Kind:
+    """Returns the request that a body holds.
+
+    Raises:
+        RequestError: It is not JSON, or a field has a value that it cannot have.
+    """
+    fields = parse_json(body)
+    if not isinstance(fields, dict):
+        raise RequestError(f"the body of the request is not a JSON object. Got {shown(fields)}")
+    if unknown := [name for name in fields if name not in kind.model_fields]:
+        raise RequestError("mrl has no such field. Remove it.", unknown[0])
+    given = {name: value for name, value in fields.items() if value is not None}
+    if "messages" in given:
+        given["messages"] = chat_messages(given["messages"])
     try:
-        return {**message, "tool_calls": [_with_object(call) for call in calls]}
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"messages: tool_calls are {str(calls)[:100]}; expected a list of objects with function.name and "
-            "function.arguments, the JSON of an object."
-        ) from error
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False)[0]) from None
 
 
-def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    arguments = call["function"]["arguments"]
-    found = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return {**call, "function": {**call["function"], "arguments": dict(found)}}
+def _refusal(error: Mapping[str, Any]) -> RequestError:
+    param = ".".join(map(str, error["loc"]))
+    match error["type"]:
+        case "missing":
+            return RequestError("this field is missing.", param)
+        case "extra_forbidden":
+            return RequestError("mrl has no such field. Remove it.", param)
+    return RequestError(f"{error['msg'].removeprefix('Value error, ')}. Got {shown(error['input'])}", param)
+
+
+def _templated(message: Message, param: str) -> Message:
+    role = "system" if message["role"] == "developer" else message["role"]
+    if "tool_calls" not in message:
+        return {**message, "role": role}
+    calls = [
+        {**call, "function": {**call["function"], "arguments": call_arguments(call, f"{param}.tool_calls.{place}")}}
+        for place, call in enumerate(message["tool_calls"])
+    ]
+    return {**message, "role": role, "tool_calls": calls}

@@ -5,7 +5,8 @@ Owns the order of the work. HTTP threads leave answers at the `Desk` of rank 0; 
 an answer is a longer prompt: an engine that keeps prefixes reads only what is new of it, the native engine reads all of
 it again.
 
-What an answer gets depends on its prompt, its sampling and its seed, not on who else is served.
+What an answer gets depends on its prompt, its sampling and its seed, not on who else is served. Where the engine fails
+at a batch, only the answers fail that it cannot generate alone either.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from mrl.distributed.collectives import from_first_rank, together
+from mrl.distributed.collectives import RankFailedError, from_first_rank, together
 from mrl.distributed.groups import ProcessGroups
 from mrl.engines.base import RolloutEngine, SamplingConfig
+from mrl.errors import UserError
 from mrl.rollout.replicas import LengthHistory, generate
 from mrl.serve.answer import Answer
 from mrl.types import Prompt
@@ -50,6 +52,10 @@ class Batch:
     prompts: list[tuple[int, tuple[int, ...]]]
 
 
+Failed = dict[int, Exception]
+"""By uid, why the engine cannot generate for a prompt of a batch."""
+
+
 class BusyError(RuntimeError):
     """Too many answers wait."""
 
@@ -72,7 +78,7 @@ class Desk:
         self._waiting: list[Answer] = []
         self._working: list[dict[int, Answer]] = []
         self._lock = threading.Lock()
-        self._num_left = 0
+        self._wanted: set[Answer] = set()
         self._closed, self._ends = "", False
 
     def leave(self, answers: Sequence[Answer]) -> None:
@@ -84,11 +90,18 @@ class Desk:
         with self._lock:
             if self._closed:
                 raise BusyError(self._closed)
-            if self._num_left + len(answers) > MOST_WAITING:
-                raise BusyError(f"{self._num_left} answers wait already; ask again later.")
-            self._num_left += len(answers)
+            if len(self._wanted) + len(answers) > MOST_WAITING:
+                raise BusyError(f"{len(self._wanted)} answers wait already; ask again later.")
+            self._wanted.update(answers)
             for answer in answers:
                 self._arrived.put(answer)
+
+    def withdraw(self, answers: Sequence[Answer]) -> None:
+        """Gives up answers whose client has left; the next round is without them. From any thread."""
+        for answer in answers:
+            answer.cancelled = True
+        with self._lock:
+            self._wanted.difference_update(answers)
 
     def end(self) -> None:
         """Lets `work` return once all that was left before is answered."""
@@ -121,6 +134,19 @@ class Desk:
             if answer.take(ids, logprobs, ended=ended):
                 self._forget([answer])
 
+    def failed(self, place: int, errors: Failed) -> None:
+        """Ends the answers that the engine could not generate.
+
+        Args:
+            place: Of the batch in the round.
+            errors: See `Failed`.
+        """
+        for uid, error in errors.items():
+            answer = self._working[place][uid]
+            status = 400 if isinstance(error, UserError) else 500
+            answer.fail(f"the engine cannot answer this request: {error}", status)
+            self._forget([answer])
+
     def close(self, why: str) -> None:
         """All open answers fail, and no further one is taken."""
         with self._lock:
@@ -128,7 +154,7 @@ class Desk:
             while not self._arrived.empty():
                 self._waiting += [answer for answer in [self._arrived.get()] if answer is not None]
         for answer in (*self._open, *self._waiting):
-            answer.fail(why)
+            answer.fail(why, 503)
         self._open, self._waiting = [], []
 
     def _take_arrived(self) -> None:
@@ -145,12 +171,12 @@ class Desk:
             return
 
     def _forget(self, answers: Sequence[Answer]) -> None:
-        gone = set(map(id, answers))
+        gone = set(answers)
         if gone:
-            self._open = [answer for answer in self._open if id(answer) not in gone]
-            self._waiting = [answer for answer in self._waiting if id(answer) not in gone]
+            self._open = [answer for answer in self._open if answer not in gone]
+            self._waiting = [answer for answer in self._waiting if answer not in gone]
             with self._lock:
-                self._num_left -= len(gone)
+                self._wanted -= gone
 
     def _sampling(self, answer: Answer) -> SamplingConfig:
         wanted = answer.sampling
@@ -176,20 +202,67 @@ def work(engine: RolloutEngine, groups: ProcessGroups, desk: Desk | None) -> Non
         engine: Awake.
         groups: Who sits where.
         desk: On rank 0; None on the others.
+
+    Raises:
+        UserError, RankFailedError: The engine can generate nothing any more.
     """
     history = LengthHistory(PART)
     while (batches := from_first_rank(desk.next_batches() if desk else None)) is not None:
         for place, batch in enumerate(batches):
-            with together():
-                found = _generated(engine, groups, history, batch)
+            found, failed = _generated(engine, groups, history, batch)
             if desk is not None:
                 desk.took(place, found)
+                desk.failed(place, failed)
 
 
-def _generated(engine: RolloutEngine, groups: ProcessGroups, history: LengthHistory, batch: Batch) -> Told:
-    """Collective over the job: what all replicas made of a batch, on rank 0."""
+def _generated(
+    engine: RolloutEngine, groups: ProcessGroups, history: LengthHistory, batch: Batch
+) -> tuple[Told, Failed]:
+    """Collective over the job: returns, on rank 0, what all replicas generated for a batch and what they could not.
+
+    A batch at which the engine fails is tried in halves, so that one bad prompt takes no other with it.
+
+    Raises:
+        UserError, RankFailedError: The engine fails at any prompt.
+    """
+    try:
+        return _attempt(engine, groups, history, batch), {}
+    except (UserError, RankFailedError) as error:
+        _check_alive(engine, groups, history, batch.sampling.stop_token_ids)
+        if len(batch.prompts) == 1:
+            return [], {batch.prompts[0][0]: error}
+    half = len(batch.prompts) // 2
+    found: Told = []
+    failed: Failed = {}
+    for prompts in (batch.prompts[:half], batch.prompts[half:]):
+        more, errors = _generated(engine, groups, history, Batch(batch.sampling, prompts))
+        found += more
+        failed |= errors
+    return found, failed
+
+
+def _check_alive(
+    engine: RolloutEngine, groups: ProcessGroups, history: LengthHistory, stop_ids: tuple[int, ...]
+) -> None:
+    """Collective over the job: generates one token on each replica from a prompt that every model can read.
+
+    Raises:
+        UserError, RankFailedError: It cannot; the fault is not the request's.
+    """
+    sampling = SamplingConfig(n=1, max_tokens=1, greedy=True, stop_token_ids=stop_ids)
+    prompts = [(uid, stop_ids[:1] or (0,)) for uid in range(groups.grid.num_replicas)]
+    _attempt(engine, groups, history, Batch(sampling, prompts))
+
+
+def _attempt(engine: RolloutEngine, groups: ProcessGroups, history: LengthHistory, batch: Batch) -> Told:
+    """Collective over the job: returns what all replicas generated for a batch, on rank 0.
+
+    Raises:
+        UserError, RankFailedError: A replica failed; the same on every rank.
+    """
     prompts = [Prompt(uid, ids, "", source=f"request {uid:x}") for uid, ids in batch.prompts]
-    rollouts = generate(engine, prompts, batch.sampling, groups, history)
+    with together():
+        rollouts = generate(engine, prompts, batch.sampling, groups, history)
     mine: Told = [
         (one.prompt.uid, one.response_ids, one.rollout_logprobs, one.finish_reason == "stop")
         for one in rollouts

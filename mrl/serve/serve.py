@@ -120,7 +120,7 @@ def check(listen: Listen) -> None:
         )
     formats.find(listen.tool_format)
     try:
-        import fastapi  # noqa: F401
+        import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise UserError(f"`mrl serve` needs {error.name}, which is not installed: {to_install('serve')}") from error
@@ -164,9 +164,8 @@ def _listening(job: Job, listen: Listen, loaded: str, say: Callable[[str], None]
     if not opened:
         yield desk
         return
-    import uvicorn
-
     from mrl.serve.app import Served, make_app
+    from mrl.serve.http_server import make_server
 
     rollout = job.config.rollout
     name = listen.model_name or Path(job.config.model.path or str(job.config.model.preset)).name
@@ -175,7 +174,7 @@ def _listening(job: Job, listen: Listen, loaded: str, say: Callable[[str], None]
     most = rollout.max_num_seqs * job.groups.grid.num_replicas
     desk = Desk(served.longest, part, most, job.tokenizer.eos_ids)
     app = make_app(served, desk, listen.key, local=listen.is_local and not listen.key)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=2))
+    server = make_server(app)
     thread = threading.Thread(target=server.run, kwargs={"sockets": opened}, name="serve", daemon=True)
     thread.start()
     began = time.monotonic()

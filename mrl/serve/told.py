@@ -205,6 +205,9 @@ class ToolChat(Chat):
         calls = [call for call in parsed.calls if isinstance(call, ToolCall)]
         if not calls or len(calls) < len(parsed.calls):
             return text, []
-        told = [{"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)} for call in calls]
+        try:
+            told = [{"name": call.name, "arguments": json.dumps(call.arguments, allow_nan=False)} for call in calls]
+        except (ValueError, RecursionError):
+            return text, []  # a number beyond JSON's, or nested too deeply for it
         named = [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": one} for one in told]
         return parsed.content or None, named

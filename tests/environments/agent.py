@@ -3,6 +3,7 @@
 Its first argument says what it does.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -15,6 +16,11 @@ def main(what):
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if what in ("count", "stream", "tools"):
         return with_client(what, given["seed"], messages, given["row"].get("turns", 3))
+    if what == "hurries":
+        with contextlib.suppress(TimeoutError):
+            by_hand(messages, timeout_s=0.5)
+        by_hand(messages)
+        return float(len(messages[-1]["content"]))
     fields = {"temperature": 0.5} if what == "heats" else {}
     by_hand(messages, **fields)
     if what == "rewrites":
@@ -50,14 +56,14 @@ def with_client(what, seed, messages, num_turns):
     return float(ask(tools=[tool]).content == found)
 
 
-def by_hand(messages, **fields):
+def by_hand(messages, timeout_s=None, **fields):
     request = urllib.request.Request(
         f"{os.environ['OPENAI_BASE_URL']}/chat/completions",
         json.dumps({"model": "policy", "messages": messages, **fields}).encode(),
         {"authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
     )
     try:
-        with urllib.request.urlopen(request) as answer:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             messages.append(json.load(answer)["choices"][0]["message"])
     except urllib.request.HTTPError as error:
         sys.exit(error.read().decode())

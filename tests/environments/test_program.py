@@ -1,12 +1,17 @@
 """Agent programs that know only OpenAI's client: what they say and hear is the episode."""
 
+import json
+import socket
+import struct
 import sys
+import threading
+import time
 from pathlib import Path
 
 import httpx
 import pytest
 
-from mrl.environments._endpoint import Endpoint
+from mrl.environments._endpoint import LARGEST_REQUEST, Endpoint
 from mrl.environments.base import Action, ToolCall
 from tests.environments.episodes import descendants, pool, replies, said
 from tests.rewards.test_scorer import gone
@@ -110,9 +115,65 @@ def test_nobody_else_is_let_in():
             ("chat/completions", "[]", "no JSON object"),
             ("chat/completions", "{", "line 1"),
             ("chat/completions", '{"n": 2}', "'n' has no effect in a run"),
+            ("chat/completions", "[" * 100_000, "nested"),
+            ("chat/completions", '{"user": "\\ud800"}', "surrogate"),
+            ("chat/completions", '{"user": NaN}', "NaN"),
+            ("chat/completions", "{}", "messages"),
+            ("chat/completions", '{"messages": [{"content": "a"}]}', "messages.0.role"),
+            ("chat/completions", '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "'image_url'"),
         ):
             answer = httpx.post(f"{endpoint.url}/{path}", headers=key, content=content)
             assert answer.status_code == 400 and words in answer.json()["error"]["message"]
         assert endpoint.asked.empty()
     finally:
         endpoint.close()
+
+
+def test_a_body_that_cannot_be_read_is_refused_and_the_next_is_read():
+    endpoint = Endpoint(frozenset())
+    url, key = f"{endpoint.url}/chat/completions", {"authorization": f"bearer {endpoint.key}"}
+    try:
+        with httpx.Client(headers=key, timeout=60) as client:
+            for content, headers, status in (
+                (iter([b"{}"]), {}, 411),
+                (b"{}", {"content-encoding": "gzip"}, 415),
+                (b" " * (LARGEST_REQUEST + 1), {}, 413),
+            ):
+                answer = client.post(url, content=content, headers=headers)
+                assert answer.status_code == status and answer.json()["error"]["message"]
+                assert client.get(f"{endpoint.url}/models").status_code == 200
+    finally:
+        endpoint.close()
+
+
+@pytest.mark.parametrize("size", [0, 60, 10_000])
+def test_a_client_that_leaves_is_noticed(size, capfd):
+    """Before the end of its request, or while it waits for its answer; nothing is printed."""
+    endpoint = Endpoint(frozenset())
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nauthorization: Bearer {endpoint.key}\r\n"
+    data = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+    before = threading.active_count()
+    try:
+        with socket.create_connection(("127.0.0.1", int(endpoint.url.split(":")[2].split("/")[0]))) as connection:
+            connection.sendall(data[:size])
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", size == 60, 0))
+            asked = endpoint.asked.get(timeout=20) if size > len(data) else None
+        if asked is not None:
+            assert asked.delivered.get(timeout=20) is False
+        ends = time.monotonic() + 20
+        while threading.active_count() > before and time.monotonic() < ends:
+            time.sleep(0.05)
+        assert threading.active_count() == before
+    finally:
+        endpoint.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_client_that_left_gets_its_answer_when_it_asks_again():
+    with agents("hurries") as many:
+        many.open("a", 0, ROW)
+        replies(many, 1)
+        time.sleep(2)  # longer than the program's patience
+        last = tell(many, "a", Action("five!")).observation
+        assert (last.terminated, last.reward) == (True, 5.0)

@@ -2,18 +2,16 @@
 
 import asyncio
 import os
-import signal
-import sys
-import time
 
 import httpx
 import openai
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from mrl.distributed import launch
-from mrl.distributed.local_ranks import forks, free_port
+from mrl.distributed.local_ranks import free_port
 from mrl.megatron import parallel
 from mrl.run.opening import open_job
 from mrl.run.prepare import prepare
@@ -21,55 +19,12 @@ from mrl.serve.answer import Answer, Sampling
 from mrl.serve.rounds import PART, Desk, work
 from mrl.serve.serve import INITIAL, source
 from tests.data.folders import byte_bpe_folder
-from tests.e2e.runs import REPOSITORY
 from tests.engines.native.tiny import make_checkpoint, reference
-from tests.ranks import PRELOAD, run_ranks
+from tests.ranks import run_ranks
+from tests.serve.server import FIELDS, Server
 
-START_S = 120
-FIELDS = ["model.dtype=float32", "rollout.prompt_length=64", "rollout.response_length=96", "run.num_threads=1"]
 EXACT = 5e-4
 """Nats; both are fp32."""
-
-
-class Server:
-    """`mrl serve` in a process of its own."""
-
-    def __init__(self, folder, words, **variables):
-        self._output = folder / "serve.txt"
-        self.process = forks(PRELOAD).Process(target=_main, args=(str(self._output), words, variables))
-        self.process.start()
-        ends = time.monotonic() + START_S
-        while "serving " not in self.output:
-            assert self.process.is_alive() and time.monotonic() < ends, self.output
-            time.sleep(0.05)
-        self.url = self.output.rsplit(" at ", 1)[1].strip()
-
-    @property
-    def output(self):
-        return self._output.read_text() if self._output.exists() else ""
-
-    def client(self, key="none"):
-        return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0)
-
-    def stop(self):
-        if self.process.is_alive():
-            os.kill(self.process.pid, signal.SIGINT)
-        self.process.join(60)
-        return self.process.exitcode
-
-
-def _main(output, words, variables):
-    os.environ.update(variables)
-    os.setsid()
-    os.chdir(REPOSITORY)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    with open(output, "ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.argv = ["mrl", *words]
-    from mrl.__main__ import main
-
-    sys.exit(main())
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +232,12 @@ def _answers(model, fields, ports):
     finally:
         os.environ["MASTER_PORT"] = str(ports[1])
         launch.start("cpu", num_threads=1)
-    return {number: [token for piece in pieces for token in piece.ids] for number, pieces in found.items()}
+    return {
+        number: (pieces[-1].error, pieces[-1].status)
+        if pieces[-1].error
+        else [t for piece in pieces for t in piece.ids]
+        for number, pieces in found.items()
+    }
 
 
 def test_ranks_answer_together(model):
@@ -286,6 +246,31 @@ def test_ranks_answer_together(model):
     for fields in (["rollout.tensor_model_parallel_size=2"], []):
         found = run_ranks(2, _answers, str(model), fields, [free_port(), free_port()])
         assert found == [alone, {}]
+
+
+def test_a_prompt_that_the_engine_fails_at_fails_alone(tmp_path):
+    """The embedding of token 9, which begins the prompt of answer 4, is no number."""
+    folder = make_checkpoint(tmp_path / "tiny", "qwen2_untied", vocab_size=320)
+    byte_bpe_folder(folder)
+    right = run_ranks(1, _answers, str(folder), [], [free_port(), free_port()])[0]
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][9] = torch.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    for num_ranks, fields in ((1, []), (2, ["rollout.tensor_model_parallel_size=2"]), (2, [])):
+        found = run_ranks(num_ranks, _answers, str(folder), fields, [free_port(), free_port()])[0]
+        assert "not finite" in found[4][0] and found[4][1] == 400
+        unharmed = [number for number in range(4) if 9 not in right[number]]  # the others drew the token themselves
+        assert len(unharmed) > 1 and all(found[number] == right[number] for number in unharmed)
+
+
+def test_an_engine_that_can_generate_nothing_ends_the_server(tmp_path):
+    folder = make_checkpoint(tmp_path / "tiny", vocab_size=320)
+    byte_bpe_folder(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = torch.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(Exception, match="not finite"):
+        run_ranks(1, _answers, str(folder), [], [free_port(), free_port()])
 
 
 def test_others_are_not_let_in_without_a_key(capsys, model, monkeypatch):

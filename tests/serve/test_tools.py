@@ -112,7 +112,47 @@ def test_a_streamed_call_is_the_whole_one(tokenizer):
     assert "".join(chunk.delta.content or "" for chunk in chunks) == ""
 
 
-@pytest.mark.parametrize("says", ["It rains.", '<tool_call>{"name": "weather", "argu</tool_call>', "<tool_call>5"])
+def test_a_call_may_hold_half_of_a_surrogate_pair(tokenizer):
+    """A model may write one as an escape; UTF-8 has no bytes for it."""
+
+    async def calls(client):
+        asked = {"model": "m", "messages": QUESTION, "tools": [WEATHER]}
+        complete = await client.chat.completions.create(**asked)
+        chunks = await client.chat.completions.create(**asked, stream=True)
+        return complete.choices[0].message.tool_calls, [c async for c in chunks][-1].choices[0].delta.tool_calls
+
+    found, _ = ask(tokenizer, CALL.replace("Ulm", "\\ud800").replace("weather", "\\udfff"), calls)
+    for (call,) in found:
+        assert (call.function.name, json.loads(call.function.arguments)) == ("\udfff", {"city": "\ud800"})
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["How is the weather?", [{"type": "text", "text": "How is "}, {"type": "text", "text": "the weather?"}]],
+)
+def test_text_parts_are_one_text(folder, tokenizer, content):
+    async def calls(client):
+        return await client.chat.completions.create(model="m", messages=[{"role": "user", "content": content}])
+
+    found, prompts = ask(tokenizer, "It rains.", calls)
+    assert found.choices[0].message.content == "It rains."
+    asked = [{"role": "user", "content": "How is the weather?"}]
+    wanted = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        asked, add_generation_prompt=True, return_dict=False
+    )
+    assert prompts == [tuple(wanted)]
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        "It rains.",
+        '<tool_call>{"name": "weather", "argu</tool_call>',
+        "<tool_call>5",
+        CALL.replace('"Ulm"', "1e999"),
+        CALL.replace('"Ulm"', "[" * 1500 + "]" * 1500),
+    ],
+)
 def test_what_is_no_call_is_text(tokenizer, says):
     async def calls(client):
         whole = await client.chat.completions.create(model="m", messages=QUESTION, tools=[WEATHER])
@@ -158,8 +198,13 @@ def test_a_conversation_goes_on_behind_a_call(folder, tokenizer):
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools.0.function"),
         (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "'image_url'",
+        ),
+        ({"messages": [{"content": "hi"}]}, "messages.0.role"),
+        (
             {"messages": [*QUESTION, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
-            "expected a list of objects with function.name",
+            "messages.1.tool_calls.0: expected an object with function.name",
         ),
     ],
 )

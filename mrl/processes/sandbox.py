@@ -23,8 +23,9 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -172,14 +173,34 @@ def enter(said: dict[str, Any]) -> None:
     )
     os.write(said["told"], json.dumps(missing).encode() + b"\n")
     os.close(said["told"])
-    # A program may not set modes and times of files, which would fail copies of their content.
-    shutil.copymode = shutil.copystat = lambda *_, **__: None
+    os.chmod, os.utime = _tolerant(os.chmod, said["folder"]), _tolerant(os.utime, said["folder"])
+    shutil.copymode = shutil.copystat = lambda *_, **__: None  # they copy extended attributes too
     try:
         exec(compile(said["code"], "<code>", "exec"), {"__name__": "__main__"})
     except Exception as error:  # noqa: BLE001 - told as Python tells it, without the frame above
         told = error.__traceback__
         traceback.print_exception(error.with_traceback(told.tb_next if told else None))
         sys.exit(1)
+
+
+def _tolerant(change: Callable[..., None], folder: str) -> Callable[..., None]:
+    """Returns a function that changes mode or times of a file, and does nothing where the file is in the folder.
+
+    Linux cannot allow such changes in one folder only, so all are refused; many programs make some that do not matter.
+    """
+    base = os.path.realpath(folder)
+
+    @wraps(change)
+    def changed(path: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(path, int) or "dir_fd" in kwargs or not _is_in(base, path):
+            change(path, *args, **kwargs)
+        os.stat(path)  # a file that is not there is an error
+
+    return changed
+
+
+def _is_in(folder: str, path: Any) -> bool:
+    return Path(os.path.realpath(os.fsdecode(path))).is_relative_to(folder)
 
 
 @cache

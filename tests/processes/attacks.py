@@ -158,7 +158,8 @@ OF_FILES = {
     "mode without following": "call('fchmodat2', -100, f'{outside}/text'.encode(), 0o777, 0x100)",
     "mode by descriptor": "os.fchmod(os.open(os.__file__, os.O_RDONLY), 0o4777)",
     "mode by path descriptor": "os.chmod(f'/proc/self/fd/{os.open(outside, os.O_PATH)}', 0)",
-    "mode of own file": "open('own-mode', 'w').close()\nos.chmod('own-mode', 0o4777)",
+    "mode of own file": "open('own-mode', 'w').close()\nos.chmod('own-mode', 0o4777)\n"
+    "assert os.stat('own-mode').st_mode & 0o4000",
     "owner": "os.chown(f'{outside}/text', os.getuid(), os.getgid())",
     "owner of a link": "os.lchown(f'{outside}/text', os.getuid(), os.getgid())",
     "owner by descriptor": "os.fchown(os.open(os.__file__, os.O_RDONLY), os.getuid(), os.getgid())",

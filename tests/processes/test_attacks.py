@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
+from mrl.processes.sandbox import Bounds, bubblewrap_works, run_python
 from tests.processes.attacks import ALONE, CALM
+from tests.processes.benign import BENIGN
 from tests.source import ROOT
 
 NOBODY = 65534
@@ -40,3 +42,29 @@ def test_no_attack_has_an_effect(way, user):
         pytest.skip(found["missing"])
     assert found["effects"] == {}
     assert found["num_run"] == len(CALM) + len(ALONE) >= 250
+
+
+TOGETHER = """
+import os, traceback
+for place, (name, source) in enumerate({programs!r}):
+    os.makedirs(f"{{os.environ['HOME']}}/{{place}}")
+    os.chdir(f"{{os.environ['HOME']}}/{{place}}")
+    try:
+        exec(source, {{"__name__": "__main__"}})
+    except BaseException as error:
+        print("failed", name, traceback.format_exc())
+print("end")
+"""
+
+
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("way", ["alone", "bubblewrap"])
+def test_programs_that_mean_no_harm_work(way, part, tmp_path):
+    if way == "bubblewrap" and not bubblewrap_works():
+        pytest.skip("bubblewrap is not installed, or may not make namespaces here")
+    assert len(BENIGN) >= 50
+    code = TOGETHER.format(programs=list(BENIGN.items())[part::4])
+    ran = run_python(code, str(tmp_path), Bounds(time_s=120.0, memory_mb=512), bubblewrap=way == "bubblewrap")
+    if ran.missing:
+        pytest.skip(f"this kernel has no such lock: {ran.missing}")
+    assert (ran.output, ran.status, ran.problem) == ("end\n", 0, "")

@@ -35,6 +35,7 @@ NUMBERS = {
 
 PRELUDE = f"""
 import ctypes, errno, os, platform, socket, struct, sys
+own = os.environ.get('HOME')
 _numbers = {NUMBERS!r}
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long

@@ -30,7 +30,7 @@ FOR_ONE = Bounds(time_s=6.0, memory_mb=MEMORY_MB, output_bytes=10_000, folder_mb
 
 EACH = """
 for name, source, given in {attacks!r}:
-    os.chdir(given["own"])
+    os.chdir(own)
     try:
         exec(source, globals() | given)
     except BaseException:
@@ -40,6 +40,14 @@ for name, source, given in {attacks!r}:
 print("end")
 """
 """Runs one attack after the other, and prints the name of each that no exception ended."""
+
+
+def together(targets: dict[str, Target]) -> str:
+    """Returns a program that runs the attack of each name on its target."""
+    attacks = [
+        (name, CALM[name], {"victim": one.process.pid, "outside": str(one.outside)}) for name, one in targets.items()
+    ]
+    return PRELUDE + EACH.format(attacks=attacks)
 
 
 class Target:
@@ -103,11 +111,7 @@ def run_calm(place: Path, names: list[str], inside: bool) -> dict[str, str]:
     own = place / "own"
     own.mkdir(parents=True)
     targets = {name: Target(place / f"outside{number}") for number, name in enumerate(names)}
-    attacks = [
-        (name, CALM[name], {"victim": one.process.pid, "outside": str(one.outside), "own": str(own)})
-        for name, one in targets.items()
-    ]
-    ran = run_python(PRELUDE + EACH.format(attacks=attacks), str(own), FOR_ALL, bubblewrap=inside)
+    ran = run_python(together(targets), str(own), FOR_ALL, bubblewrap=inside)
     lines = ran.output.splitlines()
     found = {line.removeprefix("effect "): "no exception" for line in lines if line.startswith("effect ")}
     if lines[-1:] != ["end"] or ran.problem:

@@ -23,7 +23,7 @@ from typing import Literal
 from mrl.processes import seccomp
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full")
-"""May be read and written besides; of these a program has only the first, because shared /dev/zero is memory."""
+"""Devices that may be read and written; a program has only the first, because shared /dev/zero is memory."""
 
 _ADDRESS_SPACE_MB = 4096  # besides memory: libraries, and what threads reserve and never use
 _OPEN_FILES = 256  # each pipe holds memory that no limit counts
@@ -47,7 +47,7 @@ class Confinement:
     """What a process may do.
 
     Attributes:
-        network: Sockets may be made.
+        network: Whether sockets may be made.
         writable: Folders below which files may change; None: wherever the user may.
         readable: Folders and files below which files may be read and run, besides the writable ones; None: all.
         calls: System calls that may be made. "any": all. "worker": not those that reach processes above this one or
@@ -73,7 +73,9 @@ class Confinement:
 
 
 def confine(asked: Confinement) -> list[str]:
-    """Confines this process and all that it will start; files only for the calling thread and what that starts.
+    """Confines this process and all that it will start.
+
+    Files are confined for the calling thread and what it starts: there should be no other thread yet.
 
     Returns:
         What was asked for and this machine does not have, a few words each; [] where all of it holds.
@@ -81,26 +83,27 @@ def confine(asked: Confinement) -> list[str]:
     _limit(resource.RLIMIT_DATA, asked.memory_mb << 20)
     _limit(resource.RLIMIT_FSIZE, asked.file_mb << 20)
     _limit(resource.RLIMIT_CPU, asked.cpu_s)
-    _limit(resource.RLIMIT_CORE, 0, always=True)
-    missing: list[tuple[str, str]] = []
+    _limit(resource.RLIMIT_CORE, 1)  # 0 would still hand a crash to a program that collects them, 1 does not
+    problems: list[tuple[str, str]] = []
     if asked.calls == "program":
         if asked.memory_mb:
             _limit(resource.RLIMIT_AS, (asked.memory_mb + _ADDRESS_SPACE_MB) << 20)
         _limit(resource.RLIMIT_NOFILE, _OPEN_FILES)
-        missing += [("rights", _give_up_rights())]
+        problems += [("rights", _give_up_rights())]
     if asked.writable is not None or asked.readable is not None:
-        missing += [("files", _landlock(asked))]
+        problems += [("files", _landlock(asked))]
     if asked.calls == "program":
-        missing += [("network and processes", seccomp.install(seccomp.of_programs(), only=True))]
+        problems += [("network and processes", seccomp.install(seccomp.of_programs(), only=True))]
     if asked.calls == "worker":
-        missing += [("system calls", seccomp.install(seccomp.of_workers(), only=False))]
+        problems += [("system calls", seccomp.install(seccomp.of_workers(), only=False))]
     if asked.calls != "program" and not asked.network:
-        missing += [("network", seccomp.install(seccomp.without_sockets(), only=False))]
-    return [f"{what}: {problem}" for what, problem in missing if problem]
+        problems += [("network", seccomp.install(seccomp.without_sockets(), only=False))]
+    return [f"{what}: {problem}" for what, problem in problems if problem]
 
 
-def _limit(which: int, value: int, always: bool = False) -> None:
-    if value or always:
+def _limit(which: int, value: int) -> None:
+    """Sets a limit that cannot be raised again; 0: none."""
+    if value:
         _, most = resource.getrlimit(which)
         wanted = value if most == resource.RLIM_INFINITY else min(value, most)
         resource.setrlimit(which, (wanted, wanted))

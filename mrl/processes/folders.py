@@ -1,4 +1,4 @@
-"""Temporary folders of processes that may be killed: removed at a later start, and whatever they contain.
+"""Temporary folders of processes that may be killed, which are removed at a later start then.
 
 A folder is locked by its owner as long as that lives; the kernel ends the lock with the process. Whoever makes a folder
 first removes those of the same user and host whose owner is dead. Imports no torch.
@@ -43,12 +43,20 @@ def _locked(kind: str) -> tuple[str, int]:
     """Makes a folder and locks it; another one where a process that removes old folders was faster."""
     for _ in range(_TRIES):
         folder = tempfile.mkdtemp(prefix=f"mrl-{kind}-{_host()}-")
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(FileNotFoundError):
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            if _lock(lock) is not False and os.path.samestat(os.fstat(lock), os.stat(folder)):
+            if _lock(lock) is not False and _is_at(lock, folder):
                 return folder, lock
             os.close(lock)
     raise RuntimeError(f"other processes remove every folder that is made in {tempfile.gettempdir()}")
+
+
+def _is_at(opened: int, folder: str) -> bool:
+    """Whether a folder that was opened is still at its place."""
+    try:
+        return os.path.samestat(os.fstat(opened), os.stat(folder))
+    except FileNotFoundError:
+        return False
 
 
 def _lock(opened: int) -> bool | None:
@@ -146,8 +154,8 @@ def measure(folder: str, most_files: int) -> tuple[int, int]:
         most_files: The count ends above this number.
 
     Returns:
-        Bytes on the disk, and the number of files and folders; a folder nested deeper than MAX_DEPTH counts as
-        `most_files` + 1.
+        Bytes on the disk, and the number of files and folders: `most_files` + 1 where a folder is nested deeper than
+        MAX_DEPTH or cannot be read, because something could be hidden in it.
     """
     num_bytes = num_files = 0
     todo = [(folder, 0)]
@@ -155,13 +163,18 @@ def measure(folder: str, most_files: int) -> tuple[int, int]:
         place, depth = todo.pop()
         if depth > MAX_DEPTH:
             return num_bytes, most_files + 1
-        with contextlib.suppress(OSError), os.scandir(place) as entries:
-            for entry in entries:
-                num_files += 1
-                if num_files > most_files:
-                    return num_bytes, num_files
-                with contextlib.suppress(OSError):
-                    num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        todo.append((entry.path, depth + 1))
+        try:
+            with os.scandir(place) as entries:
+                for entry in entries:
+                    num_files += 1
+                    if num_files > most_files:
+                        return num_bytes, num_files
+                    with contextlib.suppress(FileNotFoundError):
+                        num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
+                        if entry.is_dir(follow_symlinks=False):
+                            todo.append((entry.path, depth + 1))
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # it was removed meanwhile
+        except OSError:
+            return num_bytes, most_files + 1
     return num_bytes, num_files

@@ -43,7 +43,7 @@ _START_LIMIT_S = 60.0  # for Python to start, on a busy machine
 _EXIT_LIMIT_S = 5.0  # for a killed program to be gone
 _LOOK_S = 0.05  # between two looks at what it takes
 _LOOK_FRAC = 0.05  # of a core for them
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
+_PR_SET_PDEATHSIG = 1
 _VARIABLES = {
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -157,7 +157,6 @@ def enter(said: dict[str, Any]) -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != said["parent"]:
             os._exit(1)  # the parent died before
-    prctl(_PR_SET_DUMPABLE, 0)  # its crash is not stored anywhere
     sys.path.remove(said["home"])
     os.chdir(said["folder"])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -154,7 +154,7 @@ def install(rules: Rules, *, only: bool) -> str:
     """Adds a filter to all threads of this process.
 
     Args:
-        rules: Of the calls that it decides on.
+        rules: What becomes of each call that it names.
         only: Every other call is refused; otherwise allowed.
 
     Returns:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mrl.processes.folders import measure
 
-_MEMORY_SLACK_MB = 64  # of the interpreter's, and of memory that is on its way back
+_MEMORY_SLACK_MB = 64  # Linux's own limit, which a program can handle as a MemoryError, should come first
 _STATUS = re.compile(r"^(Threads|RssAnon|RssShmem):\s+(\d+)", re.MULTILINE)
 
 
@@ -50,7 +50,7 @@ def folder_problem(folder: str, most: Most) -> str:
     """Returns what is too much in a program's folder; "" where nothing is."""
     num_bytes, num_files = measure(folder, most.files)
     if num_files > most.files:
-        return f"it made more than {most.files} files and folders, or nested them too deep"
+        return f"it made more than {most.files} files and folders, or folders that cannot be read"
     if num_bytes > most.folder_mb << 20:
         return f"it wrote more than {most.folder_mb} MiB of files"
     return ""

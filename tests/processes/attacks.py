@@ -353,6 +353,10 @@ ALONE = {
     "many files": "for n in range(200_000): open(f'file{n}', 'w').close()",
     "many folders": "for n in range(200_000): os.mkdir(f'folder{n}')",
     "many links": "for n in range(200_000): os.symlink('x', f'link{n}')",
+    "folder that cannot be listed": "os.mkdir('hidden', 0o300)\nblock = bytes(8 << 20)\n"
+    "for n in range(20): open(f'hidden/{n}', 'wb').write(block)\nimport time; time.sleep(1)",
+    "folders with long names": "block = bytes(8 << 20)\nfor n in range(25): os.mkdir('n' * 250); os.chdir('n' * 250)\n"
+    "for n in range(20): open(str(n), 'wb').write(block)\nimport time; time.sleep(1)",
     "deep folders": "for n in range(5000):\n  os.mkdir('d'); os.chdir('d')\n",
     "deep folders with files": "block = bytes(1 << 20)\nfor n in range(200):\n  os.mkdir('d'); os.chdir('d')\n"
     "  open('f', 'wb').write(block)",

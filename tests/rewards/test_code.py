@@ -65,7 +65,7 @@ def test_no_attack_has_an_effect(tmp_path):
 
 def test_folders_nested_deep_cost_their_program_its_score_alone():
     program = "import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')\nprint(3)"
-    assert "nested them too deep" in judged(program, test_time_s=20.0, limit_s=20.0)["problem"]
+    assert "folders that cannot be read" in judged(program, test_time_s=20.0, limit_s=20.0)["problem"]
 
 
 def test_expected_outputs_and_secrets_are_not_where_a_program_could_read_them(monkeypatch):

@@ -20,7 +20,8 @@ import psutil
 
 from mrl.processes.folders import measure, remove
 from mrl.processes.sandbox import Bounds, bubblewrap_works, run_python
-from tests.processes.attacks import ALONE, CALM, MEMORY_MB, PRELUDE
+from tests.processes.attacks import CALM, PRELUDE
+from tests.processes.attacks_alone import ALONE, MEMORY_MB
 
 NUM_AT_ONCE = 3
 ENDED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}

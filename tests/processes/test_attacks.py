@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from mrl.processes.sandbox import Bounds, bubblewrap_works, run_python
-from tests.processes.attacks import ALONE, CALM
+from tests.processes.attacks import CALM
+from tests.processes.attacks_alone import ALONE
 from tests.processes.benign import BENIGN
 from tests.source import ROOT
 

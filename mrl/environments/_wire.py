@@ -76,7 +76,7 @@ def believed(fields: Mapping[str, Any]) -> Observation:
         if not isinstance(info, dict) or not all(map(_is_fact, info.values())):
             raise ValueError(f"the info {str(info)[:200]}, expected texts and finite numbers by name")
         return Observation(tuple(messages), reward, fields["terminated"], fields["truncated"], info)
-    except (KeyError, TypeError, OverflowError) as error:
+    except (KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"an answer without its fields: {type(error).__name__}: {error}") from error
 
 

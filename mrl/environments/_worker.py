@@ -21,9 +21,8 @@ from mrl.environments.base import Environment, Schema
 from mrl.errors import UserError
 from mrl.processes import wire
 from mrl.processes.confine import Confinement, confine
+from mrl.processes.folders import owned_folder
 from mrl.processes.keeper import Bounds, keep
-
-_MAX_ERROR_CHARS = 2000
 
 
 def run() -> None:
@@ -31,7 +30,7 @@ def run() -> None:
 
     The worker has a folder of its own for temporary files, which goes when the keeper does.
     """
-    with tempfile.TemporaryDirectory(prefix="mrl-environment-") as folder:
+    with owned_folder("environment") as folder:
         keep(Bounds.read(sys.argv[1:]), partial(_work, folder))
 
 
@@ -42,7 +41,7 @@ def _work(folder: str, bounds: Bounds) -> None:
     try:
         name, kwargs, asked = wire.read_command(stream)
         tempfile.tempdir = folder
-        missing = confine(replace(asked, network=True, writable=(folder, *asked.writable)))
+        missing = confine(replace(asked, network=True, writable=(folder, *asked.writable), calls="worker"))
         make, schemas, more = _loaded(name, kwargs, asked)
         _write(bounds, wire.ready(bounds.key, "", tools=schemas, missing=[*missing, *more]))
         episodes: dict[int, Environment] = {}
@@ -72,8 +71,8 @@ def _loaded(
         schemas = [schema_of(tool) for tool in make().tools]
     except UserError:
         raise
-    except Exception as error:
-        raise UserError(f"environment '{name}' cannot be made: {type(error).__name__}: {error}.") from error
+    except BaseException as error:
+        raise UserError(f"environment '{name}' cannot be made: {wire.raised(error)}.") from error
     return make, schemas, missing
 
 
@@ -92,18 +91,29 @@ def _answer(
         returned = environment.reset(*args) if word == "open" else environment.step(*args)
     except MemoryError:
         return _failure("memory", "MemoryError")
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything
+    except BaseException as error:  # noqa: BLE001 - a user's code may raise anything, KeyboardInterrupt too
         episodes.pop(ticket, None)
-        return _failure("error", f"{type(error).__name__}: {error}")
+        return _failure("error", wire.raised(error))
     try:
         return {"observation": observed(returned)}
-    except (ValueError, TypeError, AttributeError) as error:
+    except MemoryError:
+        return _failure("memory", "MemoryError")
+    except BaseException as error:  # noqa: BLE001 - what it returned may have methods of its own
         episodes.pop(ticket, None)
-        return _failure("too_large" if isinstance(error, TooLargeError) else "malformed", f"it returned {error}")
+        return _failure(*_unreadable(error))
+
+
+def _unreadable(error: BaseException) -> tuple[str, str]:
+    """Returns the cause and message of an answer that cannot be sent."""
+    if isinstance(error, TooLargeError):
+        return "too_large", f"it returned {error}"
+    if isinstance(error, RecursionError):
+        return "malformed", "it returned an Observation that is nested too deep"
+    return "malformed", f"it returned {wire.raised(error).removeprefix('ValueError: ').removeprefix('TypeError: ')}"
 
 
 def _failure(kind: str, message: str) -> dict[str, Any]:
-    return {"failure": kind, "message": message[:_MAX_ERROR_CHARS]}
+    return {"failure": kind, "message": message[: wire.MAX_ERROR_CHARS]}
 
 
 def _write(bounds: Bounds, line: bytes) -> None:

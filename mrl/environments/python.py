@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -11,13 +10,14 @@ from typing import Any
 from mrl.environments.base import Observation, Tool
 from mrl.environments.toolbox import ToolEnvironment
 from mrl.errors import UserError
+from mrl.processes.folders import owned_folder, remove
 from mrl.processes.sandbox import Bounds, run_python
 
 
 @cache
 def _missing() -> tuple[str, ...]:
     """What the sandbox lacks on this machine; asked once in a worker."""
-    with tempfile.TemporaryDirectory() as folder:
+    with owned_folder("probe") as folder:
         return run_python("", folder, Bounds(time_s=60.0)).missing
 
 
@@ -63,7 +63,7 @@ class Python(ToolEnvironment):
 
     def close(self) -> None:
         """Removes the folder."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove(self._folder)
 
     def python(self, code: str) -> str:
         """Runs a Python program and returns what it prints.

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mrl.kernels import machine
+from mrl.processes.folders import owned_folder
 
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
@@ -56,7 +57,7 @@ def built(
 
 
 def _compile(compiler: str, sources: Sequence[Path], flags: Sequence[str], openmp: Path) -> bytes:
-    with tempfile.TemporaryDirectory() as name:
+    with owned_folder("build") as name:
         parts, whole = [Path(name, f"{source.stem}.o") for source in sources], Path(name, "kernels.so")
         for command in (
             *(

@@ -8,13 +8,13 @@ is there when the worker hangs. Imports no torch.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import resource
 import select
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from types import FrameType
@@ -22,6 +22,7 @@ from types import FrameType
 import psutil
 
 from mrl.processes import wire
+from mrl.processes.confine import prctl
 
 MIB = 1 << 20
 
@@ -32,6 +33,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_S = 0.5  # between two looks at the memory
 _LOOK_FRAC = 0.01  # of a core for them, on a machine of thousands of processes
+_SHOWN_FRAMES = 5
 _EXIT_LIMIT_S = 4.0  # for killed processes to be gone
 
 
@@ -76,16 +78,17 @@ def keep(bounds: Bounds, work: Callable[[Bounds], None]) -> None:
     os.setsid()
     for end in (bounds.commands, bounds.answers):
         os.set_inheritable(end, False)  # no business of a program that a function starts
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
     keeper = os.getpid()
     worker = os.fork()
     if worker == 0:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == keeper:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
+            os.setpgid(0, 0)  # a signal to its own group is none to the keeper
             _limit_memory(bounds.memory_limit_mb)
-            work(bounds)
+            _work(bounds, work)
         os._exit(0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
     why, limit = _watch(worker, bounds)
@@ -93,6 +96,15 @@ def keep(bounds: Bounds, work: Callable[[Bounds], None]) -> None:
     if why:
         with contextlib.suppress(OSError):
             os.write(bounds.answers, wire.last_words(bounds.key, why, limit))
+
+
+def _work(bounds: Bounds, work: Callable[[Bounds], None]) -> None:
+    """Runs `work`; what it raises ends this process here, and not in the frames that it was forked in."""
+    try:
+        work(bounds)
+    except BaseException:  # noqa: BLE001 - a process of foreign code may raise anything
+        traceback.print_exc(limit=-_SHOWN_FRAMES)
+        os._exit(1)
 
 
 def _watch(worker: int, bounds: Bounds) -> tuple[str, str]:
@@ -174,8 +186,3 @@ def _limit_memory(limit_mb: int) -> None:
         _, most = resource.getrlimit(resource.RLIMIT_DATA)
         wanted = limit_mb * MIB if most == resource.RLIM_INFINITY else min(limit_mb * MIB, most)
         resource.setrlimit(resource.RLIMIT_DATA, (wanted, wanted))
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value)

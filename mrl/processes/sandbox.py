@@ -1,9 +1,9 @@
-"""Runs a program that nobody has read, such as code that a model wrote, and gives what it printed.
+"""Runs a program that nobody has read, such as code that a model wrote, and returns what it printed.
 
-The program is one process, confined by `confine.py`: it may change files in one folder, read what Python and the system
-are made of and nothing else of the machine's files, and has no network, no further processes, no environment variables,
-and bounds of time, memory and output. That needs Linux with Landlock and seccomp; `Ran.missing` says what was not
-there.
+The program is one process, confined by `confine.py`: it may change files in one folder, read Python and the system's
+libraries and no other files, and has no network, no further processes, no environment variables, no signals to others,
+and bounds of time, memory, threads, files and output. That needs Linux with Landlock and seccomp; `Ran.missing` says
+what a machine lacks.
 
 Where a user may make namespaces and bubblewrap is installed, the program also has its own view of the machine: no other
 process, no other file. Inside a worker that is itself confined bubblewrap cannot start, and is not tried.
@@ -23,12 +23,15 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
-from mrl.processes.confine import Confinement, confine
+from mrl.processes.confine import Confinement, confine, prctl
+from mrl.processes.folders import empty, owned_folder
+from mrl.processes.usage import Most, folder_problem, process_problem
 
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random")
 """What programs are made of."""
@@ -38,6 +41,16 @@ _READ_BYTES = 1 << 16
 _PROBE_LIMIT_S = 10.0
 _START_LIMIT_S = 60.0  # for Python to start, on a busy machine
 _EXIT_LIMIT_S = 5.0  # for a killed program to be gone
+_LOOK_S = 0.05  # between two looks at what it takes
+_LOOK_FRAC = 0.05  # of a core for them
+_PR_SET_PDEATHSIG = 1
+_VARIABLES = {
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    # Libraries that start a thread on each core, and a C library that reserves memory for each, exceed the limits.
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+    "MALLOC_ARENA_MAX": "2",
+}
 _BOOT = (
     "import json, sys; said = json.load(sys.stdin); sys.path.insert(0, said['home'])\n"
     "from mrl.processes.sandbox import enter; enter(said)"
@@ -53,12 +66,23 @@ class Bounds:
         memory_mb: MiB.
         output_bytes: That it may print; then it is ended.
         file_mb: Largest file that it may write, MiB.
+        folder_mb: All files in its folder together, MiB on the disk.
+        files: Number of files and folders in its folder.
+        threads: Number of threads at one time.
     """
 
     time_s: float = 10.0
     memory_mb: int = 512
     output_bytes: int = 1 << 16
     file_mb: int = 16
+    folder_mb: int = 64
+    files: int = 2000
+    threads: int = 256
+
+    @property
+    def most(self) -> Most:
+        """What is looked at while the program runs."""
+        return Most(self.threads, self.memory_mb, self.folder_mb, self.files)
 
 
 @dataclass(frozen=True)
@@ -83,7 +107,8 @@ def run_python(code: str, folder: str, bounds: Bounds, bubblewrap: bool | None =
 
     Args:
         code: The whole program.
-        folder: An existing folder, in which it starts and may write; what it leaves there stays.
+        folder: An existing folder, in which it starts and may write. What it leaves there stays, unless that is more
+            than the bounds: then all of it is removed.
         bounds: Of this run.
         bubblewrap: Whether it runs inside bubblewrap too; None: where that works.
 
@@ -93,6 +118,7 @@ def run_python(code: str, folder: str, bounds: Bounds, bubblewrap: bool | None =
     inside = bubblewrap_works() if bubblewrap is None else bubblewrap
     reads, writes = os.pipe()
     said = {"home": _HOME, "folder": folder, "told": writes, "code": code, "bounds": asdict(bounds)}
+    said["parent"] = None if inside else os.getpid()  # bubblewrap ends with its parent by itself
     with tempfile.TemporaryFile("w+") as file:
         json.dump(said, file)
         file.seek(0)
@@ -101,7 +127,7 @@ def run_python(code: str, folder: str, bounds: Bounds, bubblewrap: bool | None =
             stdin=file,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder},
+            env={**_VARIABLES, "HOME": folder, "TMPDIR": folder},
             pass_fds=(writes,),
             start_new_session=True,
         )
@@ -109,21 +135,28 @@ def run_python(code: str, folder: str, bounds: Bounds, bubblewrap: bool | None =
     with started, open(reads, "rb"):
         try:
             line = _first_line(reads)
-            output, problem = _read(started, bounds) if line.endswith(b"\n") else (b"", "")
+            output, problem = _read(started, folder, bounds) if line.endswith(b"\n") else (b"", "")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(started.pid, signal.SIGKILL)  # it is not waited for yet: the number is nobody else's
         status = started.wait(_EXIT_LIMIT_S)
     if not line.endswith(b"\n"):
         raise RuntimeError(f"a program did not start in the sandbox within {_START_LIMIT_S:g} s (status {status})")
+    if found := folder_problem(folder, bounds.most):
+        problem = problem or found
+        empty(folder)
     missing = tuple(map(str, json.loads(line)))
     text = output[: bounds.output_bytes].decode(errors="replace")
     return Ran(text, status, problem, missing)
 
 
 def enter(said: dict[str, Any]) -> None:
-    """In the program's process: confines it, says what that lacked, and runs the code."""
+    """Confines this process, writes to the parent what that lacked, and runs the code."""
     bounds = Bounds(**said["bounds"])
+    if said["parent"] is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != said["parent"]:
+            os._exit(1)  # the parent died before
     sys.path.remove(said["home"])
     os.chdir(said["folder"])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -131,7 +164,7 @@ def enter(said: dict[str, Any]) -> None:
         Confinement(
             writable=(said["folder"],),
             readable=(*SYSTEM, sys.prefix, sys.base_prefix),
-            processes=False,
+            calls="program",
             memory_mb=bounds.memory_mb,
             file_mb=bounds.file_mb,
             cpu_s=math.ceil(bounds.time_s) + 1,
@@ -139,6 +172,8 @@ def enter(said: dict[str, Any]) -> None:
     )
     os.write(said["told"], json.dumps(missing).encode() + b"\n")
     os.close(said["told"])
+    os.chmod, os.utime = _tolerant(os.chmod, said["folder"]), _tolerant(os.utime, said["folder"])
+    shutil.copymode = shutil.copystat = lambda *_, **__: None  # they copy extended attributes too
     try:
         exec(compile(said["code"], "<code>", "exec"), {"__name__": "__main__"})
     except Exception as error:  # noqa: BLE001 - told as Python tells it, without the frame above
@@ -147,12 +182,32 @@ def enter(said: dict[str, Any]) -> None:
         sys.exit(1)
 
 
+def _tolerant(change: Callable[..., None], folder: str) -> Callable[..., None]:
+    """Returns a function that changes mode or times of a file, and does nothing where the file is in the folder.
+
+    Linux cannot allow such changes in one folder only, so all are refused; many programs make some that do not matter.
+    """
+    base = os.path.realpath(folder)
+
+    @wraps(change)
+    def changed(path: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(path, int) or "dir_fd" in kwargs or not _is_in(base, path):
+            change(path, *args, **kwargs)
+        os.stat(path)  # a file that is not there is an error
+
+    return changed
+
+
+def _is_in(folder: str, path: Any) -> bool:
+    return Path(os.path.realpath(os.fsdecode(path))).is_relative_to(folder)
+
+
 @cache
 def bubblewrap_works() -> bool:
     """Whether bubblewrap is installed and may make its namespaces here: it is asked to, once in a process."""
-    if shutil.which("bwrap") is None:
+    if _bubblewrap_path() is None:
         return False
-    with tempfile.TemporaryDirectory() as folder:
+    with owned_folder("probe") as folder:
         try:
             done = subprocess.run(
                 [*_bubblewrap(folder), sys.executable, "-I", "-c", ""], capture_output=True, timeout=_PROBE_LIMIT_S
@@ -162,11 +217,21 @@ def bubblewrap_works() -> bool:
     return done.returncode == 0
 
 
+@cache
+def _bubblewrap_path() -> str | None:
+    """Where this process finds bubblewrap; the program's PATH is another one."""
+    found = shutil.which("bwrap")
+    return None if found is None else str(Path(found).absolute())
+
+
 def _bubblewrap(folder: str) -> list[str]:
+    path = _bubblewrap_path()
+    if path is None:
+        raise RuntimeError("bubblewrap is not installed: no 'bwrap' in PATH")
     shown = dict.fromkeys((*SYSTEM, sys.prefix, sys.base_prefix, f"{_HOME}/mrl"))
     places = [word for place in shown if not place.startswith("/dev/") for word in ("--ro-bind-try", place, place)]
     ends = ["--unshare-all", "--die-with-parent", "--proc", "/proc", "--dev", "/dev", "--bind", folder, folder]
-    return ["bwrap", *places, *ends, "--chdir", folder, "--"]
+    return [path, *places, *ends, "--chdir", folder, "--"]
 
 
 def _first_line(told: int) -> bytes:
@@ -182,25 +247,31 @@ def _first_line(told: int) -> bytes:
     return line
 
 
-def _read(started: subprocess.Popen[bytes], bounds: Bounds) -> tuple[bytes, str]:
-    """What it printed until it closed its output, or why it must end."""
+def _read(started: subprocess.Popen[bytes], folder: str, bounds: Bounds) -> tuple[bytes, str]:
+    """Returns what it printed until it ended, and why it must end before, "" where it ended by itself."""
+    if started.stdout is None:
+        raise RuntimeError("the program has no output")
     output, end = bytearray(), time.monotonic() + bounds.time_s
+    look = time.monotonic() + _LOOK_S
     with selectors.DefaultSelector() as selector:
-        if started.stdout is None:
-            raise RuntimeError("the program has no output")
         selector.register(started.stdout, selectors.EVENT_READ)
-        while True:
-            left = end - time.monotonic()
-            if left <= 0 or not selector.select(left):
+        while selector.get_map() or started.poll() is None:
+            now = time.monotonic()
+            if now >= end:
                 return bytes(output), f"it took longer than {bounds.time_s:g} s"
-            found = os.read(started.stdout.fileno(), _READ_BYTES)
-            output += found
-            if not found:
-                break
-            if len(output) > bounds.output_bytes:
-                return bytes(output), f"it printed more than {bounds.output_bytes} bytes"
-        try:
-            started.wait(max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            return bytes(output), f"it took longer than {bounds.time_s:g} s"
+            if now >= look:
+                if problem := process_problem(started.pid, bounds.most) or folder_problem(folder, bounds.most):
+                    return bytes(output), problem
+                look = time.monotonic() + max(_LOOK_S, (time.monotonic() - now) / _LOOK_FRAC)
+            pause = max(0.0, min(end, look) - time.monotonic())
+            if not selector.get_map():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    started.wait(pause)
+            elif selector.select(pause):
+                found = os.read(started.stdout.fileno(), _READ_BYTES)
+                output += found
+                if not found:
+                    selector.unregister(started.stdout)
+                if len(output) > bounds.output_bytes:
+                    return bytes(output), f"it printed more than {bounds.output_bytes} bytes"
     return bytes(output), ""

@@ -13,6 +13,9 @@ from typing import Any, BinaryIO
 MAX_LINE_BYTES = 1 << 20
 """An answer that is longer is none."""
 
+MAX_ERROR_CHARS = 2000
+"""The rest of a longer message is cut off."""
+
 _LENGTH_BYTES = 8
 
 
@@ -48,6 +51,14 @@ def ready(key: int, refusal: str, **fields: Any) -> bytes:
 def last_words(key: int, how: str, limit: str) -> bytes:
     """The keeper's line, once the worker is gone, with the limit that it was over; ends what the worker had begun."""
     return b"\n" + line(key, {"ended": how, "limit": limit})
+
+
+def raised(error: BaseException) -> str:
+    """Returns the class and message of what foreign code raised; the class alone where the message cannot be had."""
+    try:
+        return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+    except BaseException:  # noqa: BLE001 - the message is foreign code too
+        return f"{type(error).__name__}, whose message cannot be read"
 
 
 def read(text: bytes, key: int) -> dict[str, Any] | None:

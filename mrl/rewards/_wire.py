@@ -10,8 +10,6 @@ from typing import Any
 from mrl.processes import wire
 from mrl.rewards._call import Outcome, Way
 
-_MAX_ERROR_CHARS = 2000  # of what a function raised
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -72,8 +70,8 @@ def _scored(serial: Any, place: Any, outcomes: Any, num_calls: int) -> Answer:
 
 
 def _shortened(outcome: Outcome) -> Outcome:
-    short = len(outcome.error) <= _MAX_ERROR_CHARS
-    return outcome if short else replace(outcome, error=outcome.error[:_MAX_ERROR_CHARS])
+    short = len(outcome.error) <= wire.MAX_ERROR_CHARS
+    return outcome if short else replace(outcome, error=outcome.error[: wire.MAX_ERROR_CHARS])
 
 
 def _outcome(fields: Any) -> Outcome:

@@ -51,10 +51,7 @@ def _work(bounds: Bounds) -> None:
     async def one(calls: Sequence[RewardCall], unit: Sequence[Sample], serial: int, first: int) -> None:
         from asyncio import gather
 
-        try:
-            by_call = await gather(*(call.later(unit) for call in calls))
-        except MemoryError:
-            by_call = [_no_memory(unit, bounds)] * len(calls)
+        by_call = await gather(*(_later(call, unit, bounds) for call in calls))
         tell(serial, first, by_call)
 
     try:
@@ -94,8 +91,22 @@ def _tasks(stream: BinaryIO) -> Iterator[tuple[Sequence[int], Sequence[Sequence[
 def _call(call: RewardCall, unit: Sequence[Sample], bounds: Bounds) -> list[Outcome]:
     try:
         return call(unit, _run)
-    except MemoryError:
+    except BaseException as error:  # noqa: BLE001 - a user's function may raise anything, KeyboardInterrupt too
+        return _failed(error, unit, bounds)
+
+
+async def _later(call: RewardCall, unit: Sequence[Sample], bounds: Bounds) -> list[Outcome]:
+    try:
+        return await call.later(unit)
+    except BaseException as error:  # noqa: BLE001 - see `_call`
+        return _failed(error, unit, bounds)
+
+
+def _failed(error: BaseException, unit: Sequence[Sample], bounds: Bounds) -> list[Outcome]:
+    """Returns an outcome for each sample of a call that raised."""
+    if isinstance(error, MemoryError):
         return _no_memory(unit, bounds)
+    return [Outcome(math.nan, wire.raised(error))] * len(unit)
 
 
 def _no_memory(unit: Sequence[Sample], bounds: Bounds) -> list[Outcome]:
@@ -115,5 +126,5 @@ def _load(name: str, kwargs: dict[str, Any]) -> RewardCall:
         return RewardCall(name, kwargs)
     except UserError:
         raise
-    except Exception as error:
-        raise UserError(f"reward.functions: '{name}' does not import: {type(error).__name__}: {error}.") from error
+    except BaseException as error:
+        raise UserError(f"reward.functions: '{name}' does not import: {wire.raised(error)}.") from error

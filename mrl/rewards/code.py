@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mrl.processes.folders import owned_folder
 from mrl.processes.sandbox import Bounds, Ran, run_python
 
 IN_PROCESS = False
@@ -136,7 +136,7 @@ def _text(lines: Any) -> str:
 def _problem(program: str, test: Test, bounds: Bounds, *, allow_unconfined: bool) -> str:
     """Why a test is not passed; "" where it is."""
     mark = "" if test.expected is not None else secrets.token_hex(16)
-    with tempfile.TemporaryDirectory(prefix="mrl-code-") as folder:
+    with owned_folder("code") as folder:
         ran = run_python(_source(program, test, mark), folder, bounds)
     if ran.missing and not allow_unconfined:
         raise RuntimeError(

@@ -1,5 +1,6 @@
 """Environments of a test's own; each does what it reads."""
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -11,6 +12,30 @@ import time
 from mrl.environments.base import Environment, Observation
 
 MIB = 1 << 20
+
+
+class _MuteError(Exception):
+    """Has no message."""
+
+    def __str__(self):
+        raise KeyboardInterrupt
+
+
+class _Hostile:
+    """Raises whatever is done with it."""
+
+    def __float__(self):
+        raise KeyboardInterrupt
+
+    __str__ = __repr__ = __deepcopy__ = __iter__ = lambda self, *_: self.__float__()
+
+
+class _Strange:
+    """Says that it has another class, and raises."""
+
+    @property
+    def __class__(self):
+        raise SystemExit
 
 
 class Does(Environment):
@@ -59,6 +84,44 @@ class Does(Environment):
 
     def do_large(self, _):
         return Observation.user("x" * (100 * MIB))
+
+    def do_run(self, source):
+        """Runs Python; an exception ends the episode."""
+        exec(source, {"__name__": "attack"})
+        return self.told("ran")
+
+    def do_interrupt(self, _):
+        raise KeyboardInterrupt
+
+    def do_generator(self, _):
+        raise GeneratorExit
+
+    def do_cancel(self, _):
+        raise asyncio.CancelledError
+
+    def do_mute(self, _):
+        raise _MuteError
+
+    def do_nested(self, _):
+        nested = []
+        for _ in range(5000):
+            nested = [nested]
+        return Observation(({"role": "user", "content": nested},))
+
+    def do_facts(self, _):
+        nested = {}
+        for _ in range(5000):
+            nested = {"a": nested}
+        return Observation(info=nested)
+
+    def do_hostile(self, _):
+        return Observation(reward=_Hostile())
+
+    def do_strange(self, _):
+        return _Strange()
+
+    def do_endless(self, _):
+        return Observation(({"role": "user", "content": _Hostile()},), info={"a": _Hostile()})
 
     def do_nothing(self, _):
         return None

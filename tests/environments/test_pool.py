@@ -10,6 +10,7 @@ import pytest
 from mrl.environments.base import Action, Observation
 from mrl.errors import UserError
 from tests.environments.episodes import HERE, descendants, pool, replies, said, step
+from tests.processes.attacks import PRELUDE
 from tests.rewards.test_scorer import gone, noted
 
 TIME_LIMIT_S = 1.5  # for microseconds of work: room for a busy machine
@@ -81,6 +82,21 @@ WAYS = {
     "strays": ("malformed", "something else than its worker wrote"),
 }
 
+FAILS_ALONE = {
+    "raise": ("error", "KeyError: 'missing'"),
+    "exit": ("error", "SystemExit: 3"),
+    "interrupt": ("error", "KeyboardInterrupt"),
+    "generator": ("error", "GeneratorExit"),
+    "cancel": ("error", "CancelledError"),
+    "mute": ("error", "_MuteError, whose message cannot be read"),
+    "nested": ("malformed", "nested too deep"),
+    "facts": ("malformed", ""),
+    "hostile": ("malformed", "KeyboardInterrupt"),
+    "strange": ("malformed", ""),
+    "endless": ("malformed", ""),
+}
+"""Faults in what an environment raises or returns: the worker goes on."""
+
 
 def test_each_fault_ends_its_episode_with_a_cause_and_no_other():
     with pool(num_workers=2, time_limit_s=LONG_LIMIT_S) as many:  # two of them wait for it, at one time
@@ -101,6 +117,30 @@ def test_each_fault_ends_its_episode_with_a_cause_and_no_other():
             assert why in found[way].failure.message
             many.close(way)
         assert said(step(many, "well", "on")) == ["on 3 99"]
+
+
+def test_what_an_environment_raises_or_returns_does_not_end_its_worker(capfd):
+    with pool() as one:
+        for way in [*FAILS_ALONE, "counts"]:
+            one.open(way, 0, {})
+        replies(one, len(FAILS_ALONE) + 1)
+        process = one._workers[0].channel.process.pid
+        for way, (cause, why) in FAILS_ALONE.items():
+            failure = step(one, way, way).failure
+            assert failure.cause == cause and why in failure.message, (way, failure)
+        assert said(step(one, "counts", "on")) == ["on 1 0"]
+        assert one._workers[0].channel.process.pid == process
+    assert len(capfd.readouterr().err.splitlines()) < 20
+
+
+def test_a_worker_that_dies_prints_little(capfd, monkeypatch):
+    with pool() as one:
+        one.open("a", 0, {})
+        replies(one, 1)
+        answer = "import mrl.environments._worker as w\ndef f(*_): raise KeyboardInterrupt\nw._answer = f"
+        assert said(step(one, "a", f"run {answer}")) == ["ran 1 0"]
+        assert step(one, "a", "on").failure.cause == "crash"
+    assert len(capfd.readouterr().err.splitlines()) < 40
 
 
 @pytest.mark.parametrize("way", ["raise", "die", "hang"])
@@ -219,6 +259,97 @@ def test_an_environment_signals_nobody_outside():
     if reply.failure is None:
         pytest.skip("this kernel's Landlock does not know signals (Linux 6.12 does)")
     assert "PermissionError" in reply.failure.message
+
+
+KEEPER = "import os, resource, socket\nkeeper, trainer = os.getppid(), {trainer}\n"
+
+REACHES = {
+    "limit of the keeper": "resource.prlimit(keeper, resource.RLIMIT_CPU, (0, 0))",
+    "limit of the trainer": "resource.prlimit(trainer, resource.RLIMIT_NOFILE, (0, 0))",
+    "limit by a child": "assert os.system(f'prlimit --pid {keeper} --cpu=0') == 0",
+    "kill the keeper": "os.kill(keeper, 9)",
+    "kill the keeper's group": "os.killpg(keeper, 9)",
+    "pidfd of the keeper": "os.pidfd_open(keeper)",
+    "kill all": "os.kill(-1, 0)",
+    "nice the keeper": "os.setpriority(os.PRIO_PROCESS, keeper, 19)",
+    "nice the user": "os.setpriority(os.PRIO_USER, os.getuid(), 19)",
+    "affinity of the trainer": "os.sched_setaffinity(trainer, {min(os.sched_getaffinity(0))})",
+    "idle trainer": "os.sched_setscheduler(trainer, os.SCHED_IDLE, os.sched_param(0))",
+    "ioprio": "call('ioprio_set', 1, trainer, 3 << 13)",
+    "signals by input": "import fcntl\nread, write = os.pipe()\nfcntl.fcntl(read, fcntl.F_SETOWN, keeper)",
+    "type for others": "import fcntl, pty\nfcntl.ioctl(pty.openpty()[1], 0x5412, b'x')",
+    "shared memory": "call('shmget', 0, 4096, 0o1600)",
+    "semaphores": "call('semget', 0, 1, 0o1600)",
+    "messages": "call('msgget', 0, 0o1600)",
+    "message queue": "call('mq_open', b'mrl-attack', os.O_CREAT | os.O_RDWR, 0o600, None)",
+    "key": "call('add_key', b'user', b'mrl-attack', b'x', 1, -4)",
+    "namespace": "call('unshare', 0x10000000)",
+    "namespace of a child": "call('clone', 0x10000000 | 17, 0, 0, 0, 0) or os._exit(0)",
+    "mount": "reaches('mount', b'none', b'/mnt', b'tmpfs', 0, None)",
+    "bpf": "reaches('bpf', 0, bytes(128), 128)",
+    "module": "reaches('init_module', bytes(8), 8, b'')",
+    "clock": "import time; time.clock_settime(time.CLOCK_REALTIME, time.time())",
+    "io_uring": "call('io_uring_setup', 1, bytes(120))",
+    "datagrams": "a, b = socket.socketpair(type=socket.SOCK_DGRAM)",
+    "socket in a thread": "start.set(); assert done.wait(30) and found",
+}
+
+
+def test_an_environment_reaches_nothing_above_its_worker():
+    with pool("tests.environments.threaded:Threaded", time_limit_s=60.0) as one:
+        confined(one, "")
+        process = psutil.Process(one._workers[0].channel.process.pid)
+        for name in REACHES:
+            one.open(name, 0, {})
+        replies(one, len(REACHES))
+        prelude = (
+            PRELUDE
+            + KEEPER.format(trainer=os.getpid())
+            + "from tests.environments.threaded import start, done, found\n"
+        )
+        effects = [name for name, source in REACHES.items() if not step(one, name, f"run {prelude}{source}").failure]
+        assert effects == []
+        assert process.is_running() and one._workers[0].channel.process.pid == process.pid
+
+
+MAY = {
+    "subprocess": "import subprocess, sys\nassert subprocess.run([sys.executable, '-c', ''], check=True)",
+    "own limits": "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))",
+    "child ended": "import subprocess\nc = subprocess.Popen(['sleep', '60']); c.kill(); assert c.wait() == -9",
+    "nice": "import os; os.nice(1); os.sched_setaffinity(0, os.sched_getaffinity(0))",
+    "modes of own files": "import os, tempfile\nwith tempfile.NamedTemporaryFile() as f: os.chmod(f.name, 0o600)",
+    "threads": "import threading; t = threading.Thread(target=int); t.start(); t.join()",
+    "asyncio": "import asyncio; asyncio.run(asyncio.create_subprocess_exec('true'))",
+    "shared map": "import mmap; mmap.mmap(-1, 4096)[0] = 1",
+    "fork": "import os\npid = os.fork()\nif not pid: os._exit(0)\nos.waitpid(pid, 0)",
+}
+
+
+def test_an_environment_may_do_what_workers_need():
+    with pool() as one:
+        for name in MAY:
+            one.open(name, 0, {})
+        replies(one, len(MAY))
+        found = {name: step(one, name, f"run {source}").failure for name, source in MAY.items()}
+    assert {name: failure for name, failure in found.items() if failure} == {}
+
+
+def test_the_folder_of_a_killed_keeper_goes_at_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with pool() as one:
+        one.open("a", 0, {})
+        replies(one, 1)
+        [name] = said(step(one, "a", "temporary"))
+        with pool() as other:  # a living one is left alone
+            other.open("b", 0, {})
+            replies(other, 1)
+            assert Path(name).exists()
+        one._workers[0].channel.process.kill()
+        one._workers[0].channel.process.wait()
+        assert Path(name).exists()
+    with pool() as other:
+        assert len(list(tmp_path.iterdir())) == 1 and not Path(name).exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_processes_are_counted():

@@ -1,11 +1,15 @@
 """What a confined process cannot do, tried in one."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from mrl.processes import seccomp
+from mrl.processes.confine import Confinement
 from tests.source import ROOT
 
 TRIES = """
@@ -83,10 +87,41 @@ def test_without_network_no_socket_is_made(tmp_path):
     assert tried(tmp_path, network=False) == {"socket", "unix"}
 
 
-def test_without_processes_none_is_started_and_no_other_signalled(tmp_path):
-    failed = tried(tmp_path, network=True, processes=False)
-    assert failed - {"owner"} == {"program", "fork", "signal", "all"}
-    assert "owner" in failed  # a right of root
+def test_a_program_starts_no_process_and_signals_no_other(tmp_path):
+    failed = tried(tmp_path, calls="program")
+    assert failed == {"program", "fork", "signal", "all", "socket", "unix", "owner", "truncate"}
+
+
+def test_a_program_with_network_is_refused():
+    with pytest.raises(ValueError, match="network=False"):
+        Confinement(network=True, calls="program")
+
+
+def test_a_worker_does_what_workers_do(tmp_path):
+    assert tried(tmp_path, network=True, calls="worker") - {"owner"} == {"signal", "all"}
+
+
+CALL = re.compile(r"^#define __NR(?:3264)?_(\w+)\s+(\d+)$", re.MULTILINE)
+HEADERS = ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm-generic/unistd.h")
+NAMES_IN_GENERIC = {"newfstatat": "fstatat"}
+
+
+@pytest.mark.parametrize("column", [0, 1])
+def test_numbers_of_system_calls_are_those_of_linux(column):
+    header = Path(HEADERS[column])
+    if not header.exists():
+        pytest.skip(f"Linux's headers are not installed: {header}")
+    known = {name: int(number) for name, number in CALL.findall(header.read_text(encoding="utf-8"))}
+    newest = max(known.values())
+    for name, numbers in seccomp.NUMBERS.items():
+        expected = known.get(NAMES_IN_GENERIC.get(name, name) if column else name)
+        if numbers[column] is None or numbers[column] <= newest:
+            assert numbers[column] == expected, name
+
+
+def test_every_rule_names_a_known_call():
+    for rules in (seccomp.of_programs(), seccomp.of_workers(), seccomp.without_sockets()):
+        assert rules.keys() <= seccomp.NUMBERS.keys()
 
 
 def test_what_may_not_be_read_is_not(tmp_path):

@@ -1,11 +1,16 @@
 """Code that a model may write ends at its limit, reaches nothing outside, and leaves nothing behind."""
 
 import os
+import shutil
+import subprocess
+import sys
+import time
 
 import psutil
 import pytest
 
 from mrl.processes.sandbox import Bounds, bubblewrap_works, run_python
+from tests.source import ROOT
 
 LIMIT_S = 20.0  # for what ends by itself, on a busy machine
 PATIENT = Bounds(time_s=LIMIT_S, memory_mb=256)
@@ -96,6 +101,71 @@ def test_a_short_limit_does_not_count_the_start_of_python(tmp_path, inside):
 def test_a_program_that_cannot_start_is_no_result(tmp_path, inside):
     with pytest.raises(RuntimeError, match="did not start"):
         run_python("", str(tmp_path / "nowhere"), PATIENT, bubblewrap=inside)
+
+
+def test_bubblewrap_is_run_where_it_was_found(tmp_path):
+    if not bubblewrap_works():
+        pytest.skip("bubblewrap is not installed, or may not make namespaces here")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "bin" / "bwrap").symlink_to(shutil.which("bwrap"))
+    code = (
+        "from mrl.processes.sandbox import Bounds, bubblewrap_works, run_python\n"
+        f"print(bubblewrap_works(), run_python('print(42)', {str(tmp_path / 'folder')!r}, Bounds(), bubblewrap=True))"
+    )
+    variables = {**os.environ, "PATH": str(tmp_path / "bin")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("True") and "output='42\\n'" in done.stdout
+
+
+def test_bubblewrap_that_is_not_installed_is_refused_by_name(tmp_path):
+    code = f"from mrl.processes.sandbox import *; run_python('', {str(tmp_path)!r}, Bounds(), bubblewrap=True)"
+    variables = {**os.environ, "PATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert "RuntimeError: bubblewrap is not installed" in done.stderr
+
+
+def test_a_program_ends_with_a_killed_parent(tmp_path, inside):
+    code = (
+        "from mrl.processes.sandbox import Bounds, run_python\n"
+        'program = \'import time\\nopen("there", "w").close()\\ntime.sleep(600)\'\n'
+        f"run_python(program, {str(tmp_path)!r}, Bounds(time_s=600.0), bubblewrap={inside})"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    until(lambda: (tmp_path / "there").exists())
+    children = psutil.Process(parent.pid).children(recursive=True)
+    parent.kill()
+    parent.wait()
+    assert children
+    until(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children))
+
+
+def until(condition):
+    """Returns when the condition holds."""
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_folder_that_is_too_full_is_emptied(tmp_path, inside):
+    code = "for n in range(300): open(str(n), 'w').close()"
+    found = ran(code, tmp_path, inside, Bounds(time_s=LIMIT_S, files=200))
+    assert "more than 200 files" in found.problem and os.listdir(tmp_path / "folder") == []
+
+
+def test_threads_are_counted(tmp_path, inside):
+    code = (
+        "import threading, time\nfor _ in range(40):\n"
+        "  threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\ntime.sleep(600)"
+    )
+    assert "more than 20 threads" in ran(code, tmp_path, inside, Bounds(time_s=LIMIT_S, threads=20)).problem
+
+
+def test_numpy_works_with_little_memory(tmp_path, inside):
+    code = "import numpy as np\nprint(round(float(np.linalg.det(np.eye(300))), 3))"
+    assert ran(code, tmp_path, inside, Bounds(time_s=60.0, memory_mb=128)).output == "1.0\n"
 
 
 def test_a_fork_bomb_does_not_go_off(tmp_path, inside):

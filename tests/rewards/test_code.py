@@ -7,6 +7,8 @@ import pytest
 
 from mrl.processes.sandbox import Bounds, run_python
 from mrl.rewards.code import code, last_block, read_tests
+from tests.processes.attacks import CALM
+from tests.processes.run_attacks import Target, together
 from tests.rewards.rollouts import rollout, scorer
 
 SUMS = json.dumps({"inputs": ["1 2\n", "3 4\n", "10 -3\n"], "outputs": ["3\n", "7", "7 \n"]})
@@ -51,6 +53,19 @@ WRONG = {
 def test_a_program_that_is_wrong_or_attacks_is_0_and_says_why(program):
     found = judged(program, test_time_s=0.5 if "while" in program else 5.0, limit_s=20.0)
     assert found["score"] == 0.0 and WRONG[program] in found["problem"], found
+
+
+def test_no_attack_has_an_effect(tmp_path):
+    names = list(CALM)[1::4]
+    targets = {name: Target(tmp_path / str(number)) for number, name in enumerate(names)}
+    answer = json.dumps({"inputs": [""], "outputs": ["end"]})
+    assert judged(together(targets), answer, test_time_s=60.0, limit_s=60.0)["problem"] == ""
+    assert {name: changed for name, one in targets.items() if (changed := one.changed())} == {}
+
+
+def test_folders_nested_deep_cost_their_program_its_score_alone():
+    program = "import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')\nprint(3)"
+    assert "folders that cannot be read" in judged(program, test_time_s=20.0, limit_s=20.0)["problem"]
 
 
 def test_expected_outputs_and_secrets_are_not_where_a_program_could_read_them(monkeypatch):

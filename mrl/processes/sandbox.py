@@ -23,10 +23,11 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mrl.processes.confine import Confinement, confine
 
@@ -39,7 +40,9 @@ _PROBE_LIMIT_S = 10.0
 _START_LIMIT_S = 60.0  # for Python to start, on a busy machine
 _EXIT_LIMIT_S = 5.0  # for a killed program to be gone
 _BOOT = (
-    "import json, sys; said = json.load(sys.stdin); sys.path.insert(0, said['home'])\n"
+    "import json, sys\n"
+    "with open(int(sys.argv.pop())) as file: said = json.load(file)\n"
+    "sys.path.insert(0, said['home'])\n"
     "from mrl.processes.sandbox import enter; enter(said)"
 )
 
@@ -78,7 +81,9 @@ class Ran:
     missing: tuple[str, ...]
 
 
-def run_python(code: str, folder: str, bounds: Bounds, bubblewrap: bool | None = None) -> Ran:
+def run_python(
+    code: str, folder: str, bounds: Bounds, bubblewrap: bool | None = None, *, stdin: str = "", then: str = ""
+) -> Ran:
     """Runs Python code.
 
     Args:
@@ -86,23 +91,30 @@ def run_python(code: str, folder: str, bounds: Bounds, bubblewrap: bool | None =
         folder: An existing folder, in which it starts and may write; what it leaves there stays.
         bounds: Of this run.
         bubblewrap: Whether it runs inside bubblewrap too; None: where that works.
+        stdin: Text of the program's standard input. Descriptor 0 is a regular file with it, as after `< file` in a
+            shell, so every way to read it works.
+        then: Python that runs after the program, in the same process and with its names. The process reads it when the
+            program has ended, so it is in no frame or constant before. The program could still read it earlier, from
+            the descriptor that holds it.
 
     Raises:
         RuntimeError: It did not start: none of the code ran.
     """
     inside = bubblewrap_works() if bubblewrap is None else bubblewrap
     reads, writes = os.pipe()
-    said = {"home": _HOME, "folder": folder, "told": writes, "code": code, "bounds": asdict(bounds)}
-    with tempfile.TemporaryFile("w+") as file:
-        json.dump(said, file)
-        file.seek(0)
+    with ExitStack() as stack:
+        # in the folder: programs may open /dev/stdin, and Landlock allows that for files of their folder only
+        given = stack.enter_context(_file_with(stdin, folder))
+        after = stack.enter_context(_file_with(then, folder))
+        said = {"home": _HOME, "folder": folder, "told": writes, "code": code, "bounds": asdict(bounds)}
+        boot = stack.enter_context(_file_with(json.dumps({**said, "then": after.fileno()}), folder))
         started = subprocess.Popen(
-            [*(_bubblewrap(folder) if inside else ()), sys.executable, "-I", "-c", _BOOT],
-            stdin=file,
+            [*(_bubblewrap(folder) if inside else ()), sys.executable, "-I", "-c", _BOOT, str(boot.fileno())],
+            stdin=given,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder},
-            pass_fds=(writes,),
+            pass_fds=(writes, after.fileno(), boot.fileno()),
             start_new_session=True,
         )
     os.close(writes)
@@ -126,7 +138,6 @@ def enter(said: dict[str, Any]) -> None:
     bounds = Bounds(**said["bounds"])
     sys.path.remove(said["home"])
     os.chdir(said["folder"])
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     missing = confine(
         Confinement(
             writable=(said["folder"],),
@@ -139,12 +150,26 @@ def enter(said: dict[str, Any]) -> None:
     )
     os.write(said["told"], json.dumps(missing).encode() + b"\n")
     os.close(said["told"])
+    names: dict[str, Any] = {"__name__": "__main__"}
     try:
-        exec(compile(said["code"], "<code>", "exec"), {"__name__": "__main__"})
+        exec(compile(said["code"], "<code>", "exec"), names)
+        with open(said["then"], encoding="utf-8") as file:
+            exec(compile(file.read(), "<then>", "exec"), names)
     except Exception as error:  # noqa: BLE001 - told as Python tells it, without the frame above
         told = error.__traceback__
         traceback.print_exception(error.with_traceback(told.tb_next if told else None))
         sys.exit(1)
+
+
+def _file_with(text: str, folder: str) -> IO[str]:
+    """A file without a name that holds a text, to be read from its start."""
+    try:
+        file = tempfile.TemporaryFile("w+", encoding="utf-8", errors="surrogatepass", newline="", dir=folder)
+    except OSError as error:
+        raise RuntimeError(f"a program did not start in the sandbox: {error}") from error
+    file.write(text)
+    file.seek(0)
+    return file
 
 
 @cache

@@ -164,7 +164,9 @@ def enter(said: dict[str, Any]) -> None:
 def _file_with(text: str, folder: str) -> IO[str]:
     """A file without a name that holds a text, to be read from its start."""
     try:
-        file = tempfile.TemporaryFile("w+", encoding="utf-8", errors="surrogatepass", newline="", dir=folder)
+        file = tempfile.TemporaryFile(  # noqa: SIM115 -- the caller closes it
+            "w+", encoding="utf-8", errors="surrogatepass", newline="", dir=folder
+        )
     except OSError as error:
         raise RuntimeError(f"a program did not start in the sandbox: {error}") from error
     file.write(text)

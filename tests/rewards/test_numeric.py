@@ -2,7 +2,8 @@ import time
 
 import pytest
 
-from mrl.rewards.numeric import last_number, numeric
+from mrl.rewards._numbers import last_number
+from mrl.rewards.numeric import numeric
 
 LINEAR_TIME_S = 2.0  # milliseconds when linear; minutes when quadratic
 
@@ -27,7 +28,8 @@ LINEAR_TIME_S = 2.0  # milliseconds when linear; minutes when quadratic
     ],
 )
 def test_the_last_number_is_read(text, number):
-    assert last_number(text) == number
+    found = last_number(text)
+    assert (found and found.value) == number
 
 
 @pytest.mark.parametrize("text", ["1" + ",111" * 50_000 + "1", "1" * 200_000 + "x", ".-+" * 100_000, "1e+" * 100_000])

@@ -17,10 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrl.processes.sandbox import Bounds, Ran, run_python
+from mrl.rewards._arguments import check_positive
 from mrl.rewards._blocks import program_of
 from mrl.rewards._reasoning import without_reasoning
 
 IN_PROCESS = False
+LIMIT_S = 8.0
+"""Default of `limit_s`, which has to be below `reward.time_limit_s`."""
+_LEAST_MEMORY_MB = 64
 
 @dataclass(frozen=True)
 class Test:
@@ -48,7 +52,7 @@ def code(
     require_block: bool = True,
     max_tests: int = 20,
     test_time_s: float = 2.0,
-    limit_s: float = 8.0,
+    limit_s: float = LIMIT_S,
     memory_mb: int = 512,
     allow_unconfined: bool = False,
 ) -> dict[str, float | str]:
@@ -75,11 +79,11 @@ def code(
         ValueError: The row has no tests.
         RuntimeError: This machine lacks what confines the program.
     """
-    tests = read_tests(answer if tests_key is None else extra.get(tests_key))[: max(1, max_tests)]
+    tests = read_tests(answer if tests_key is None else extra.get(tests_key))[:max_tests]
     said = without_reasoning(response, prompt)
     program = program_of(said)
     if program is None and not require_block:
-        program = said
+        program = said or None
     end, num_passed, first = time.monotonic() + limit_s, 0, ""
     for place, test in enumerate(tests, 1):
         left = end - time.monotonic()
@@ -167,4 +171,22 @@ def _last_line(ran: Ran) -> str:
     return lines[-1][:200] if lines else "it printed nothing"
 
 
+def check(
+    *,
+    max_tests: int = 20,
+    test_time_s: float = 2.0,
+    limit_s: float = LIMIT_S,
+    memory_mb: int = 512,
+    tests_key: str | None = None,
+    **others: Any,
+) -> None:
+    """Raises ValueError for a value out of range."""
+    check_positive(max_tests=max_tests, test_time_s=test_time_s, limit_s=limit_s)
+    if memory_mb < _LEAST_MEMORY_MB:
+        raise ValueError(f"memory_mb={memory_mb}, expected at least {_LEAST_MEMORY_MB}: Python itself needs it")
+    if tests_key == "":
+        raise ValueError("tests_key is empty, expected a column, or null for the answer")
+
+
+CHECK = check
 REWARD = code

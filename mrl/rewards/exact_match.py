@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unicodedata import normalize
 
+from mrl.rewards._arguments import check_finite
 from mrl.rewards._reasoning import without_reasoning
 
 IN_PROCESS = True
@@ -59,4 +60,10 @@ def _compared(text: str, *, strip: bool, ignore_case: bool) -> str:
     return text.casefold() if ignore_case else text
 
 
+def check(*, correct: float = 1.0, wrong: float = 0.0, **others: Any) -> None:
+    """Raises ValueError for a value out of range."""
+    check_finite(correct=correct, wrong=wrong)
+
+
+CHECK = check
 REWARD = exact_match

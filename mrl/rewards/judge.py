@@ -94,6 +94,14 @@ class Judge:
         asked = {"role": "user", "content": _PLACE.sub(filled, self._prompt)}  # what is filled in is not looked through
         return [asked] if self._system is None else [{"role": "system", "content": self._system}, asked]
 
+    def problem_with(self, sample: Sample) -> str:
+        """Returns why nothing can be asked of a sample; "" where it can."""
+        try:
+            self.messages(sample)
+        except ValueError as error:
+            return str(error)
+        return ""
+
     def further(self, sample: Sample) -> dict[str, str]:
         """Other places of the template and what they are filled with."""
         return {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mrl.rewards._arguments import check_finite, check_positive
 from mrl.rewards._expressions import Read, equal, read, read_prose
 from mrl.rewards._final_answer import BOX, SENTENCE, Marked, final_answer
 from mrl.rewards._reasoning import without_reasoning
@@ -81,4 +82,11 @@ def _end(text: str, max_chars: int) -> str:
     return text if len(text) <= max_chars else text[-max_chars:].partition(" ")[2]
 
 
+def check(*, max_chars: int = 300, correct: float = 1.0, wrong: float = 0.0, **others: Any) -> None:
+    """Raises ValueError for a value out of range."""
+    check_positive(max_chars=max_chars)
+    check_finite(correct=correct, wrong=wrong)
+
+
+CHECK = check
 REWARD = math

@@ -6,6 +6,7 @@ import math
 from itertools import product
 from typing import Any
 
+from mrl.rewards._arguments import check_finite
 from mrl.rewards._final_answer import SENTENCE, final_answer
 from mrl.rewards._numbers import Written, last_number
 from mrl.rewards._reasoning import without_reasoning
@@ -63,4 +64,13 @@ def number_of(text: str) -> Written | None:
     return last_number(text) if marked is None or (found is None and marked.kind == SENTENCE) else found
 
 
+def check(*, rel_tolerance: float = 1e-6, abs_tolerance: float = 0.0, correct: float = 1.0, wrong: float = 0.0, **others: Any) -> None:
+    """Raises ValueError for a value out of range."""
+    check_finite(rel_tolerance=rel_tolerance, abs_tolerance=abs_tolerance)
+    if rel_tolerance < 0 or abs_tolerance < 0:
+        raise ValueError(f"rel_tolerance={rel_tolerance}, abs_tolerance={abs_tolerance}, expected numbers from 0")
+    check_finite(correct=correct, wrong=wrong)
+
+
+CHECK = check
 REWARD = numeric

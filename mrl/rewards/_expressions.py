@@ -216,10 +216,21 @@ def _words(form: str) -> str:
 def _is_equal(gold: Any, answer: Any) -> bool:
     if _bits(gold) + _bits(answer) > MAX_BITS:
         return bool(gold == answer)
+    exact = [_whole_or_ratio(one) for one in (gold, answer)]
+    if None not in exact:
+        return bool(exact[0] == exact[1])
     if not math_verify.verify(gold, answer, timeout_seconds=None):
         return False
     ours, theirs = _scalars(gold), _scalars(answer)
     return len(ours) != len(theirs) or all(map(_is_close, ours, theirs))
+
+
+def _whole_or_ratio(expression: Any) -> sympy.Rational | None:
+    """The value of an expression of whole numbers, None for any other and for a percentage."""
+    if not isinstance(expression, sympy.Expr) or expression.free_symbols or get_pct_val(expression) is not None:
+        return None
+    value = expression.doit()
+    return value if isinstance(value, sympy.Rational) else None
 
 
 def _bits(part: Any) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 import warnings
 from dataclasses import dataclass
 
@@ -49,11 +50,16 @@ def blocks_of(response: str, *, lists: bool = True) -> list[Block]:
         lists: Read lists and quotes; without them a block in a list item may hold lines that are not indented.
     """
     markdown, text = (_MARKDOWN, response) if lists else (_FLAT, _INDENTED_FENCE.sub("\n", response))
+    source = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     found = []
-    for token in markdown.parse(text + "\n"):
+    for token in markdown.parse("\n".join(source) + "\n"):
         if token.type == "fence" and token.map is not None:
-            lines = token.content.count("\n")
-            found.append(Block(token.info.strip(), token.content, token.map[1] - token.map[0] == lines + 2))
+            first, end = token.map
+            inner = token.content
+            lines = inner.count("\n")
+            if not lists:
+                inner = textwrap.dedent("".join(f"{line}\n" for line in source[first + 1 : first + 1 + lines]))
+            found.append(Block(token.info.strip(), inner, end - first == lines + 2))
     return found
 
 

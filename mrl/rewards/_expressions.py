@@ -214,7 +214,7 @@ def _words(form: str) -> str:
 
 
 def _is_equal(gold: Any, answer: Any) -> bool:
-    if _bits(gold) + _bits(answer) > MAX_BITS:
+    if max(_bits(gold), _bits(answer)) > MAX_BITS:
         return bool(gold == answer)
     exact = [_whole_or_ratio(one) for one in (gold, answer)]
     if None not in exact:
@@ -236,7 +236,7 @@ def _whole_or_ratio(expression: Any) -> sympy.Rational | None:
 def _bits(part: Any) -> float:
     """Bound of the length of the numbers that an expression evaluates to, bits."""
     if isinstance(part, sympy.Rational):
-        return float(part.p.bit_length() + part.q.bit_length())
+        return float(max(abs(part.p), part.q).bit_length())
     inner = [_bits(one) for one in getattr(part, "args", ())]
     if isinstance(part, sympy.Pow):
         power = abs(part.exp) if isinstance(part.exp, sympy.Integer) else 2 ** min(inner[1], 64)

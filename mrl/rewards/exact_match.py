@@ -23,7 +23,7 @@ def exact_match(
     correct: float = 1.0,
     wrong: float = 0.0,
 ) -> dict[str, float | str]:
-    """Compares the response with the answer: without its reasoning, or as a whole.
+    """Compares the response with the answer: without its reasoning, or as a whole where the answer has reasoning too.
 
     Letters that Unicode can write in two ways, as e with an accent, are the same letter.
 
@@ -48,10 +48,10 @@ def exact_match(
         raise ValueError("the row has no answer to compare with")
     if require_stop and extra["finish_reason"] != "stop":
         return {"score": wrong, "pred": ""}
-    gold = _compared(answer, strip=strip, ignore_case=ignore_case)
-    said = _compared(without_reasoning(response, prompt), strip=strip, ignore_case=ignore_case)
-    match = gold in (said, _compared(response, strip=strip, ignore_case=ignore_case))
-    return {"score": correct if match else wrong, "pred": gold if match else said}
+    if without_reasoning(answer) == answer:  # else the answer itself has the tags
+        response = without_reasoning(response, prompt)
+    gold, said = (_compared(text, strip=strip, ignore_case=ignore_case) for text in (answer, response))
+    return {"score": correct if said == gold else wrong, "pred": said}
 
 
 def _compared(text: str, *, strip: bool, ignore_case: bool) -> str:

@@ -39,7 +39,9 @@ def check_types(function: Callable[..., Any], kwargs: Mapping[str, Any], *, own:
         return
     for name, value in kwargs.items():
         if name in hints and not _fits(value, hints[name], own=own):
-            shown = getattr(hints[name], "__name__", str(hints[name])) if not get_args(hints[name]) else str(hints[name])
+            shown = (
+                getattr(hints[name], "__name__", str(hints[name])) if not get_args(hints[name]) else str(hints[name])
+            )
             raise ValueError(f"{name}={value!r:.80} is of type {type(value).__name__}, expected {shown}")
 
 
@@ -63,7 +65,7 @@ def _fits(value: Any, hint: Any, *, own: bool) -> bool:
         return any(_fits(value, one, own=own) for one in inside)
     if origin is Literal:
         return value in inside
-    kind = origin or hint
+    kind: Any = origin or hint
     if kind in (int, float):
         whole = kind is int and not own
         return not isinstance(value, bool) and isinstance(value, int if whole else (int, float))
@@ -72,5 +74,6 @@ def _fits(value: Any, hint: Any, *, own: bool) -> bool:
     if not isinstance(value, _KINDS[kind]):
         return False
     if kind in (list, collections.abc.Sequence) and len(inside) == 1:
-        return all(_fits(one, inside[0], own=own) for one in value)
+        members: Any = value
+        return all(_fits(one, inside[0], own=own) for one in members)
     return True

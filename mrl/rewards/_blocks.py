@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from markdown_it import MarkdownIt
 
 _MARKDOWN = MarkdownIt("zero").enable(["fence", "blockquote", "list"])
-"""Without HTML, whose blocks would hide a fence below <answer>, and without indented code, so a fence may be indented."""
+"""Without HTML, whose blocks would hide a fence below <answer>, and without indented code: a fence may be indented."""
 
 _FLAT = MarkdownIt("zero").enable(["fence"])
 _PYTHON = re.compile(r"\{?\s*\.?(?:python|py)[\d.]*(?![\w+#-])", re.IGNORECASE)
@@ -84,8 +84,8 @@ def _chosen(blocks: list[Block]) -> Block | None:
     if labelled:
         return max(labelled, key=lambda block: (block.closed, labelled.index(block)))
     plain = [block for block in blocks if not block.label]
-    programs = [block for block in plain if _is_program(block.text)]
-    return (programs or plain or [None])[-1]
+    found = [block for block in plain if _is_program(block.text)] or plain
+    return found[-1] if found else None
 
 
 def _is_program(text: str) -> bool:

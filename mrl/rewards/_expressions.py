@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 -- characters that are not ASCII are what it is about
 r"""An answer as mathematics: what a text of a few characters means, and whether two such texts are equal.
 
 math-verify (https://github.com/huggingface/Math-Verify) parses and compares. This file writes what math-verify misreads
@@ -16,7 +17,7 @@ from itertools import accumulate
 from typing import Any
 
 import math_verify
-import sympy
+import sympy  # type: ignore[import-untyped]
 from math_verify.grader import get_pct_val, is_assignment_relation, take_last_relation
 
 from mrl.rewards._numbers import SCALES, plain
@@ -24,15 +25,15 @@ from mrl.rewards._numbers import SCALES, plain
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about the time limits that are off
 
 MAX_BITS = 1 << 22
-"""Longest whole number that is computed. Longer powers and factorials are equal only where they are written the same."""
+"""Longest whole number that is computed; longer powers and factorials are equal only where they are written alike."""
 
 _RELATIVE, _RELATIVE_OF_EXACT = 1e-3, 1e-20
 _DECIMALS = 40
 
 _SYMBOLS = {
-    "∞": r"\infty ", "π": r"\pi ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "÷": r"\div ", "°": r"^\circ ", "∪": r"\cup ",
-    "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "∅": r"\emptyset ", "√": r"\sqrt ", "θ": r"\theta ", "α": r"\alpha ",
-    "β": r"\beta ", "ℝ": r"\mathbb{R}", "–": "-",
+    "∞": r"\infty ", "π": r"\pi ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "÷": r"\div ", "°": r"^\circ ",
+    "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "∅": r"\emptyset ", "√": r"\sqrt ", "θ": r"\theta ",
+    "α": r"\alpha ", "β": r"\beta ", "ℝ": r"\mathbb{R}",
 }  # fmt: skip
 _SYMBOL = re.compile("|".join(_SYMBOLS))
 _ROOT = re.compile(r"√\s*(\d+|[A-Za-z])")
@@ -59,7 +60,9 @@ _SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s*(?:[eE]([-+]?\d{1,6})(?!\
 _MIXED = re.compile(r"(?<![\d.,/^_{])(\d+) (\d+)\s*/\s*(\d+)(?![\d/.])")
 _REPEATING = re.compile(r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))|\((\d+)\)(?!\s*[\d\\(]))")
 _LETTER = re.compile(r"(?i:option|choice|answer)?\s*(?:\(([A-Z])\)|([A-Z])[).:]|([A-Z])$)\s*(.*)", re.DOTALL)
-_SHORT_UNITS = "cm|mm|km|nm|dm|kg|mg|ml|mL|kJ|kW|kWh|Hz|kmh|km/h|m/s|mph|ft|in|yd|mi|lbs?|oz|hrs?|h|s|min|sec|st|nd|rd|th|m|g|L"
+_SHORT_UNITS = (
+    "cm|mm|km|nm|dm|kg|mg|ml|mL|kJ|kW|kWh|Hz|kmh|km/h|m/s|mph|ft|in|yd|mi|lbs?|oz|hrs?|h|s|min|sec|st|nd|rd|th|m|g|L"
+)
 _OTHER_LETTERS = re.compile(r"^(?:[,&/(\\]|and\b|or\b)|(?<![A-Za-z])[A-Z](?:[).:]|$)")
 _QUANTITY = re.compile(
     r"(?P<amount>[-+]?\s?(?:\d[\d,]*(?:\.\d+)?(?: \d+)?(?:\s?/\s?\d+)?|\.\d+|\d*\s?\\[dt]?frac\s*\{\d+\}\s*\{\d+\}))"
@@ -72,7 +75,23 @@ _NO_UNIT = re.compile(
 )
 _WORD = re.compile(r"[^\W\d_]{2,}(?:[ '’-]+[^\W\d_]+)*")
 _FUNCTIONS = re.compile(r"(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|arc)", re.IGNORECASE)
-_SHORT_WORDS = {"yes", "no", "true", "false", "none", "all", "odd", "even", "up", "red", "mon", "sat", "sun", "one", "two"}
+_SHORT_WORDS = {
+    "yes",
+    "no",
+    "true",
+    "false",
+    "none",
+    "all",
+    "odd",
+    "even",
+    "up",
+    "red",
+    "mon",
+    "sat",
+    "sun",
+    "one",
+    "two",
+}
 _PROSE = re.compile(r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi)\b)[A-Za-z]{2,}|\b[a-z]\b (?=[a-z]{2})")
 _MAX_WORDS = 6
 _MAX_DEPTH = 10
@@ -132,7 +151,10 @@ def equal(gold: Read, answer: Read) -> bool:
     if gold.words or answer.words:
         return gold.words == answer.words
     pairs = [
-        (one, other) for one in gold.found for other in answer.found if not isinstance(one, str) and not isinstance(other, str)
+        (one, other)
+        for one in gold.found
+        for other in answer.found
+        if not isinstance(one, str) and not isinstance(other, str)
     ]
     return any(_is_equal(one, other) for one, other in pairs)
 
@@ -201,7 +223,9 @@ def _without_unit(form: str) -> str:
         return quantity["amount"]
     if scale := SCALES.get(words.split()[0].casefold()):
         return rf"{quantity['amount']} \times 10^{{{scale}}}"
-    is_unit = re.search("[A-Za-z]{3}", words) and re.search("[aeiouy]", words, re.IGNORECASE) and not _NO_UNIT.match(words)
+    is_unit = (
+        re.search("[A-Za-z]{3}", words) and re.search("[aeiouy]", words, re.IGNORECASE) and not _NO_UNIT.match(words)
+    )
     return quantity["amount"] if is_unit else form
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 -- characters that are not ASCII are what it is about
 r"""Where the final answer of a response stands: in a box, in answer tags, after ####, or after "the answer is".
 
 `math` and `numeric` read the same place. Imports no torch.
@@ -16,7 +17,8 @@ _OPEN_BOX = re.compile(r"\\(?:boxed|fbox)\b")
 _TAG = re.compile(r"<(/?)(?:final[_ ]?)?(?:answer|ans)>", re.IGNORECASE)
 _HASHES = re.compile(r"^[ \t]*####(?!#)[ \t]*(\S.*)$", re.MULTILINE)
 _ANNOUNCED = re.compile(
-    r"\b(?:answers?|option|choice)\b[^.\n:=]{0,40}?(?:\bis\b|\bare\b|\bequals?\b|:|=)|答案[^。\n:：=]{0,10}?[是为為:：=]", re.IGNORECASE
+    r"\b(?:answers?|option|choice)\b[^.\n:=]{0,40}?(?:\bis\b|\bare\b|\bequals?\b|:|=)|答案[^。\n:：=]{0,10}?[是为為:：=]",
+    re.IGNORECASE,
 )
 _SAYS_SOMETHING = re.compile(r"[\d$\\]|^\W*[A-Z]\b\W*$")
 _END_OF_SENTENCE = re.compile(r"(?<=\S)(?:[.!?](?=\s|$)|[。！？])")
@@ -40,8 +42,8 @@ def final_answer(text: str) -> Marked | None:
     r"""Returns the answer that a text marks, None where it marks none.
 
     The first of these that the text has counts: the last closed \boxed{...} or \fbox{...}; what stands after the last
-    opening answer tag; the last line that begins with ####; the rest of the last sentence "answer ... is", of those with a
-    number, a formula or a letter if there are any.
+    opening answer tag; the last line that begins with ####; the rest of the last sentence "answer ... is", of those
+    with a number, a formula or a letter if there are any.
 
     Args:
         text: Without reasoning.
@@ -56,7 +58,9 @@ def final_answer(text: str) -> Marked | None:
         return Marked(TAGS, tagged) if inner is None else inner
     if hashed := _HASHES.findall(text):
         return Marked(HASHES, hashed[-1])
-    said = [_first_sentence(text[found.end() : found.end() + _MAX_SENTENCE_CHARS]) for found in _ANNOUNCED.finditer(text)]
+    said = [
+        _first_sentence(text[found.end() : found.end() + _MAX_SENTENCE_CHARS]) for found in _ANNOUNCED.finditer(text)
+    ]
     best = [one for one in said if _SAYS_SOMETHING.search(one)] or [one for one in said if one]
     return Marked(SENTENCE, best[-1]) if best else None
 

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 -- characters that are not ASCII are what it is about
 r"""Numbers as people and models write them: digits and signs of any script, separators, fractions, powers of ten.
 
 `numeric`, `math` and judges read numbers with it. Imports no torch.
@@ -14,7 +15,10 @@ from functools import lru_cache
 _MINUS = "\u2010\u2011\u2012\u2013\u2212\ufe58\ufe63\uff0d"  # hyphens, figure and en dash, minus, small and full-width
 _SPACES = "\u00a0\u2002\u2003\u2004\u2005\u2007\u2008\u2009\u200a\u202f\u3000"
 _NOTHING = "\u200b\u200c\u200d\u200e\u200f\u2060\ufeff\u00ad"
-_OTHERS = dict(zip("。｡、⁄∕×✕✖·⋅∙＊“”„‘’′「」", [". ", ". ", ", ", "/", "/", *"xxx", *"****", *'"""', *"'''", *'""'], strict=True))
+_OTHERS: dict[str, str] = {
+    **dict.fromkeys("。｡", ". "), "、": ", ", **dict.fromkeys("⁄∕", "/"), **dict.fromkeys("×✕✖", r"\times "),
+    **dict.fromkeys("·⋅∙", "*"), **dict.fromkeys("“”„「」", '"'), **dict.fromkeys("‘’′", "'"),
+}  # fmt: skip
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
 _VULGAR = re.compile(r"(\d?)\s?([¼½¾⅐-⅞↉])")
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
@@ -25,7 +29,8 @@ _FRACTION = re.compile(r"(\d?)\\[dtc]?frac\s*(?:\{\s*([-+]?[\d.,]+)\s*\}|(\d))\s
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
-    r"(?<![\d^])(?<!\^\{)(?<!\^[-+(])(?<!\^\{[-+])(?<![\w)]\*\*)(?<![\w)]\*\*[-+(])"  # not the exponent of a unit: 5 m^2
+    # not the exponent of a unit, as in 5 m^2
+    r"(?<![\d^])(?<!\^\{)(?<!\^[-+(])(?<!\^\{[-+])(?<![\w)]\*\*)(?<![\w)]\*\*[-+(])"
     rf"(?:(?P<whole>\d+) (?=\d+/\d))?(?P<digits>{_DIGITS})"
     r"(?:[eE](?P<e>[-+]?\d{1,6})(?!\w)"
     r"|\s{0,2}(?:x|\*|\\times|\\cdot)\s{0,2}10\s?(?:\^|\*\*)\s?[{(]?(?P<ten>[-+]?\d{1,6})[})]?)?"
@@ -39,7 +44,9 @@ SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 1
 
 _SIGN = re.compile(r"([-+])(\s*)(?:\\?[$€£¥₹]\s?)?[-+]?$")
 _SIGN_AFTER_CURRENCY = re.compile(r"[$€£¥₹]\s?([-+])$")
-_BEFORE_MINUS = re.compile(r"(?:[=:(\[{,<>~*|$]|\b(?:is|are|be|was|to|of|equals?|gives?|get|yields?))\s*$", re.IGNORECASE)
+_BEFORE_MINUS = re.compile(
+    r"(?:[=:(\[{,<>~*|$]|\b(?:is|are|be|was|to|of|equals?|gives?|get|yields?))\s*$", re.IGNORECASE
+)
 _LOOK_BACK_CHARS = 40
 
 
@@ -62,7 +69,7 @@ class Written:
 
 
 def plain(text: str) -> str:
-    r"""Returns a text with digits, signs and punctuation in ASCII, and without separators of thousands other than commas.
+    r"""Returns a text with digits, signs and punctuation in ASCII, and commas as the only separators of thousands.
 
     Full-width forms, digits of other scripts, the minus sign and dashes, raised digits (as ^2), typographic quotes and
     spaces; "1\,000", "1{,}000" and "1'000" become "1000". Letters stay as they are.

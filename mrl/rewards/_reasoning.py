@@ -26,9 +26,8 @@ MedGemma, Gemma 4, gpt-oss."""
 
 _OPENING = "|".join(opening for opening, _ in _TAGS)
 _CLOSING = "|".join(closing.replace("{name}", f"(?:{_NAMES})") for _, closing in _TAGS[:-1])
-_QUOTED = (
-    rf"(?P<quote>[\"'`])(?:(?:{_OPENING.replace('?P<name>', '?:')})(?:[^\n]{{0,80}}?(?:{_CLOSING}))?|{_CLOSING})(?P=quote)"
-)
+_MENTIONED = rf"(?:{_OPENING.replace('?P<name>', '?:')})(?:[^\n]{{0,80}}?(?:{_CLOSING}))?|{_CLOSING}"
+_QUOTED = rf"(?P<quote>[\"'`])(?:{_MENTIONED})(?P=quote)"
 
 _OPEN_AT_END = re.compile(rf"(?:{_OPENING})\s*$", re.IGNORECASE)
 _NEXT = re.compile(rf"(?P<quoted>{_QUOTED})|(?P<opening>{_OPENING})|(?P<closing>{_CLOSING})", re.IGNORECASE)

@@ -26,6 +26,7 @@ LIMIT_S = 8.0
 """Default of `limit_s`, which has to be below `reward.time_limit_s`."""
 _LEAST_MEMORY_MB = 64
 
+
 @dataclass(frozen=True)
 class Test:
     """One run of the program.

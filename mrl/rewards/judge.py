@@ -55,8 +55,8 @@ class Judge:
         """The keyword arguments are the config's; `endpoint` are those of `Endpoint`.
 
         Args:
-            prompt: {prompt}, {response} (without its reasoning), {full_response}, {answer}, {low}, {high} and {<column of
-                the row>} in it are replaced.
+            prompt: {prompt}, {response} (without its reasoning), {full_response}, {answer}, {low}, {high} and
+                {<column of the row>} in it are replaced.
             system: Message before it.
             scale: Lowest and highest score; a reply beyond them is none.
             score_after: The score is the number after this text, which the reply must hold once; null: the reply is a

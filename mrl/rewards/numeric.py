@@ -64,7 +64,9 @@ def number_of(text: str) -> Written | None:
     return last_number(text) if marked is None or (found is None and marked.kind == SENTENCE) else found
 
 
-def check(*, rel_tolerance: float = 1e-6, abs_tolerance: float = 0.0, correct: float = 1.0, wrong: float = 0.0, **others: Any) -> None:
+def check(
+    *, rel_tolerance: float = 1e-6, abs_tolerance: float = 0.0, correct: float = 1.0, wrong: float = 0.0, **others: Any
+) -> None:
     """Raises ValueError for a value out of range."""
     check_finite(rel_tolerance=rel_tolerance, abs_tolerance=abs_tolerance)
     if rel_tolerance < 0 or abs_tolerance < 0:

@@ -50,8 +50,8 @@ FOUND = {
     **{
         f"label {label}": fenced(label)
         for label in (
-            "py", "python3", "Python", "PYTHON", "Py", "py3", "python3.11", " python", "{.python}", "{python}", "python:a.py",
-            'python title="a.py"', "python,ignore", "Python 3",
+            "py", "python3", "Python", "PYTHON", "Py", "py3", "python3.11", " python", "{.python}", "{python}",
+            "python:a.py", 'python title="a.py"', "python,ignore", "Python 3",
         )
     },
 }  # fmt: skip
@@ -71,7 +71,9 @@ def test_a_response_without_a_block_has_no_program():
     assert program_of("print(1)") is None and program_of("") is None and program_of("`print(1)`") is None
 
 
-@pytest.mark.parametrize("text", [">", "- ", "```\n", "~~~python\n", "1. a\n", "> - ", " ", "(", "-", "a.b", "[0]", "not "])
+@pytest.mark.parametrize(
+    "text", [">", "- ", "```\n", "~~~python\n", "1. a\n", "> - ", " ", "(", "-", "a.b", "[0]", "not "]
+)
 def test_a_hopeless_response_is_read_in_bounded_time(text):
     start = time.process_time()
     program_of(text * (32_000 // len(text)))

@@ -107,13 +107,16 @@ def test_a_mark_is_not_in_the_frames_of_a_program_that_looks_for_it():
     attack = (
         "import gc, os, re, sys\nframe, seen = sys._getframe(), []\nwhile frame:\n"
         "    seen.append(repr((frame.f_locals, frame.f_globals, frame.f_code.co_consts))); frame = frame.f_back\n"
-        "for mark in re.findall('[0-9a-f]{32}', str(seen) + repr(gc.get_objects())): print(mark, flush=True)\nos._exit(0)"
+        "for mark in re.findall('[0-9a-f]{32}', str(seen) + repr(gc.get_objects())): print(mark, flush=True)\n"
+        "os._exit(0)"
     )
     assert judged(attack, ASSERTS)["score"] == 0.0
 
 
 def test_statements_pass_after_a_program_that_redirects_its_output():
-    program = "import io, sys\nsys.stdout = io.StringIO()\nimport atexit\natexit.register(print, 'bye')\ndef add(a, b): return a + b"
+    program = (
+        "import atexit, io, sys\nsys.stdout = io.StringIO()\natexit.register(print, 'bye')\ndef add(a, b): return a + b"
+    )
     assert judged(program, ASSERTS)["score"] == 1.0
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001, E501 -- the forms are written as models write them
 """How answers are written: each form scores 1 with the right answer of a row and 0 with a wrong one."""
 
 import time
@@ -254,6 +255,10 @@ FORMS = [
     (r"\boxed{2023-05-01}", "2023-05-01", "2023-05-02"),
     (r"\boxed{\text{May 5}}", "May 5", "May 6"),
     (r"\boxed{0.\overline{142857}}", "1/7", "0.142"),
+    (r"\boxed{2×3}", "6", "6x"),
+    (r"\boxed{2·3}", "6", "23"),
+    (r"\boxed{2 × 10³}", "2000", "200"),
+    ("The answer is 6 ÷ 2 = 3.", "3", "2"),
 ]  # fmt: skip
 
 

@@ -56,6 +56,9 @@ _SPACE = re.compile(r"(?<!\\)\\[,;:!> ]|~|\\q?quad\b|\\(?:left|right)(?![a-zA-Z]
 _CURRENCY = re.compile(r"^([-+]?)\s*(?:\\?[$€£¥₹]|\\(?:pounds|euro)\b|USD|US\$)\s*(?=[-+]?[\d.])")
 _TRAILING_CURRENCY = re.compile(r"(?<=\d)\s*(?:\\?[$€£¥₹]|USD|EUR)$")
 _DEGREES = re.compile(r"(?<=[\d}])\s*(?:\^\s*\{?\s*\\circ\s*\}?|°)\s*[CF]?$")
+_CJK_UNIT = re.compile(r"(?<=\d)\s*(?![百千万萬亿億])[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]+$")
+_CJK_SCALE = re.compile(r"(?<=\d)\s*([百千万萬亿億])[\u4e00-\u9fff]*$")
+_CJK_POWERS = {"百": 2, "千": 3, "万": 4, "萬": 4, "亿": 8, "億": 8}
 _SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s*(?:[eE]([-+]?\d{1,6})(?!\w)|[x*]\s*(10\s*\^))")
 _MIXED = re.compile(r"(?<![\d.,/^_{])(\d+) (\d+)\s*/\s*(\d+)(?![\d/.])")
 _REPEATING = re.compile(r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))|\((\d+)\)(?!\s*[\d\\(]))")
@@ -75,23 +78,7 @@ _NO_UNIT = re.compile(
 )
 _WORD = re.compile(r"[^\W\d_]{2,}(?:[ '’-]+[^\W\d_]+)*")
 _FUNCTIONS = re.compile(r"(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|arc)", re.IGNORECASE)
-_SHORT_WORDS = {
-    "yes",
-    "no",
-    "true",
-    "false",
-    "none",
-    "all",
-    "odd",
-    "even",
-    "up",
-    "red",
-    "mon",
-    "sat",
-    "sun",
-    "one",
-    "two",
-}
+_SHORT_WORDS = {"yes", "no", "true", "false", "none", "all", "odd", "even", "up", "red", "sat", "sun", "one", "two"}
 _PROSE = re.compile(r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi)\b)[A-Za-z]{2,}|\b[a-z]\b (?=[a-z]{2})")
 _MAX_WORDS = 6
 _MAX_DEPTH = 10
@@ -190,6 +177,7 @@ def _form(text: str) -> str:
                 text = found[1].strip()
         text = text[1:].strip() if text.startswith("=") else text
     text = _TEXT_AFTER.sub(r" \1", plain(_SPACE.sub(" ", text)).strip())
+    text = _CJK_SCALE.sub(lambda found: rf" \times 10^{{{_CJK_POWERS[found[1]]}}}", _CJK_UNIT.sub("", text))
     text = _DEGREES.sub("", text)
     text = _TRAILING_CURRENCY.sub("", _CURRENCY.sub(r"\1", text))
     return " ".join(text.split())

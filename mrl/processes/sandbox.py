@@ -24,10 +24,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mrl.processes.confine import Confinement, confine, prctl
 from mrl.processes.folders import empty, owned_folder
@@ -52,7 +53,9 @@ _VARIABLES = {
     "MALLOC_ARENA_MAX": "2",
 }
 _BOOT = (
-    "import json, sys; said = json.load(sys.stdin); sys.path.insert(0, said['home'])\n"
+    "import json, sys\n"
+    "with open(int(sys.argv.pop())) as file: said = json.load(file)\n"
+    "sys.path.insert(0, said['home'])\n"
     "from mrl.processes.sandbox import enter; enter(said)"
 )
 
@@ -102,7 +105,9 @@ class Ran:
     missing: tuple[str, ...]
 
 
-def run_python(code: str, folder: str, bounds: Bounds, bubblewrap: bool | None = None) -> Ran:
+def run_python(
+    code: str, folder: str, bounds: Bounds, bubblewrap: bool | None = None, *, stdin: str = "", then: str = ""
+) -> Ran:
     """Runs Python code.
 
     Args:
@@ -111,24 +116,31 @@ def run_python(code: str, folder: str, bounds: Bounds, bubblewrap: bool | None =
             than the bounds: then all of it is removed.
         bounds: Of this run.
         bubblewrap: Whether it runs inside bubblewrap too; None: where that works.
+        stdin: Text of the program's standard input. Descriptor 0 is a regular file with it, as after `< file` in a
+            shell, so every way to read it works.
+        then: Python that runs after the program, in the same process and with its names. The process reads it when the
+            program has ended, so it is in no frame or constant before. The program could still read it earlier, from
+            the descriptor that holds it.
 
     Raises:
         RuntimeError: It did not start: none of the code ran.
     """
     inside = bubblewrap_works() if bubblewrap is None else bubblewrap
     reads, writes = os.pipe()
-    said = {"home": _HOME, "folder": folder, "told": writes, "code": code, "bounds": asdict(bounds)}
-    said["parent"] = None if inside else os.getpid()  # bubblewrap ends with its parent by itself
-    with tempfile.TemporaryFile("w+") as file:
-        json.dump(said, file)
-        file.seek(0)
+    with ExitStack() as stack:
+        # in the folder: programs may open /dev/stdin, and Landlock allows that for files of their folder only
+        given = stack.enter_context(_file_with(stdin, folder))
+        after = stack.enter_context(_file_with(then, folder))
+        said = {"home": _HOME, "folder": folder, "told": writes, "code": code, "bounds": asdict(bounds)}
+        said["parent"] = None if inside else os.getpid()  # bubblewrap ends with its parent by itself
+        boot = stack.enter_context(_file_with(json.dumps({**said, "then": after.fileno()}), folder))
         started = subprocess.Popen(
-            [*(_bubblewrap(folder) if inside else ()), sys.executable, "-I", "-c", _BOOT],
-            stdin=file,
+            [*(_bubblewrap(folder) if inside else ()), sys.executable, "-I", "-c", _BOOT, str(boot.fileno())],
+            stdin=given,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**_VARIABLES, "HOME": folder, "TMPDIR": folder},
-            pass_fds=(writes,),
+            pass_fds=(writes, after.fileno(), boot.fileno()),
             start_new_session=True,
         )
     os.close(writes)
@@ -159,7 +171,6 @@ def enter(said: dict[str, Any]) -> None:
             os._exit(1)  # the parent died before
     sys.path.remove(said["home"])
     os.chdir(said["folder"])
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     missing = confine(
         Confinement(
             writable=(said["folder"],),
@@ -174,8 +185,11 @@ def enter(said: dict[str, Any]) -> None:
     os.close(said["told"])
     os.chmod, os.utime = _tolerant(os.chmod, said["folder"]), _tolerant(os.utime, said["folder"])
     shutil.copymode = shutil.copystat = lambda *_, **__: None  # they copy extended attributes too
+    names: dict[str, Any] = {"__name__": "__main__"}
     try:
-        exec(compile(said["code"], "<code>", "exec"), {"__name__": "__main__"})
+        exec(compile(said["code"], "<code>", "exec"), names)
+        with open(said["then"], encoding="utf-8") as file:
+            exec(compile(file.read(), "<then>", "exec"), names)
     except Exception as error:  # noqa: BLE001 - told as Python tells it, without the frame above
         told = error.__traceback__
         traceback.print_exception(error.with_traceback(told.tb_next if told else None))
@@ -200,6 +214,19 @@ def _tolerant(change: Callable[..., None], folder: str) -> Callable[..., None]:
 
 def _is_in(folder: str, path: Any) -> bool:
     return Path(os.path.realpath(os.fsdecode(path))).is_relative_to(folder)
+
+
+def _file_with(text: str, folder: str) -> IO[str]:
+    """A file without a name that holds a text, to be read from its start."""
+    try:
+        file = tempfile.TemporaryFile(  # noqa: SIM115 -- the caller closes it
+            "w+", encoding="utf-8", errors="surrogatepass", newline="", dir=folder
+        )
+    except OSError as error:
+        raise RuntimeError(f"a program did not start in the sandbox: {error}") from error
+    file.write(text)
+    file.seek(0)
+    return file
 
 
 @cache

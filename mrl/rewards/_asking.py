@@ -14,8 +14,9 @@ from types import TracebackType
 from typing import Any
 
 from mrl.errors import UserError
+from mrl.rewards._arguments import check_types
 from mrl.rewards._call import Outcome
-from mrl.rewards._endpoint import NoAnswerError
+from mrl.rewards._endpoint import Endpoint, NoAnswerError
 from mrl.rewards._signatures import Sample
 from mrl.rewards.judge import Judge
 from mrl.schema import registry
@@ -32,7 +33,10 @@ def judge_of(name: str, kwargs: Mapping[str, Any], variables: Callable[..., Mapp
         UserError: It does not take these arguments, or has no key.
     """
     try:
-        judge: Judge = registry.find("rewards", name, "REWARD")(**kwargs)
+        kind = registry.find("rewards", name, "REWARD")
+        for one in (*kind.__mro__[:-1], Endpoint):
+            check_types(one.__init__, kwargs)
+        judge: Judge = kind(**kwargs)
         judge.endpoint.prepare(variables)
         return judge
     except UserError as error:

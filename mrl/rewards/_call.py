@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import UserError
+from mrl.rewards._arguments import check_types
 from mrl.rewards._signatures import Sample, Signature
 from mrl.schema import registry
+from mrl.schema.own_code import is_own
 
 Facts = dict[str, float | str]
 """What a reward function may say of a sample besides its value; numbers are finite."""
@@ -85,7 +87,7 @@ class RewardCall:
         """Imports the function and checks its arguments.
 
         Raises:
-            UserError: There is no such function, or it does not take these arguments.
+            UserError: There is no such function, or it does not take these arguments or their values.
         """
         self.name = name
         self._function: Callable[..., Any] = registry.find("rewards", name, "REWARD")
@@ -99,6 +101,20 @@ class RewardCall:
                 f"reward.functions: '{name}' cannot be called: {error}. It takes {_parameters(self._function)}; the "
                 f"config's kwargs are {self._kwargs}, and {GIVEN}."
             ) from error
+        self._check_values()
+
+    def _check_values(self) -> None:
+        """Raises UserError where a value of the kwargs could only fail, as a pattern that does not compile."""
+        own = is_own(self.name)
+        check = getattr(self._function, "check_kwargs", None) if own else None
+        if not own:
+            check = registry.find("rewards", self.name, "CHECK", default=None)
+        try:
+            check_types(self._function, self._kwargs, own=own)
+            if check is not None:
+                check(**self._kwargs)
+        except (ValueError, TypeError) as error:
+            raise UserError(f"reward.functions: '{self.name}': kwargs: {error}.") from error
 
     @property
     def source(self) -> str:

@@ -4,9 +4,12 @@ A reward is a file in this folder that defines
 
 - `REWARD`, the function, and perhaps
 - `IN_PROCESS = True`, where it is quick and cannot hang whatever the model writes, so that it needs no worker process;
+- `CHECK`, called with the config's kwargs before a run begins, which raises ValueError for a value that cannot work;
+- `LIMIT_S`, the default of its kwarg `limit_s`, which has to be below `reward.time_limit_s`;
 - `ASKS = True`, where `REWARD` is a class that asks an endpoint, as `judge.py`'s: many samples at a time, in a thread;
 
-or any importable function of the same signature, named "package.module:function", which always runs in a worker.
+or any importable function of the same signature, named "package.module:function", which always runs in a worker; its
+attribute `check_kwargs`, where it has one, is called as `CHECK` is.
 Nothing here runs model output. Scoring with time limits is in `scorer.py`. This folder's functions and `_worker.py`
 import no torch: a worker starts in the time that Python takes.
 """

@@ -1,13 +1,14 @@
 """1 where the Python program in a response passes the row's tests, each run in a sandbox (`processes/sandbox.py`).
 
-What goes in and out of a program decides: expected outputs never enter its process, so that it cannot read them. Tests
-that are Python statements run after the program in its process: a program made to deceive them could.
+Which block of a response is the program is in `_blocks.py`. Expected outputs never enter the program's process, so it
+cannot read them. Tests that are Python statements run after the program, in its process. They are not in its memory
+before, yet a program made to deceive them can: it may return objects that equal everything, or read the descriptor that
+holds the statements. Only inputs and outputs are proof against that.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -16,10 +17,14 @@ from typing import Any
 
 from mrl.processes.folders import owned_folder
 from mrl.processes.sandbox import Bounds, Ran, run_python
+from mrl.rewards._arguments import check_positive
+from mrl.rewards._blocks import program_of
+from mrl.rewards._reasoning import without_reasoning
 
 IN_PROCESS = False
-
-_BLOCK = re.compile(r"^[ \t]*```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+LIMIT_S = 8.0
+"""Default of `limit_s`, which has to be below `reward.time_limit_s`."""
+_LEAST_MEMORY_MB = 64
 
 
 @dataclass(frozen=True)
@@ -48,20 +53,20 @@ def code(
     require_block: bool = True,
     max_tests: int = 20,
     test_time_s: float = 2.0,
-    limit_s: float = 8.0,
+    limit_s: float = LIMIT_S,
     memory_mb: int = 512,
     allow_unconfined: bool = False,
 ) -> dict[str, float | str]:
-    """Runs the last fenced block of Python in the response.
+    """Runs the program in the response's fenced blocks, see `program_of`.
 
     Args:
-        prompt: Not used.
-        response: Without the end token.
+        prompt: Read for whether the response begins inside the reasoning.
+        response: Without the end token; blocks in its reasoning do not count.
         answer: The tests, where `tests_key` is null: JSON of what `read_tests` reads.
         extra: Columns of the row.
         tests_key: Column with the tests.
         partial: The value is the part of the tests that pass, and not 0 or 1.
-        require_block: A response without a fenced block is wrong; else all of it is the program.
+        require_block: A response without a block that may be Python is wrong; else all of it is the program.
         max_tests: Of more, the first so many count.
         test_time_s: A test that takes longer is not passed, s.
         limit_s: Nor is one that comes after so long, s; below `reward.time_limit_s`, after which the sample has failed.
@@ -75,8 +80,11 @@ def code(
         ValueError: The row has no tests.
         RuntimeError: This machine lacks what confines the program.
     """
-    tests = read_tests(answer if tests_key is None else extra.get(tests_key))[: max(1, max_tests)]
-    program = last_block(response, require_block=require_block)
+    tests = read_tests(answer if tests_key is None else extra.get(tests_key))[:max_tests]
+    said = without_reasoning(response, prompt)
+    program = program_of(said)
+    if program is None and not require_block:
+        program = said or None
     end, num_passed, first = time.monotonic() + limit_s, 0, ""
     for place, test in enumerate(tests, 1):
         left = end - time.monotonic()
@@ -90,14 +98,6 @@ def code(
             break
     part = num_passed / len(tests)
     return {"score": part if partial else float(part == 1.0), "passed": part, "problem": first}
-
-
-def last_block(response: str, *, require_block: bool) -> str | None:
-    """The Python in the last fenced block; without one all of the response, or None where a block is required."""
-    blocks = _BLOCK.findall(response)
-    if blocks:
-        return str(blocks[-1])
-    return None if require_block else response
 
 
 def read_tests(given: Any) -> list[Test]:
@@ -137,7 +137,7 @@ def _problem(program: str, test: Test, bounds: Bounds, *, allow_unconfined: bool
     """Why a test is not passed; "" where it is."""
     mark = "" if test.expected is not None else secrets.token_hex(16)
     with owned_folder("code") as folder:
-        ran = run_python(_source(program, test, mark), folder, bounds)
+        ran = run_python(program, folder, bounds, stdin=test.given, then=_after(test, mark))
     if ran.missing and not allow_unconfined:
         raise RuntimeError(
             f"this machine cannot confine programs that a model wrote ({'; '.join(ran.missing)}). Run where the kernel "
@@ -148,20 +148,17 @@ def _problem(program: str, test: Test, bounds: Bounds, *, allow_unconfined: bool
     if ran.status != 0:
         return f"it ended with status {ran.status}: {_last_line(ran)}"
     if test.expected is None:
-        return "" if ran.output.endswith(f"{mark}\n") else "it ended before its tests did"
+        return "" if mark in ran.output else "it ended before its tests did"
     return (
         "" if _same(ran.output, test.expected) else f"it printed {ran.output[:80]!r}, expected {test.expected[:80]!r}"
     )
 
 
-def _source(program: str, test: Test, mark: str) -> str:
-    """The program with its standard input, and the statements with a mark after them, which it cannot know."""
-    begin = f"import io, sys\nsys.stdin = io.TextIOWrapper(io.BytesIO({test.given.encode()!r}), encoding='utf-8')\n"
-    names = "__space = {'__name__': '__main__'}\n"
-    run = f"exec(compile({program!r}, '<response>', 'exec'), __space)\n"
+def _after(test: Test, mark: str) -> str:
+    """The statements, and a mark after them that the program does not know; nothing for a test of its output."""
     if test.expected is not None:
-        return begin + names + run
-    return begin + names + run + f"exec(compile({test.statements!r}, '<tests>', 'exec'), __space)\nprint({mark!r})\n"
+        return ""
+    return f"{test.statements}\n__import__('os').write(1, b'\\n{mark}\\n')\n"
 
 
 def _same(printed: str, expected: str) -> bool:
@@ -175,4 +172,22 @@ def _last_line(ran: Ran) -> str:
     return lines[-1][:200] if lines else "it printed nothing"
 
 
+def check(
+    *,
+    max_tests: int = 20,
+    test_time_s: float = 2.0,
+    limit_s: float = LIMIT_S,
+    memory_mb: int = 512,
+    tests_key: str | None = None,
+    **others: Any,
+) -> None:
+    """Raises ValueError for a value out of range."""
+    check_positive(max_tests=max_tests, test_time_s=test_time_s, limit_s=limit_s)
+    if memory_mb < _LEAST_MEMORY_MB:
+        raise ValueError(f"memory_mb={memory_mb}, expected at least {_LEAST_MEMORY_MB}: Python itself needs it")
+    if tests_key == "":
+        raise ValueError("tests_key is empty, expected a column, or null for the answer")
+
+
+CHECK = check
 REWARD = code

@@ -1,8 +1,12 @@
-"""1 where the response is the answer, character for character."""
+"""1 where the response, without its reasoning, is the answer, character for character."""
 
 from __future__ import annotations
 
 from typing import Any
+from unicodedata import normalize
+
+from mrl.rewards._arguments import check_finite
+from mrl.rewards._reasoning import without_reasoning
 
 IN_PROCESS = True
 
@@ -19,10 +23,12 @@ def exact_match(
     correct: float = 1.0,
     wrong: float = 0.0,
 ) -> dict[str, float | str]:
-    """Compares the response, without its end token, with the answer.
+    """Compares the response with the answer: without its reasoning, or as a whole where the answer has reasoning too.
+
+    Letters that Unicode can write in two ways, as e with an accent, are the same letter.
 
     Args:
-        prompt: Not used.
+        prompt: Read for whether the response begins inside the reasoning.
         response: Without the end token.
         answer: Ground truth.
         extra: "finish_reason" is read.
@@ -42,11 +48,22 @@ def exact_match(
         raise ValueError("the row has no answer to compare with")
     if require_stop and extra["finish_reason"] != "stop":
         return {"score": wrong, "pred": ""}
-    if strip:
-        response, answer = response.strip(), answer.strip()
-    if ignore_case:
-        response, answer = response.casefold(), answer.casefold()
-    return {"score": correct if response == answer else wrong, "pred": response}
+    if without_reasoning(answer) == answer:  # else the answer itself has the tags
+        response = without_reasoning(response, prompt)
+    gold, said = (_compared(text, strip=strip, ignore_case=ignore_case) for text in (answer, response))
+    return {"score": correct if said == gold else wrong, "pred": said}
 
 
+def _compared(text: str, *, strip: bool, ignore_case: bool) -> str:
+    text = normalize("NFC", text)
+    text = text.strip() if strip else text
+    return text.casefold() if ignore_case else text
+
+
+def check(*, correct: float = 1.0, wrong: float = 0.0, **others: Any) -> None:
+    """Raises ValueError for a value out of range."""
+    check_finite(correct=correct, wrong=wrong)
+
+
+CHECK = check
 REWARD = exact_match

@@ -13,6 +13,8 @@ from typing import Any
 
 from mrl.rewards._call import Facts, source_of
 from mrl.rewards._endpoint import Endpoint, Messages
+from mrl.rewards._numbers import plain
+from mrl.rewards._reasoning import without_reasoning
 from mrl.rewards._signatures import Sample
 
 ASKS = True
@@ -34,7 +36,7 @@ Say how good the response is, from {low} (useless) to {high} (perfect). Reply wi
 
 _PLACE = re.compile(r"\{(\w+)\}")
 _OBJECT = re.compile(r"\s*(?:```(?:json)?\s*(\{.*\})\s*```|(\{.*\}))\s*", re.DOTALL)
-_NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
+_NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 _EXCERPT_CHARS = 120
 
 
@@ -53,7 +55,8 @@ class Judge:
         """The keyword arguments are the config's; `endpoint` are those of `Endpoint`.
 
         Args:
-            prompt: {prompt}, {response}, {answer}, {low}, {high} and {<column of the row>} in it are replaced.
+            prompt: {prompt}, {response} (without its reasoning), {full_response}, {answer}, {low}, {high} and
+                {<column of the row>} in it are replaced.
             system: Message before it.
             scale: Lowest and highest score; a reply beyond them is none.
             score_after: The score is the number after this text, which the reply must hold once; null: the reply is a
@@ -68,8 +71,8 @@ class Judge:
             raise ValueError(f"scale={list(scale)}, expected two numbers, the lower one first")
         if score_after is not None and not score_after.strip():
             raise ValueError("score_after is empty")
-        if "{response}" not in prompt:
-            raise ValueError("prompt does not hold {response}: the judge would not see it")
+        if "{response}" not in prompt and "{full_response}" not in prompt:
+            raise ValueError("prompt does not hold {response} or {full_response}: the judge would not see it")
         self.endpoint = Endpoint(**endpoint)
         self.low, self.high = map(float, scale)
         self._prompt, self._system, self._score_after = prompt, system, score_after
@@ -81,7 +84,11 @@ class Judge:
 
     def messages(self, sample: Sample) -> Messages:
         """What is asked of a sample; ValueError where the template names a column that its row lacks."""
-        known = {"prompt": _as_text(sample.question or sample.prompt), "response": sample.text or sample.response}
+        said = without_reasoning(sample.response, sample.prompt)
+        if said == sample.response:
+            said = sample.text or said
+        known = {"prompt": _as_text(sample.question or sample.prompt), "response": said}
+        known |= {"full_response": sample.text or sample.response}
         known |= {"answer": sample.answer or "(unknown)", "low": f"{self.low:g}", "high": f"{self.high:g}"}
         known |= self.further(sample)
 
@@ -94,16 +101,25 @@ class Judge:
         asked = {"role": "user", "content": _PLACE.sub(filled, self._prompt)}  # what is filled in is not looked through
         return [asked] if self._system is None else [{"role": "system", "content": self._system}, asked]
 
+    def problem_with(self, sample: Sample) -> str:
+        """Returns why nothing can be asked of a sample; "" where it can."""
+        try:
+            self.messages(sample)
+        except ValueError as error:
+            return str(error)
+        return ""
+
     def further(self, sample: Sample) -> dict[str, str]:
         """Other places of the template and what they are filled with."""
         return {}
 
     def read(self, reply: str, sample: Sample) -> tuple[float, Facts]:
-        """The reward in [0, 1]; ValueError where the reply is no score."""
+        """The reward in [0, 1]; ValueError where the reply is no score. The judge's own reasoning is not read."""
+        reply = without_reasoning(reply)
         if self._score_after is None:
             return self.on_scale(json_object(reply).get("score"), "score", reply), {}
         places = reply.split(self._score_after)
-        number = _NUMBER.match(places[-1].lstrip(" \t*:=")) if len(places) == 2 else None
+        number = _NUMBER.match(plain(places[-1]).lstrip(" \t*:=")) if len(places) == 2 else None
         if number is None:
             raise ValueError(f"not one {self._score_after!r} with a number after it in the reply {_excerpt(reply)}")
         return self.on_scale(float(number[0]), "score", reply), {}

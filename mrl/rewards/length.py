@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from mrl.rewards._arguments import check_finite
+
 IN_PROCESS = True
 
 
@@ -34,14 +36,23 @@ def length(
     Raises:
         ValueError: `limit` is not above `target`, or `shape` is unknown.
     """
-    if limit <= target:
-        raise ValueError(f"limit={limit} must be above target={target}")
+    check(target=target, limit=limit, penalty=penalty, shape=shape)
     part = min(max((int(extra["response_length"]) - target) / (limit - target), 0.0), 1.0)
     if shape == "linear":
         return -penalty * part
-    if shape == "cosine":
-        return -penalty * (1 - math.cos(math.pi * part)) / 2
-    raise ValueError(f"shape={shape!r}, expected 'linear' or 'cosine'")
+    return -penalty * (1 - math.cos(math.pi * part)) / 2
 
 
+def check(*, target: int, limit: int, penalty: float = 1.0, shape: str = "linear") -> None:
+    """Raises ValueError where `limit` is not above `target`, or `shape` is unknown."""
+    if target < 0:
+        raise ValueError(f"target={target}, expected a number of tokens")
+    if limit <= target:
+        raise ValueError(f"limit={limit} must be above target={target}")
+    if shape not in ("linear", "cosine"):
+        raise ValueError(f"shape={shape!r}, expected 'linear' or 'cosine'")
+    check_finite(penalty=penalty)
+
+
+CHECK = check
 REWARD = length

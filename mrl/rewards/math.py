@@ -1,23 +1,18 @@
-r"""1 where the response's final expression equals the answer as mathematics: 1/2, 0.5 and \frac{2}{4} are one.
+r"""1 where the response's answer equals the row's as mathematics: 1/2, 0.5 and \frac{2}{4} are one.
 
-Parsing and comparison are math-verify's (https://github.com/huggingface/Math-Verify). Its own time limits use signals
-and are off: this runs in a worker process, whose parent keeps the time.
+Which part of a response is its answer is in `_final_answer.py`, how two answers are compared in `_expressions.py`.
 """
 
 from __future__ import annotations
 
-import logging
-import re
-from functools import lru_cache
 from typing import Any
 
-import math_verify
-
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about the time limits that are off
+from mrl.rewards._arguments import check_finite, check_positive
+from mrl.rewards._expressions import Read, equal, read, read_prose
+from mrl.rewards._final_answer import BOX, SENTENCE, Marked, final_answer
+from mrl.rewards._reasoning import without_reasoning
 
 IN_PROCESS = False
-
-_BRACE = re.compile(r"\\(?:boxed|fbox)\{|[{}]")
 
 
 def math(
@@ -31,65 +26,67 @@ def math(
     correct: float = 1.0,
     wrong: float = 0.0,
 ) -> dict[str, float | str]:
-    r"""Compares the last \boxed{...} of the response, or else the last expression in it, with the answer.
+    r"""Compares the answer that the response marks, or else the last expression in it, with the row's.
 
     Args:
-        prompt: Not used.
-        response: Without the end token.
-        answer: A number, LaTeX or a boxed expression.
+        prompt: Read for whether the response begins inside the reasoning.
+        response: Without the end token; what it says in its reasoning does not count.
+        answer: A number, LaTeX, a boxed expression, a quantity with a unit, a letter of a choice, or words.
         extra: Not used.
         require_boxed: A response without \boxed{...} is wrong.
-        max_chars: A longer boxed expression is wrong; without one, only the end of the response is read.
-        correct: Value of an equal expression.
+        max_chars: A longer marked answer is wrong; without a mark, only the end of the response is read.
+        correct: Value of an equal answer.
         wrong: Value of anything else.
 
     Returns:
-        The value, and the expression that was compared, as text ("" for none).
+        The value, and the text that was compared ("" for none).
 
     Raises:
-        ValueError: There is no answer, or it is not an expression.
+        ValueError: There is no answer, or nothing in it.
+    """
+    gold = read_gold(answer)
+    said = without_reasoning(response, prompt)
+    marked = final_answer(said)
+    if require_boxed and (marked is None or marked.kind != BOX):
+        return {"score": wrong, "pred": ""}
+    if marked is not None and len(marked.text) > max_chars:
+        return {"score": wrong, "pred": ""}
+    found = read_prose(_end(said, max_chars)) if marked is None else _read(marked)
+    right = equal(gold, found)
+    pred = marked.text.strip() if marked is not None else str(found.found[-1]) if found.found else found.words * right
+    return {"score": correct if right else wrong, "pred": pred if found else ""}
+
+
+def read_gold(answer: str | None) -> Read:
+    """Reads the answer of a row.
+
+    Raises:
+        ValueError: There is none, or nothing in it.
     """
     if answer is None:
         raise ValueError("the row has no answer to compare with")
-    boxed = last_boxed(response)
-    if boxed is not None and boxed.strip() == answer.strip():
-        return {"score": correct, "pred": boxed.strip()}
-    gold = _gold(answer)
-    if not gold:
-        raise ValueError(f"the answer {answer!r} is not a mathematical expression")
-    if (boxed is None and require_boxed) or (boxed is not None and len(boxed) > max_chars):
-        return {"score": wrong, "pred": ""}
-    found = _parse(response[-max_chars:] if boxed is None else f"\\boxed{{{boxed}}}")
-    read = "" if not found else str(found[-1]) if boxed is None else boxed.strip()
-    return {"score": correct if found and _equal(gold, found) else wrong, "pred": read}
+    marked = final_answer(answer)
+    gold = read(answer) if marked is None else _read(marked)
+    if not gold and not gold.text:
+        raise ValueError(f"the answer {answer!r} says nothing that a response could be compared with")
+    return gold
 
 
-def last_boxed(text: str) -> str | None:
-    r"""What stands in the last closed \boxed{...} or \fbox{...} of a text, braces balanced; None without one."""
-    open_braces: list[tuple[int, bool]] = []
-    last: tuple[int, int] | None = None
-    for match in _BRACE.finditer(text):
-        if match.group() != "}":
-            open_braces.append((match.end(), len(match.group()) > 1))
-        elif open_braces:
-            first, is_boxed = open_braces.pop()
-            if is_boxed and (last is None or first > last[0]):
-                last = (first, match.start())
-    return None if last is None else text[last[0] : last[1]]
+def _read(marked: Marked) -> Read:
+    return read_prose(marked.text) if marked.kind == SENTENCE else read(marked.text)
 
 
-@lru_cache(maxsize=1024)  # the samples of a prompt share their answer
-def _gold(answer: str) -> list[Any]:
-    return _parse(answer if "\\boxed" in answer or "$" in answer else f"\\boxed{{{answer}}}")
+def _end(text: str, max_chars: int) -> str:
+    """The end of a text, no number or word cut in two."""
+    text = text.strip()
+    return text if len(text) <= max_chars else text[-max_chars:].partition(" ")[2]
 
 
-def _parse(text: str) -> list[Any]:
-    parsed: list[Any] = math_verify.parse(text, parsing_timeout=None)
-    return parsed
+def check(*, max_chars: int = 300, correct: float = 1.0, wrong: float = 0.0, **others: Any) -> None:
+    """Raises ValueError for a value out of range."""
+    check_positive(max_chars=max_chars)
+    check_finite(correct=correct, wrong=wrong)
 
 
-def _equal(gold: list[Any], found: list[Any]) -> bool:
-    return bool(math_verify.verify(gold, found, timeout_seconds=None))
-
-
+CHECK = check
 REWARD = math

@@ -1,17 +1,17 @@
-"""1 where the last number of the response equals the answer within a tolerance."""
+"""1 where the number of the response's answer equals the row's within a tolerance."""
 
 from __future__ import annotations
 
 import math
-import re
+from itertools import product
 from typing import Any
 
-IN_PROCESS = True
+from mrl.rewards._arguments import check_finite
+from mrl.rewards._final_answer import SENTENCE, final_answer
+from mrl.rewards._numbers import Written, last_number
+from mrl.rewards._reasoning import without_reasoning
 
-# A sign belongs to the number unless it stands between two numbers, as in 3-4.
-_NUMBER = re.compile(
-    r"(?:(?<![\d.)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII
-)
+IN_PROCESS = True
 
 
 def numeric(
@@ -25,11 +25,12 @@ def numeric(
     correct: float = 1.0,
     wrong: float = 0.0,
 ) -> dict[str, float | str]:
-    """Compares the last number of the response with the last number of the answer.
+    """Compares the last number of the response's answer with the last number of the row's.
 
     Args:
-        prompt: Not used.
-        response: Without the end token; "1,234.5", "-3" and "2e-3" are numbers.
+        prompt: Read for whether the response begins inside the reasoning.
+        response: Without the end token; what it says in its reasoning does not count. "1,234.5", "-3", "2e-3", "1/2"
+            and "50%" are numbers; 50% equals 50 and 0.5.
         answer: Ground truth.
         extra: Not used.
         rel_tolerance: Allowed difference relative to the larger magnitude.
@@ -38,30 +39,40 @@ def numeric(
         wrong: Value of another number, or of none.
 
     Returns:
-        The value, and the number that the response ends with ("" for none).
+        The value, and the number that was read ("" for none).
 
     Raises:
         ValueError: There is no answer, or no number in it.
     """
-    gold = last_number(answer or "")
+    gold = number_of(answer or "")
     if gold is None:
         raise ValueError(f"the answer {answer!r} holds no number")
-    found = last_number(response)
+    found = number_of(without_reasoning(response, prompt))
     if found is None:
         return {"score": wrong, "pred": ""}
-    equal = math.isclose(found, gold, rel_tol=rel_tolerance, abs_tol=abs_tolerance)
-    return {"score": correct if equal else wrong, "pred": repr(found)}
+    pairs = product(found.values, gold.values)
+    if found.percent and gold.percent:
+        pairs = product([found.value], [gold.value])
+    equal = any(math.isclose(*pair, rel_tol=rel_tolerance, abs_tol=abs_tolerance) for pair in pairs)
+    return {"score": correct if equal else wrong, "pred": repr(found.value)}
 
 
-def last_number(text: str) -> float | None:
-    """The last finite number written in a text; None without one."""
-    last = None
-    for match in _NUMBER.finditer(text):
-        last = match.group()
-    if last is None:
-        return None
-    value = float(last.replace(",", ""))
-    return value if math.isfinite(value) else None
+def number_of(text: str) -> Written | None:
+    """Returns the last number of the answer that a text marks, else of the text; None without one."""
+    marked = final_answer(text)
+    found = None if marked is None else last_number(marked.text)
+    return last_number(text) if marked is None or (found is None and marked.kind == SENTENCE) else found
 
 
+def check(
+    *, rel_tolerance: float = 1e-6, abs_tolerance: float = 0.0, correct: float = 1.0, wrong: float = 0.0, **others: Any
+) -> None:
+    """Raises ValueError for a value out of range."""
+    check_finite(rel_tolerance=rel_tolerance, abs_tolerance=abs_tolerance)
+    if rel_tolerance < 0 or abs_tolerance < 0:
+        raise ValueError(f"rel_tolerance={rel_tolerance}, abs_tolerance={abs_tolerance}, expected numbers from 0")
+    check_finite(correct=correct, wrong=wrong)
+
+
+CHECK = check
 REWARD = numeric

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrl.rewards._call import Facts
+from mrl.rewards._reasoning import without_reasoning
 from mrl.rewards._signatures import Sample
 from mrl.rewards.judge import Judge, json_object
 
@@ -91,7 +92,7 @@ class Rubric(Judge):
 
     def read(self, reply: str, sample: Sample) -> tuple[float, Facts]:
         """The reward, and the score of each criterion that the config names."""
-        found, criteria = json_object(reply), self._of(sample)
+        found, criteria = json_object(without_reasoning(reply)), self._of(sample)
         if other := sorted(set(found) ^ {one.name for one in criteria}):
             raise ValueError(f"the reply lacks the criterion '{other[0]}', or there is none of that name")
         scores = {one.name: self.on_scale(found[one.name], one.name, reply) for one in criteria}

@@ -13,10 +13,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
-from mrl.config import RewardConfig
+from mrl.config import RewardConfig, RewardFunctionConfig
 from mrl.errors import UserError
 from mrl.rewards._asking import Asking, judge_of
-from mrl.rewards._bundles import Bundle, Order, bundles_of, check_batch
+from mrl.rewards._bundles import Bundle, Order, Task, bundles_of, check_batch
 from mrl.rewards._cache import ScoreCache, Spared, identity_of
 from mrl.rewards._call import Outcome, RewardCall
 from mrl.rewards._endpoint import asked_of
@@ -27,7 +27,7 @@ from mrl.rewards.environment import ENVIRONMENT_REWARD
 from mrl.rewards.judge import Judge
 from mrl.schema import registry
 from mrl.schema.own_code import is_own
-from mrl.types import Rollout
+from mrl.types import Prompt, Rollout
 
 MODEL = "model"
 """What the reward model is called beside the functions."""
@@ -81,6 +81,8 @@ class Scorer:
         self._cache = None
         if scores is not None and config.cache_mb:
             self._cache = ScoreCache(scores.parent, scores.name, config.cache_mb)
+        for function in config.functions:
+            _check_limit(function, config.time_limit_s)
         for index, function in enumerate(config.functions):
             if _says_of_itself(function.name, "ASKS"):
                 self._judges[index] = judge_of(function.name, function.kwargs, variables)
@@ -216,6 +218,44 @@ class Scorer:
                 found[tuple(self._judges)] = judged.joined(answered)
         return found, set(judged.keys).union(*(spared.keys for _, spared in worked.values()))
 
+    def check_rows(self, prompts: Sequence[Prompt], *, episodes: bool = False) -> None:
+        """Scores an empty response to each row with mrl's own functions, which shows rows that they cannot score.
+
+        A judge is not asked: its question is made. Functions of a user's own are not called.
+
+        Args:
+            prompts: The first rows of the data.
+            episodes: Whether samples are episodes, which an environment rewards.
+
+        Raises:
+            UserError: A function fails on more than `reward.max_failed_frac` of the rows: the run would stop.
+        """
+        samples = [_empty_sample(prompt, episodes=episodes) for prompt in prompts]
+        problems: dict[int, dict[int, str]] = {}
+
+        def heard(answered: Sequence[Answered]) -> None:
+            for task, row, outcomes in answered:
+                if outcomes[0].error:
+                    problems.setdefault(self._remote[task.calls[0]], {})[row] = outcomes[0].error
+
+        for index, call in self._local.items():
+            problems[index] = {row: error for row, one in enumerate(samples) if (error := call([one])[0].error)}
+        for index, judge in self._judges.items():
+            problems[index] = {row: error for row, one in enumerate(samples) if (error := judge.problem_with(one))}
+        if self._pool is not None:
+            own = [is_own(self._config.functions[index].name) for index in self._remote]
+            calls = [place for place, is_users in enumerate(own) if not is_users]
+            tasks = [Task((place,), ((row,),)) for place in calls for row in range(len(samples))]
+            self._pool.run(samples, tasks, len(samples), tell=heard)
+        for index, by_row in sorted(problems.items()):
+            if len(by_row) > self._config.max_failed_frac * len(samples):
+                name, row = self._config.functions[index].name, min(by_row)
+                raise UserError(
+                    f"reward '{name}' cannot score {len(by_row)} of the first {len(samples)} rows, more than "
+                    f"reward.max_failed_frac={self._config.max_failed_frac:g}. The first is "
+                    f"{prompts[row].source or 'a prompt'}: {by_row[row]}."
+                )
+
     def close(self) -> None:
         """Ends the worker processes."""
         if self._pool is not None:
@@ -298,9 +338,38 @@ class Scorer:
         )
 
 
+def _empty_sample(prompt: Prompt, *, episodes: bool) -> Sample:
+    """An empty response to a prompt."""
+    extra = {**prompt.extra, "response_length": 0, "finish_reason": "stop"}
+    if episodes:
+        extra |= {ENVIRONMENT_REWARD: 0.0, NUM_TURNS: 1}
+    return Sample(
+        prompt.text,
+        "",
+        prompt.answer,
+        extra,
+        question=prompt.question,
+        data_source=prompt.data_source,
+        row=prompt.row,
+    )
+
+
 def _says_of_itself(name: str, attribute: str) -> bool:
     """Whether a built-in has the attribute; a dotted path is foreign code and never does."""
     return not is_own(name) and bool(registry.find("rewards", name, attribute, default=False))
+
+
+def _check_limit(function: RewardFunctionConfig, time_limit_s: float) -> None:
+    """Raises UserError where a function's own limit cannot end it before the worker's: its samples would fail."""
+    default = None if is_own(function.name) else registry.find("rewards", function.name, "LIMIT_S", default=None)
+    if default is None:
+        return
+    limit_s = function.kwargs.get("limit_s", default)
+    if isinstance(limit_s, (int, float)) and limit_s >= time_limit_s:
+        raise UserError(
+            f"reward.functions: '{function.name}': kwargs.limit_s={limit_s:g} is not below reward.time_limit_s="
+            f"{time_limit_s:g}, after which a sample has failed. Raise that, or lower limit_s."
+        )
 
 
 def part_names(config: RewardConfig) -> list[str]:

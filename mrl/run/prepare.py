@@ -52,6 +52,9 @@ from mrl.types import Prompt
 PEEKED_PROMPTS = 256
 """Training prompts that are encoded before a run begins: a mistake in all rows is found in the first ones."""
 
+CHECKED_ROWS = 32
+"""Training and held-out rows that reward functions are tried on before a run begins."""
+
 Tell = Callable[[str], None]
 """Takes what could not be looked at on this machine, in words."""
 
@@ -188,7 +191,9 @@ def check_run(config: Config, world_size: int, *, launcher: str | None = None, t
     if config.train.warm_start.num_steps:
         examples(peeked, tokenizer, config, tools)
     checked = replace(config.reward, num_workers=1)
-    Scorer(checked, tokenizer.decode, tokenizer.eos_ids, variables=launch.variables).close()
+    with Scorer(checked, tokenizer.decode, tokenizer.eos_ids, variables=launch.variables) as scorer:
+        scored = [] if found.algorithm.supervised else peeked[:CHECKED_ROWS]
+        scorer.check_rows([*scored, *validation[:CHECKED_ROWS]], episodes=config.rollout.multi_turn.enable)
     # Supervised steps refuse turns without an end token, row by row.
     samples_chats = not found.algorithm.supervised and any(isinstance(prompt.question, list) for prompt in peeked)
     warning = end_token_warning(tokenizer, tools) if samples_chats else None

@@ -1,5 +1,6 @@
 """Code that a model may write ends at its limit, reaches nothing outside, and leaves nothing behind."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -34,10 +35,10 @@ def nothing_is_left():
     assert not [process for process in left if "mrl.processes.sandbox" in " ".join(process.info["cmdline"] or ())]
 
 
-def ran(code, tmp_path, inside, bounds=PATIENT):
+def ran(code, tmp_path, inside, bounds=PATIENT, **given):
     folder = tmp_path / "folder"
     folder.mkdir(exist_ok=True)
-    found = run_python(code, str(folder), bounds, bubblewrap=inside)
+    found = run_python(code, str(folder), bounds, bubblewrap=inside, **given)
     if found.missing:
         pytest.skip(f"this kernel has no such lock: {found.missing}")
     return found
@@ -171,3 +172,43 @@ def test_numpy_works_with_little_memory(tmp_path, inside):
 def test_a_fork_bomb_does_not_go_off(tmp_path, inside):
     code = "import os\nfor _ in range(9):\n  try:\n    os.fork()\n  except PermissionError:\n    print('no')"
     assert ran(code, tmp_path, inside).output == "no\n" * 9
+
+
+WAYS_TO_READ = {
+    "sys.stdin": "sys.stdin.read()",
+    "open": "open(0, encoding='utf-8', closefd=False).read()",
+    "open in binary": "open(0, 'rb', closefd=False).read().decode()",
+    "os.read": "os.read(0, 100).decode()",
+    "os.fstat": "io.BytesIO(os.read(0, os.fstat(0).st_size)).read().decode()",
+    "/dev/stdin": "open('/dev/stdin', encoding='utf-8').read()",
+    "/proc/self/fd/0": "open('/proc/self/fd/0', encoding='utf-8').read()",
+    "mmap": "mmap.mmap(0, 0, access=mmap.ACCESS_READ)[:].decode()",
+    "os.dup": "os.fdopen(os.dup(0)).read()",
+    "sys.stdin.buffer": "(sys.stdin.seek(0), sys.stdin.buffer.read())[1].decode()",
+    "fileinput": "(sys.stdin.seek(0), ''.join(fileinput.input()))[1]",
+    "input()": "(sys.stdin.seek(0), input() + '\\n' + input() + '\\n')[1]",
+}
+
+
+def test_descriptor_0_is_the_input_however_it_is_read(tmp_path, inside):
+    code = "import fileinput, io, json, mmap, os, sys\nfound = {}\n"
+    code += "".join(f"os.lseek(0, 0, 0); found[{way!r}] = {text}\n" for way, text in WAYS_TO_READ.items())
+    found = ran(code + "print(json.dumps(found))", tmp_path, inside, stdin="3 é\n4\n")
+    assert json.loads(found.output) == dict.fromkeys(WAYS_TO_READ, "3 é\n4\n")
+    assert list((tmp_path / "folder").iterdir()) == []
+
+
+def test_an_empty_input_is_at_its_end(tmp_path, inside):
+    code = "import os, sys\nprint(repr(sys.stdin.read()), os.read(0, 9), os.fstat(0).st_size, sys.argv)\ninput()"
+    found = ran(code, tmp_path, inside)
+    assert found.output.startswith("'' b'' 0 ['-c']\n") and "EOFError" in found.output
+
+
+def test_what_runs_after_the_program_has_its_names_and_is_not_in_its_memory_before(tmp_path, inside):
+    program = (
+        "import gc, sys\ntwice, frame, seen = (lambda x: 2 * x), sys._getframe(), []\nwhile frame:\n"
+        "    seen.append(repr((frame.f_locals, frame.f_globals, frame.f_code.co_consts))); frame = frame.f_back\n"
+        "print('mark-1' + str(7) in str(seen) + repr(gc.get_objects()))"
+    )
+    assert ran(program, tmp_path, inside, then="print(twice(4), 'mark-17')").output == "False\n8 mark-17\n"
+    assert ran("raise SystemExit", tmp_path, inside, then="print(1)").output == ""

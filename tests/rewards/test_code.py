@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from mrl.processes.sandbox import Bounds, run_python
-from mrl.rewards.code import code, last_block, read_tests
+from mrl.rewards.code import code, read_tests
 from tests.processes.attacks import CALM
 from tests.processes.run_attacks import Target, together
 from tests.rewards.rollouts import rollout, scorer
@@ -94,10 +94,45 @@ def test_the_time_of_all_tests_is_bounded():
     assert found["score"] == 0.0 and "it took longer than 0.4 s" in found["problem"]
 
 
-def test_the_last_block_counts():
-    assert last_block("```python\na\n```\ntext\n```py\nb\n```", require_block=True) == "b\n"
-    assert last_block("a", require_block=True) is None and last_block("a", require_block=False) == "a"
+def test_a_response_without_a_block_is_wrong_unless_all_of_it_is_the_program():
     assert code(prompt="", response="print(3)", answer=SUMS, extra={})["problem"].endswith("no program in the response")
+    assert code(prompt="", response=RIGHT[0], answer=SUMS, extra={}, require_block=False)["score"] == 1.0
+
+
+def test_a_program_in_the_reasoning_does_not_count():
+    block = f"```python\n{RIGHT[0]}\n```"
+    assert code(prompt="", response=f"<think>{block}", answer=SUMS, extra={})["score"] == 0.0
+    assert code(prompt="<think>\n", response=block, answer=SUMS, extra={})["score"] == 0.0
+    assert code(prompt="", response=f"<think>\n```python\nbad\n</think>{block}", answer=SUMS, extra={})["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "print(sum(map(int, open(0).read().split())))",
+        "import io, os\nprint(sum(map(int, io.BytesIO(os.read(0, os.fstat(0).st_size)).read().split())))",
+        "print(sum(map(int, open('/dev/stdin').read().split())))",
+    ],
+)
+def test_a_program_reads_its_input_from_descriptor_0(program):
+    assert judged(program)["score"] == 1.0
+
+
+def test_a_mark_is_not_in_the_frames_of_a_program_that_looks_for_it():
+    attack = (
+        "import gc, os, re, sys\nframe, seen = sys._getframe(), []\nwhile frame:\n"
+        "    seen.append(repr((frame.f_locals, frame.f_globals, frame.f_code.co_consts))); frame = frame.f_back\n"
+        "for mark in re.findall('[0-9a-f]{32}', str(seen) + repr(gc.get_objects())): print(mark, flush=True)\n"
+        "os._exit(0)"
+    )
+    assert judged(attack, ASSERTS)["score"] == 0.0
+
+
+def test_statements_pass_after_a_program_that_redirects_its_output():
+    program = (
+        "import atexit, io, sys\nsys.stdout = io.StringIO()\natexit.register(print, 'bye')\ndef add(a, b): return a + b"
+    )
+    assert judged(program, ASSERTS)["score"] == 1.0
 
 
 @pytest.mark.parametrize("given", [None, "", [], [1], {"inputs": ["a"], "outputs": []}, {"fn_name": "f"}])

@@ -3,7 +3,8 @@ import time
 
 import pytest
 
-from mrl.rewards.math import last_boxed, math
+from mrl.rewards._final_answer import last_boxed
+from mrl.rewards.math import math
 
 LINEAR_TIME_S = 2.0  # milliseconds when linear; minutes when quadratic
 

@@ -1,8 +1,10 @@
+# ruff: noqa: RUF001 -- the forms are written as models write them
 import time
 
 import pytest
 
-from mrl.rewards.numeric import last_number, numeric
+from mrl.rewards._numbers import last_number
+from mrl.rewards.numeric import numeric
 
 LINEAR_TIME_S = 2.0  # milliseconds when linear; minutes when quadratic
 
@@ -27,7 +29,8 @@ LINEAR_TIME_S = 2.0  # milliseconds when linear; minutes when quadratic
     ],
 )
 def test_the_last_number_is_read(text, number):
-    assert last_number(text) == number
+    found = last_number(text)
+    assert (found and found.value) == number
 
 
 @pytest.mark.parametrize("text", ["1" + ",111" * 50_000 + "1", "1" * 200_000 + "x", ".-+" * 100_000, "1e+" * 100_000])
@@ -59,3 +62,74 @@ def test_an_answer_without_a_number_fails(answer):
 @pytest.mark.parametrize(("response", "pred"), [("so 1,234.50", "1234.5"), ("1234.5!", "1234.5"), ("none", "")])
 def test_it_says_which_number_it_read(response, pred):
     assert numeric(prompt="", response=response, answer="1", extra={})["pred"] == pred
+
+
+FORMS = [
+    # response, right, wrong
+    ("The answer is −5.", "-5", "5"),
+    ("The answer is –5.", "-5", "5"),
+    ("The answer is - 7.", "-7", "7"),
+    ("x = − 7", "-7", "7"),
+    ("−5", "-5", "5"),
+    ("(−5)", "-5", "5"),
+    ("**-5**", "-5", "5"),
+    ("-$5", "-5", "5"),
+    ("$−5", "-5", "5"),
+    ("−$1,234.50", "-1234.5", "1234.5"),
+    ("Answer - 7", "7", "-7"),
+    ("Result – 7 apples", "7", "-7"),
+    ("Result—7", "7", "-7"),
+    ("One of these:\n- 7", "7", "-7"),
+    ("3-5", "5", "-5"),
+    ("pages 3–5", "5", "-5"),
+    ("COVID-19", "19", "-19"),
+    ("５８", "58", "5"),
+    ("−５８．", "-58", "58"),
+    ("٤٢", "42", "4"),
+    ("𝟓𝟖", "58", "8"),
+    ("1,234", "1234", "234"),
+    ("1 234", "1234", "234"),
+    ("1\u202f234", "1234", "234"),
+    ("1'234", "1234", "234"),
+    (r"1\,234", "1234", "234"),
+    ("1{,}234", "1234", "234"),
+    (r"\$32,\!348", "32348", "348"),
+    ("$18", "18", "8"),
+    ("18€", "18", "8"),
+    ("50%", "50", "5"),
+    ("50%", "0.5", "0.05"),
+    ("0.5", "50%", "5%"),
+    ("50%", "50%", "0.5%"),
+    ("2e-3", "0.002", "3"),
+    ("2 × 10^3", "2000", "3"),
+    (r"2 \times 10^{-3}", "0.002", "-3"),
+    ("2·10³", "2000", "3"),
+    ("10^3", "1000", "3"),
+    ("25 m^2", "25", "2"),
+    ("25 m²", "25", "2"),
+    ("1/2", "0.5", "2"),
+    (r"\frac{1}{2}", "1/2", "2"),
+    (r"-\frac{1}{2}", "-0.5", "0.5"),
+    ("2 1/2", "2.5", "0.5"),
+    ("2½", "2.5", "0.5"),
+    ("3 million", "3000000", "3"),
+    ("5.", "5", "0.5"),
+    ("58。", "58", "8"),
+    (r"\boxed{58} in 3 steps", "58", "3"),
+    ("<answer>58</answer> in 3 steps", "58", "3"),
+    ("#### 58\nin 3 steps", "58", "3"),
+    ("The answer is 58. See step 3.", "58", "3"),
+    ("The answer is clear: 58", "58", "5"),
+    ("<think>I get 42.</think>58", "58", "42"),
+    ("58<think>or 42", "58", "42"),
+]
+
+
+@pytest.mark.parametrize(("response", "right", "wrong"), FORMS)
+def test_a_form_equals_the_right_number_and_no_other(response, right, wrong):
+    assert (score(response, right), score(response, wrong)) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("response", ["<think>42", "<thinking>42</thinking>", r"\boxed{4", "42</think>"])
+def test_a_number_that_is_no_answer_is_not_read(response):
+    assert score(response, "42") == 0.0

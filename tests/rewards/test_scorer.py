@@ -172,41 +172,28 @@ def test_workers_start_without_torch_and_keep_their_output_to_themselves(capfd):
     assert "own output" in output.err
 
 
-def test_math_runs_in_a_worker_under_the_time_limit():
-    samples = [rollout(text, answer="1/2") for text in (r"\boxed{2/4}", r"\boxed{0.5}", r"\boxed{9^{9^{9^9}}}")]
-    with scorer("math", max_failed_frac=1.0, time_limit_s=60.0, error_value=0.0) as judge:
-        judge.score(samples[:2])  # the first parse of a worker builds the grammar
-        judge._pool._workers[0]._time_limit_s = TIME_LIMIT_S
-        judge.score(samples[2:])
+def test_math_runs_in_a_worker():
+    samples = [rollout(text, answer="1/2") for text in (r"\boxed{2/4}", r"\boxed{0.5}", r"\boxed{2}")]
+    with scorer("math", time_limit_s=60.0) as judge:
+        judge.score(samples)
     assert [item.reward for item in samples] == [1.0, 1.0, 0.0]
-    assert [item.reward_error is None for item in samples] == [True, True, False]
-    assert "time_limit_s" in samples[2].reward_error
 
 
 HANGS_MATH = (
+    r"\boxed{9^{9^{9^9}}}",
     r"\boxed{\dfrac{5^{\left(5^{\left(5^{\left(5^5\right)}\right)} - 4\right)} - 5}{16}}",
     r"The last three digits of \(2003^{2002^{2001}}\) are",
 )
 """Known to hang math-verify whatever its own time limit: its issue 65, and torchtitan's pull request 4442."""
 
 
-def test_what_hangs_math_verify_ends_at_the_limit_and_is_named():
+def test_what_hangs_math_verify_is_wrong_at_once():
     samples = [rollout(text, uid=place, answer="7") for place, text in enumerate((r"\boxed{7}", *HANGS_MATH, "is 7"))]
-    with scorer("math", max_failed_frac=1.0, time_limit_s=60.0) as judge:
-        judge.score(samples[:1])  # the first parse of a worker builds the grammar
-        judge._pool._workers[0]._time_limit_s = TIME_LIMIT_S
+    with scorer("math", time_limit_s=60.0) as judge:
         before = worker_ids(judge)
-        judge.score(samples[1:2])
-        judge._pool._workers[0]._time_limit_s = 2 * TIME_LIMIT_S
-        judge.score(samples[2:])
-        after = worker_ids(judge)
-    assert [item.reward_error is None for item in samples] == [True, False, False, True]
-    assert samples[3].reward == 1.0
-    for place in (1, 2):
-        assert (
-            f"failed on train.jsonl:{place + 1} (uid {place}, sample 0): it took longer" in samples[place].reward_error
-        )
-    assert all(map(gone, [*before, *after]))
+        judge.score(samples)
+        assert worker_ids(judge) == before
+    assert [item.reward for item in samples] == [1.0, 0.0, 0.0, 0.0, 1.0]
 
 
 def test_closing_ends_the_workers():

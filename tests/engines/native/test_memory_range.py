@@ -48,7 +48,7 @@ def test_a_tensor_is_only_where_memory_is_held():
 
 def test_tensors_in_one_range_share_no_byte():
     wanted = [((3,), torch.uint8), ((2, 5), torch.bfloat16), ((0, 4), torch.float32), ((), torch.int64)]
-    memory, tensors = tensors_in_range(wanted, CPU)
+    _, tensors = tensors_in_range(wanted, CPU)
     assert [(tuple(each.shape), each.dtype) for each in tensors] == wanted
     assert not any(each.data_ptr() % ALIGNED for each in tensors if each.numel())
     for number, each in enumerate(tensors):

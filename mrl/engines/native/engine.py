@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 

@@ -30,8 +30,7 @@ from mrl.config import AlgorithmConfig, load
 from mrl.distributed import launch, transformer_engine
 from mrl.functional.learning_rate import LearningRate
 from mrl.megatron.offload import PARTS
-from mrl.megatron.plain import PlainMegatron
-from mrl.models.base import ArchSpec
+from mrl.megatron.plain import PlainMegatron, fitting_rows
 from mrl.observe.benchmark import best_time, matrix_rate, memory_bandwidth, seconds, synchronize
 from mrl.observe.hardware import HARDWARE
 from mrl.observe.metrics import forward_flops, mfu_metrics
@@ -65,9 +64,6 @@ HOST_MORE = 1.1
 
 SLOWEST = 0.8
 """Of plain Megatron-Core's tokens per second."""
-
-PEER_ROOM = 0.8
-"""Part of the free memory that plain Megatron-Core's microbatch may take, by arithmetic."""
 
 LINK_BYTES = 256 << 20
 NUM_SEQUENCES = 12
@@ -267,7 +263,7 @@ def update(bench: Bench) -> Facts:
     tokens_BT, rows = batch.tokens_P.view(num, length), max(1, config.actor.max_tokens_per_microbatch // length)
     if job.device.type == "cuda":
         torch.cuda.empty_cache()
-        rows = peer_rows(job.arch, length, rows, torch.cuda.mem_get_info(job.device)[0], te=te)
+        rows = fitting_rows(job.arch, length, rows, torch.cuda.mem_get_info(job.device)[0], te=te)
     theirs = best_time(lambda: plain.update(tokens_BT, rows), job.device, 3)
     lens = [length] * num
     rate = 3 * forward_flops(job.arch, lens) / ours
@@ -285,25 +281,6 @@ def update(bench: Bench) -> Facts:
     if theirs / ours < SLOWEST:
         raise CheckError(f"an update has {theirs / ours:.2f} of plain Megatron-Core's tokens per second", facts)
     return facts
-
-
-def peer_rows(arch: ArchSpec, length: int, wanted: int, free_bytes: int, *, te: bool) -> int:
-    """Returns how many sequences plain Megatron-Core can take in a microbatch.
-
-    Its local layers keep the scores of all layers, in the model's dtype and in fp32 (6 bytes each). The rest follows
-    Korthikanti et al., 2022 (arXiv:2205.05198), section 4.1, for a gated MLP, and three copies of the logits.
-
-    Args:
-        arch: Shape of the model.
-        length: Tokens of a sequence.
-        wanted: Most sequences.
-        free_bytes: Free memory of the device beside model and optimizer.
-        te: Whether its layers are TransformerEngine's, which keep no scores.
-    """
-    scores = 0 if te else 6 * arch.num_heads * length
-    layer = 17 * arch.hidden_size + 8 * arch.intermediate_size + scores
-    row_bytes = length * (arch.num_layers * layer + 12 * arch.vocab_size)
-    return max(1, min(wanted, int(PEER_ROOM * free_bytes) // row_bytes))
 
 
 # memory

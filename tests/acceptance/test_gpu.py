@@ -21,6 +21,7 @@ from mrl.acceptance.model import CONFIG, write_random
 from mrl.acceptance.result import CheckError, Spec
 from mrl.config import load
 from mrl.engines.native.engine import NativeEngine
+from mrl.megatron.plain import fitting_rows
 from mrl.models.presets import arch_from_preset
 from tests.ranks import run_ranks
 from tests.source import ROOT
@@ -101,10 +102,10 @@ def test_experts_start_with_local_layers_where_the_user_chose_none(chosen, added
 
 def test_the_peers_microbatch_fits_in_what_is_free():
     arch = arch_from_preset("qwen2_tiny", yaml.safe_load(LARGE[1].partition("=")[2]), 32000)
-    rows = {free: gpu_checks.peer_rows(arch, 2048, 8, free << 30, te=False) for free in (1, 15, 40, 140)}
+    rows = {free: fitting_rows(arch, 2048, 8, free << 30, te=False) for free in (1, 15, 40, 140)}
     assert rows == {1: 1, 15: 1, 40: 4, 140: 8}
-    assert gpu_checks.peer_rows(arch, 2048, 8, 40 << 30, te=True) == 8
-    assert gpu_checks.peer_rows(arch, 512, 8, 15 << 30, te=False) == 8  # scores grow with the square of the length
+    assert fitting_rows(arch, 2048, 8, 40 << 30, te=True) == 8
+    assert fitting_rows(arch, 512, 8, 15 << 30, te=False) == 8  # scores grow with the square of the length
 
 
 def test_a_plan_for_each_new_shape_is_found(monkeypatch):

@@ -32,7 +32,7 @@ from mrl.engines.native.generation import Generation
 from mrl.engines.native.history import History
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.linear import compute_dtype
-from mrl.engines.native.memory_range import tensors_in_range
+from mrl.engines.native.memory_range import MemoryRange, tensors_in_range
 from mrl.engines.native.model import Decoder
 from mrl.engines.native.parking import Parking
 from mrl.engines.native.rows import Rows, record_of
@@ -106,10 +106,7 @@ class NativeEngine(RolloutEngine):
             device=device,
             budget_bytes=kv_budget(device, config.gpu_memory_utilization, tp_group, later_bytes=later_bytes),
         )
-        copied = self._model.copied
-        self._copies, copies = tensors_in_range([each.copy for each in copied if each.copy], device)
-        for linear, copy in zip(copied, copies, strict=True):
-            linear.copy_into(copy)
+        self._copies = self._place_copies()
         self._drafting = Drafting.found(spec, self._model, self._cache)
         if config.speculative.method is not None and self._drafting is None:
             self.notes += (NOT_HERE,)
@@ -117,12 +114,20 @@ class NativeEngine(RolloutEngine):
         self._graphs: DecodeGraphs | None = None
         if device.type == "cuda" and self._model.is_capturable and not config.enforce_eager:
             self._graphs = DecodeGraphs(self._decode_eagerly)
-            if self._stored.problem is not None:
-                self.notes += (f"the native engine captures CUDA graphs in every step: {self._stored.problem}",)
+        if self._stored.problem is not None:
+            self.notes += (f"the native engine captures CUDA graphs in every step: {self._stored.problem}",)
         self._captured_before = 0
         self._asleep = False
         self._whole = False
         self._stats: dict[str, float] = {}
+
+    def _place_copies(self) -> MemoryRange:
+        """Gives copies of weights in another dtype, such as of FP8, a place that stays; returns its memory."""
+        copied = self._model.copied
+        memory, copies = tensors_in_range([each.copy for each in copied if each.copy], self.spec.device)
+        for linear, copy in zip(copied, copies, strict=True):
+            linear.copy_into(copy)
+        return memory
 
     # weights ----------------------------------------------------------------------------------------------------------
 

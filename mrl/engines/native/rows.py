@@ -19,6 +19,9 @@ from mrl.engines.native.memory_range import tensors_in_range
 from mrl.models.base import ArchSpec
 from mrl.weights.tensors import choice_dtype
 
+ADVANCING = slice(1, 3)
+"""Positions and counts, of the state of all rows."""
+
 
 @dataclass(frozen=True)
 class Record:
@@ -125,8 +128,10 @@ class Rows:
         self.response_ST[rows, counts] = tokens
         self.logprobs_ST[rows, counts] = logprobs
         self.tokens_S[index] = tokens
-        self.counts_S[index] += 1
-        self.positions_S[index] += 1
+        if isinstance(index, slice):
+            self._state_5S[ADVANCING, index].add_(1)  # += would copy the result onto itself
+        else:
+            self._state_5S[ADVANCING, index] += 1
 
     def put(
         self, rows_P: Tensor, offsets_P: Tensor, tokens_P: Tensor, logprobs_P: Tensor, routed_PLK: Tensor | None

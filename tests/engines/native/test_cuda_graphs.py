@@ -192,3 +192,42 @@ def test_a_copy_in_another_dtype_stays_where_it_is_over_updates():
         assert torch.equal(product(torch.eye(8)), weight.float().T)
         product.forget()
     assert Linear(weight, None, torch.bfloat16).copy is None
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that a GPU would run, and those for which the host waits."""
+
+    VIEWS = ("slice", "view", "unbind", "select", "expand", "unsqueeze", "squeeze", "alias", "detach", "_unsafe_view")
+    WAITS = ("_local_scalar_dense", "is_nonzero", "nonzero", "item")
+
+    def __init__(self):
+        super().__init__()
+        self.count = self.waits = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.split(".")[0]
+        self.count += name not in self.VIEWS
+        self.waits += name in self.WAITS
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("greedy", "most"), [(True, 16), (False, 65)])
+def test_around_a_graph_a_step_launches_little_and_waits_once(greedy, most):
+    """What a step launches beside its graph, on the way from logits to the next tokens."""
+    engine, seen = make_engine(graphs=False), []
+    step = engine._decode_eagerly
+    launches = Launches()
+
+    def outside(batch, length):
+        launches.__exit__(None, None, None)
+        seen.append((launches.count, launches.waits))
+        found = step(batch, length)
+        launches.count = launches.waits = 0
+        launches.__enter__()
+        return found
+
+    engine._decode_eagerly = outside
+    with launches:
+        engine.generate(make_prompts([3, 5]), SamplingConfig(n=1, max_tokens=9, greedy=greedy, stop_token_ids=(98,)))
+    assert {count <= most and waits == 0 for count, waits in seen[1:]} == {True}, seen
+    assert len(seen) > 3

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mrl.engines.native import cuda_memory
-from mrl.engines.native.cuda_memory import AddressRange
 from mrl.engines.native.memory_range import ALIGNED, MemoryRange, _TorchPages, tensors_in_range
+from mrl.kernels import cuda_memory
+from mrl.kernels.cuda_memory import AddressRange
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -140,9 +140,15 @@ def test_addresses_stay_while_the_drivers_memory_comes_and_goes():
         addresses.unmap()
         assert driver.pieces == driver.mapped == {} and list(driver.reserved) == [place] == [addresses.address]
     assert addresses.__cuda_array_interface__["data"] == (place, False)
+    cuda_memory.reset_peak()
+    addresses.map(1)
+    addresses.unmap()
+    assert cuda_memory.peak_bytes() == Driver.UNIT
     addresses.map(1)
     del addresses
     gc.collect()
+    cuda_memory.reset_peak()
+    assert cuda_memory.peak_bytes() == 0
     assert driver.pieces == driver.mapped == driver.reserved == {}
 
 

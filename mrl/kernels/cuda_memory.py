@@ -26,6 +26,19 @@ OUT_OF_MEMORY = 2
 """CUDA_ERROR_OUT_OF_MEMORY."""
 
 
+_held = {"now": 0, "peak": 0}
+
+
+def peak_bytes() -> int:
+    """Returns the most memory that ranges of this process had at a time since `reset_peak`; torch does not count it."""
+    return _held["peak"]
+
+
+def reset_peak() -> None:
+    """Lets `peak_bytes` count from what is held now."""
+    _held["peak"] = _held["now"]
+
+
 class Location(ctypes.Structure):
     """CUmemLocation."""
 
@@ -105,6 +118,8 @@ class AddressRange:
             self._driver.cuMemRelease(handle)
             raise
         self._mapped.append((size, handle.value))
+        _held["now"] += size
+        _held["peak"] = max(_held.values())
         access = Access(self._properties.location, READ_WRITE)
         try:
             self._call("cuMemSetAccess", _long(self.address), _size(size), ctypes.byref(access), _size(1))
@@ -130,6 +145,7 @@ class AddressRange:
 def _unmap(driver: Any, address: int, mapped: list[tuple[int, int]]) -> None:
     while mapped:
         size, handle = mapped.pop()
+        _held["now"] -= size
         driver.cuMemUnmap(_long(address), _size(size))
         driver.cuMemRelease(_long(handle))
 

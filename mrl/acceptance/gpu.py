@@ -119,7 +119,9 @@ class GpuAcceptance(Sessions):
                 self.give_up(self.name, [name], "skipped", needed)
             else:
                 asked.append(name)
-        models = {model: self._model(model) for model in dict.fromkeys(CHECKS[name].model for name in asked)}
+        models: dict[str, list[str]] = {
+            model: self._model(model) for model in dict.fromkeys(CHECKS[name].model for name in asked)
+        }
         try:
             self._in_lanes(chains(asked), models)
             for name in asked:

@@ -44,7 +44,7 @@ from mrl.engines.native.streaming import Stream
 from mrl.errors import UserError
 from mrl.types import Begun, Prompt, Rollout
 from mrl.weights.checksum import MODULUS, bit_sum
-from mrl.weights.fp8 import SCALES, grids_of, in_fp8, is_quantized, scale_indices, scale_tables
+from mrl.weights.fp8 import SCALES, Grids, grids_of, in_fp8, is_quantized, scale_indices, scale_tables
 from mrl.weights.layout import Layout
 from mrl.weights.native import native_layout
 from mrl.weights.tensors import DTYPES
@@ -85,13 +85,7 @@ class NativeEngine(RolloutEngine):
             tp_group=tp_group,
             max_positions=spec.max_len,
             ep_size=ep_size,
-            scales={
-                name: Scales(
-                    self._weights[f"{name}{SCALES}"], *(index.to(device) for index in scale_indices(stored, grids))
-                )
-                for name, stored in own.items()
-                if is_quantized(stored, grids)
-            },
+            scales=self._scales(own, grids),
             operations=between,
             exact=exact,
         )
@@ -120,6 +114,17 @@ class NativeEngine(RolloutEngine):
         self._asleep = False
         self._whole = False
         self._stats: dict[str, float] = {}
+
+    def _scales(self, own: Layout, grids: Grids) -> dict[str, Scales]:
+        """Returns the scales of the weights that are stored in FP8."""
+        device = self.spec.device
+        return {
+            name: Scales(
+                self._weights[f"{name}{SCALES}"], *(index.to(device) for index in scale_indices(stored, grids))
+            )
+            for name, stored in own.items()
+            if is_quantized(stored, grids)
+        }
 
     def _place_copies(self) -> MemoryRange:
         """Gives copies of weights in another dtype, such as of FP8, a place that stays; returns its memory."""

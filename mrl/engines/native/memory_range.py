@@ -151,7 +151,8 @@ class _DevicePages:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         torch.cuda.synchronize(device)  # from here on the process has a CUDA context
         self._device = device
-        self._range = AddressRange(num_bytes, torch.cuda.current_device() if device.index is None else device.index)
+        with torch.cuda.device(device):
+            self._range = AddressRange(num_bytes, torch.cuda.current_device())
         self._range.map(1)  # torch asks the driver whose addresses these are
         self.bytes: Tensor = torch.as_tensor(self._range, device=device)
         self._range.unmap()

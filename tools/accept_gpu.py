@@ -1,4 +1,4 @@
-r"""Does mrl do on this GPU what it does on a CPU, and how fast? One command, about twenty minutes, one page.
+r"""Does mrl do on this GPU what it does on a CPU, and how fast? One command, one page.
 
     python tools/accept_gpu.py                                # one GPU; with several, also what needs two
     python tools/accept_gpu.py --checks device parity commit  # some of it
@@ -6,7 +6,8 @@ r"""Does mrl do on this GPU what it does on a CPU, and how fast? One command, ab
 
 The actor is compared with transformers in fp32, the native engine with the actor, with and without CUDA graphs, and
 each speed with plain Megatron-Core, transformers or the device's own limits in the same run. Each check runs in a
-process of its own; one that fails, hangs or ends its process stops no other. The page, OUTPUT_DIR/acceptance-gpu.md
+process of its own; one that fails, hangs or ends its process stops no other. Those that measure neither time nor memory
+run beside each other (--lanes), the others alone. The page, OUTPUT_DIR/acceptance-gpu.md
 (and .json), says what works, what does not, what that means and what to do, with versions and figures. Nothing is
 changed but OUTPUT_DIR.
 
@@ -16,11 +17,20 @@ Exit status: 0 nothing fails, 1 something does, 2 a mistake in what was given or
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from mrl.acceptance import tool
 from mrl.acceptance.gpu import GpuAcceptance
 from mrl.acceptance.gpu_table import CHECKS, PAGE
+
+MOST_LANES, LANE_CORES = 4, 3
+"""Checks beside each other, and CPU cores that each should have."""
+
+
+def default_lanes(device: str) -> int:
+    """Returns how many checks run beside each other: on a CPU each takes all cores."""
+    return 1 if device == "cpu" else max(1, min(MOST_LANES, len(os.sched_getaffinity(0)) // LANE_CORES))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -28,8 +38,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
     parser.add_argument("--checks", nargs="+", default=list(CHECKS), metavar="CHECK", help=f"of {', '.join(CHECKS)}")
+    many = f"checks beside each other; default: {MOST_LANES} with enough CPU cores, 1 on a CPU"
+    parser.add_argument("--lanes", type=_positive, metavar="NUM", help=many)
     tool.add_options(parser, folder="acceptance-gpu", start_timeout_s=180.0, timeout_s=300.0)
     return tool.parse(parser, arguments, ("checks",))
+
+
+def _positive(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got '{word}'")
+    return int(word)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
             tools=Path(__file__).resolve().parent,
             checks=given.checks,
             device=given.device,
+            lanes=given.lanes or default_lanes(given.device),
             overrides=given.overrides,
             start_timeout_s=given.start_timeout_s,
             timeout_s=given.timeout_s,

@@ -1,7 +1,7 @@
 """An acceptance run of a GPU: each check in a process of its own, on one rank or, with several GPUs, on two.
 
-Owns which checks can be asked here and the models that they look at. What is asked is in `gpu_checks.py` and
-`gpu_commands.py`, the processes are in `sessions.py`, what is written in `page.py`.
+Owns which checks can be asked here, which of them run beside each other, and the models that they look at. What is
+asked is in `gpu_checks.py` and `gpu_commands.py`, the processes are in `sessions.py`, what is written in `page.py`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -37,8 +38,18 @@ LARGE = (
     "train.batch_size=32",
     "rollout.prompt_length=1024",
     "rollout.response_length=1024",
+    "actor.max_tokens_per_microbatch=8192",  # plain Megatron-Core keeps the scores of a microbatch in all layers
 )
 """Models beside that of `CONFIG`, which a user's overrides change too."""
+
+
+def chains(names: Sequence[str]) -> list[list[str]]:
+    """Returns the checks that may run beside others; one that reads another's findings stands behind it."""
+    found: dict[str, list[str]] = {}
+    for name in [name for name in names if not CHECKS[name].alone]:
+        first = CHECKS[name].after
+        found.setdefault(first if first in names else name, []).append(name)
+    return list(found.values())
 
 
 @dataclass(kw_only=True)
@@ -50,12 +61,14 @@ class GpuAcceptance(Sessions):
         module: As of `Sessions`.
         checks: Of `gpu_table.CHECKS`.
         device: "cuda", "cpu" or "auto".
+        lanes: Checks that run beside each other, of those that measure neither time nor memory.
     """
 
     known: Mapping[str, Check] = field(default_factory=lambda: CHECKS)
     module: str = "mrl.acceptance.gpu_checks"
     checks: Sequence[str] = tuple(CHECKS)
     device: str = "cuda"
+    lanes: int = 1
 
     def __post_init__(self) -> None:
         """As of `Sessions`.
@@ -89,32 +102,64 @@ class GpuAcceptance(Sessions):
         return found | {"CUDA of torch": str(torch.version.cuda), "python": platform.python_version()}
 
     def run(self) -> list[Result]:
-        """Every check, in the order of the page.
+        """Runs every check that measures neither time nor memory, `lanes` at a time, then the others one by one.
+
+        Returns:
+            Results in the order of the page.
 
         Raises:
             UserError: The config is not what it should be.
         """
         (self.folder / "config.yaml").write_text(CONFIG, encoding="utf-8")
         (self.folder / self.name).mkdir()
-        models: dict[str, list[str]] = {}
+        asked = []
         for name in [name for name in CHECKS if name in self.checks]:
-            check = CHECKS[name]
-            if check.num_ranks > (there := self._ranks()):
-                self.give_up(self.name, [name], "skipped", f"it needs {check.num_ranks} GPUs, there is {there}")
-                continue
-            if check.model not in models:
-                models[check.model] = self._model(check.model)
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
-            alone = check.num_ranks == 1 or check.session == COMMANDS
-            self.session(
-                self.name,
-                name,
-                [name],
-                [*models[check.model], *check.settings],
-                launcher=() if alone else [*torchrun, "--nproc-per-node", str(check.num_ranks)],
-                unstarted="fails",
-            )
+            if CHECKS[name].num_ranks > (there := self._ranks()):
+                needed = f"it needs {CHECKS[name].num_ranks} GPUs, there is {there}"
+                self.give_up(self.name, [name], "skipped", needed)
+            else:
+                asked.append(name)
+        models: dict[str, list[str]] = {
+            model: self._model(model) for model in dict.fromkeys(CHECKS[name].model for name in asked)
+        }
+        try:
+            self._in_lanes(chains(asked), models)
+            for name in asked:
+                if CHECKS[name].alone:
+                    self._check(name, models)
+        finally:
+            self.results.sort(key=lambda result: list(CHECKS).index(result.check))
         return self.results
+
+    def _in_lanes(self, chained: Sequence[Sequence[str]], models: Mapping[str, list[str]]) -> None:
+        """Runs chains of checks beside each other; a stop by the user ends all of them."""
+        with ThreadPoolExecutor(self.lanes) as pool:
+            running = [pool.submit(self._chain, names, models) for names in chained]
+            try:
+                for each in as_completed(running):
+                    each.result()
+            except BaseException:
+                self.stop()
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _chain(self, names: Sequence[str], models: Mapping[str, list[str]]) -> None:
+        for name in names:
+            if not self.stopped:
+                self._check(name, models)
+
+    def _check(self, name: str, models: Mapping[str, list[str]]) -> None:
+        check = CHECKS[name]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
+        alone = check.num_ranks == 1 or check.session == COMMANDS
+        self.session(
+            self.name,
+            name,
+            [name],
+            [*models[check.model], *check.settings],
+            launcher=() if alone else [*torchrun, "--nproc-per-node", str(check.num_ranks)],
+            unstarted="fails",
+        )
 
     def _ranks(self) -> int:
         """How many there can be."""

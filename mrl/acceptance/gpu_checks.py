@@ -26,10 +26,11 @@ from mrl.acceptance.checks import GIB
 from mrl.acceptance.gpu_table import CHECKS, COMMANDS
 from mrl.acceptance.result import CheckError, Facts, NotHereError, Spec
 from mrl.algorithms.base import build, required
-from mrl.config import AlgorithmConfig
+from mrl.config import AlgorithmConfig, load
+from mrl.distributed import launch, transformer_engine
 from mrl.functional.learning_rate import LearningRate
 from mrl.megatron.offload import PARTS
-from mrl.megatron.plain import PlainMegatron
+from mrl.megatron.plain import PlainMegatron, fitting_rows
 from mrl.observe.benchmark import best_time, matrix_rate, memory_bandwidth, seconds, synchronize
 from mrl.observe.hardware import HARDWARE
 from mrl.observe.metrics import forward_flops, mfu_metrics
@@ -76,8 +77,21 @@ def opened(spec: Spec) -> Iterator[Bench | gpu_commands.Commands]:
     if all(CHECKS[name].session == COMMANDS for name in spec.checks):
         yield gpu_commands.Commands(spec)
     else:
-        with of_engine.opened(spec) as bench:
+        experts = any(CHECKS[name].model == "experts" for name in spec.checks)
+        with of_engine.opened(for_this_machine(spec) if experts else spec) as bench:
             yield bench
+
+
+def for_this_machine(spec: Spec) -> Spec:
+    """Returns a session with experts that starts without TransformerEngine too: a run has to ask for local layers.
+
+    A choice of the user stays.
+    """
+    config = load(spec.config, spec.overrides)
+    unusable = transformer_engine.why_unusable(launch.choose_device(config.run.device))
+    if config.actor.transformer_impl != "auto" or unusable is None:
+        return spec
+    return replace(spec, overrides=[*spec.overrides, "actor.transformer_impl=local"])
 
 
 # the actor
@@ -87,6 +101,13 @@ def parity(bench: Bench) -> Facts:
     """Log-probabilities, loss and gradient norm against transformers in fp32, and as far off as its own bfloat16."""
     job = bench.job
     return _against_transformers(bench, random_batch(job.arch.vocab_size, NUM_SEQUENCES, job.config.rollout.longest))
+
+
+def parity_local(bench: Bench) -> Facts:
+    """Parity of Megatron's local layers, where `parity` had others."""
+    if (why := transformer_engine.why_unusable(bench.job.device.type)) is not None:
+        raise NotHereError(f"'parity' is of Megatron's local layers already: {why}")
+    return parity(bench)
 
 
 def shared(bench: Bench) -> Facts:
@@ -240,11 +261,16 @@ def update(bench: Bench) -> Facts:
     te, dtype = job.policy.uses_te, DTYPES[config.model.dtype]
     plain = PlainMegatron(job.arch, dtype=dtype, device=job.device, te=te)
     tokens_BT, rows = batch.tokens_P.view(num, length), max(1, config.actor.max_tokens_per_microbatch // length)
+    if job.device.type == "cuda":
+        torch.cuda.empty_cache()
+        rows = fitting_rows(job.arch, length, rows, torch.cuda.mem_get_info(job.device)[0], te=te)
     theirs = best_time(lambda: plain.update(tokens_BT, rows), job.device, 3)
     lens = [length] * num
     rate = 3 * forward_flops(job.arch, lens) / ours
     facts: Facts = {
         "layers": _layers(bench),
+        "tokens of a microbatch": config.actor.max_tokens_per_microbatch,
+        "tokens of a microbatch of plain Megatron-Core": rows * length,
         "tokens/s": num * length / ours,
         "tokens/s of plain Megatron-Core": num * length / theirs,
         "ratio": theirs / ours,
@@ -315,7 +341,7 @@ def cycles(bench: Bench) -> Facts:
     algorithm = build(AlgorithmConfig(name="sft"), job.config.rollout)
     job.policy.start_optimizer(LearningRate(0.0, 0.0, "constant", 0, CYCLES))  # the weights stay
     first: list[Any] = []
-    asleep, awake, caches = [], [], []
+    asleep, awake, caches, captured = [], [], [], []
     for _ in range(CYCLES):
         bench.refit()
         job.policy.offload()
@@ -324,6 +350,7 @@ def cycles(bench: Bench) -> Facts:
         first = first or found
         awake.append(bench.used())
         caches.append(engine.stats()["kv_cache_bytes"])
+        captured.append(int(engine.stats().get("captured_graphs", 0)))
         engine.sleep()
         job.sampler.rest()
         job.policy.update(batch, algorithm)  # what it allocates must not settle where the cache was
@@ -331,7 +358,9 @@ def cycles(bench: Bench) -> Facts:
         moved = canary.compare(first, found)
         if not moved.within(bench.tolerance):
             raise CheckError(f"the actor's weights stayed, but the engine's answers moved: {moved}")
-    facts: Facts = {"answers": str(moved), "GiB of the cache": max(caches) / GIB}
+    facts: Facts = {"answers": str(moved), "GiB of the cache": max(caches) / GIB, "graphs captured": captured}
+    if any(captured[1:]):
+        raise CheckError(f"CUDA graphs were captured again after the engine slept: {captured}", facts)
     if job.device.type == "cpu":
         return facts | {"memory": "a CPU: nothing to measure"}
     facts |= {
@@ -390,7 +419,7 @@ def _experts(bench: Bench) -> Facts:
 FUNCTIONS: dict[str, Callable[[Any], Facts]] = {
     **gpu_commands.FUNCTIONS,
     "parity": parity,
-    "parity_local": parity,
+    "parity_local": parity_local,
     "shared": shared,
     "experts": _experts,
     "refit": checks.refit,
@@ -398,6 +427,7 @@ FUNCTIONS: dict[str, Callable[[Any], Facts]] = {
     "experts_logprobs": checks.logprobs,
     "contract": checks.contract,
     "graphs": checks.graphs,
+    "graphs_asleep": checks.graphs_asleep,
     "cycles": cycles,
     "offload": offload,
     "update": update,

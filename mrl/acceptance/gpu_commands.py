@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import math
 import shutil
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -17,9 +19,12 @@ from mrl.acceptance.gpu_table import CHECKS
 from mrl.acceptance.result import CheckError, Facts, Spec
 from mrl.acceptance.sessions import last_words
 from mrl.config import load
-from mrl.distributed import launch
+from mrl.distributed import launch, transformer_engine
+from mrl.engines.native.attention import DecodeAttention
+from mrl.engines.native.kv_cache import KVCache
 from mrl.errors import first_line
-from mrl.observe.benchmark import device_name, matrix_rate, memory_bandwidth
+from mrl.kernels.sdpa import attend
+from mrl.observe.benchmark import device_name, matrix_rate, memory_bandwidth, seconds
 from mrl.observe.hardware import HARDWARE
 from mrl.run_folder.run_dir import RunDir
 
@@ -37,6 +42,11 @@ SLOWEST_ROLLOUT = 0.9
 
 SLOWEST_REFIT = 0.1
 """Of a copy's speed; on CPUs it is 0.18 to 0.47."""
+
+
+ATTENTION_LENGTH, ATTENTION_HEADS = {"cpu": 64, "cuda": 4096}, 16
+NEW_SHAPES, NEW_SHAPE_S = 3, 0.25
+"""Shapes that were never seen, and what such a one may cost; cuDNN's plan takes some 0.5 s each way."""
 
 
 class Commands:
@@ -103,9 +113,9 @@ def last_metrics(file: Path) -> dict[str, float]:
 def device(bench: Commands) -> Facts:
     """Versions, rates and who is there."""
     own = torch.device(bench.device)
-    facts: Facts = {"device": device_name(bench.device)}
-    for name in ("transformer_engine.pytorch", "flash_attn"):
-        facts[name] = _import(name)
+    unusable = transformer_engine.why_unusable(bench.device)
+    facts: Facts = {"device": device_name(bench.device), "TransformerEngine": unusable or "it can be used"}
+    facts["flash_attn"] = _import("flash_attn")
     rates = {
         "copy, GB/s": memory_bandwidth(own) / 1e9,
         "bf16 product, TFLOP/s": matrix_rate(torch.bfloat16, own) / 1e12,
@@ -122,9 +132,71 @@ def device(bench: Commands) -> Facts:
             facts[f"{name}, of the vendor's"] = rate / peak
             if rate < REACHED * peak:
                 raise CheckError(f"{name} is {rate:.4g}, the vendor's figure {peak:.4g}", facts)
-    if facts["transformer_engine.pytorch"] != "there":
-        raise CheckError(f"TransformerEngine does not import: {facts['transformer_engine.pytorch']}", facts)
+    if unusable is not None and importlib.util.find_spec(transformer_engine.NAME) is not None:
+        raise CheckError(f"TransformerEngine cannot be used: {unusable}", facts)
     return facts
+
+
+def attention(bench: Commands) -> Facts:
+    """Attention by torch as actor and engine call it: what a new shape costs, and that no kernel keeps all scores."""
+    device = torch.device(bench.device)
+    launch.choose_attention()
+    length = ATTENTION_LENGTH[device.type]
+    facts: Facts = {}
+    for name, make in ATTENTIONS.items():
+        make(device, length)()  # libraries load
+        new, again = [], []
+        for number in range(1, NEW_SHAPES + 1):
+            call = make(device, length - 8 * number - number % 2)
+            new.append(seconds(call, device))
+            again.append(min(seconds(call, device) for _ in range(2)))
+        costs = statistics.median(new) - statistics.median(again)
+        facts[name] = found = {"s of a known shape": statistics.median(again), "s more of a new one": costs}
+        if costs > NEW_SHAPE_S:
+            raise CheckError(f"{name}: a new shape costs {costs:.3g} s more than a known one", facts)
+        if device.type == "cpu" or make is _decoding:
+            continue
+        call, scores = make(device, length), ATTENTION_HEADS * length**2 * 2
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        peak = torch.cuda.max_memory_allocated(device) - before
+        found["bytes at the peak, of those of all scores"] = peak / scores
+        if peak > scores:
+            raise CheckError(f"{name}: {peak / 2**20:.0f} MiB at the peak, all scores take {scores / 2**20:.0f}", facts)
+    return facts
+
+
+def _causal(dtype: torch.dtype, *, masked: bool) -> Callable[[torch.device, int], Callable[[], object]]:
+    """Makes forward and backward of grouped queries of a length, as the actor's local layers call it."""
+
+    def make(device: torch.device, length: int) -> Callable[[], object]:
+        heads = (ATTENTION_HEADS, ATTENTION_HEADS // 4, ATTENTION_HEADS // 4)
+        q, k, v = (torch.randn(1, n, length, 128, device=device, dtype=dtype, requires_grad=True) for n in heads)
+        mask = torch.full((1, 1, length, length), -torch.inf, device=device, dtype=dtype).triu_(1) if masked else None
+        return lambda: torch.autograd.grad(attend(q, k, v, mask).sum(), (q, k, v))
+
+    return make
+
+
+def _decoding(device: torch.device, length: int) -> Callable[[], object]:
+    """Makes a decode step's attention over so many slots, as the native engine calls it."""
+    rows = 8
+    cache = KVCache(
+        num_layers=1, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, device=device, budget_bytes=1 << 30
+    )  # fmt: skip
+    cache.reserve(rows, length)
+    positions = torch.full((rows,), length - 1, device=device)
+    q, k = (torch.randn(rows, heads, 64, device=device, dtype=torch.bfloat16) for heads in (14, 2))
+    return lambda: DecodeAttention(cache, positions, length, 14)(0, q, k, k)
+
+
+ATTENTIONS = {
+    "bfloat16": _causal(torch.bfloat16, masked=False),
+    "bfloat16 under a mask": _causal(torch.bfloat16, masked=True),
+    "float32": _causal(torch.float32, masked=False),
+    "decoding": _decoding,
+}
 
 
 def _import(name: str) -> str:
@@ -198,6 +270,7 @@ def transport(bench: Commands) -> Facts:
 
 FUNCTIONS: dict[str, Callable[[Commands], Facts]] = {
     "device": device,
+    "attention": attention,
     "commit": commit,
     "commit_async": commit,
     "quickstart": quickstart,

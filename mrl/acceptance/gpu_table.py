@@ -28,20 +28,34 @@ class GpuCheck(Check):
         num_ranks: Ranks of the session, each on a GPU of its own.
         model: "dense" and "experts" are small and have a folder with weights; "large" fills a GPU.
         settings: Overrides of the session.
+        alone: It measures time or memory of the device, so that nothing else may run.
+        after: Check whose findings it reads; "": none.
     """
 
     num_ranks: int = 1
     model: Literal["dense", "experts", "large"] = "dense"
     settings: tuple[str, ...] = ()
+    alone: bool = False
+    after: str = ""
 
 
 CHECKS: dict[str, GpuCheck] = {
     "device": GpuCheck(
         COMMANDS,
-        "Is the device there, does it compute as fast as it should, and does TransformerEngine import?",
+        "Is the device there, does it compute as fast as it should, and does TransformerEngine, where it is installed, "
+        "import?",
         "without TransformerEngine the actor has Megatron's local layers: half as fast, experts far slower; a slow "
         "device is shared, hot or throttled",
         "install `.[gpu]` as README says, against the torch that is there; look at nvidia-smi",
+        alone=True,
+    ),
+    "attention": GpuCheck(
+        COMMANDS,
+        "Does torch's attention cost more for a shape that was never seen, or keep all scores in memory?",
+        "every step has new shapes: updates without TransformerEngine, prefills and eager decoding would be many times "
+        "slower, or run out of memory with long sequences",
+        "`torch.backends.cuda` tells which kernels are on; look at the figures of each kind on the page",
+        alone=True,
     ),
     "parity": GpuCheck(
         JOB,
@@ -61,6 +75,7 @@ CHECKS: dict[str, GpuCheck] = {
         "The same of samples whose prompt is computed once, and how much time that saves",
         "attention of queries to more keys is not what TransformerEngine says, or copies of keys are wrong",
         "actor.use_prefix_grouper=false",
+        alone=True,
     ),
     "experts": GpuCheck(
         JOB,
@@ -104,13 +119,24 @@ CHECKS: dict[str, GpuCheck] = {
         "captured graphs compute with old weights or addresses",
         "rollout.enforce_eager=true",
         settings=("rollout.enforce_eager=false", "rollout.free_cache_engine=false"),
+        after="refit",
+    ),
+    "graphs_asleep": GpuCheck(
+        JOB,
+        "The same while the engine's memory is given back between samplings, as a training step does",
+        "a graph reads memory that came back at another address",
+        "rollout.enforce_eager=true, or rollout.free_cache_engine=false where actor and engine fit",
+        settings=("rollout.enforce_eager=false", "rollout.free_cache_engine=true"),
+        after="refit",
     ),
     "cycles": GpuCheck(
         JOB,
-        "Does the memory return over five cycles of waking, sampling, sleeping and training, and stay the answers?",
-        "each step would take more memory until none is left",
+        "Does the memory return over five cycles of waking, sampling, sleeping and training, do the answers stay, and "
+        "are CUDA graphs captured once?",
+        "each step would take more memory until none is left, or more time",
         "rollout.enforce_eager=true tells whether it is the graphs; a lower rollout.gpu_memory_utilization gives room",
         settings=("rollout.free_cache_engine=true",),
+        alone=True,
     ),
     "offload": GpuCheck(
         JOB,
@@ -119,6 +145,7 @@ CHECKS: dict[str, GpuCheck] = {
         "actor.*_offload=false where both fit; `mrl plan` says what is needed",
         model="large",
         settings=AWAY,
+        alone=True,
     ),
     "commit": GpuCheck(
         COMMANDS,
@@ -146,18 +173,21 @@ CHECKS: dict[str, GpuCheck] = {
         "training is slower than Megatron-Core's own",
         "`mrl train --dry-run` prints what Megatron is given: megatron.transformer has its switches",
         model="large",
+        alone=True,
     ),
     "rollout": GpuCheck(
         COMMANDS,
         "Tokens per second of the native engine, against transformers' generate and the memory's bandwidth",
         "sampling is slower than transformers'",
         "the page has graphs_ratio: below 1.2 CUDA graphs gain nothing, and the CPU's launches are not the limit",
+        alone=True,
     ),
     "transport": GpuCheck(
         COMMANDS,
         "Speed of a refit within a GPU, against a copy of its bytes in the GPU's memory",
         "a refit waits for many small copies, or for the host",
         "a larger rollout.checkpoint_engine.update_weights_bucket_megabytes",
+        alone=True,
     ),
     "links": GpuCheck(
         JOB,
@@ -165,6 +195,7 @@ CHECKS: dict[str, GpuCheck] = {
         "ranks would wait for ever, or train on wrong sums",
         "`mrl doctor` under the same launcher; NCCL_DEBUG=INFO",
         num_ranks=SEVERAL,
+        alone=True,
     ),
     "parity_tp2": GpuCheck(
         JOB,
@@ -198,6 +229,7 @@ CHECKS: dict[str, GpuCheck] = {
         "actor.use_prefix_grouper=false: TransformerEngine's own ring",
         num_ranks=SEVERAL,
         settings=("parallel.context_parallel_size=2",),
+        alone=True,
     ),
     "logprobs_tp2": GpuCheck(
         JOB,
@@ -213,6 +245,7 @@ CHECKS: dict[str, GpuCheck] = {
         "the link between the GPUs is not NVLink, or NCCL does not use it",
         "nvidia-smi topo -m; NCCL_DEBUG=INFO",
         num_ranks=SEVERAL,
+        alone=True,
     ),
 }
 

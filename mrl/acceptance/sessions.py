@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -66,6 +67,16 @@ class Sessions:
         self.folder = self.folder.resolve()
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
         self.results: list[Result] = []
+        self._stop = threading.Event()
+
+    def stop(self) -> None:
+        """Ends the sessions of all threads and begins no other; what they were asked has no result."""
+        self._stop.set()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stop.is_set()
 
     def load(self, more: Sequence[str]) -> Config:
         """The run's config."""
@@ -111,7 +122,7 @@ class Sessions:
             lines.touch()
             words = [*launcher, sys.executable, "-m", "mrl.acceptance.session", str(file)]
             at, said, late = self._watch(words, log, lines, engine, wanted)
-            if not said:
+            if not said or self.stopped:
                 return
             again = at == "start" and self.has(engine, "start")  # after a check that ended the process before
             if at in wanted and not again:
@@ -152,6 +163,8 @@ class Sessions:
                     if "end" in wanted:
                         self.add(Result(engine, "end", "works", "", {}, time.monotonic() - since, str(log)))
                     return at, "", False
+                if self.stopped:
+                    return at, "stopped", False
                 if time.monotonic() - since > limit:
                     return at, f"no answer in {limit:g} s; the last of its log: {last_words(log)}", True
                 time.sleep(BEAT_S)

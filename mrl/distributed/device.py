@@ -70,6 +70,7 @@ def prepare(device: str) -> None:
         _patch_tensor_methods()
         sys.meta_path.insert(0, _Finder(fixes, own_torch))
     else:
+        fixes.update(_CUDA_FIXES)
         sys.meta_path.insert(0, _Finder(fixes, None))
     for name in ("all_reduce", "broadcast", "scatter"):
         setattr(dist, name, _refuse_non_contiguous(name, getattr(dist, name)))
@@ -383,12 +384,27 @@ def _write_files(
     results.put(failed[0] if failed else found)
 
 
+def total_l2_norm(chunk_size: int, noop_flag: Any, tensor_lists: list[list[torch.Tensor]], per_tensor: bool) -> Any:
+    """Returns the L2 norm of all tensors [1] and None, as Megatron's `local_multi_tensor_l2_norm`.
+
+    The host waits for nothing. The norm stays on the device of the first tensor.
+    """
+    return torch.nn.utils.get_total_norm(tensor_lists[0]).view(1), None
+
+
+def _fix_clip_grads(module: Any) -> None:
+    # without TransformerEngine and Apex the host waits for the device once for each gradient
+    if module.l2_norm_impl.__module__ == "megatron.core.utils":
+        module.l2_norm_impl = total_l2_norm
+
+
 _ANY_DEVICE_FIXES: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.tensor_parallel.mappings": _fix_mappings,
     "megatron.core.tensor_parallel.random": _fix_random,
     "megatron.core.transformer.moe.moe_utils": _fix_moe_utils,
     "megatron.core.dist_checkpointing.strategies.filesystem_async": _fix_filesystem,
 }
+_CUDA_FIXES: dict[str, Callable[[ModuleType], None]] = {"megatron.core.optimizer.clip_grads": _fix_clip_grads}
 _CPU_FIXES: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.jit": _fix_jit,
     "megatron.core.tensor_parallel.mappings": _fix_mappings_cpu,

@@ -162,7 +162,10 @@ def _driver() -> str:
     if program is None:
         return "unknown (no nvidia-smi)"
     words = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True)
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"unknown ({error})"
     return done.stdout.split("\n")[0].strip()
 
 

@@ -133,11 +133,11 @@ def draw(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
     sums = weights_NV[:, :whole].view(rows, -1, BLOCK).sum(2)
     if whole < size:
         sums = torch.cat([sums, weights_NV[:, whole:].sum(1, keepdim=True)], 1)
-    cumulative = sums.double().cumsum(1)
-    total = cumulative[:, -1:]
-    block = _first_above(cumulative, uniform_N[:, None] * total)
-    before = cumulative.gather(1, block) - sums.double().gather(1, block)
-    rest = uniform_N[:, None] * total - before
+    sums = sums.double()
+    cumulative = sums.cumsum(1)
+    target = uniform_N[:, None] * cumulative[:, -1:]
+    block = _first_above(cumulative, target)
+    rest = target - (cumulative.gather(1, block) - sums.gather(1, block))
     tokens = block * BLOCK + torch.arange(min(BLOCK, size), device=weights_NV.device)
     inside = weights_NV.gather(1, tokens.clamp(max=size - 1)).double()
     inside = inside.masked_fill_(tokens >= size, 0.0).cumsum(1)

@@ -216,8 +216,8 @@ def _make_state(adam: Any) -> None:
             if hasattr(adam, "initialize_state"):  # TransformerEngine's
                 adam.initialize_state(parameter, _in_remainders(adam, parameter))
                 continue
-            if _counts_by_parameter(adam):
-                state["step"] = torch.tensor(0.0)
+            if counts_by_parameter(adam):
+                state["step"] = _step(0, group, parameter)
             state.update({name: torch.zeros_like(parameter) for name in MOMENTS})
 
 
@@ -227,16 +227,23 @@ def _in_remainders(adam: Any, parameter: Tensor) -> bool:
 
 
 def _set_steps(adam: Any, num: int) -> None:
-    if _counts_by_parameter(adam):
-        for state in adam.state.values():
-            state["step"] = torch.tensor(float(num))
+    if counts_by_parameter(adam):
+        for group in adam.param_groups:
+            for parameter in group["params"]:
+                if parameter in adam.state:
+                    adam.state[parameter]["step"] = _step(num, group, parameter)
     else:
         for group in adam.param_groups:
             group["step"] = num
 
 
-def _counts_by_parameter(adam: Any) -> bool:
-    """Whether the step is state of each parameter, as torch's Adam has it.
+def _step(num: int, group: Mapping[str, Any], parameter: Tensor) -> Tensor:
+    """Returns the number of steps as torch's Adam keeps it: its fused kernel reads it on the parameter's device."""
+    return torch.tensor(float(num), device=parameter.device if group.get("fused") else "cpu")
+
+
+def counts_by_parameter(adam: Any) -> bool:
+    """Returns whether the step is state of each parameter, as torch's Adam has it.
 
     TransformerEngine's and Apex's have it in the groups, and take whatever is in the state for a moment.
     """

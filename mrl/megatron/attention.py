@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from mrl.data.prefixes import Prefixes
+from mrl.kernels.sdpa import attend
 from mrl.kernels.training import Angles, Families
 from mrl.megatron.copies import Copies, copies
 from mrl.megatron.router import Routing
@@ -315,15 +315,7 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, group: QueryGroup, scal
         if unseen is None:
             unseen = query.new_full((1, group.keys, group.keys), -torch.inf).tril_(-1)
         return _at_once(query, key, value, unseen, scale)
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=None if unseen is None else unseen[:, None],
-        is_causal=unseen is None,
-        scale=scale,
-        enable_gqa=query.size(1) != key.size(1),
-    )
+    return attend(query, key, value, None if unseen is None else unseen[:, None], scale)
 
 
 def _at_once(query: Tensor, key: Tensor, value: Tensor, unseen: Tensor, scale: float) -> Tensor:

@@ -14,7 +14,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
 from mrl.config import ActorConfig
-from mrl.megatron.adam import adam_of
+from mrl.megatron.adam import adam_of, counts_by_parameter
 from mrl.megatron.passed import given_to, objects
 from mrl.megatron_fields.table import own_value
 
@@ -52,9 +52,11 @@ def build_optimizer(
     with given_to("optimizer", given or ()):
         config = OptimizerConfig(**{**own, **objects("optimizer", given or {})})
         optimizer = get_megatron_optimizer(config, chunks)
-    if next(chunks[0].parameters()).device.type == "cpu":
-        for group in optimizer.param_groups:
-            group["fused"] = True  # one pass over memory; torch's default on a CPU is one for each operation
+    on_cpu = next(chunks[0].parameters()).device.type == "cpu"
+    for part in optimizer.chained_optimizers:
+        if on_cpu or counts_by_parameter(part.optimizer):
+            for group in part.param_groups:
+                group["fused"] = True  # one pass over memory; torch's default is one for each operation
     return optimizer
 
 

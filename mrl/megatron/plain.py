@@ -20,6 +20,9 @@ from torch import Tensor
 
 from mrl.models.base import ArchSpec
 
+ROOM = 0.8
+"""Part of the free memory that a microbatch may take, by arithmetic."""
+
 
 class PlainMegatron:
     """A dense model with random weights, of the same shape as an actor."""
@@ -95,3 +98,22 @@ class PlainMegatron:
             (losses.float().sum() / (batch * length)).backward()
         self._model.finish_grad_sync()
         self._optimizer.step()
+
+
+def fitting_rows(arch: ArchSpec, length: int, wanted: int, free_bytes: int, *, te: bool) -> int:
+    """Returns how many sequences fit in a microbatch.
+
+    Its local layers keep the scores of all layers, in the model's dtype and in fp32 (6 bytes each). The rest follows
+    Korthikanti et al., 2022 (arXiv:2205.05198), section 4.1, for a gated MLP, and three copies of the logits.
+
+    Args:
+        arch: Shape of the model.
+        length: Tokens of a sequence.
+        wanted: Most sequences.
+        free_bytes: Free memory of the device beside model and optimizer.
+        te: Whether its layers are TransformerEngine's, which keep no scores.
+    """
+    scores = 0 if te else 6 * arch.num_heads * length
+    layer = 17 * arch.hidden_size + 8 * arch.intermediate_size + scores
+    row_bytes = length * (arch.num_layers * layer + 12 * arch.vocab_size)
+    return max(1, min(wanted, int(ROOM * free_bytes) // row_bytes))

@@ -129,7 +129,13 @@ def device_name(device: str = "cpu") -> str:
 
 
 def commit() -> str:
-    """The revision that was measured, "-dirty" where files differ from it; "unknown" outside a repository."""
+    """Returns the revision that was measured, with "-dirty" where files differ from it.
+
+    It is "unknown" outside a repository and where git does not run: what was measured is worth more than its name.
+    """
     command = ["git", "describe", "--always", "--dirty"]
-    found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    try:
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
     return found.stdout.strip() or "unknown"

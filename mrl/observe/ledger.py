@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from mrl.kernels import cuda_memory
+
 PEAK, IN_USE = "perf/memory_gb/<phase>", "perf/device_memory_gb/<phase>"
 ALLOCATED, RESERVED = "perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb"
 GIB = 1024**3
@@ -40,6 +42,7 @@ class MemoryLedger:
         if self._device.type == "cuda":
             self._raise_highest()
             torch.cuda.reset_peak_memory_stats(self._device)
+            cuda_memory.reset_peak()
         elif self._keeps_peaks:
             _reset_peak()
 
@@ -68,7 +71,8 @@ class MemoryLedger:
 
     def _peak(self) -> int:
         if self._device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self._device))
+            # both peaks, as if they came at once: the engine's memory stays alike while a phase samples
+            return int(torch.cuda.max_memory_allocated(self._device)) + cuda_memory.peak_bytes()
         with STATUS.open("rb", buffering=0) as status:
             _, _, after = (status.read() or b"").partition(b"VmHWM:")
         return int(after.split(maxsplit=1)[0]) * 1024

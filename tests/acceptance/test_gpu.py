@@ -5,19 +5,24 @@ import math
 import os
 import runpy
 import shlex
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 
-from mrl.acceptance import gpu_checks
-from mrl.acceptance.gpu import EXPERTS
+from mrl.acceptance import gpu_checks, gpu_commands
+from mrl.acceptance.gpu import EXPERTS, LARGE, GpuAcceptance, chains
 from mrl.acceptance.gpu_commands import difference
 from mrl.acceptance.gpu_table import CHECKS, SEVERAL
 from mrl.acceptance.model import CONFIG, write_random
 from mrl.acceptance.result import CheckError, Spec
 from mrl.config import load
 from mrl.engines.native.engine import NativeEngine
+from mrl.megatron.plain import fitting_rows
+from mrl.models.presets import arch_from_preset
 from tests.ranks import run_ranks
 from tests.source import ROOT
 
@@ -29,6 +34,9 @@ TINY = [
 FEW_EXPERTS = ["model.overrides.num_experts=4", "model.overrides.moe_intermediate_size=32"]
 
 
+on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
 def accept(*words):
     return runpy.run_path(str(ROOT / "tools" / "accept_gpu.py"))["main"]([*map(str, words)])
 
@@ -37,16 +45,77 @@ def read(folder):
     return json.loads((folder / "acceptance-gpu.json").read_text())
 
 
-def test_a_check_runs_on_a_cpu_in_a_process_of_its_own(tmp_path, capsys):
-    assert accept("--device", "cpu", "--output_dir", tmp_path / "out", "--checks", "parity", *TINY) == 0
-    (found,) = read(tmp_path / "out")["results"]
-    assert found["status"] == "works" and found["facts"]["actor, log-probabilities"] < 1e-5
+def test_checks_run_on_a_cpu_beside_each_other_each_in_a_process_of_its_own(tmp_path, capsys):
+    asked = ("--lanes", 2, "--checks", "parity_local", "parity", "attention")
+    assert accept("--device", "cpu", "--output_dir", tmp_path / "out", *asked, *TINY) == 0
+    results = {each["check"]: each for each in read(tmp_path / "out")["results"]}
+    assert [(name, each["status"]) for name, each in results.items()] == [
+        ("attention", "works"), ("parity", "works"), ("parity_local", "skipped")
+    ]  # fmt: skip
+    assert results["parity"]["facts"]["actor, log-probabilities"] < 1e-5
+    assert results["attention"]["facts"]["decoding"]["s of a known shape"] > 0
     page = (tmp_path / "out" / "acceptance-gpu.md").read_text()
-    assert "**cpu works here as far as was asked: 1 work, 0 fail, 0 skipped**" in page
+    assert "**cpu works here as far as was asked: 2 work, 0 fail, 1 skipped**" in page
     assert CHECKS["parity"].asks in page and "cpu: parity works" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_what_measures_runs_alone_and_what_reads_another_check_runs_behind_it():
+    found = chains(list(CHECKS))
+    assert sorted(name for chain in found for name in chain) == sorted(
+        name for name, check in CHECKS.items() if not check.alone
+    )
+    assert ["refit", "graphs", "graphs_asleep"] in found and ["parity"] in found
+    assert chains(["graphs", "graphs_asleep", "update"]) == [["graphs"], ["graphs_asleep"]]
+    assert all(CHECKS[name].alone for name in ("device", "attention", "update", "rollout", "cycles", "offload"))
+    assert {check.after for check in CHECKS.values()} == {"", "refit"} and not CHECKS["refit"].alone
+
+
+@pytest.mark.parametrize("word", ["0", "-1", "many"])
+def test_a_number_of_lanes_is_one_from_one_on(word, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        accept("--device", "cpu", "--output_dir", tmp_path / "out", "--checks", "partiy", f"--lanes={word}")
+    assert word in capsys.readouterr().err
+
+
+@on_a_cpu
+def test_a_stop_ends_what_all_lanes_wait_for(tmp_path):
+    run = GpuAcceptance(folder=tmp_path / "out", tools=ROOT / "tools", device="cpu", checks=["parity", "refit"])
+    (run.folder / "cpu").mkdir()
+    hangs = ("sh", "-c", "sleep 100", "-")
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(run.session, "cpu", name, [name], [], launcher=hangs) for name in run.checks]
+        assert not wait(waiting, 0.5).done
+        run.stop()
+        assert not wait(waiting, 20).not_done
+    assert run.results == [] and [each.result() for each in waiting] == [None, None]
+
+
+@on_a_cpu
+@pytest.mark.parametrize(("chosen", "added"), [((), True), (("te",), False), (("local",), False), (("auto",), True)])
+def test_experts_start_with_local_layers_where_the_user_chose_none(chosen, added, tmp_path):
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    words = [*EXPERTS, *(f"actor.transformer_impl={each}" for each in chosen)]
+    spec = Spec(f"{tmp_path}/config.yaml", words, ["experts"], "", "", "", "")
+    expected = [*words, "actor.transformer_impl=local"] if added else words
+    assert list(gpu_checks.for_this_machine(spec).overrides) == expected
+
+
+def test_the_peers_microbatch_fits_in_what_is_free():
+    arch = arch_from_preset("qwen2_tiny", yaml.safe_load(LARGE[1].partition("=")[2]), 32000)
+    rows = {free: fitting_rows(arch, 2048, 8, free << 30, te=False) for free in (1, 15, 40, 140)}
+    assert rows == {1: 1, 15: 1, 40: 4, 140: 8}
+    assert fitting_rows(arch, 2048, 8, 40 << 30, te=True) == 8
+    assert fitting_rows(arch, 512, 8, 15 << 30, te=False) == 8  # scores grow with the square of the length
+
+
+def test_a_plan_for_each_new_shape_is_found(monkeypatch):
+    """Whatever takes so long; here the bound is below what any call takes."""
+    monkeypatch.setattr(gpu_commands, "NEW_SHAPE_S", -1.0)
+    with pytest.raises(CheckError, match="a new shape costs"):
+        gpu_commands.attention(SimpleNamespace(device="cpu"))
+
+
+@on_a_cpu
 def test_without_a_gpu_it_ends_with_one_line(tmp_path, capsys):
     assert accept("--output_dir", tmp_path / "out") == 2
     said = capsys.readouterr()
@@ -73,6 +142,13 @@ class Forgets(NativeEngine):
         if self.num_refits > 1:
             self._weights["final_norm"].mul_(-1.0)
         super().finish_update(policy_version)
+
+
+class Recaptures(NativeEngine):
+    """It captures a graph in each call."""
+
+    def stats(self):
+        return super().stats() | {"captured_graphs": 1.0}
 
 
 def _bend_a_norm(bench):
@@ -122,6 +198,7 @@ ASKED = {
     "a bent norm": ("parity", {}, _bend_a_norm),
     "a gradient of nothing": ("parity", {}, _skip_the_update),
     "an engine that forgets": ("cycles", {"rollout.name": f"{__name__}:Forgets"}, None),
+    "graphs of every step": ("cycles", {"rollout.name": f"{__name__}:Recaptures"}, None),
     "weights that come back as others": ("offload", {}, _bring_others),
 }
 """What is looked at -> its check, settings, and the fault that is planted."""
@@ -131,6 +208,7 @@ SAID = {
     "a bent norm": "log-probabilities: ",
     "a gradient of nothing": "gradient: 1 from transformers",
     "an engine that forgets": "the engine's answers moved",
+    "graphs of every step": "CUDA graphs were captured again",
     "weights that come back as others": "the weights that came back add up to",
 }
 

@@ -2,13 +2,15 @@
 
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mrl.distributed.device import prepare
+from mrl.distributed.device import _CUDA_FIXES, prepare, total_l2_norm
 from tests.ranks import run_ranks
 
 TIMEOUT_S = 120
@@ -149,3 +151,49 @@ def test_a_router_needs_no_transformer_engine():
 
     weight, rows = torch.eye(3), torch.arange(6.0).view(2, 3)
     assert torch.equal(router_gating_linear(rows, weight, None, torch.float64), rows.double())
+
+
+def norms(values):
+    """Megatron's own norm, that of mrl, and what it waits for: Megatron's modules import in a job only."""
+    from megatron.core.utils import local_multi_tensor_l2_norm
+
+    tensors = [[torch.tensor(each) for each in values]]
+    flag = torch.zeros(1, dtype=torch.int)
+    with ReadsByTheHost() as seen:
+        ours, none = total_l2_norm(2048 * 32, flag, tensors, False)
+    theirs, _ = local_multi_tensor_l2_norm(2048 * 32, flag, tensors, False)
+    return ours.tolist(), theirs.tolist(), none, seen.count
+
+
+class ReadsByTheHost(TorchDispatchMode):
+    """Counts operations that bring a device's numbers to the host."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[[3.0, 4.0]], [[1.0], [2.0, 2.0], [[1e-3] * 7] * 9], [[1e19, 1.0], [1e19]], [[0.0] * 4], [[float("nan")], [1.0]]],
+)
+def test_the_norm_of_gradients_is_megatrons_and_the_host_waits_for_none(values):
+    ours, theirs, none, reads = norms(values)
+    assert ours == pytest.approx(theirs, rel=1e-6, nan_ok=True) and len(ours) == 1
+    assert none is None and reads == 0
+
+
+@pytest.mark.parametrize(("home", "replaced"), [("megatron.core.utils", True), ("transformer_engine", False)])
+def test_on_a_gpu_only_megatrons_own_norm_is_replaced(home, replaced):
+    def norm():
+        pass
+
+    norm.__module__ = home
+    clip_grads = types.SimpleNamespace(l2_norm_impl=norm)
+    _CUDA_FIXES["megatron.core.optimizer.clip_grads"](clip_grads)
+    assert (clip_grads.l2_norm_impl is total_l2_norm) == replaced
+    from megatron.core.optimizer import clip_grads as on_a_cpu
+
+    assert on_a_cpu.l2_norm_impl.__module__ == "megatron.core.utils"  # numbers on a CPU are those of Megatron

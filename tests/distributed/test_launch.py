@@ -3,6 +3,7 @@
 import os
 import resource
 
+import torch
 import torch.distributed as dist
 
 from mrl.distributed import launch
@@ -17,6 +18,15 @@ def test_a_job_leaves_the_environment_as_it_was():
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo" and dist.is_initialized()
     launch.stop()
     assert dict(os.environ) == before
+
+
+def test_a_job_keeps_torchs_attention_away_from_cudnn():
+    """Of all libraries in the process: cuDNN would build a plan for each new shape."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    launch.start("cpu", num_threads=1)
+    launch.stop()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()
 
 
 def test_an_interface_that_the_user_chose_stays(monkeypatch):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.megatron.adam import remainders, whole
+from mrl.megatron.adam import _make_state, _set_steps, remainders, whole
 
 TIE = 0x8000  # of the lower half: half way between two weights
 finite = st.floats(width=32, allow_nan=False, max_value=2.0**126, min_value=-(2.0**126))
@@ -30,3 +30,30 @@ def test_a_master_that_is_far_from_its_weight_becomes_what_is_nearest_to_it(weig
     found = whole(weights, remainders(weights, torch.tensor([master])))
     assert float(found) == pytest.approx(nearest, rel=2.0**-8)
     assert abs(float(found) - float(weights)) <= 2.0**-8 * abs(float(weights))
+
+
+@pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu"), (None, "cpu")])
+def test_the_step_is_where_torchs_adamw_reads_it(fused, device):
+    """On a device that is not the CPU: there a fused kernel reads the step."""
+    parameter = torch.nn.Parameter(torch.zeros(3, device="meta"))
+    adam = torch.optim.AdamW([parameter])
+    adam.param_groups[0]["fused"] = fused
+    _make_state(adam)
+    assert adam.state[parameter]["step"].device.type == device
+    _set_steps(adam, 7)
+    assert adam.state[parameter]["step"].device.type == device
+
+
+def test_a_fused_step_goes_on_from_the_steps_that_were_set():
+    ends = []
+    for fused in (True, False):
+        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 5))
+        adam = torch.optim.AdamW([parameter], lr=0.1)
+        adam.param_groups[0]["fused"] = fused
+        _make_state(adam)
+        _set_steps(adam, 9)
+        parameter.grad = torch.linspace(1, 2, 5)
+        adam.step()
+        assert float(adam.state[parameter]["step"]) == 10
+        ends.append(parameter.detach())
+    assert torch.allclose(*ends, atol=1e-7)

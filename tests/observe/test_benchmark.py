@@ -54,3 +54,13 @@ def test_the_clock_waits_for_the_gpu():
     work()
     flops = 20 * 2 * 8192**3 / benchmark.seconds(work, cuda)
     assert flops < 2e15, "no GPU is that fast in fp32: the clock stopped before it was done"
+
+
+def test_without_git_the_revision_is_unknown(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert benchmark.commit() == "unknown"
+    broken = tmp_path / "git"
+    broken.write_text("")
+    assert benchmark.commit() == "unknown"
+    broken.chmod(0o755)
+    assert benchmark.commit() == "unknown"

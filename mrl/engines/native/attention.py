@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mrl.engines.native.kv_cache import KVCache
 from mrl.kernels.library import Library
+from mrl.kernels.sdpa import attend
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,7 @@ class PrefillAttention:
             q, k, v = (x[first:last].view(*shape, *x.shape[1:]).transpose(1, 2) for x in (q_PND, k_PKD, v_PKD))
             if mask is not None:
                 k, v = keys[rows, :, :stop], values[rows, :, :stop]
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
-            outputs.append(out.transpose(1, 2).flatten(0, 1))
+            outputs.append(attend(q, k, v, mask).transpose(1, 2).flatten(0, 1))
             first = last
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 

@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -33,6 +32,7 @@ from mrl.engines.native.generation import Generation
 from mrl.engines.native.history import History
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.linear import compute_dtype
+from mrl.engines.native.memory_range import MemoryRange, tensors_in_range
 from mrl.engines.native.model import Decoder
 from mrl.engines.native.parking import Parking
 from mrl.engines.native.rows import Rows, record_of
@@ -44,7 +44,7 @@ from mrl.engines.native.streaming import Stream
 from mrl.errors import UserError
 from mrl.types import Begun, Prompt, Rollout
 from mrl.weights.checksum import MODULUS, bit_sum
-from mrl.weights.fp8 import SCALES, grids_of, in_fp8, is_quantized, scale_indices, scale_tables
+from mrl.weights.fp8 import SCALES, Grids, grids_of, in_fp8, is_quantized, scale_indices, scale_tables
 from mrl.weights.layout import Layout
 from mrl.weights.native import native_layout
 from mrl.weights.tensors import DTYPES
@@ -72,10 +72,9 @@ class NativeEngine(RolloutEngine):
         grids = grids_of(arch, config.quantization)
         own = in_fp8(native_layout(arch, tp_size, tp_rank, spec.dtype_name, ep_size=ep_size), grids)
         self._layout = {**own, **scale_tables(own, grids)}
-        self._weights = {
-            name: torch.zeros(stored.shape, dtype=DTYPES[stored.dtype], device=device)
-            for name, stored in self._layout.items()
-        }
+        stored_as = [(stored.shape, DTYPES[stored.dtype]) for stored in self._layout.values()]
+        self._stored, tensors = tensors_in_range(stored_as, device)
+        self._weights = dict(zip(self._layout, tensors, strict=True))
         dtype, exact = compute_dtype(spec.dtype, device, exact=config.true_on_policy), config.true_on_policy
         between, problem = operations(dtype, device, eager=config.enforce_eager, exact=exact)
         if problem is not None:
@@ -86,13 +85,7 @@ class NativeEngine(RolloutEngine):
             tp_group=tp_group,
             max_positions=spec.max_len,
             ep_size=ep_size,
-            scales={
-                name: Scales(
-                    self._weights[f"{name}{SCALES}"], *(index.to(device) for index in scale_indices(stored, grids))
-                )
-                for name, stored in own.items()
-                if is_quantized(stored, grids)
-            },
+            scales=self._scales(own, grids),
             operations=between,
             exact=exact,
         )
@@ -107,14 +100,39 @@ class NativeEngine(RolloutEngine):
             device=device,
             budget_bytes=kv_budget(device, config.gpu_memory_utilization, tp_group, later_bytes=later_bytes),
         )
+        self._copies = self._place_copies()
         self._drafting = Drafting.found(spec, self._model, self._cache)
         if config.speculative.method is not None and self._drafting is None:
             self.notes += (NOT_HERE,)
         self._rows: Rows | None = None
         self._graphs: DecodeGraphs | None = None
+        if device.type == "cuda" and self._model.is_capturable and not config.enforce_eager:
+            self._graphs = DecodeGraphs(self._decode_eagerly)
+        if self._stored.problem is not None:
+            self.notes += (f"the native engine captures CUDA graphs in every step: {self._stored.problem}",)
+        self._captured_before = 0
         self._asleep = False
         self._whole = False
         self._stats: dict[str, float] = {}
+
+    def _scales(self, own: Layout, grids: Grids) -> dict[str, Scales]:
+        """Returns the scales of the weights that are stored in FP8."""
+        device = self.spec.device
+        return {
+            name: Scales(
+                self._weights[f"{name}{SCALES}"], *(index.to(device) for index in scale_indices(stored, grids))
+            )
+            for name, stored in own.items()
+            if is_quantized(stored, grids)
+        }
+
+    def _place_copies(self) -> MemoryRange:
+        """Gives copies of weights in another dtype, such as of FP8, a place that stays; returns its memory."""
+        copied = self._model.copied
+        memory, copies = tensors_in_range([each.copy for each in copied if each.copy], self.spec.device)
+        for linear, copy in zip(copied, copies, strict=True):
+            linear.copy_into(copy)
+        return memory
 
     # weights ----------------------------------------------------------------------------------------------------------
 
@@ -125,9 +143,8 @@ class NativeEngine(RolloutEngine):
     def begin_update(self) -> None:
         """From here until `finish_update` the engine refuses to generate. No prefix outlives a `generate`."""
         self._whole = False
-        for weight in self._weights.values():
-            if not weight.untyped_storage().size():  # released; a refit writes every element
-                weight.untyped_storage().resize_(weight.nbytes)
+        for memory in (self._stored, self._copies):
+            memory.take(memory.num_bytes)
 
     def update_weights(self, bucket: Sequence[WeightSlice]) -> None:
         """Copies a bucket into place.
@@ -165,28 +182,33 @@ class NativeEngine(RolloutEngine):
         self._asleep = False
 
     def release(self) -> None:
-        """Gives back stored weights and packed copies; the tensors stay, emptied."""
+        """Gives back the memory of stored weights and their copies; the tensors stay, and must not be read."""
         self._drop_cache()
         self._whole = False
         self.policy_version = -1
         self._model.forget()
-        for weight in self._weights.values():
-            weight.untyped_storage().resize_(0)
+        for memory in (self._stored, self._copies):
+            memory.release()
 
     def close(self) -> None:
         """Releases everything; the engine cannot be used again."""
+        self._graphs = None
         self.sleep()
-        self._whole = False
+        self.release()
         self._weights.clear()
         self._model.release()
 
     def stats(self) -> dict[str, float]:
-        """Of the last `generate`: prefill and decode tokens and seconds, decode_steps, max_running, kv_cache_bytes."""
+        """Returns figures of the last `generate`.
+
+        prefill and decode tokens and seconds, decode_steps, max_running, kv_cache_bytes, captured_graphs.
+        """
         return dict(self._stats)
 
     def _drop_cache(self) -> None:
-        self._graphs = None
-        self._rows = None
+        """Gives back the memory of the cache and the rows; captured graphs stay, and find both where they were."""
+        if self._rows is not None:
+            self._rows.sleep()
         self._cache.free()
 
     # generation -------------------------------------------------------------------------------------------------------
@@ -220,20 +242,19 @@ class NativeEngine(RolloutEngine):
         config = self.spec.config
         longest = min(config.longest_prompt + sampling.max_tokens, self.spec.max_len)
         limit = min(config.max_num_seqs, config.max_num_batched_tokens, feed.most)
-        self._rows = self._reserve(limit, longest, sampling.max_tokens, limit)
+        num_rows = self._reserve(limit, longest, sampling.max_tokens, limit)
 
         def check(prompts: Sequence[Prompt], room: int) -> None:
             check_prompts(prompts, self.spec, replace(sampling, max_tokens=room), longest=longest - room)
 
         try:
             kind = partial(Stream, feed, check)
-            num_rows = min(limit, self._cache.num_rows)
-            stream = self._generation(kind, (), sampling, num_rows, self._rows)
+            stream = self._generation(kind, (), sampling, num_rows, min(limit, num_rows))
             begun = stream.until_stopped(self.policy_version)
         except (RuntimeError, UserError):
             self._drop_cache()
             raise
-        self._stats = {**stream.stats, "kv_cache_bytes": float(self._cache.allocated_bytes)}
+        self._stats = self._figures(stream)
         return begun
 
     def _check_ready(self) -> None:
@@ -253,17 +274,22 @@ class NativeEngine(RolloutEngine):
         wanted = limit
         if talk is not None:
             wanted = pool_rows(limit, len(prompts), sampling.n, self._cache.fitting(longest))
-        self._rows = self._reserve(wanted, longest, sampling.max_tokens, limit)
+        num_rows = self._reserve(wanted, longest, sampling.max_tokens, limit)
         try:
             kind = Generation if talk is None else partial(Session, talk)
-            num_rows, measured = min(limit, self._cache.num_rows), talk is None
-            generation = self._generation(kind, prompts, sampling, num_rows, self._rows, measured=measured)
+            running, measured = min(limit, num_rows), talk is None
+            generation = self._generation(kind, prompts, sampling, num_rows, running, measured=measured)
             rollouts = generation.run(self.policy_version)
         except (RuntimeError, UserError):
             self._drop_cache()  # what is not a number must not outlive the call in masked slots
             raise
-        self._stats = {**generation.stats, "kv_cache_bytes": float(self._cache.allocated_bytes)}
+        self._stats = self._figures(generation)
         return rollouts
+
+    def _figures(self, generation: Generation) -> dict[str, float]:
+        captured = 0 if self._graphs is None else self._graphs.num_captures - self._captured_before
+        more = {"kv_cache_bytes": self._cache.allocated_bytes, "captured_graphs": captured}
+        return generation.stats | {name: float(value) for name, value in more.items()}
 
     def _generation(
         self,
@@ -271,12 +297,12 @@ class NativeEngine(RolloutEngine):
         prompts: Sequence[Prompt],
         sampling: SamplingConfig,
         num_rows: int,
-        rows: Rows,
+        running: int,
         *,
         measured: bool = False,
     ) -> Loop:
-        """`measured`: see `Drafting.call`."""
-        config, drafts = self.spec.config, self._drafting
+        """Makes the loop of a call: `running` of its `num_rows` rows decode; `measured`: see `Drafting.call`."""
+        config, drafts, rows = self.spec.config, self._drafting, self._reserved
         return kind(
             sampling=replace(sampling, with_support=sampling.with_support and self.spec.leads_replica),
             model=self._model,
@@ -286,40 +312,53 @@ class NativeEngine(RolloutEngine):
             scheduler=Scheduler(
                 prompts,
                 sampling.n,
-                num_rows,
+                running,
                 room=sampling.max_tokens,
                 share_prefill=config.enable_prefix_caching,
-                parking=Parking(self._cache.num_rows),
+                parking=Parking(num_rows),
             ),
             stopping=Stopping(sampling, self.spec.decode, self.spec.device),
             max_prefill_tokens=config.max_num_batched_tokens,
             abandoned=Poll(self.told_to_stop, self.spec.tp_group, self.sampled),
-            speculation=None if drafts is None else drafts.call(sampling, num_rows, rows, measured=measured),
+            speculation=None if drafts is None else drafts.call(sampling, running, rows, measured=measured),
         )
 
-    def _reserve(self, wanted_rows: int, row_len: int, max_tokens: int, limit: int) -> Rows:
-        """Cache and row state for the call, of whose rows `limit` decode; kept where the shape is the last call's."""
-        before = (self._cache.num_rows, self._cache.row_len)
+    def _reserve(self, wanted_rows: int, row_len: int, max_tokens: int, limit: int) -> int:
+        """Takes cache and row state for a call, in the shape of earlier calls where that holds this one.
+
+        Args:
+            wanted_rows: Sequences that could have a row.
+            row_len: Tokens of the longest one.
+            max_tokens: Tokens of the longest response.
+            limit: Rows that decode.
+
+        Returns:
+            Rows that the call may use.
+        """
         record = record_of(self.spec.arch, self.spec.config)
         token_bytes = (record.token_bytes if record else 0) + (History.token_bytes() if self._drafting else 0)
         num_rows = self._cache.reserve(wanted_rows, row_len, row_len * token_bytes)
-        rows = self._rows
-        if rows is None or rows.shape != (num_rows, max_tokens) or before != (num_rows, self._cache.row_len):
-            rows = Rows(num_rows, max_tokens, self.spec.device, record)
-            self._graphs = None
-        limit = min(limit, num_rows)
-        if self._graphs is not None and self._graphs.num_rows != limit:
-            self._graphs = None
-        capture = self.spec.device.type == "cuda" and self._model.is_capturable and not self.spec.config.enforce_eager
-        if self._graphs is None and capture:
-            self._graphs = DecodeGraphs(self._decode_eagerly, limit, self._cache.row_len)
-        return rows
+        before = (0, 0) if self._rows is None else self._rows.shape
+        if self._rows is None or self._cache.num_rows > before[0] or max_tokens > before[1]:
+            self._rows = None  # its memory goes first
+            self._rows = Rows(self._cache.num_rows, max(max_tokens, before[1]), self.spec.device, record)
+        self._rows.wake()
+        if self._graphs is not None:
+            read = tuple(tensor.data_ptr() for tensor in self._model.reads)
+            place = (self._cache.addresses, self._rows.addresses, read)
+            self._graphs.begin(place, min(limit, num_rows), self._cache.row_len)
+            self._captured_before = self._graphs.num_captures
+        return num_rows
+
+    @property
+    def _reserved(self) -> Rows:
+        if self._rows is None:
+            raise RuntimeError("no rows are reserved")
+        return self._rows
 
     def _decode_eagerly(self, batch: int, length: int) -> Tensor:
         """Logits after the newest token of the first `batch` rows; attention reads `length` slots."""
-        if self._rows is None:
-            raise RuntimeError("no rows are reserved")
-        rows = self._rows
+        rows = self._reserved
         positions_B, tokens_B = rows.positions_S[:batch], rows.tokens_S[:batch]
         routed_BLK = None if rows.routed_SLK is None else rows.routed_SLK[:batch]
         decode_attention = self._model.operations.decode_attention

@@ -89,13 +89,20 @@ class Experts:
             for name, stack in zip(_STACKS, self._stacks, strict=True)
         )
 
-    def _linears(self) -> list[Linear]:
+    @property
+    def linears(self) -> list[Linear]:
+        """Products that are no grouped ones."""
         return [self._router, *self._gate_up, *self._down, *self._shared.values()]
+
+    @property
+    def reads(self) -> list[Tensor]:
+        """Tensors that a call reads."""
+        return [*self._stacks, *(tensor for linear in self.linears for tensor in linear.reads)]
 
     @property
     def copy_bytes(self) -> int:
         """Bytes that `refresh` takes beside the stored weights."""
-        return sum(linear.copy_bytes for linear in self._linears())
+        return sum(linear.copy_bytes for linear in self.linears)
 
     def workspace_bytes(self, num_tokens: int) -> int:
         """About what a call on so many tokens takes at its peak."""
@@ -104,12 +111,12 @@ class Experts:
 
     def refresh(self) -> None:
         """Takes in the stored values."""
-        for linear in self._linears():
+        for linear in self.linears:
             linear.refresh()
 
     def forget(self) -> None:
         """Lets go of the copies that `refresh` made."""
-        for linear in self._linears():
+        for linear in self.linears:
             linear.forget()
 
     def __call__(self, x_PH: Tensor) -> tuple[Tensor, Tensor]:

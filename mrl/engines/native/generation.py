@@ -33,6 +33,9 @@ from mrl.errors import UserError
 from mrl.functional.sampling import stream_key
 from mrl.types import Rollout
 
+BROKEN = 2
+"""Of a row whose logits are no distribution: the log-probability of its token is not a number, or -inf."""
+
 
 class Generation:
     """One call's work.
@@ -239,12 +242,12 @@ class Generation:
         rows = self._rows
         tokens_B, logprobs_B, kept = self._sampler.sample(logits_BV, rows.keys_S[index], rows.counts_S[index])
         rows.take(index, tokens_B, logprobs_B)
-        # one number a row comes to the host: 0 goes on, 1 ended, 2 or more: not a distribution
+        # one number a row comes to the host, for which it waits once: 0 goes on, 1 ended, 2: not a distribution
         ended_B = self._stopping.ended(rows.tokens_S[index], rows.counts_S[index], rows.rooms_S[index])
-        status = (ended_B + 2 * ~logprobs_B.isfinite()).tolist()
+        status = torch.where(logprobs_B > -math.inf, ended_B, BROKEN).tolist()  # false where it is not a number
         where = list(range(len(status))) if isinstance(index, slice) else index.tolist()
-        if max(status) >= 2:
-            self._refuse([where[i] for i, value in enumerate(status) if value >= 2])
+        if BROKEN in status:
+            self._refuse([where[i] for i, value in enumerate(status) if value == BROKEN])
         if kept is not None:
             add_step(*kept, [self._scheduler.running[row].kept for row in where])
         if self._speculation is not None:

@@ -1,28 +1,33 @@
 """The memory of keys and values: one row of contiguous slots for each running sequence.
 
 Owns the pool, its bound and its shape. Row r of every layer belongs to the sequence that decodes in row r; running
-sequences fill the first rows, so that a decode step reads views and gathers nothing. Keys are stored rotated.
+sequences fill the first rows, so that a decode step reads views and gathers nothing. Keys are stored rotated. A shape
+grows and does not shrink while the budget has room, and its addresses stay while the pool is away: captured CUDA graphs
+read it in the next step too.
 
 Shapes: S rows, K KV heads of this rank, T slots of a row, D head dim.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from mrl.engines.native.memory_range import MemoryRange
 from mrl.errors import UserError
 
 SLOT_MULTIPLE = 16
 """Rows are rounded up to this many slots."""
 
-ALIGNED = 64
-"""Bytes of a CPU's cache line, at a multiple of which its pool begins."""
-
 
 class KVCache:
-    """Keys and values of all layers, allocated for one `generate` and kept while they fit the next.
+    """Keys and values of all layers.
+
+    Attributes:
+        num_rows: S; at least what the last `reserve` returned.
+        row_len: T; at least what the last `reserve` asked for.
+        keys: Keys of each layer [S, K, T, D]; empty while the pool is away.
+        values: Values of each layer [S, K, T, D]; empty while the pool is away.
 
     Args:
         num_layers: Layers.
@@ -50,8 +55,7 @@ class KVCache:
         self._shape = (num_layers, num_kv_heads, head_dim)
         self._dtype = dtype
         self._device = device
-        self._pool: Tensor | None = None
-        self._memory: torch.cuda.MemPool | None = None
+        self._range: MemoryRange | None = None
         self._rows = torch.empty(0)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
@@ -89,42 +93,43 @@ class KVCache:
                 f"sequence of {row_len} tokens takes {row_bytes / 2**20:.1f} MiB. Raise it, shorten "
                 "rollout.prompt_length or rollout.response_length, or raise rollout.tensor_model_parallel_size."
             )
-        if self._pool is not None and (rows, slots) == (self.num_rows, self.row_len):
-            return rows
-        elements = 2 * layers * rows * heads * slots * dim
-        if self._pool is None or self._pool.numel() < elements:
-            self.free()
-            self._pool = self._allocate(elements)
-        self.num_rows, self.row_len = rows, slots
-        self._rows = self._pool[:elements].view(2, layers, rows, heads, slots, dim)
-        self.keys, self.values = list(self._rows[0]), list(self._rows[1])
+        if rows > self.num_rows or slots > self.row_len:
+            most = max(rows, self.num_rows), max(slots, self.row_len)
+            slot_bytes = self.token_bytes + -(-other_row_bytes // slots)
+            self.num_rows, self.row_len = most if most[0] * most[1] * slot_bytes <= self.budget_bytes else (rows, slots)
+            self._rows = torch.empty(0)
+        if not self._rows.numel():
+            self._rows = self._take(2, layers, self.num_rows, heads, self.row_len, dim)
+            self.keys, self.values = list(self._rows[0]), list(self._rows[1])
         return rows
 
-    def _allocate(self, elements: int) -> Tensor:
-        """Zeros; on a GPU in memory of its own: what is allocated while the pool is away must not settle in its place.
-
-        On a CPU the system gives pages of zeros when they are touched, and most of a row is never reached.
-        """
-        if self._device.type == "cpu":
-            pages = torch.from_numpy(np.zeros(elements * self._dtype.itemsize + ALIGNED, dtype=np.uint8))
-            first = -pages.data_ptr() % ALIGNED
-            return pages[first : first + elements * self._dtype.itemsize].view(self._dtype)
-        self._memory = torch.cuda.MemPool()
-        with torch.cuda.use_mem_pool(self._memory, self._device):
-            return torch.zeros(elements, dtype=self._dtype, device=self._device)
+    def _take(self, *shape: int) -> Tensor:
+        """Returns the pool; memory that it did not hold before is zero."""
+        needed = torch.Size(shape).numel() * self._dtype.itemsize
+        if self._range is None or needed > self._range.num_bytes:
+            # addresses cost nothing on a GPU: with those of the whole budget the pool grows in place
+            most = self.budget_bytes if self._device.type == "cuda" else 0
+            self._range = None
+            self._range = MemoryRange(max(needed, most), self._device)
+        self._range.take(needed)
+        return self._range.tensor(0, shape, self._dtype)
 
     def free(self) -> None:
-        """Gives the memory back, on a GPU to the device; `reserve` takes it again."""
-        self._pool = None
+        """Gives the memory back; `reserve` takes it again, at the same addresses and in the same shape."""
         self._rows = torch.empty(0)
-        self._memory = None
         self.keys, self.values = [], []
-        self.num_rows = self.row_len = 0
+        if self._range is not None:
+            self._range.release()
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of the pool now."""
-        return 0 if self._pool is None else self._pool.numel() * self._pool.element_size()
+        return 0 if self._range is None else self._range.held_bytes
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where and in what shape the pool is, for what captured it; the pool is not away."""
+        return self._rows.data_ptr(), *self._rows.shape
 
     def tell_alike(self, told: tuple[list[int], list[int]]) -> None:
         """For each row another one, and how many first slots of both hold the same, until this is told again."""

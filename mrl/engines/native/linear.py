@@ -61,6 +61,22 @@ class Linear:
             self._form = form_of(tuple(weight.shape), dtype, compiled=compiled)
         self._weight, self._bias = weight, bias
         self._packed: Tensor | None = None
+        self._copy: Tensor | None = None
+
+    @property
+    def copy(self) -> tuple[torch.Size, torch.dtype] | None:
+        """Shape and dtype of the copy of the weight for which `copy_into` may give memory; None: there is none."""
+        weight, _ = self._stored
+        return (weight.shape, self._dtype) if self._form is None and weight.dtype != self._dtype else None
+
+    def copy_into(self, memory: Tensor) -> None:
+        """Makes `refresh` write the copy of the weight there; what is captured of it stays valid."""
+        self._copy = memory
+
+    @property
+    def reads(self) -> list[Tensor]:
+        """Tensors that a product reads."""
+        return [self._weight] if self._bias is None else [self._weight, self._bias]
 
     @property
     def copy_bytes(self) -> int:
@@ -85,11 +101,12 @@ class Linear:
         """Takes in the stored values."""
         weight, bias = self._stored
         self._bias = None if bias is None else bias.to(self._dtype)
-        if self._scales is None:
+        if self._scales is not None:
+            self._weight = self._scales.weight(weight, self._copy, self._dtype)
+        elif self._copy is not None:
+            self._weight = self._copy.copy_(weight)
+        else:
             self._weight = weight.to(self._dtype)
-        else:  # a copy that CUDA graphs have captured keeps its address
-            kept = None if self._form is not None or self._weight is weight else self._weight
-            self._weight = self._scales.weight(weight, kept, self._dtype)
         if self._form is not None:
             earlier = self._packed if self._form.in_place else None
             self._packed = None

@@ -133,6 +133,19 @@ class Decoder:
         self._layers: list[_Layer] = []
         self._final_norm = weights["final_norm"]
 
+    @property
+    def reads(self) -> list[Tensor]:
+        """Tensors that a forward reads beside its arguments and the cache; complete after `refresh`."""
+        norms = [x for each in self._layers for x in (each.input_norm, each.post_norm, *(each.head_norms or ()))]
+        parts = [tensor for part in self._parts() for tensor in part.reads]
+        return [self._embed_table, self._final_norm, self._heads.cos, self._heads.sin, *norms, *parts]
+
+    @property
+    def copied(self) -> list[Linear]:
+        """Products that need a copy of their weight in another dtype."""
+        linears = [*self._linears.values(), *(linear for part in self._experts for linear in part.linears)]
+        return [linear for linear in linears if linear.copy is not None]
+
     def later_bytes(self, num_tokens: int) -> int:
         """Bytes that are taken after the stored weights: copies of them, and the experts' work on so many tokens."""
         copies = sum(part.copy_bytes for part in self._parts())

@@ -1,6 +1,7 @@
 """What the device knows of each running sequence: its newest token, where it stands, and what it has sampled.
 
-Owns the per-row tensors of decoding. Addresses stay the same, so that a captured graph can read them.
+Owns the per-row tensors of decoding. Their addresses stay the same, also while their memory is given back, so that a
+captured graph can read them.
 
 Shapes: S rows, T longest response, L layers, K experts of a token.
 """
@@ -14,8 +15,12 @@ import torch
 from torch import Tensor
 
 from mrl.config import RolloutConfig
+from mrl.engines.native.memory_range import tensors_in_range
 from mrl.models.base import ArchSpec
 from mrl.weights.tensors import choice_dtype
+
+ADVANCING = slice(1, 3)
+"""Positions and counts, of the state of all rows."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +67,40 @@ class Rows:
     def __init__(self, num_rows: int, max_tokens: int, device: torch.device, record: Record | None = None) -> None:
         """Allocates; `record`: of experts, where they are recorded."""
         self.shape = (num_rows, max_tokens)
-        self._state_5S = torch.zeros(5, num_rows, dtype=torch.int64, device=device)
-        self.tokens_S, self.positions_S, self.counts_S, self.keys_S, self.rooms_S = self._state_5S.unbind()
-        self.response_ST = torch.zeros(num_rows, max_tokens, dtype=torch.int64, device=device)
-        self.logprobs_ST = torch.zeros(num_rows, max_tokens, dtype=torch.float32, device=device)
-        self._index_S = torch.arange(num_rows, device=device)
-        self.routed_SLK: Tensor | None = None
+        wanted = [
+            ((5, num_rows), torch.int64),
+            ((num_rows,), torch.int64),
+            ((num_rows, max_tokens), torch.int64),
+            ((num_rows, max_tokens), torch.float32),
+        ]
         if record is not None:
             shape_LK = (record.num_layers, record.top_k)
-            self.routed_SLK = torch.zeros(num_rows, *shape_LK, dtype=record.dtype, device=device)
-            self._routed_STLK = torch.zeros(num_rows, max_tokens, *shape_LK, dtype=record.dtype, device=device)
+            wanted += [((num_rows, *shape_LK), record.dtype), ((num_rows, max_tokens, *shape_LK), record.dtype)]
+        self._range, (self._state_5S, self._index_S, self.response_ST, self.logprobs_ST, *routed) = tensors_in_range(
+            wanted, device
+        )
+        self.tokens_S, self.positions_S, self.counts_S, self.keys_S, self.rooms_S = self._state_5S.unbind()
+        self.routed_SLK: Tensor | None = None
+        if record is not None:
+            self.routed_SLK, self._routed_STLK = routed
+        self._number()
+
+    def _number(self) -> None:
+        torch.arange(self.shape[0], out=self._index_S)
+
+    def wake(self) -> None:
+        """Takes the memory that `sleep` gave back; all rows are empty then."""
+        if self._range.take(self._range.num_bytes):
+            self._number()
+
+    def sleep(self) -> None:
+        """Gives the memory back; the rows must not be used until `wake`."""
+        self._range.release()
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where and in what shape the rows are, for what captured them."""
+        return self._state_5S.data_ptr(), *self.shape
 
     def begin(
         self, rows: Sequence[int], prompt_lens: Sequence[int], keys: Sequence[int], rooms: Sequence[int]
@@ -99,8 +128,10 @@ class Rows:
         self.response_ST[rows, counts] = tokens
         self.logprobs_ST[rows, counts] = logprobs
         self.tokens_S[index] = tokens
-        self.counts_S[index] += 1
-        self.positions_S[index] += 1
+        if isinstance(index, slice):
+            self._state_5S[ADVANCING, index].add_(1)  # += would copy the result onto itself
+        else:
+            self._state_5S[ADVANCING, index] += 1
 
     def put(
         self, rows_P: Tensor, offsets_P: Tensor, tokens_P: Tensor, logprobs_P: Tensor, routed_PLK: Tensor | None

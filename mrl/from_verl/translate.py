@@ -17,7 +17,7 @@ from mrl.engines.trtllm.fields import needs_mpi
 from mrl.errors import UserError
 from mrl.from_verl.critic import SCHEDULES, critic
 from mrl.from_verl.distillation import distillation, without_the_task
-from mrl.from_verl.line import Settings
+from mrl.from_verl.hydra import Settings
 from mrl.from_verl.objective import objective
 from mrl.from_verl.off_policy import batch_size, differs, num_steps, with_recipes
 from mrl.from_verl.reward import reward
@@ -59,12 +59,13 @@ def translate(given: Settings) -> Translation:
     Raises:
         UserError: The advantage estimator is not there, or a value is of another type than expected.
     """
+    notes = getattr(given, "notes", [])
     given = with_recipes(dict(given))
     verl = VerlRun(given)
     values: dict[str, Any] = {}
     for part in (_data, _model, _actor, _passed, _parallel, rollout, _algorithm, reward, _trainer):
         values.update(pair for pair in part(verl) if pair[1] is not None)
-    typed, defaults = Values(Config), Values(Config)
+    typed, defaults = Values(Config), Config()
     tree: dict[str, Any] = {}
     for key, value in values.items():
         try:
@@ -72,7 +73,7 @@ def translate(given: Settings) -> Translation:
         except UserError as error:
             verl.notes[key] = f"left out: {error}"
             continue
-        if _at(defaults.made("at its default"), key) != value:
+        if _at(defaults, key) != value:
             _put(tree, key, value)
     config = typed.made("from verl's settings")
     for key, value in without_refused(config, verl.notes):
@@ -80,6 +81,7 @@ def translate(given: Settings) -> Translation:
         if value is not None:
             _put(tree, key, value)
     found = Translation(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+    found.missing += notes
     found.num_nodes = _whole(given, "trainer.nnodes", 1) + tree.get("rollout", {}).get("nnodes", 0)
     found.gpus_per_node = _whole(given, "trainer.n_gpus_per_node", 8)
     found.via = "mpirun" if needs_mpi(config.rollout) else "torchrun"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from mrl.errors import UserError
-from mrl.from_verl.line import Settings
+from mrl.from_verl.hydra import Settings
 from mrl.peers.verl_keys import ACTOR, MAPS, MEGATRON, ROLLOUT
 
 NUMBERS = {

@@ -6,7 +6,7 @@ would have made. Which key goes where, and why some go nowhere, is in `peers/ver
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,16 +17,16 @@ from mrl.engines.trtllm.fields import needs_mpi
 from mrl.errors import UserError
 from mrl.from_verl.critic import SCHEDULES, critic
 from mrl.from_verl.distillation import distillation, without_the_task
-from mrl.from_verl.hydra import Settings
 from mrl.from_verl.objective import objective
 from mrl.from_verl.off_policy import batch_size, differs, num_steps, with_recipes
 from mrl.from_verl.reward import reward
 from mrl.from_verl.rollout import lengths, rollout, without_refused
 from mrl.from_verl.rollout_correction import rollout_correction
 from mrl.from_verl.translation import Translation
-from mrl.from_verl.verl_run import VerlRun, shown
+from mrl.from_verl.verl_run import VerlRun, is_unset, shown
 from mrl.megatron_fields.table import TABLE, is_own
 from mrl.peers import verl_keys
+from mrl.peers.verl_before import with_names_of_now
 from mrl.peers.verl_keys import (
     ACTOR,
     DDP,
@@ -39,6 +39,7 @@ from mrl.peers.verl_keys import (
     ROLLOUT,
     ROOT,
     is_harmless,
+    not_read,
     verdict,
 )
 from mrl.schema.keys import nested
@@ -49,8 +50,11 @@ Pair = tuple[str, Any]
 KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs",
       "k1+": "k1+", "kl+": "k1+", "k3+": "k3+", "low_var_kl+": "k3+"}  # fmt: skip
 
+KL_IN_REWARD = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Advantage estimators whose advantages take a KL of each token."""
 
-def translate(given: Settings) -> Translation:
+
+def translate(given: Mapping[str, Any]) -> Translation:
     """The config that means what verl's settings mean.
 
     Args:
@@ -60,7 +64,7 @@ def translate(given: Settings) -> Translation:
         UserError: The advantage estimator is not there, or a value is of another type than expected.
     """
     notes = getattr(given, "notes", [])
-    given = with_recipes(dict(given))
+    given = with_recipes(with_names_of_now(given))
     verl = VerlRun(given)
     values: dict[str, Any] = {}
     for part in (_data, _model, _actor, _passed, _parallel, rollout, _algorithm, reward, _trainer):
@@ -82,8 +86,8 @@ def translate(given: Settings) -> Translation:
             _put(tree, key, value)
     found = Translation(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
     found.missing += notes
-    found.num_nodes = _whole(given, "trainer.nnodes", 1) + tree.get("rollout", {}).get("nnodes", 0)
-    found.gpus_per_node = _whole(given, "trainer.n_gpus_per_node", 8)
+    found.num_nodes = _whole(verl, "trainer.nnodes", 1) + tree.get("rollout", {}).get("nnodes", 0)
+    found.gpus_per_node = _whole(verl, "trainer.n_gpus_per_node", 8)
     found.via = "mpirun" if needs_mpi(config.rollout) else "torchrun"
     found.differs = [
         *_differs(verl, found.num_nodes * found.gpus_per_node),
@@ -245,7 +249,7 @@ def _task(verl: VerlRun) -> Iterator[Pair]:
     if verl["algorithm.filter_groups.enable"]:
         yield "algorithm.dynamic_sampling", True
         yield "algorithm.max_sampling_rounds", verl["algorithm.filter_groups.max_num_gen_batches"] or None
-    yield from rollout_correction(verl.given, verl.notes)
+    yield from rollout_correction(verl)
 
 
 def _kl(verl: VerlRun) -> Iterator[Pair]:
@@ -256,6 +260,12 @@ def _kl(verl: VerlRun) -> Iterator[Pair]:
     elif verl["algorithm.use_kl_in_reward"]:
         place, coef, kind = "reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"
     else:
+        return
+    if place == "reward" and verl["algorithm.adv_estimator"] not in KL_IN_REWARD:
+        verl.notes["algorithm.use_kl_in_reward"] = (
+            "its advantage is one number of a response, and a KL in the reward needs one of each token: "
+            "algorithm.name=reinforce_pp has it, or algorithm.kl_in=loss"
+        )
         return
     yield "algorithm.kl_in", place
     yield "algorithm.kl_coef", verl[coef]
@@ -269,7 +279,7 @@ def _kl(verl: VerlRun) -> Iterator[Pair]:
 def _trainer(verl: VerlRun) -> Iterator[Pair]:
     yield "train.batch_size", batch_size(verl)
     minibatch = verl[f"{ACTOR}ppo_mini_batch_size"]
-    yield "train.minibatch_size", None if minibatch == batch_size(verl) else minibatch
+    yield "train.minibatch_size", None if minibatch >= batch_size(verl) else minibatch
     yield "train.num_epochs", verl["trainer.total_epochs"]
     yield "train.num_steps", num_steps(verl)
     if verl["data.val_files"]:
@@ -310,6 +320,11 @@ def _sort(verl: VerlRun, found: Translation) -> None:
     found.moot += [f"{key}: {why}" for key, why in verl.decided.items()]
     for key, why in verl.notes.items():
         found.missing.append(f"{key}={shown(verl.given.get(key))}: {why}" if key in verl.given else f"{key}: {why}")
+    unread = verl.unread()
+    for key, value in unread.items():
+        loud, why = not_read(key)
+        if key not in verl.notes and key not in verl.decided:
+            (found.missing if loud else found.moot).append(f"{key}={shown(value)}: {why}")
     for key, value in verl.given.items():
         what = verdict(key)
         if what.kind == "unknown":
@@ -320,11 +335,15 @@ def _sort(verl: VerlRun, found: Translation) -> None:
             found.moot.append(f"{key}: {what.text}")
 
 
-def _whole(given: Settings, key: str, default: int) -> int:
-    value = given.get(key, default)
+def _whole(verl: VerlRun, key: str, default: int) -> int:
+    """A number of hosts or GPUs; a script may ask the machine for it, which is then not known."""
+    value = verl.given.get(key, default)
+    if value in (0, None) or (isinstance(value, str) and is_unset(value)):
+        verl.notes[key] = f"it depends on the machine or on a variable that is not set; {default} is taken"
+        return default
     if type(value) is not int or value < 1:
         raise UserError(f"{key}={shown(value)} came, expected a whole number above 0.")
-    return int(value)
+    return value
 
 
 def _at(config: Any, key: str) -> Any:

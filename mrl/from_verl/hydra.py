@@ -181,8 +181,9 @@ def _folders(path: str | None, place: Place) -> Iterator[Path]:
         relative = relative.relative_to(Path.cwd())
     script = place.script
     for above in [] if script is None else [script, *script.parents]:
-        yield above / relative
         yield above / "verl" / "trainer" / relative
+        for first in range(len(relative.parts)):  # the script may expect to lie deeper in another repository
+            yield above.joinpath(*relative.parts[first:])
 
 
 def _find(stem: str, folders: Sequence[Path]) -> Path | None:

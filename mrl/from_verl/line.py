@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mrl.errors import UserError
 from mrl.from_verl.hydra import Place, Settings, config_file, parse, with_references
+from mrl.from_verl.sft import is_sft
 from mrl.from_verl.script import NOT_SET, Expansion, expand
 from mrl.peers.verl_async import RECIPES
 from mrl.peers.verl_trainers import is_verls, kind, program, why_not
@@ -49,6 +50,7 @@ def read(words: Sequence[str]) -> Settings:
         found = _script(_text(words[0]), "stdin.sh" if words[0] == STDIN else words[0], words[1:], place)
     else:
         found = _command(list(words), place)
+    found.sft = found.sft or is_sft(found)
     return with_references(found)
 
 
@@ -92,10 +94,9 @@ def _script(text: str, name: str, arguments: Sequence[str], place: Place) -> Set
     if len(runs) > 1:
         found.notes.append(f"'{name}' starts {len(runs)} different runs; this is the first: {_brief(runs[0])}")
     for variable in expansion.unset:
-        found.notes.append(
-            f"${variable}: '{name}' reads this variable and nothing sets it. {variable}{NOT_SET} stands in its place; "
-            f"set it with {variable}=... before mrl from-verl"
-        )
+        stands = f"ARGUMENT_{variable}{NOT_SET}" if variable.isdigit() else f"{variable}{NOT_SET}"
+        remedy = "give it after the script" if variable.isdigit() else f"set it with {variable}=... before mrl from-verl"
+        found.notes.append(f"${variable}: '{name}' reads it and nothing sets it. {stands} stands in its place; {remedy}")
     for file in dict.fromkeys(expansion.lacks):
         found.notes.append(f"'{file}': '{name}' reads this script, which cannot be read; what it sets is not known")
     return found
@@ -143,8 +144,21 @@ def _command(words: list[str], place: Place) -> Settings:
     if starts and not is_verls(name):
         found.notes.append(f"{name}: another project's copy of verl's trainer; what its code changes is not known here")
     found.sft = kind(name) == "sft"
+    if found.sft:
+        for key, size in _launched(words[: starts[0]]).items():
+            found.setdefault(key, size)
     for recipe, defaults in RECIPES.items():
         if recipe in name:
             for key, value in defaults.items():
                 found.setdefault(key, value)
+    return found
+
+
+def _launched(words: Sequence[str]) -> dict[str, int]:
+    """Hosts and GPUs of a host, as torchrun is told."""
+    text = " ".join(words)
+    found = {}
+    for key, option in (("trainer.nnodes", "nnodes"), ("trainer.n_gpus_per_node", "nproc[-_]per[-_]node")):
+        if match := re.search(rf"--{option}[= ](\d+)(?!\S)", text):
+            found[key] = int(match[1])
     return found

@@ -54,9 +54,10 @@ class Expansion:
 
     Attributes:
         commands: Words of each command line, in order.
-        unset: Variables that the script needs and nothing sets; `NAME_IS_NOT_SET` is their value here.
+        unset: Variables and positions of arguments that the script needs and nothing sets. `NAME_IS_NOT_SET` and
+            `ARGUMENT_1_IS_NOT_SET` are their values here.
         lacks: Scripts that it sources and that do not exist.
-        said: What bash and the script printed on stderr.
+        said: What bash and the script printed.
         status: Exit status of the script.
     """
 
@@ -87,11 +88,12 @@ def expand(text: str, name: str, arguments: Sequence[str] = ()) -> Expansion:
     by_path: set[str] = set()
     unset: dict[str, str] = {}
     lacks: list[str] = []
+    positions: list[str] = []
     found = Expansion()
     for _ in range(ROUNDS):
         records, said, status = _run(text, name, arguments, texts, by_path, unset)
         found = Expansion(
-            [words for kind, words in records if kind == "run"], list(unset), lacks, said, status,
+            [words for kind, words in records if kind == "run"], [*positions, *unset], lacks, said, status,
         )  # fmt: skip
         wanted = [(kind, words[0]) for kind, words in records if kind != "run" and words[0] not in texts]
         for kind, key in wanted:
@@ -100,21 +102,33 @@ def expand(text: str, name: str, arguments: Sequence[str] = ()) -> Expansion:
         by_path |= paths
         if wanted or paths:
             continue
-        needed = set() if found.trainers else _needed(text, said) - set(unset)
-        unset |= {variable: f"{variable}{NOT_SET}" for variable in sorted(needed) if not variable.endswith(NOT_SET)}
-        if not needed or all(variable.endswith(NOT_SET) for variable in needed):
+        if found.trainers:
             break
+        needed = [one for one in _needed(text, said) if one not in unset and not one.endswith(NOT_SET)]
+        unset |= {variable: f"{variable}{NOT_SET}" for variable in needed}
+        if not needed:
+            if not status or arguments or not (count := _positions(text, said)):
+                break
+            arguments = [f"ARGUMENT_{position}{NOT_SET}" for position in range(1, count + 1)]
+            positions = [str(position) for position in range(1, count + 1)]
     return found
 
 
-def _needed(text: str, said: str) -> set[str]:
+def _positions(text: str, said: str) -> int:
+    """Returns how many arguments the script demands: it counts them, or stops where one is not set."""
+    if "$#" not in text and not re.search(r"line \d+: \$?[1-9]: unbound variable", said):
+        return 0
+    return max(map(int, re.findall(r"\$\{?([1-9])", text)), default=0)
+
+
+def _needed(text: str, said: str) -> list[str]:
     """Names of variables without which the script stops: unset under `set -u`, or by `${NAME:?}`."""
     stopped = {match[1]: match[0] for match in _UNSET.finditer(said)}
-    return {
+    return [
         name
         for name, line in stopped.items()
         if line.endswith("unbound variable") or re.search(rf"\$\{{{name}:?\?", text)
-    }
+    ]
 
 
 def _read(path: str, lacks: list[str]) -> str:
@@ -180,13 +194,13 @@ def _filled(
 def _communicate(words: list[str], environment: dict[str, str], fd: int, name: str) -> tuple[str, int]:
     try:
         process = subprocess.Popen(
-            words, env=environment, pass_fds=(fd,), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE, start_new_session=True,
+            words, env=environment, pass_fds=(fd,), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     except (OSError, ValueError) as error:
         raise UserError(f"'{name}' cannot be expanded by bash: {error}. Give its command line instead.") from error
     try:
-        _, said = process.communicate(timeout=LIMIT_S)
+        said, _ = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired as error:
         raise UserError(
             f"'{name}' does not come to an end in {LIMIT_S} s when bash expands it: it waits for something. Give its "

@@ -15,6 +15,9 @@ RENAMED: dict[str, str] = {
 """Key before -> key now."""
 
 TOKEN_LEVEL = f"{_ACTOR}use_token_level_loss"
+REJECTION = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+"""`rollout_rs` of verl 0.7 -> of 0.9.1, where a threshold has both bounds."""
+_CORRECTION = "algorithm.rollout_correction.rollout_rs"
 AGGREGATION = f"{_ACTOR}loss_agg_mode"
 
 
@@ -26,4 +29,12 @@ def with_names_of_now(given: Mapping[str, Any]) -> dict[str, Any]:
             found.setdefault(AGGREGATION, "token-mean" if value else "seq-mean-token-mean")
         elif key in RENAMED and value is not None:
             found.setdefault(RENAMED[key], value)
+    rejection = given.get(_CORRECTION)
+    if rejection in REJECTION:
+        upper, lower = (given.get(f"{_CORRECTION}_threshold{side}") for side in ("", "_lower"))
+        upper = 2.0 if upper is None else upper
+        bounds = {_CORRECTION: REJECTION[rejection]}
+        if isinstance(upper, (int, float)):
+            bounds[f"{_CORRECTION}_threshold"] = f"{1 / upper if lower is None else lower:.6g}_{upper:.6g}"
+        given = {key: value for key, value in given.items() if key != f"{_CORRECTION}_threshold_lower"} | bounds
     return found | {key: value for key, value in given.items() if key not in RENAMED and key != TOKEN_LEVEL}

@@ -20,7 +20,7 @@ readonly PATH=@programs@
 MRL_PATH=@path@ MRL_SOURCE=(@source@) MRL_DEPTH=0 MRL_SLEEPS=0
 MRL_KEYS=(@keys@) MRL_TEXTS=(@texts@)
 trap '' PIPE
-exec {BASH_XTRACEFD}>/dev/null
+exec {BASH_XTRACEFD}>/dev/null @nowhere@>/dev/null
 mrl_say() { local kind=$1; shift; printf '%s\0' "$kind" "$#" "$@" >&@fd@; }
 mrl_whole() {
   local part parts whole= IFS=/
@@ -60,7 +60,7 @@ mrl_stdin() {
 }
 mrl_inner() {
   (( MRL_DEPTH < 8 )) || return 0
-  ( MRL_DEPTH=$((MRL_DEPTH + 1)); set +eux; MRL_SOURCE=("$1"); BASH_ARGV0=$1; shift; eval "$MRL_FOUND" )
+  ( MRL_DEPTH=$((MRL_DEPTH + 1)); set +eux; MRL_SOURCE=("$1"); BASH_ARGV0=$1; shift; eval -- "$MRL_FOUND" )
   return 0
 }
 command_not_found_handle() {
@@ -73,7 +73,7 @@ command_not_found_handle() {
         case $index:${words[0]##*/} in 0:*|*:srun|*:sbatch|*:nohup|*:env|*:setsid|*:time|*:timeout|*:qsub)
           mrl_shell sh "${words[@]:index}"; return 0;;
         esac;;
-      *[[:space:]]*) [[ $word =~ @trainers@ ]] && { mrl_text text "$word" && mrl_inner "$0"; return 0; };;
+      *[[:space:]]*) [[ $word =~ @trainers@ ]] && { mrl_text text "${word#--wrap=}" && mrl_inner "$0"; return 0; };;
       *) [[ $word =~ @trainers@ ]] && break;;
     esac
   done
@@ -104,7 +104,7 @@ source() {
   file=$(mrl_whole "$1"); shift
   mrl_text source "$file" || return 0
   MRL_SOURCE=("$file" "${MRL_SOURCE[@]}")
-  eval "$MRL_FOUND"
+  eval -- "$MRL_FOUND"
   MRL_SOURCE=("${MRL_SOURCE[@]:1}")
 }
 .() { source "$@"; }

@@ -1,4 +1,4 @@
-"""Removal of output redirections from a shell script, which restricted bash refuses.
+"""Replacement of output redirections in a shell script, which restricted bash refuses.
 
 A small scanner of bash's syntax: a `>` is a redirection only outside quotes, comments, here-documents, `[[ ]]` and
 arithmetic.
@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import re
 
+NOWHERE = 57
+"""A descriptor that is open on /dev/null when the script is expanded."""
+
+_STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}
 _OPERATOR = re.compile(r"&>>?|(?:\{\w+\})?\d*(?:>>|>\||<>|>)")
 _DUPLICATE = re.compile(r"&(?:\d+-?|-)")  # of a descriptor, which restricted bash allows
 _HEREDOC = re.compile(r"<<(-?)[ \t]*(?:'([^'\n]+)'|\"([^\"\n]+)\"|\\?([^\s'\"\\;&|<>()]+))")
@@ -16,13 +20,13 @@ _STARTS_A_WORD = set(" \t\n;&|()`{")
 
 
 def without_redirections(script: str) -> str:
-    """Returns the script without redirections of output into files and processes; `2>&1` and its like stay."""
+    """Returns the script with each redirection into a file made one to descriptor NOWHERE, those into processes gone."""
     return _Scanner(script).scan()
 
 
 class _Scanner:
     def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
+        self.text, self.at, self.end = text, 0, ""
         self.out: list[str] = []
         self.heredocs: list[tuple[str, bool]] = []
 
@@ -32,13 +36,13 @@ class _Scanner:
 
     def _commands(self, end: str) -> None:
         """Copies commands up to and with `end`, a bracket or a backquote; "" is the end of the text."""
-        cases = 0
+        outer, self.end, cases = self.end, end, 0
         while self.at < len(self.text):
             char = self.text[self.at]
             begins = self.at == 0 or self.text[self.at - 1] in _STARTS_A_WORD
             if char == end and not (end == ")" and cases):
                 self._copy(1)
-                return
+                break
             if char == "\n":
                 self._copy(1)
                 self._bodies()
@@ -50,7 +54,7 @@ class _Scanner:
                 self._arithmetic()
             elif self.text.startswith("[[", self.at) and begins:
                 self._copy_to("]]")
-            elif self.text.startswith("<(", self.at):
+            elif self.text.startswith(("<(", ">("), self.at):
                 self._nested(2, ")")
             elif char == "(" and not self.text.startswith("()", self.at):
                 self._nested(1, ")")
@@ -61,6 +65,7 @@ class _Scanner:
                 if begins and word and word[0] in ("case", "esac"):
                     cases += 1 if word[0] == "case" else -(cases > 0)
                 self._copy(len(word[0]) if word and not char.isdigit() else 1)
+        self.end = outer
 
     def _quoted(self, char: str) -> bool:
         """Copies an escape, a quotation or a substitution; False where none begins here."""
@@ -143,22 +148,32 @@ class _Scanner:
         self.heredocs.clear()
 
     def _redirection(self, after: int) -> None:
-        """Skips an operator and the word behind it."""
+        """Replaces a redirection, an operator and the word behind it."""
+        operator = self.text[self.at : after]
         if duplicate := _DUPLICATE.match(self.text, after):
             self._copy(duplicate.end() - self.at)
             return
-        kept, self.out = self.out, []  # what is scanned now is dropped
+        kept, self.out = self.out, []
+        of_both = operator.startswith("&") or self.text.startswith("&", after)
         self.at = after + self.text.startswith("&", after)
         while self.text[self.at : self.at + 1] in (" ", "\t"):
             self.at += 1
-        if self.text.startswith((">(", "<("), self.at):
+        into_a_process = self.text.startswith((">(", "<("), self.at)
+        if into_a_process:
             self._nested(2, ")")
         else:
-            while self.at < len(self.text) and self.text[self.at] not in " \t\n;&|<>()":
+            stops = " \t\n;&|<>()" + ("`" if self.end == "`" else "")
+            while self.at < len(self.text) and self.text[self.at] not in stops:
                 if not self._quoted(self.text[self.at]):
                     self._copy(1)
-        self.out = kept
-        self.out.append(" ")
+        target, self.out = "".join(self.out).strip("\"'"), kept
+        if into_a_process or "<>" in operator or "{" in operator:
+            self.out.append(" ")
+        elif of_both:
+            self.out.append(f">&{NOWHERE} 2>&{NOWHERE}")
+        else:
+            descriptor = re.match(r"\d*", operator)
+            self.out.append(f"{descriptor[0] if descriptor else ''}>&{_STREAMS.get(target, NOWHERE)}")
 
     def _copy(self, length: int) -> None:
         self.out.append(self.text[self.at : self.at + length])

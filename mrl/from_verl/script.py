@@ -20,7 +20,7 @@ from pathlib import Path
 
 from mrl.errors import UserError
 from mrl.from_verl.prelude import PRELUDE, PROGRAMS, RENAMED
-from mrl.from_verl.redirections import without_redirections
+from mrl.from_verl.redirections import NOWHERE, without_redirections
 from mrl.peers.verl_trainers import MENTIONED, program
 
 LIMIT_S = 20
@@ -185,6 +185,7 @@ def _filled(
 ) -> str:
     values = {
         "programs": shlex.quote(programs), "path": shlex.quote(path), "source": shlex.quote(source), "fd": fd,
+        "nowhere": str(NOWHERE),
         "keys": shlex.join(keys), "texts": shlex.join(texts), "trainers": f"({MENTIONED})".replace("\\b", ""),
         "slashes": "\n".join(f'{one}() {{ command_not_found_handle {one} "$@"; }}' for one in sorted(slashes)),
     }  # fmt: skip

@@ -213,14 +213,14 @@ def _searched(text: str, place: Place) -> Iterator[Path]:
     """Folders of an entry of `hydra.searchpath`."""
     if text.startswith("file://"):
         path = Path(text.removeprefix("file://"))
-        yield from [path] if path.is_absolute() or place.script is None else (
-            above / path for above in (Path(), place.script, *place.script.parents)
+        yield from (
+            [path]
+            if path.is_absolute() or place.script is None
+            else (above / path for above in (Path(), place.script, *place.script.parents))
         )
 
 
-def _entry(
-    entry: Any, file: Path, place: Place, notes: list[str], roots: list[Path], depth: int
-) -> dict[str, Any]:
+def _entry(entry: Any, file: Path, place: Place, notes: list[str], roots: list[Path], depth: int) -> dict[str, Any]:
     """The settings of one entry of a `defaults` list: `name`, `group/name`, `group@package: name`."""
     pairs = list(entry.items()) if isinstance(entry, dict) else [("", entry)]
     found: dict[str, Any] = {}

@@ -95,8 +95,12 @@ def _script(text: str, name: str, arguments: Sequence[str], place: Place) -> Set
         found.notes.append(f"'{name}' starts {len(runs)} different runs; this is the first: {_brief(runs[0])}")
     for variable in expansion.unset:
         stands = f"ARGUMENT_{variable}{NOT_SET}" if variable.isdigit() else f"{variable}{NOT_SET}"
-        remedy = "give it after the script" if variable.isdigit() else f"set it with {variable}=... before mrl from-verl"
-        found.notes.append(f"${variable}: '{name}' reads it and nothing sets it. {stands} stands in its place; {remedy}")
+        remedy = (
+            "give it after the script" if variable.isdigit() else f"set it with {variable}=... before mrl from-verl"
+        )
+        found.notes.append(
+            f"${variable}: '{name}' reads it and nothing sets it. {stands} stands in its place; {remedy}"
+        )
     for file in dict.fromkeys(expansion.lacks):
         found.notes.append(f"'{file}': '{name}' reads this script, which cannot be read; what it sets is not known")
     return found

@@ -3,9 +3,10 @@
 Restricted bash changes no file and starts no program by its path; with a read-only PATH of a few harmless programs it
 starts no other either. What a script would start, or asks of the machine, becomes a record on a descriptor:
 
-    kind NUL number of words NUL word NUL ...
+    process NUL word NUL word of the record NUL ... process NUL kind NUL NUL
 
-`run` is a command line; `text` and `file` are a shell text and a shell script that have to be rewritten first, and
+It is written in pieces that are too short to be torn apart by another process: `part` is a piece of a word, and line
+ends are written as byte 1. Of the kinds, `run` is a command line; `text` and `file` are a shell text and a shell script that have to be rewritten first, and
 `lacks` is a script that is sourced and does not exist.
 """
 
@@ -21,7 +22,15 @@ MRL_PATH=@path@ MRL_SOURCE=(@source@) MRL_DEPTH=0 MRL_SLEEPS=0
 MRL_KEYS=(@keys@) MRL_TEXTS=(@texts@)
 trap '' PIPE
 exec {BASH_XTRACEFD}>/dev/null @nowhere@>/dev/null
-mrl_say() { local kind=$1; shift; printf '%s\0' "$kind" "$#" "$@" >&@fd@; }
+mrl_say() {
+  local kind=$1 word; shift
+  for word in "$@"; do
+    word=${word//$'\n'/$'\1'}
+    while (( ${#word} > 900 )); do printf '%s\0' "$BASHPID" part "${word:0:900}" >&@fd@; word=${word:900}; done
+    printf '%s\0' "$BASHPID" word "$word" >&@fd@
+  done
+  printf '%s\0' "$BASHPID" "$kind" '' >&@fd@
+}
 mrl_whole() {
   local part parts whole= IFS=/
   case $1 in /*) set -f; parts=($1);; *) set -f; parts=($PWD/$1);; esac

@@ -95,7 +95,7 @@ def expand(text: str, name: str, arguments: Sequence[str] = ()) -> Expansion:
         found = Expansion(
             [words for kind, words in records if kind == "run"], [*positions, *unset], lacks, said, status,
         )  # fmt: skip
-        wanted = [(kind, words[0]) for kind, words in records if kind != "run" and words[0] not in texts]
+        wanted = [(kind, words[0]) for kind, words in records if kind != "run" and words and words[0] not in texts]
         for kind, key in wanted:
             texts[key] = _ready(key if kind == "text" else _read(key, lacks))
         paths = set(_RESTRICTED.findall(said)) - by_path
@@ -148,7 +148,9 @@ def _ready(text: str) -> str:
     """A script as restricted bash accepts it."""
     text = without_redirections(text.replace("\r\n", "\n"))
     for name, other in RENAMED.items():
-        text = re.sub(rf"(?<![\w.$]){name}(?=\+?=|\[)|(?<=\$){name}\b|(?<=\$\{{){name}\b|(?<=\$\{{[#!]){name}\b", other, text)
+        text = re.sub(
+            rf"(?<![\w.$]){name}(?=\+?=|\[)|(?<=\$){name}\b|(?<=\$\{{){name}\b|(?<=\$\{{[#!]){name}\b", other, text
+        )
     return text
 
 
@@ -158,7 +160,9 @@ def _run(
     """Records, stderr and exit status of one expansion."""
     bash = shutil.which("bash")
     if bash is None:
-        raise UserError(f"'{name}' is a shell script, and there is no bash to expand it. Give its command line instead.")
+        raise UserError(
+            f"'{name}' is a shell script, and there is no bash to expand it. Give its command line instead."
+        )
     environment = {key: value for key, value in os.environ.items() if key not in ("BASH_ENV", "ENV", "SHELLOPTS")}
     with tempfile.TemporaryDirectory(prefix="mrl-from-verl-") as folder:
         programs = Path(folder) / "programs"
@@ -217,6 +221,14 @@ def _communicate(words: list[str], environment: dict[str, str], fd: int, name: s
 
 
 def _records(raw: bytes) -> Iterator[tuple[str, list[str]]]:
-    fields = iter(raw.decode("utf-8", "replace").split("\0")[:-1])
-    for kind in fields:
-        yield kind, [next(fields, "") for _ in range(int(next(fields, "0")))]
+    """Yields kind and words of each record; see `prelude.py`."""
+    fields = raw.decode("utf-8", "replace").replace("\1", "\n").split("\0")[:-1]
+    words: dict[str, list[str]] = {}
+    parts: dict[str, str] = {}
+    for process, kind, text in zip(*[iter(fields)] * 3, strict=False):
+        if kind == "part":
+            parts[process] = parts.get(process, "") + text
+        elif kind == "word":
+            words.setdefault(process, []).append(parts.pop(process, "") + text)
+        else:
+            yield kind, words.pop(process, [])

@@ -66,7 +66,9 @@ def kind(name: str) -> str:
     """Returns "rl" or "sft" for a program whose settings are translated, "" for another."""
     if any(fnmatchcase(name, pattern) for pattern in REFUSED):
         return ""
-    return next((word for word, known in (("rl", RL), ("sft", SFT)) if any(fnmatchcase(name, one) for one in known)), "")
+    return next(
+        (word for word, known in (("rl", RL), ("sft", SFT)) if any(fnmatchcase(name, one) for one in known)), ""
+    )
 
 
 def why_not(name: str) -> str:
@@ -77,6 +79,7 @@ def why_not(name: str) -> str:
 def is_verls(name: str) -> bool:
     """Whether a program is verl's own, and not another project's copy."""
     return name.startswith(VERLS_OWN)
+
 
 CONFIGS = frozenset("""
 ppo_trainer ppo_megatron_trainer ppo_trainer_split dapo_trainer dapo_megatron_trainer dapo_transfer_queue_trainer

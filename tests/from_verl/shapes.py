@@ -93,7 +93,9 @@ STARTS = {
     ),
 }  # fmt: skip
 
-INNER = "#!/bin/bash\nif [ \"$1\" != --flag ]; then set -u; cd \"$(dirname \"$0\")\"; python3 -m verl.trainer.main_ppo \"$@\"; fi\n"
+INNER = (
+    '#!/bin/bash\nif [ "$1" != --flag ]; then set -u; cd "$(dirname "$0")"; python3 -m verl.trainer.main_ppo "$@"; fi\n'
+)
 """A script that others start: `inner.sh`."""
 
 COUNT = 60
@@ -107,5 +109,10 @@ def scripts(kind: str, step: int = 1) -> Iterator[tuple[int, str]]:
         start = STARTS[kind][number % len(STARTS[kind])]
         words, lines = " ".join(PAIRS), " \\\n    ".join(PAIRS)
         form = ARGUMENTS[number % len(ARGUMENTS)].format(words=words, lines=lines)
-        arrays = f"ARGS=({PAIRS[0]})\nARGS+=(\n    {chr(10).join(PAIRS[1:])}\n)\nPARAMS=\"{words.replace(chr(34), '')}\"\n"
-        yield number, head + VARIABLES + arrays + start.format(arguments=form, words=words.replace('"', ""), plain=plain) + "\n"
+        arrays = (
+            f'ARGS=({PAIRS[0]})\nARGS+=(\n    {chr(10).join(PAIRS[1:])}\n)\nPARAMS="{words.replace(chr(34), "")}"\n'
+        )
+        yield (
+            number,
+            head + VARIABLES + arrays + start.format(arguments=form, words=words.replace('"', ""), plain=plain) + "\n",
+        )

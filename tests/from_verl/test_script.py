@@ -95,7 +95,8 @@ x
 EOF
 mapfile -t PATH <<< /bin; rm kept
 coproc rm kept
-cat <(rm kept) >(rm kept)
+cat <(rm kept; echo > made)
+echo x | tee >(rm kept)
 history -w made
 python3 - <<EOF
 open("made", "w")
@@ -123,12 +124,14 @@ def attacks(victim):
 
 def test_no_way_around_the_confinement_of_a_script_has_an_effect(folder):
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as victim:
-        found = attacks(victim.pid)
-        with ThreadPoolExecutor(4) as pool:
-            expansions = list(pool.map(lambda text: expand(text, "run.sh"), found))
-        assert len(expansions) == len(found) > 35
-        assert victim.poll() is None
-        victim.kill()
+        try:
+            found = attacks(victim.pid)
+            with ThreadPoolExecutor(4) as pool:
+                expansions = list(pool.map(lambda text: expand(text, "run.sh"), found))
+            assert len(expansions) == len(found) > 35
+            assert victim.poll() is None
+        finally:
+            victim.kill()
     assert sorted(path.name for path in folder.iterdir()) == ["inner.sh", "kept"]
     assert (folder / "kept").read_text() == "as it was"
 
@@ -191,7 +194,9 @@ def test_a_construct_of_bash_gives_the_words_that_bash_would_pass(script, words,
 
 
 def test_the_arguments_of_a_script_go_where_it_puts_them(folder):
-    (folder / "run.sh").write_text(f'ENGINE=$1; shift; {TRAINER} algorithm.adv_estimator=grpo rollout=$ENGINE "$@" z=1\n')
+    (folder / "run.sh").write_text(
+        f'ENGINE=$1; shift; {TRAINER} algorithm.adv_estimator=grpo rollout=$ENGINE "$@" z=1\n'
+    )
     given = read(["run.sh", "sglang", "z=2", "y=3"])
     assert (given["rollout"], given["z"], given["y"]) == ("sglang", 2, 3)
     (folder / "run.sh").write_text(f"{TRAINER} a=1\n")
@@ -202,7 +207,9 @@ def test_the_arguments_of_a_script_go_where_it_puts_them(folder):
 def test_a_variable_that_nothing_sets_is_named_and_the_rest_is_translated(folder, monkeypatch):
     monkeypatch.delenv("MODEL_OF_TEST", raising=False)
     script = f"set -u\n{TRAINER} algorithm.adv_estimator=grpo actor_rollout_ref.model.path=$MODEL_OF_TEST/x"
-    (folder / "run.sh").write_text(script + " trainer.nnodes=${NODES_OF_TEST} data.train_batch_size=${SIZE_OF_TEST:?}\n")
+    (folder / "run.sh").write_text(
+        script + " trainer.nnodes=${NODES_OF_TEST} data.train_batch_size=${SIZE_OF_TEST:?}\n"
+    )
     found = translate(read(["run.sh"]))
     said = "\n".join(found.missing)
     assert all(f"${name}_OF_TEST" in said for name in ("MODEL", "NODES", "SIZE")) and found.num_nodes == 1

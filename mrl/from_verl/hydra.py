@@ -57,15 +57,20 @@ class Place:
     folders: list[Path] = field(default_factory=list)
 
 
-def parse(words: Sequence[str], place: Place) -> Settings:
+def parse(words: Sequence[str], place: Place, found: Settings | None = None) -> Settings:
     """Returns the settings of Hydra's arguments: the named config file, then the overrides in their order.
+
+    Args:
+        words: The arguments.
+        place: Where config files are.
+        found: Settings that they change.
 
     Raises:
         UserError: A word is no override, or a config file is named that is not verl's own and cannot be found.
     """
     options: dict[str, str] = {}
     overrides: list[str] = []
-    found = Settings()
+    found = Settings() if found is None else found
     rest = iter(words)
     for word in rest:
         name, equals, value = word.partition("=")
@@ -108,22 +113,29 @@ def with_references(given: Settings) -> Settings:
     found = Settings(given, given.notes, sft=given.sft)
     for key, value in given.items():
         if isinstance(value, str) and "${" in value:
-            found[key] = _replaced(value, key, given, 0)
+            found[key] = _replaced(value, given)
     return found
 
 
-def _replaced(text: str, key: str, given: Settings, depth: int) -> Any:
-    whole = _REFERENCE.fullmatch(text)
-    if whole:
-        value = _referred(whole, given)
-        again = isinstance(value, str) and "${" in value and value != text and depth < MAX_DEPTH
-        return _replaced(value, key, given, depth + 1) if again else value
+def _replaced(text: str, given: Settings) -> Any:
+    """A value with its references replaced, those inside what they refer to as well."""
+    for _ in range(MAX_DEPTH):
+        if whole := _REFERENCE.fullmatch(text):
+            value = _referred(whole, given)
+            if value == text or not (isinstance(value, str) and "${" in value):
+                return value
+            text = value
+            continue
+        again = _REFERENCE.sub(lambda match: _inside(match, given), text)
+        if again == text:
+            break
+        text = again
+    return text
 
-    def part(match: re.Match[str]) -> str:
-        value = _referred(match, given)
-        return match[0] if isinstance(value, (dict, list)) else str(value)
 
-    return _REFERENCE.sub(part, text)
+def _inside(match: re.Match[str], given: Settings) -> str:
+    value = _referred(match, given)
+    return match[0] if isinstance(value, (dict, list)) else str(value)
 
 
 def _referred(match: re.Match[str], given: Settings) -> Any:
@@ -270,7 +282,7 @@ def _override(word: str, found: Settings) -> None:
     if not equals or not _KEY.fullmatch(key):
         raise UserError(f"'{word}' is no setting of verl's command line, such as data.train_batch_size=256.")
     if "/" in key or "@" in key:
-        group, _, package = key.partition("@")
+        group = key.partition("@")[0]
         found |= {"model_engine": "megatron"} if "megatron" in text else {}
         if group.split("/")[0] not in GROUPS:
             found.notes.append(f"{word}: a config file of that group is not read; give its settings as overrides")

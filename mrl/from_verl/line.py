@@ -13,8 +13,8 @@ from pathlib import Path
 
 from mrl.errors import UserError
 from mrl.from_verl.hydra import Place, Settings, config_file, parse, with_references
-from mrl.from_verl.sft import is_sft
 from mrl.from_verl.script import NOT_SET, Expansion, expand
+from mrl.from_verl.sft import is_sft
 from mrl.peers.verl_async import RECIPES
 from mrl.peers.verl_trainers import is_verls, kind, program, why_not
 
@@ -40,10 +40,7 @@ def read(words: Sequence[str]) -> Settings:
         raise UserError("nothing to translate: give verl's config file, a script that starts it, or its command line.")
     first = Path(words[0])
     if first.suffix in (".yaml", ".yml"):
-        found = config_file(first, place)
-        given = parse(words[1:], place)
-        found.update(given)
-        found.notes += given.notes
+        found = parse(words[1:], place, config_file(first, place))
     elif any(character.isspace() for character in words[0]) and len(words) == 1:
         found = _script(words[0], "command line", (), place)
     elif first.suffix in SCRIPTS or words[0] == STDIN or (len(words) == 1 and "=" not in words[0]):

@@ -6,8 +6,8 @@ starts no other either. What a script would start, or asks of the machine, becom
     process NUL word NUL word of the record NUL ... process NUL kind NUL NUL
 
 It is written in pieces that are too short to be torn apart by another process: `part` is a piece of a word, and line
-ends are written as byte 1. Of the kinds, `run` is a command line; `text` and `file` are a shell text and a shell script that have to be rewritten first, and
-`lacks` is a script that is sourced and does not exist.
+ends are written as byte 1. Of the kinds, `run` is a command line; `text`, `file` and `source` are a shell text and
+scripts that have to be rewritten first.
 """
 
 PROGRAMS = ("basename", "cat", "cut", "dirname", "expr", "grep", "head", "nproc", "seq", "tr", "uname", "wc", "whoami")
@@ -21,7 +21,7 @@ readonly PATH=@programs@
 MRL_PATH=@path@ MRL_SOURCE=(@source@) MRL_DEPTH=0 MRL_SLEEPS=0
 MRL_KEYS=(@keys@) MRL_TEXTS=(@texts@)
 trap '' PIPE
-exec {BASH_XTRACEFD}>/dev/null @nowhere@>/dev/null
+exec {BASH_XTRACEFD}>/dev/null @nowhere@>/dev/null @held@>&1
 mrl_say() {
   local kind=$1 word; shift
   for word in "$@"; do

@@ -20,7 +20,7 @@ _STARTS_A_WORD = set(" \t\n;&|()`{")
 
 
 def without_redirections(script: str) -> str:
-    """Returns the script with each redirection into a file made one to descriptor NOWHERE, those into processes gone."""
+    """Returns the script with each redirection into a file led to descriptor NOWHERE, and those into processes gone."""
     return _Scanner(script).scan()
 
 

@@ -6,6 +6,7 @@ possible: no network, and no file that it may change. Scripts that the script so
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -39,9 +40,8 @@ _BOOT = (
     f"confine(Confinement(writable=(folder,), memory_mb={MEMORY_MB}, cpu_s={LIMIT_S}))\n"
     "os.execv(bash, ['bash', '--norc', '--noprofile', '-c', *words])"
 )
-_SET_UP = frozenset(
-    ".bashrc .bash_profile .profile .zshrc activate conda.sh mamba.sh set_env.sh setvars.sh bashrc profile".split()
-)
+_NAMES = ".bashrc .bash_profile .profile .zshrc activate conda.sh mamba.sh set_env.sh setvars.sh bashrc profile"
+_SET_UP = frozenset(_NAMES.split())
 """Scripts that set up a shell, not a run."""
 
 _RESTRICTED = re.compile(r"(?m)^.*?: (?:line \d+: )?([\w./+@~-]*/[\w./+@~-]*): restricted: cannot specify")
@@ -189,7 +189,7 @@ def _filled(
 ) -> str:
     values = {
         "programs": shlex.quote(programs), "path": shlex.quote(path), "source": shlex.quote(source), "fd": fd,
-        "nowhere": str(NOWHERE),
+        "nowhere": str(NOWHERE), "held": str(NOWHERE + 1),
         "keys": shlex.join(keys), "texts": shlex.join(texts), "trainers": f"({MENTIONED})".replace("\\b", ""),
         "slashes": "\n".join(f'{one}() {{ command_not_found_handle {one} "$@"; }}' for one in sorted(slashes)),
     }  # fmt: skip
@@ -212,10 +212,8 @@ def _communicate(words: list[str], environment: dict[str, str], fd: int, name: s
             "command line instead."
         ) from error
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
     return said.decode("utf-8", "replace"), process.returncode
 

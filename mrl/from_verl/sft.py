@@ -1,7 +1,7 @@
 """A run of verl's SFT trainers as a run of verl's RL trainer without sampling: `algorithm.name=sft`.
 
-Owns what only SFT has: columns, `max_length`, and defaults. Everything else goes by the RL trainer's keys, so that it is
-translated once (`translate.py`).
+Owns what only SFT has: columns, `max_length`, and defaults. Everything else goes by the RL trainer's keys, so that it
+is translated once (`translate.py`).
 """
 
 from __future__ import annotations

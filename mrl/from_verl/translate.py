@@ -371,8 +371,8 @@ def _hosts(verl: VerlRun, rollout: RolloutConfig) -> tuple[int, int]:
     total = nodes * gpus + rollout.nnodes * rollout.n_gpus_per_node
     each = total if total <= GPUS_OF_A_HOST else math.gcd(gpus, rollout.n_gpus_per_node)
     verl.notes["trainer.n_gpus_per_node"] = (
-        f"hosts that train have {gpus} GPUs and those that sample {rollout.n_gpus_per_node}; here all have as many ranks: "
-        f"{total // each} host(s) of {each}"
+        f"hosts that train have {gpus} GPUs and those that sample {rollout.n_gpus_per_node}; here all have as many "
+        f"ranks: {total // each} host(s) of {each}"
     )
     return total // each, each
 

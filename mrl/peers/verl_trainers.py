@@ -81,17 +81,19 @@ def is_verls(name: str) -> bool:
     return name.startswith(VERLS_OWN)
 
 
-CONFIGS = frozenset("""
+_CONFIGS = """
 ppo_trainer ppo_megatron_trainer ppo_trainer_split dapo_trainer dapo_megatron_trainer dapo_transfer_queue_trainer
 entropy_trainer one_step_off_ppo_trainer one_step_off_ppo_megatron_trainer fully_async_ppo_trainer
 fully_async_ppo_megatron_trainer fully_async_dapo_trainer transfer_queue_ppo_trainer transfer_queue_ppo_megatron_trainer
 _generated_ppo_trainer _generated_ppo_megatron_trainer legacy_ppo_trainer legacy_ppo_megatron_trainer
 sft_trainer sft_trainer_engine
-""".split())  # fmt: skip
+"""
+CONFIGS = frozenset(_CONFIGS.split())
 """Main config files of verl's own, whose values are verl's defaults."""
 
-GROUPS = frozenset("""
+_GROUPS = """
 actor algorithm critic data distillation engine model model_engine npu_profile optim profiler ref reward reward_manager
 reward_model rollout transfer_queue legacy_reward_impl
-""".split())  # fmt: skip
+"""
+GROUPS = frozenset(_GROUPS.split())
 """Folders of its other config files."""

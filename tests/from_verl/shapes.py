@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Shell scripts in the shapes that verl, its recipes and other projects have: heads, arguments and ways to start.
 
 Each script starts one run of EXPECTED, whatever its shape. Programs in it that would change the machine must not run.

@@ -16,7 +16,8 @@ RL = (
 )  # fmt: skip
 OTHERS = {
     "recipe.prime.main_prime": "PRIME", "recipe.spin.main_spin": "dpo", "recipe.sppo.main_sppo": "dpo",
-    "main_gkd": "distillation", "verl.trainer.main_generation": "mrl evaluate", "verl.trainer.main_eval": "mrl evaluate",
+    "main_gkd": "distillation", "verl.trainer.main_generation": "mrl evaluate",
+    "verl.trainer.main_eval": "mrl evaluate",
     "verl.trainer.main_generation_server": "mrl evaluate", "recipe.flowrl.main_flowrl": "FlowRL",
     "verl.experimental.vla.main_ppo": "robots", "recipe.spo.spo_main_ppo": "SPO", "recipe.gvpo.gvpo_main_ppo": "GVPO",
     "verl.trainer.main": "EasyR1", "recipe.some.main_new": "does not know", "other.project.train": "does not know",
@@ -55,7 +56,8 @@ def test_the_keys_of_dapo_are_translated():
         "ray job submit --no-wait -- python3 -m recipe.dapo.main_dapo algorithm.adv_estimator=grpo "
         "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc "
         "algorithm.filter_groups.max_num_gen_batches=10 data.train_batch_size=512 data.gen_batch_size=1536 "
-        f"{actor}clip_ratio_low=0.2 {actor}clip_ratio_high=0.28 {actor}clip_ratio_c=10.0 {actor}loss_agg_mode=token-mean "
+        f"{actor}clip_ratio_low=0.2 {actor}clip_ratio_high=0.28 {actor}clip_ratio_c=10.0 "
+        f"{actor}loss_agg_mode=token-mean "
         "reward_model.reward_manager=dapo +reward_model.reward_kwargs.overlong_buffer_cfg.enable=True "
         "+reward_model.reward_kwargs.overlong_buffer_cfg.len=4096 data.train_files=a.parquet "
         "+reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=1.0 data.max_response_length=20480 "
@@ -96,7 +98,8 @@ SFT = (
         ),
         (
             "verl.trainer.fsdp_sft_trainer",
-            "model.partial_pretrain=tiny data.multiturn.enable=true data.multiturn.messages_key=talk data.max_length=513",
+            "model.partial_pretrain=tiny data.multiturn.enable=true data.multiturn.messages_key=talk "
+            "data.max_length=513",
             {"messages_key": "talk", "schedule": "cosine", "lengths": (256, 257), "betas": (0.9, 0.95)},
         ),
         (

@@ -3,6 +3,7 @@
 import pytest
 import yaml
 
+from mrl.cli import main
 from mrl.config import load
 from mrl.errors import UserError
 from mrl.from_verl.line import read
@@ -176,3 +177,11 @@ def test_a_kl_that_nothing_reads_is_told():
     assert yaml.safe_load(read_.text)["algorithm"]["kl_coef"] == 0.01 and coefficient not in "\n".join(read_.missing)
     lost = translate({"algorithm.adv_estimator": "rloo", "algorithm.use_kl_in_reward": True})
     assert "kl_in" not in lost.text and [one for one in lost.missing if "use_kl_in_reward" in one]
+
+
+def test_the_command_line_takes_the_folder_before_and_behind_the_words(repository, capsys):
+    folder = str(repository / "examples" / "multiturn" / "config")
+    words = [*TRAINER.split(), "--config-name=multi", "algorithm.adv_estimator=grpo"]
+    for line in (["--config-dir", folder, *words], [*words, "--config-dir", folder]):
+        assert main(["from-verl", *line]) == 0
+        assert yaml.safe_load(capsys.readouterr().out)["rollout"]["multi_turn"]["enable"] is True

@@ -6,7 +6,6 @@ overrides. verl's own config files are not read: their values are the defaults t
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from mrl.distributed import launch
 from mrl.errors import UserError
 from mrl.peers.verl_trainers import CONFIGS, GROUPS
 from mrl.schema.yaml_file import read_yaml
@@ -140,9 +140,10 @@ def _inside(match: re.Match[str], given: Settings) -> str:
 
 def _referred(match: re.Match[str], given: Settings) -> Any:
     """What a reference stands for; itself where nothing sets that."""
-    resolver, name, default = match.groups()
+    resolver, name = match[1], match[2]
     if resolver == "env":
-        text = os.environ.get(name, default)
+        default: str | None = match[3]
+        text = launch.variables(name).get(name, default)
         return match[0] if text is None else _value(text)
     if name in given and given[name] != match[0]:
         return given[name]

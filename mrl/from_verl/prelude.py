@@ -17,8 +17,10 @@ RENAMED = {"PATH": "MRL_PATH", "BASH_SOURCE": "MRL_SOURCE"}
 """Variables that a script may not have by their own names. PATH is read-only, BASH_SOURCE is empty in `bash -c`."""
 
 PRELUDE = r"""
+MRL_PATH=$PATH
 readonly PATH=@programs@
-MRL_PATH=@path@ MRL_SOURCE=(@source@) MRL_DEPTH=0 MRL_SLEEPS=0
+export TMPDIR=@folder@ LC_ALL=C.UTF-8 @unset@
+MRL_SOURCE=(@source@) MRL_DEPTH=0 MRL_SLEEPS=0
 MRL_KEYS=(@keys@) MRL_TEXTS=(@texts@)
 trap '' PIPE
 exec {BASH_XTRACEFD}>/dev/null @nowhere@>/dev/null @held@>&1

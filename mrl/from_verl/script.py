@@ -38,7 +38,8 @@ _BOOT = (
     "import json, os, sys\nhome, folder, bash, *words = sys.argv[1:]\nsys.path.insert(0, home)\n"
     "from mrl.processes.confine import Confinement, confine\n"
     f"confine(Confinement(writable=(folder,), memory_mb={MEMORY_MB}, cpu_s={LIMIT_S}))\n"
-    "os.execv(bash, ['bash', '--norc', '--noprofile', '-c', *words])"
+    "kept = {name: value for name, value in os.environ.items() if name not in ('BASH_ENV', 'ENV', 'SHELLOPTS')}\n"
+    "os.execve(bash, ['bash', '--norc', '--noprofile', '-c', *words], kept)"
 )
 _NAMES = ".bashrc .bash_profile .profile .zshrc activate conda.sh mamba.sh set_env.sh setvars.sh bashrc profile"
 _SET_UP = frozenset(_NAMES.split())
@@ -163,7 +164,6 @@ def _run(
         raise UserError(
             f"'{name}' is a shell script, and there is no bash to expand it. Give its command line instead."
         )
-    environment = {key: value for key, value in os.environ.items() if key not in ("BASH_ENV", "ENV", "SHELLOPTS")}
     with tempfile.TemporaryDirectory(prefix="mrl-from-verl-") as folder:
         programs = Path(folder) / "programs"
         programs.mkdir()
@@ -172,34 +172,42 @@ def _run(
                 (programs / one).symlink_to(place)
         with open(Path(folder) / "records", "ab+") as records:
             prelude = _filled(
-                programs=str(programs), path=os.environ.get("PATH", ""), source=name, fd=str(records.fileno()),
-                keys=list(texts), texts=list(texts.values()), slashes=by_path,
+                folder=folder, programs=str(programs), source=name, fd=str(records.fileno()), keys=list(texts),
+                texts=list(texts.values()), slashes=by_path, unset=unset,
             )  # fmt: skip
             words = [prelude + _ready(text), name, *arguments]
             said, status = _communicate(
-                [sys.executable, "-I", "-c", _BOOT, _HOME, folder, bash, *words],
-                environment | unset | {"TMPDIR": folder, "LC_ALL": "C.UTF-8"}, records.fileno(), name,
-            )  # fmt: skip
+                [sys.executable, "-I", "-c", _BOOT, _HOME, folder, bash, *words], records.fileno(), name
+            )
             records.seek(0)
             return list(_records(records.read())), said, status
 
 
 def _filled(
-    *, programs: str, path: str, source: str, fd: str, keys: list[str], texts: list[str], slashes: set[str]
+    *,
+    folder: str,
+    programs: str,
+    source: str,
+    fd: str,
+    keys: list[str],
+    texts: list[str],
+    slashes: set[str],
+    unset: dict[str, str],
 ) -> str:
     values = {
-        "programs": shlex.quote(programs), "path": shlex.quote(path), "source": shlex.quote(source), "fd": fd,
+        "programs": shlex.quote(programs), "folder": shlex.quote(folder), "source": shlex.quote(source), "fd": fd,
         "nowhere": str(NOWHERE), "held": str(NOWHERE + 1),
         "keys": shlex.join(keys), "texts": shlex.join(texts), "trainers": f"({MENTIONED})".replace("\\b", ""),
         "slashes": "\n".join(f'{one}() {{ command_not_found_handle {one} "$@"; }}' for one in sorted(slashes)),
     }  # fmt: skip
+    values["unset"] = " ".join(f"{variable}={shlex.quote(value)}" for variable, value in unset.items())
     return re.sub(r"@(\w+)@", lambda match: values[match[1]], PRELUDE)
 
 
-def _communicate(words: list[str], environment: dict[str, str], fd: int, name: str) -> tuple[str, int]:
+def _communicate(words: list[str], fd: int, name: str) -> tuple[str, int]:
     try:
         process = subprocess.Popen(
-            words, env=environment, pass_fds=(fd,), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            words, pass_fds=(fd,), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     except (OSError, ValueError) as error:

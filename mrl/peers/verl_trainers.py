@@ -1,6 +1,6 @@
 """verl's programs, as data: which are translated, and what mrl has in place of the others.
 
-Owns the names. A program is named by its module (`verl.trainer.main_ppo`) or its file (`recipe/dapo/main_dapo.py`).
+Owns the names. A program is named by its module (`verl.trainer.main_ppo`) or by its file.
 """
 
 from __future__ import annotations

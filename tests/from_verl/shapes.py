@@ -102,10 +102,10 @@ INNER = (
 COUNT = 60
 
 
-def scripts(kind: str, step: int = 1) -> Iterator[tuple[int, str]]:
-    """Yields COUNT scripts of a kind, or every one in `step` of them, by their numbers."""
+def scripts(kind: str) -> Iterator[tuple[int, str]]:
+    """Yields COUNT scripts of a kind with their numbers."""
     plain = " ".join(f"{key}={value}" for key, value in EXPECTED.items())
-    for number in range(0, COUNT, step):
+    for number in range(COUNT):
         head = HEADS[kind][number % len(HEADS[kind])]
         start = STARTS[kind][number % len(STARTS[kind])]
         words, lines = " ".join(PAIRS), " \\\n    ".join(PAIRS)

@@ -253,7 +253,8 @@ def _from_verl(arguments: argparse.Namespace) -> None:
     from mrl.from_verl.line import read
     from mrl.from_verl.translate import translate
 
-    words, output = list(arguments.words_of_verl), arguments.output
+    folders = [f"--config-dir={folder}" for folder in arguments.config_dir]
+    words, output = [*folders, *arguments.words_of_verl], arguments.output
     if "-o" in words[:-1]:  # behind the file
         at = words.index("-o")
         output = words[at + 1]
@@ -415,6 +416,9 @@ def _doctor_words(parser: argparse.ArgumentParser) -> None:
 
 def _from_verl_words(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="where the config goes; default: the terminal")
+    parser.add_argument(
+        "--config-dir", metavar="FOLDER", action="append", default=[], help="where Hydra's config files of the run are"
+    )
     parser.add_argument(
         "words_of_verl", metavar="FILE|WORD", nargs=argparse.REMAINDER,
         help="verl's config file, a script that starts it, or its command line",

@@ -12,7 +12,7 @@ from typing import Any
 from mrl.errors import UserError
 from mrl.from_verl.verl_run import VerlRun
 from mrl.peers.objectives import VERL_ESTIMATORS, VERL_LOSSES
-from mrl.peers.verl_keys import ACTOR, ROLLOUT
+from mrl.peers.verl_keys import ACTOR, CORRECTION, ROLLOUT
 
 DEFAULT_CLIP = 0.2
 BY_SEQUENCE = ("sapo", "gmpo")
@@ -67,6 +67,8 @@ def _policy_loss(verl: VerlRun, own: str) -> Iterator[tuple[str, Any]]:
     yield "algorithm.loss_aggregation", mode.replace("-", "_")
     if mode == "seq-mean-token-sum-norm":
         yield "algorithm.loss_norm_length", verl[f"{ACTOR}loss_scale_factor"]
+    if verl.given.get(f"{CORRECTION}.bypass_mode") is True and verl.given.get(f"{CORRECTION}.loss_type") == "reinforce":
+        return  # the loss is the policy gradient, which is not clipped
     for side in ("low", "high"):
         clip = verl[f"{ACTOR}clip_ratio_{side}"]
         clip = verl.given.get(f"{ACTOR}clip_ratio", DEFAULT_CLIP) if clip is None else clip

@@ -16,7 +16,9 @@ def reward(verl: VerlRun) -> Iterator[Pair]:
     yield from list(_model(verl)) or _functions(verl)
     for prefix in ("reward_model.overlong_buffer.", "reward_model.reward_kwargs.overlong_buffer_cfg.",
                    "reward.reward_kwargs.overlong_buffer_cfg."):  # fmt: skip
-        if verl[f"{prefix}enable"]:
+        if verl[f"{prefix}enable"] and not verl[f"{prefix}len"]:
+            verl.notes[f"{prefix}enable"] = f"it needs a length, {prefix}len"
+        elif verl[f"{prefix}enable"]:
             yield "algorithm.overlong.buffer_length", verl[f"{prefix}len"]
             yield "algorithm.overlong.penalty", verl[f"{prefix}penalty_factor"]
 
@@ -25,7 +27,9 @@ def _model(verl: VerlRun) -> Iterator[Pair]:
     """In place of functions, as in verl: with a function of the user's it is a server that this function asks."""
     for prefix, names in (("reward.reward_model.", ("model_path",)), ("reward_model.", ("model_path", "model.path"))):
         path = next((verl[prefix + name] for name in names if verl[prefix + name]), None)
-        if not verl[f"{prefix}enable"] or path is None:
+        if verl[f"{prefix}enable"] is not True or path is None:
+            if verl[f"{prefix}enable"] or path is not None:
+                verl.notes[f"{prefix}enable"] = f"a reward model needs both {prefix}enable=True and its path"
             continue
         if any(verl[f"{one}custom_reward_function.path"] for one in ("", "reward.")):
             verl.notes[f"{prefix}enable"] = (

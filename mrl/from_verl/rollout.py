@@ -25,6 +25,9 @@ Pair = tuple[str, Any]
 EPISODES = ("multi_turn.", "agent.")
 """Sections that say something only where a run has conversations."""
 
+TOOL_FORMATS = ("hermes", "llama3_json", "qwen3_coder")
+"""Ways in which a policy writes a tool call."""
+
 ENGINES = {"vllm": "vllm", "sglang": "native", "hf": "native", "???": "native", "trtllm": "trtllm"}
 REFUSING = {vllm.NAME: vllm.FIELDS, "trtllm": trtllm.FIELDS}
 """Engines that cannot have every value of verl's."""
@@ -33,7 +36,7 @@ OWN_WAY = (
     "name", "dtype", "quantization", "prompt_length", "response_length", "expert_parallel_size",
     "moe_tensor_parallel_size", "repetition_penalty", "calculate_log_probs", "engine_kwargs", "engine_kwargs.trtllm",
     "engine_kwargs.vllm", "cudagraph_capture_sizes", "do_sample", "nnodes", "n_gpus_per_node", "over_sample_rate",
-    "multi_turn.tool_config_path",
+    "multi_turn.tool_config_path", "multi_turn.format",
 )  # fmt: skip
 """Of `rollout`, besides `val_kwargs`: what is not simply taken over."""
 
@@ -54,6 +57,12 @@ def rollout(verl: VerlRun) -> Iterator[Pair]:
     for name in verl_rollout.MAPS:
         if "val_kwargs" not in name and name not in OWN_WAY and (episodes or not name.startswith(EPISODES)):
             yield f"rollout.{name}", verl[f"{ROLLOUT}{name}"]
+    if episodes:
+        yield "rollout.multi_turn.format", verl.one_of(f"{ROLLOUT}multi_turn.format", TOOL_FORMATS, "hermes")
+    if episodes and not verl[f"{ROLLOUT}multi_turn.tool_config_path"]:
+        verl.notes[f"{ROLLOUT}multi_turn.enable"] = (
+            "no tools are named: set rollout.agent.environment to what the policy talks with, before the run starts"
+        )
     if episodes and (tools := verl[f"{ROLLOUT}multi_turn.tool_config_path"]):
         yield "rollout.agent.environment", "verl_tools"
         yield "rollout.agent.environment_kwargs", {"tool_config_path": tools}

@@ -5,21 +5,17 @@ Owns what of it acts: verl takes thresholds without a use, and weights where the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
+from mrl.from_verl.verl_run import VerlRun
 from mrl.peers.verl_keys import CORRECTION
 
 
-def rollout_correction(given: Mapping[str, Any], notes: dict[str, str]) -> Iterator[tuple[str, Any]]:
-    """The fields of the section that act, with their values.
-
-    Args:
-        given: verl's dotted keys, as they are set.
-        notes: Gets what is left out, by verl's key.
-    """
-    section = {key.removeprefix(f"{CORRECTION}."): value for key, value in given.items() if key.startswith(CORRECTION)}
-    given = {name: value for name, value in section.items() if value not in (None, "null", "None")}
+def rollout_correction(verl: VerlRun) -> Iterator[tuple[str, Any]]:
+    """Yields the fields of the section that act, with their values; what is left out is noted."""
+    notes = verl.notes
+    given = {name: value for name, value in verl.under(f"{CORRECTION}.").items() if value not in (None, "null", "None")}
     bypass, names = bool(given.get("bypass_mode", False)), ["rollout_is", "rollout_rs"]
     if bypass:
         names.append("loss_type")
@@ -28,6 +24,10 @@ def rollout_correction(given: Mapping[str, Any], notes: dict[str, str]) -> Itera
             names.remove("rollout_is")
     for kind in ("rollout_is", "rollout_rs"):
         names += [name for name in given if name.startswith(f"{kind}_") and kind in given and kind in names]
+    for name in given:
+        key = f"{CORRECTION}.{name}"
+        if name not in (*names, "bypass_mode") and key not in notes:
+            verl.decided[key] = "nothing reads it with the other settings"
     yield f"{CORRECTION}.bypass_mode", bypass
     for name in names:
         value = given.get(name)

@@ -6,27 +6,30 @@ would have made. Which key goes where, and why some go nowhere, is in `peers/ver
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import yaml
 
-from mrl.config import Config
+from mrl.config import Config, RolloutConfig
 from mrl.engines.trtllm.fields import needs_mpi
 from mrl.errors import UserError
 from mrl.from_verl.critic import SCHEDULES, critic
 from mrl.from_verl.distillation import distillation, without_the_task
-from mrl.from_verl.line import Settings
+from mrl.from_verl.hydra import Settings
 from mrl.from_verl.objective import objective
 from mrl.from_verl.off_policy import batch_size, differs, num_steps, with_recipes
 from mrl.from_verl.reward import reward
 from mrl.from_verl.rollout import lengths, rollout, without_refused
 from mrl.from_verl.rollout_correction import rollout_correction
+from mrl.from_verl.sft import SftRun
 from mrl.from_verl.translation import Translation
-from mrl.from_verl.verl_run import VerlRun, shown
+from mrl.from_verl.verl_run import VerlRun, is_unset, shown
 from mrl.megatron_fields.table import TABLE, is_own
 from mrl.peers import verl_keys
+from mrl.peers.verl_before import with_names_of_now
 from mrl.peers.verl_keys import (
     ACTOR,
     DDP,
@@ -39,6 +42,7 @@ from mrl.peers.verl_keys import (
     ROLLOUT,
     ROOT,
     is_harmless,
+    not_read,
     verdict,
 )
 from mrl.schema.keys import nested
@@ -49,8 +53,12 @@ Pair = tuple[str, Any]
 KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs",
       "k1+": "k1+", "kl+": "k1+", "k3+": "k3+", "low_var_kl+": "k3+"}  # fmt: skip
 
+GPUS_OF_A_HOST = 8
+KL_IN_REWARD = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Advantage estimators whose advantages take a KL of each token."""
 
-def translate(given: Settings) -> Translation:
+
+def translate(given: Mapping[str, Any]) -> Translation:
     """The config that means what verl's settings mean.
 
     Args:
@@ -59,12 +67,21 @@ def translate(given: Settings) -> Translation:
     Raises:
         UserError: The advantage estimator is not there, or a value is of another type than expected.
     """
-    given = with_recipes(dict(given))
-    verl = VerlRun(given)
+    notes, sft = (given.notes, given.sft) if isinstance(given, Settings) else ([], False)
+    supervised = SftRun(given) if sft else None
+    given = with_names_of_now(given) if supervised is None else supervised.given
+    verl = VerlRun(with_recipes(given) if supervised is None else given)
     values: dict[str, Any] = {}
-    for part in (_data, _model, _actor, _passed, _parallel, rollout, _algorithm, reward, _trainer):
+    parts: tuple[Callable[[VerlRun], Iterator[Pair]], ...] = (
+        (_data, _model, _actor, _passed, _parallel, rollout, _algorithm, reward, _trainer)
+        if supervised is None
+        else (supervised.data, _model, _actor, _passed, _parallel, supervised.algorithm, _trainer)
+    )
+    for part in parts:
         values.update(pair for pair in part(verl) if pair[1] is not None)
-    typed, defaults = Values(Config), Values(Config)
+    if supervised is not None:
+        values.pop("train.eval_interval", None)
+    typed, defaults = Values(Config), Config()
     tree: dict[str, Any] = {}
     for key, value in values.items():
         try:
@@ -72,7 +89,7 @@ def translate(given: Settings) -> Translation:
         except UserError as error:
             verl.notes[key] = f"left out: {error}"
             continue
-        if _at(defaults.made("at its default"), key) != value:
+        if _at(defaults, key) != value:
             _put(tree, key, value)
     config = typed.made("from verl's settings")
     for key, value in without_refused(config, verl.notes):
@@ -80,14 +97,16 @@ def translate(given: Settings) -> Translation:
         if value is not None:
             _put(tree, key, value)
     found = Translation(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
-    found.num_nodes = _whole(given, "trainer.nnodes", 1) + tree.get("rollout", {}).get("nnodes", 0)
-    found.gpus_per_node = _whole(given, "trainer.n_gpus_per_node", 8)
+    found.missing += notes
+    found.num_nodes, found.gpus_per_node = _hosts(verl, config.rollout)
     found.via = "mpirun" if needs_mpi(config.rollout) else "torchrun"
     found.differs = [
         *_differs(verl, found.num_nodes * found.gpus_per_node),
         *differs(verl, tree.get("rollout", {}), config.train.mode),
     ]
     _sort(verl, found)
+    if supervised is not None:
+        found.missing, found.moot = (list(map(supervised.named, lines)) for lines in (found.missing, found.moot))
     return found
 
 
@@ -243,7 +262,7 @@ def _task(verl: VerlRun) -> Iterator[Pair]:
     if verl["algorithm.filter_groups.enable"]:
         yield "algorithm.dynamic_sampling", True
         yield "algorithm.max_sampling_rounds", verl["algorithm.filter_groups.max_num_gen_batches"] or None
-    yield from rollout_correction(verl.given, verl.notes)
+    yield from rollout_correction(verl)
 
 
 def _kl(verl: VerlRun) -> Iterator[Pair]:
@@ -254,6 +273,12 @@ def _kl(verl: VerlRun) -> Iterator[Pair]:
     elif verl["algorithm.use_kl_in_reward"]:
         place, coef, kind = "reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"
     else:
+        return
+    if place == "reward" and verl["algorithm.adv_estimator"] not in KL_IN_REWARD:
+        verl.notes["algorithm.use_kl_in_reward"] = (
+            "its advantage is one number of a response, and a KL in the reward needs one of each token: "
+            "algorithm.name=reinforce_pp has it, or algorithm.kl_in=loss"
+        )
         return
     yield "algorithm.kl_in", place
     yield "algorithm.kl_coef", verl[coef]
@@ -267,13 +292,16 @@ def _kl(verl: VerlRun) -> Iterator[Pair]:
 def _trainer(verl: VerlRun) -> Iterator[Pair]:
     yield "train.batch_size", batch_size(verl)
     minibatch = verl[f"{ACTOR}ppo_mini_batch_size"]
-    yield "train.minibatch_size", None if minibatch == batch_size(verl) else minibatch
+    yield "train.minibatch_size", None if minibatch >= batch_size(verl) else minibatch
     yield "train.num_epochs", verl["trainer.total_epochs"]
-    yield "train.num_steps", num_steps(verl)
+    steps = num_steps(verl)
+    if steps == 0:
+        verl.notes["trainer.total_training_steps"] = "nothing is trained: `mrl evaluate` scores without training"
+    yield "train.num_steps", steps or None
     if verl["data.val_files"]:
         yield "train.eval_interval", max(0, verl["trainer.test_freq"])
     yield "checkpoint.interval", max(0, verl["trainer.save_freq"])
-    yield "checkpoint.keep_last", verl["trainer.max_actor_ckpt_to_keep"]
+    yield "checkpoint.keep_last", verl["trainer.max_actor_ckpt_to_keep"] or None
     folder = verl["trainer.default_local_dir"]
     for name in ("project_name", "experiment_name"):
         folder = folder.replace(f"${{trainer.{name}}}", str(verl[f"trainer.{name}"]))
@@ -283,7 +311,7 @@ def _trainer(verl: VerlRun) -> Iterator[Pair]:
     yield "observe.wandb_project", str(verl["trainer.project_name"]) if "wandb" in loggers else None
     if other := [one for one in loggers if one not in ("console", "wandb", "tensorboard", "file")]:
         verl.notes["trainer.logger"] = f"no {', '.join(map(str, other))}; the run folder has everything as JSON lines"
-    yield "observe.num_samples", verl["trainer.log_val_generations"] or None
+    yield "observe.num_samples", max(0, verl["trainer.log_val_generations"]) or None
     modes = {"auto": "auto", "disable": "never", "resume_path": "must"}
     yield "run.resume", verl.one_of("trainer.resume_mode", modes, "auto")
     yield "run.device", verl.one_of("trainer.device", {"cuda": "auto", "cpu": "cpu"}, "auto")
@@ -308,21 +336,45 @@ def _sort(verl: VerlRun, found: Translation) -> None:
     found.moot += [f"{key}: {why}" for key, why in verl.decided.items()]
     for key, why in verl.notes.items():
         found.missing.append(f"{key}={shown(verl.given.get(key))}: {why}" if key in verl.given else f"{key}: {why}")
+    unread = verl.unread()
+    for key, value in unread.items():
+        loud, why = not_read(key)
+        if key not in verl.notes and key not in verl.decided:
+            (found.missing if loud else found.moot).append(f"{key}={shown(value)}: {why}")
     for key, value in verl.given.items():
         what = verdict(key)
         if what.kind == "unknown":
             found.missing.append(f"{key}={shown(value)}: no key of verl 0.9.1's trainer config")
-        elif what.kind == "missing" and not is_harmless(key, value):
-            found.missing.append(f"{key}={shown(value)}: {what.text}")
+        elif what.kind == "missing":
+            lost = not is_harmless(key, value)
+            (found.missing if lost else found.moot).append(f"{key}={shown(value)}: {what.text}")
         elif what.kind == "moot" and not key.endswith("_target_"):
             found.moot.append(f"{key}: {what.text}")
 
 
-def _whole(given: Settings, key: str, default: int) -> int:
-    value = given.get(key, default)
+def _whole(verl: VerlRun, key: str, default: int) -> int:
+    """A number of hosts or GPUs; a script may ask the machine for it, which is then not known."""
+    value = verl.given.get(key, default)
+    if value in (0, None) or (isinstance(value, str) and is_unset(value)):
+        verl.notes[key] = f"it depends on the machine or on a variable that is not set; {default} is taken"
+        return default
     if type(value) is not int or value < 1:
         raise UserError(f"{key}={shown(value)} came, expected a whole number above 0.")
-    return int(value)
+    return value
+
+
+def _hosts(verl: VerlRun, rollout: RolloutConfig) -> tuple[int, int]:
+    """Hosts of the job and ranks of each; hosts that only sample may have other numbers of GPUs in verl."""
+    nodes, gpus = _whole(verl, "trainer.nnodes", 1), _whole(verl, "trainer.n_gpus_per_node", 8)
+    if not rollout.nnodes or rollout.n_gpus_per_node == gpus:
+        return nodes + rollout.nnodes, gpus
+    total = nodes * gpus + rollout.nnodes * rollout.n_gpus_per_node
+    each = total if total <= GPUS_OF_A_HOST else math.gcd(gpus, rollout.n_gpus_per_node)
+    verl.notes["trainer.n_gpus_per_node"] = (
+        f"hosts that train have {gpus} GPUs and those that sample {rollout.n_gpus_per_node}; here all have as many "
+        f"ranks: {total // each} host(s) of {each}"
+    )
+    return total // each, each
 
 
 def _at(config: Any, key: str) -> Any:

@@ -6,10 +6,11 @@ Owns how a value is read: of which type it must be, and which stand for the defa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from mrl.errors import UserError
-from mrl.from_verl.line import Settings
+from mrl.from_verl.script import NOT_SET
 from mrl.peers.verl_keys import ACTOR, MAPS, MEGATRON, ROLLOUT
 
 NUMBERS = {
@@ -20,11 +21,32 @@ NUMBERS = {
 """Keys whose default is null or another key, and whose other values are numbers."""
 
 
+class Given(dict[str, Any]):
+    """Dotted keys and values that remember which of them were read.
+
+    Attributes:
+        read: Keys that were looked up.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Returns the value of a key, or the default."""
+        self.read.add(key)
+        return super().get(key, default)
+
+
 class VerlRun:
     """verl's settings with its defaults; reading one whose value has no counterpart notes it."""
 
-    def __init__(self, given: Settings) -> None:
-        self.given = given
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.given = Given(given)
         self.notes: dict[str, str] = {}
         self.decided: dict[str, str] = {}
         engine = f"{given.get('model_engine', '')}{given.get(f'{ACTOR}strategy', '')}"
@@ -36,6 +58,12 @@ class VerlRun:
         value = self.given.get(key, default)
         if value is None or (isinstance(value, str) and value.startswith("${")):
             return default
+        is_number = isinstance(default, (int, float)) or key in NUMBERS
+        if is_number and isinstance(value, str) and is_unset(value):
+            self.notes[key] = f"no value: the script reads a variable that nothing sets; {shown(default)} is taken"
+            return default
+        if is_number and isinstance(value, (bool, int)):
+            value = bool(value) if isinstance(default, bool) and value in (0, 1) else int(value)  # as Python takes it
         fits = isinstance(value, _types(key, default)) and isinstance(value, bool) is isinstance(default, bool)
         if not fits and (default not in (None, "???") or key in NUMBERS):
             raise UserError(f"{key}={shown(value)} came, expected a value like verl's {shown(default)}.")
@@ -50,8 +78,23 @@ class VerlRun:
         return words.get(value, otherwise)
 
     def under(self, prefix: str) -> dict[str, Any]:
-        """What is given below a key."""
-        return {key.removeprefix(prefix): value for key, value in self.given.items() if key.startswith(prefix)}
+        """Returns what is given below a key."""
+        found = {key: value for key, value in self.given.items() if key.startswith(prefix)}
+        self.given.read |= set(found)
+        return {key.removeprefix(prefix): value for key, value in found.items()}
+
+    def unread(self) -> dict[str, Any]:
+        """Returns the given keys with a counterpart that nothing read, and whose values are not verl's defaults."""
+        return {
+            key: value for key, value in self.given.items()
+            if key in MAPS and key not in self.given.read and value is not None and value != MAPS[key][1]
+            and not (isinstance(value, str) and value.startswith("${"))
+        }  # fmt: skip
+
+
+def is_unset(text: str) -> bool:
+    """Whether a value stands for a shell variable that nothing sets."""
+    return not text.strip() or text.endswith(NOT_SET)
 
 
 def _types(key: str, default: Any) -> tuple[type, ...]:

@@ -11,6 +11,7 @@ Patterns: `*` stands for any text, dots too. The first that fits counts, in the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -279,6 +280,8 @@ MISSING: dict[str, str] = {
     f"{ROOT}model.override_config*": "the model's structure comes from its config.json",
     f"{ROOT}model.tiled_mlp.enabled": "`actor.recompute` saves the memory",
     **{f"{ROLLOUT}{name}": why for name, why in verl_rollout.ABSENT.items()},
+    f"{ROLLOUT}multi_turn.interaction_config_path": "an interaction of verl's is an environment of yours here, "
+    "`rollout.agent.environment`",
     "data.train_max_samples": "cut the file",
     "data.val_max_samples": "cut the file",
     "data.trust_remote_code": "no code of a tokenizer folder is run",
@@ -322,6 +325,26 @@ SWITCHES: tuple[str, ...] = (
     "*.enable_rollout",
 )  # fmt: skip
 
+UNREAD: dict[str, tuple[bool, str]] = {
+    "algorithm.kl_ctrl.kl_coef": (
+        True,
+        "verl reads it with algorithm.use_kl_in_reward=True only, so that no KL is in the reward (verl before 0.3 read "
+        "it always: algorithm.kl_in=reward and algorithm.kl_coef here)"),
+    "algorithm.kl_*": (False, "read with algorithm.use_kl_in_reward=True only"),
+    f"{ACTOR}kl_loss_*": (False, f"read with {ACTOR}use_kl_loss=True only"),
+    f"{ROLLOUT}multi_turn.tool_config_path": (
+        True, f"read with {ROLLOUT}multi_turn.enable=True only: this run has one turn and no tools"),
+    f"{ROLLOUT}multi_turn.*": (True, f"read with {ROLLOUT}multi_turn.enable=True only: this run has one turn"),
+    f"{ROLLOUT}agent.*": (False, f"of conversations: read with {ROLLOUT}multi_turn.enable=True only"),
+    f"{ROLLOUT}val_kwargs.*": (False, f"read with {ROLLOUT}val_kwargs.do_sample=True and a temperature only"),
+    "critic.*": (False, "this algorithm.adv_estimator has no critic"),
+    "algorithm.filter_groups.*": (False, "read with algorithm.filter_groups.enable=True only"),
+    "distillation.*": (False, "read with distillation.enabled=True only"),
+    "*reward_model.*": (False, "read with its `enable` only"),
+    "*": (False, "nothing reads it with the other settings"),
+}  # fmt: skip
+"""Pattern -> whether it is listed as lost, and why the value of a key that maps has no effect."""
+
 OFF: tuple[Any, ...] = (None, False, 0, -1, "", "null", "disabled", [], {})
 
 
@@ -359,6 +382,11 @@ def verdict(key: str) -> Verdict:
     return Verdict("unknown") if pattern is None else Verdict("missing", "", MISSING[pattern])
 
 
+def not_read(key: str) -> tuple[bool, str]:
+    """Returns whether a key that maps, and that nothing reads, is listed as lost, and why nothing reads it."""
+    return UNREAD[_first(UNREAD, key) or "*"]
+
+
 def is_harmless(key: str, value: Any) -> bool:
     """Whether a value of a key without a counterpart asks for nothing that is not there."""
     meant = [values for pattern, values in HARMLESS.items() if fnmatchcase(key, pattern)]
@@ -369,5 +397,5 @@ def is_harmless(key: str, value: Any) -> bool:
     return any(fnmatchcase(key, one) for one in WITH_ITS_SWITCH) and not any(fnmatchcase(key, one) for one in SWITCHES)
 
 
-def _first(patterns: dict[str, str], key: str) -> str | None:
+def _first(patterns: Mapping[str, object], key: str) -> str | None:
     return next((pattern for pattern in patterns if fnmatchcase(key, pattern)), None)

@@ -60,6 +60,7 @@ def describe(config: Config, size: WorldSize, *, launcher: str | None = None) ->
         f"dry run of {grid.world_size} rank(s) ({size.why}), nothing was started",
         "",
         *(f"{name:<10} {words}" for name, words in _summary(found)),
+        *(f"{'WARNING':<10} {warning}" for warning in found.warnings),
         "",
         f"# ranks: {grid.world_size} = tp {grid.tp}{context} x dp {grid.dp} x pp {grid.pp}{own}"
         f" (model chunks per stage {grid.vpp}); {grid.num_replicas} rollout replica(s) of tp {grid.rollout_tp}{stages}",

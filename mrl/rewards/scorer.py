@@ -218,14 +218,18 @@ class Scorer:
                 found[tuple(self._judges)] = judged.joined(answered)
         return found, set(judged.keys).union(*(spared.keys for _, spared in worked.values()))
 
-    def check_rows(self, prompts: Sequence[Prompt], *, episodes: bool = False) -> None:
+    def check_rows(self, prompts: Sequence[Prompt], kind: str, *, episodes: bool = False) -> list[str]:
         """Scores an empty response to each row with mrl's own functions, which shows rows that they cannot score.
 
         A judge is not asked: its question is made. Functions of a user's own are not called.
 
         Args:
-            prompts: The first rows of the data.
+            prompts: The first rows of the training or of the held-out data.
+            kind: "training" or "held-out".
             episodes: Whether samples are episodes, which an environment rewards.
+
+        Returns:
+            A warning for each function that cannot score some of them.
 
         Raises:
             UserError: A function fails on more than `reward.max_failed_frac` of the rows: the run would stop.
@@ -247,14 +251,19 @@ class Scorer:
             calls = [place for place, is_users in enumerate(own) if not is_users]
             tasks = [Task((place,), ((row,),)) for place in calls for row in range(len(samples))]
             self._pool.run(samples, tasks, len(samples), tell=heard)
+        warnings = []
         for index, by_row in sorted(problems.items()):
-            if len(by_row) > self._config.max_failed_frac * len(samples):
-                name, row = self._config.functions[index].name, min(by_row)
-                raise UserError(
-                    f"reward '{name}' cannot score {len(by_row)} of the first {len(samples)} rows, more than "
-                    f"reward.max_failed_frac={self._config.max_failed_frac:g}. The first is "
-                    f"{prompts[row].source or 'a prompt'}: {by_row[row]}."
+            if by_row:
+                row, allowed = min(by_row), self._config.max_failed_frac
+                found = (
+                    f"reward '{self._config.functions[index].name}' cannot score {len(by_row)} of the first "
+                    f"{len(samples)} {kind} rows"
                 )
+                example = f"One is {prompts[row].source or 'a prompt'}: {by_row[row]}."
+                if len(by_row) > allowed * len(samples):
+                    raise UserError(f"{found}, more than reward.max_failed_frac={allowed:g}. {example}")
+                warnings.append(f"{found}. {example}")
+        return warnings
 
     def close(self) -> None:
         """Ends the worker processes."""

@@ -192,8 +192,10 @@ def check_run(config: Config, world_size: int, *, launcher: str | None = None, t
         examples(peeked, tokenizer, config, tools)
     checked = replace(config.reward, num_workers=1)
     with Scorer(checked, tokenizer.decode, tokenizer.eos_ids, variables=launch.variables) as scorer:
+        episodes = config.rollout.multi_turn.enable
         scored = [] if found.algorithm.supervised else peeked[:CHECKED_ROWS]
-        scorer.check_rows([*scored, *validation[:CHECKED_ROWS]], episodes=config.rollout.multi_turn.enable)
+        warnings = scorer.check_rows(scored, "training", episodes=episodes)
+        warnings += scorer.check_rows(validation[:CHECKED_ROWS], "held-out", episodes=episodes)
     # Supervised steps refuse turns without an end token, row by row.
     samples_chats = not found.algorithm.supervised and any(isinstance(prompt.question, list) for prompt in peeked)
     warning = end_token_warning(tokenizer, tools) if samples_chats else None
@@ -203,7 +205,7 @@ def check_run(config: Config, world_size: int, *, launcher: str | None = None, t
         validation=validation,
         peeked=peeked,
         tools=tools,
-        warnings=[] if warning is None else [warning],
+        warnings=[*warnings, *([] if warning is None else [warning])],
     )
 
 

@@ -1,11 +1,14 @@
 """Kwargs that cannot work are refused before a run begins, and so are rows that a reward cannot score."""
 
+import json
+
 import pytest
 
-from mrl.config import RewardConfig, RewardFunctionConfig
+from mrl.config import RewardConfig, RewardFunctionConfig, load
 from mrl.errors import UserError
 from mrl.rewards._call import RewardCall
 from mrl.rewards.scorer import Scorer
+from mrl.run.prepare import check_run
 from tests.rewards.rollouts import TOKENIZER, rollout, scorer
 
 HERE = "tests.rewards.test_arguments"
@@ -135,18 +138,37 @@ def test_rows_that_a_reward_cannot_score_are_found_before_the_run(name, kwargs, 
     if name in ("judge", "rubric"):
         pytest.importorskip("httpx")
     with scorer((name, 1.0, kwargs), time_limit_s=60.0) as judge:
-        judge.check_rows(prompts([*good, *bad[:1]]) if good else [])
+        warnings = judge.check_rows(prompts([*good, *bad[:1]]) if good else [], "training")
+        assert len(warnings) == bool(good and bad)
         if bad:
             with pytest.raises(UserError, match=rf"reward '{name}' cannot score .*train.jsonl:1"):
-                judge.check_rows(prompts(bad))
+                judge.check_rows(prompts(bad), "training")
 
 
 def test_an_environment_rewards_episodes():
     with scorer("environment") as judge:
-        judge.check_rows(prompts(["3"]), episodes=True)
+        assert judge.check_rows(prompts(["3"]), "training", episodes=True) == []
 
 
 def test_functions_of_a_users_own_are_not_called_for_it():
     config = RewardConfig(functions=[RewardFunctionConfig("tests.rewards.functions:does_what_it_reads")])
     with Scorer(config, TOKENIZER.decode) as judge:
-        judge.check_rows(prompts(["3"]))
+        assert judge.check_rows(prompts(["3"]), "training") == []
+
+
+@pytest.mark.parametrize("bad", ["train", "val"])
+def test_rows_of_one_file_are_not_judged_with_those_of_another(bad, tmp_path):
+    """Every answer of one file is empty, and the other has as many good rows as are looked at."""
+    for name in ("train", "val"):
+        rows = [{"prompt": f"<{n}>", "answer": "" if name == bad else "3"} for n in range(40)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        'model: {preset: qwen2_tiny, tokenizer: "char:0123456789<>", dtype: float32}\n'
+        f"data: {{train_files: [{tmp_path}/train.jsonl], val_files: [{tmp_path}/val.jsonl]}}\n"
+        "train: {num_steps: 1, batch_size: 1}\nrollout: {prompt_length: 8, response_length: 8}\n"
+        "reward: {functions: [{name: math}]}\n"
+    )
+    kind = "training" if bad == "train" else "held-out"
+    with pytest.raises(UserError, match=f"cannot score 32 of the first 32 {kind} rows"):
+        check_run(load(config, [f"run.output_dir={tmp_path}/run"]), 1)

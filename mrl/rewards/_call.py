@@ -17,6 +17,7 @@ from mrl.errors import UserError
 from mrl.rewards._arguments import check_types
 from mrl.rewards._signatures import Sample, Signature
 from mrl.schema import registry
+from mrl.schema.nearest import did_you_mean
 from mrl.schema.own_code import is_own
 
 Facts = dict[str, float | str]
@@ -98,7 +99,8 @@ class RewardCall:
             self._signature = Signature.of(self._function, self._kwargs)
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"reward.functions: '{name}' cannot be called: {error}. It takes {_parameters(self._function)}; the "
+                f"reward.functions: '{name}' cannot be called: {error}.{_unknown(self._function, self._kwargs)} It "
+                f"takes {_parameters(self._function)}; the "
                 f"config's kwargs are {self._kwargs}, and {GIVEN}."
             ) from error
         self._check_values()
@@ -192,6 +194,15 @@ def source_of(thing: object) -> str:
         return blake2b(Path(path or "").read_bytes(), digest_size=16).hexdigest()
     except (OSError, TypeError, ValueError):
         return ""
+
+
+def _unknown(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> str:
+    """Returns " It has no ..." for each argument that the function lacks, with the nearest that it has."""
+    try:
+        known = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return ""
+    return "".join(f" It has no '{name}'.{did_you_mean(name, known)}" for name in kwargs if name not in known)
 
 
 def _parameters(function: Callable[..., Any]) -> str:

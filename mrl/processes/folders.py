@@ -19,6 +19,9 @@ from itertools import count
 MAX_DEPTH = 32
 """Folders in folders that `measure` looks into."""
 
+BLOCK_BYTES = 512
+"""Unit of `st_blocks`, whatever the file system's blocks are."""
+
 _MAX_NAME = 40
 _TRIES = 100
 
@@ -170,7 +173,7 @@ def measure(folder: str, most_files: int) -> tuple[int, int]:
                     if num_files > most_files:
                         return num_bytes, num_files
                     with contextlib.suppress(FileNotFoundError):
-                        num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
+                        num_bytes += entry.stat(follow_symlinks=False).st_blocks * BLOCK_BYTES
                         if entry.is_dir(follow_symlinks=False):
                             todo.append((entry.path, depth + 1))
         except (FileNotFoundError, NotADirectoryError):

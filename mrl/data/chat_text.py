@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 TRUSTED_ROLES = frozenset({"assistant", "system", "developer"})
-"""Roles whose messages may hold special tokens: what the model said, and what the author of the run says."""
+"""Roles whose messages may hold special tokens: those of the model and of the author of the run."""
 
 _BITS = 20
 _INDEX_DIGITS = 9

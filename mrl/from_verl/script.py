@@ -31,7 +31,7 @@ MAX_BYTES = 1 << 20
 ROUNDS = 40
 """Times that a script is expanded: each adds what the one before asked for."""
 NOT_SET = "_IS_NOT_SET"
-"""Follows the name of a variable in the value that stands for it."""
+"""Suffix of the placeholder of a variable that nothing sets: NAME_IS_NOT_SET."""
 
 _HOME = str(Path(__file__).resolve().parents[2])
 _BOOT = (
@@ -51,7 +51,7 @@ _UNSET = re.compile(r"(?m): line \d+: ([A-Za-z_]\w*)(?:\[\d+\])?: (?:unbound var
 
 @dataclass
 class Expansion:
-    """What a script would start.
+    """Outcome of an expansion: what a script would start, and what it lacks.
 
     Attributes:
         commands: Words of each command line, in order.

@@ -48,7 +48,7 @@ class Confinement:
     Attributes:
         network: Whether sockets may be made.
         writable: Folders below which files may change; None: wherever the user may.
-        readable: Folders and files below which files may be read and run, besides the writable ones; None: all.
+        readable: Folders and files below which files may be read and run, in addition to the writable ones; None: all.
         calls: System calls that may be made. "any": all. "worker": not those that reach processes above this one or
             leave something behind in the kernel. "program": only what a program needs that stays in its own process,
             without root's rights and without network.

@@ -1,4 +1,4 @@
-"""Runs a program that nobody has read, such as code that a model wrote, and returns what it printed.
+"""Runs an untrusted program, such as code that a model wrote, and returns what it printed.
 
 The program is one process, confined by `confine.py`: it may change files in one folder, read Python and the system's
 libraries and no other files, and has no network, no further processes, no environment variables, no signals to others,
@@ -268,7 +268,7 @@ def bubblewrap_works() -> bool:
 
 @cache
 def _bubblewrap_path() -> str | None:
-    """Where this process finds bubblewrap; the program's PATH is another one."""
+    """Path of bubblewrap as this process finds it: the program's PATH is another one. None: it is not installed."""
     found = shutil.which("bwrap")
     return None if found is None else str(Path(found).absolute())
 

@@ -1,6 +1,6 @@
 """Filters of system calls (Linux's seccomp) for a process and all that it starts; a filter cannot be taken off.
 
-Programs that nobody has read get a list of what is allowed: a call that is not in it fails. Workers that may start
+Untrusted programs get a list of what is allowed: a call that is not in it fails. Workers that may start
 processes of their own get a list of what is refused. A refused call fails with EPERM, which Python raises as
 PermissionError. Two kinds fail with ENOSYS instead, on which C libraries use an older call: those of a newer kernel
 than `system_calls.py` knows, and those whose arguments lie in memory, where a filter cannot read them (clone3,
@@ -87,7 +87,7 @@ Rules = Mapping[str, tuple[Check, ...] | int]
 
 
 def of_programs() -> Rules:
-    """Returns what a program that nobody has read may call; everything else is refused."""
+    """Returns the rules of an untrusted program; a call that they do not name is refused."""
     own = os.getpid()
     itself = (Check(0, (0, own)),)
     own_priority = (Check(0, (0,)), Check(1, (0, own)))
@@ -113,7 +113,7 @@ def of_programs() -> Rules:
 
 
 def of_workers() -> Rules:
-    """Returns what a worker and its programs may not call: state that processes share, and processes above the worker.
+    """Returns the rules of a worker and its programs, which refuse shared state and processes above the worker.
 
     Signals to the keeper are refused by its number, for kernels whose Landlock knows none (before Linux 6.12).
     """
@@ -137,7 +137,7 @@ def of_workers() -> Rules:
 
 
 def without_sockets() -> Rules:
-    """Returns what makes no sockets; a pair of them may be made where it cannot send to any other."""
+    """Returns rules against sockets; a pair of them may be made where it cannot send to any other."""
     return {
         "socket": errno.EPERM,
         "socketpair": (Check(0, (_AF_UNIX,)), Check(1, (_SOCK_STREAM, _SOCK_SEQPACKET), _SOCKET_TYPE_BITS)),
@@ -155,8 +155,8 @@ def install(rules: Rules, *, only: bool) -> str:
     """Adds a filter to all threads of this process.
 
     Args:
-        rules: What becomes of each call that it names.
-        only: Every other call is refused; otherwise allowed.
+        rules: See `Rules`.
+        only: Whether every other call is refused; else it is allowed.
 
     Returns:
         Why this machine cannot, "" where the filter holds.

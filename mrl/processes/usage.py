@@ -1,4 +1,4 @@
-"""What a running program takes that no limit of Linux bounds for one process: threads, files, and memory of every kind.
+"""Measures what Linux does not limit for one process: threads, files, and memory of every kind.
 
 It is looked at while the program runs, so for a moment there can be more. A file that was removed takes room on the
 disk as long as it is open or mapped, and is in no folder then.
@@ -24,11 +24,11 @@ _REMOVED_AND_MAPPED = re.compile(r"^\S+ \S+ \S+ \S+ ([1-9]\d*) .* \(deleted\)$",
 
 @dataclass(frozen=True)
 class Most:
-    """What a program may take.
+    """Bounds of what a program may take.
 
     Attributes:
-        threads: Number.
-        memory_mb: MiB.
+        threads: Number of threads of a process.
+        memory_mb: Memory of all processes, MiB.
         folder_mb: Files in its folder together and, of each process, removed ones together, MiB on the disk.
         file_mb: Size of a file, MiB.
         files: Number of files and folders in its folder.

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 -- characters that are not ASCII are what it is about
-r"""An answer as mathematics: what a text of a few characters means, and whether two such texts are equal.
+r"""Answers as mathematics: reads a text of a few characters, and compares two of them.
 
 math-verify (https://github.com/huggingface/Math-Verify) parses and compares. This file writes what math-verify misreads
 in a form that it reads (18 dollars, 42., 0.\overline{3}), and checks what it rounds: its comparison takes 1/2^98 for
@@ -87,7 +87,7 @@ _IN_BRACKETS = re.compile(r"(?<![\w)}\]])[(\[]\s*([-+]?[\d.,]+|[A-Z])\s*[)\]]")
 
 @dataclass(frozen=True)
 class Read:
-    """What a text says.
+    """Meaning of a text.
 
     Attributes:
         text: The text in its plain form.
@@ -105,7 +105,7 @@ class Read:
 
 @lru_cache(maxsize=4096)  # the samples of a prompt share their answer
 def read(text: str) -> Read:
-    r"""Reads what stands in a box or in answer tags: one expression, perhaps with a unit, or words."""
+    r"""Reads the content of a box or of answer tags: one expression, perhaps with a unit, or words."""
     form = _form(text)
     if letter := _letter(form):
         rest = letter[4].strip()

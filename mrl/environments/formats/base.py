@@ -4,8 +4,8 @@ A format is a file in this folder that defines `FORMAT`, a `Format` around a `Sc
 is written; `Format` walks over the message and leaves thoughts out. No text makes it raise, and the time it takes grows
 with the length of the text.
 
-Thoughts stand between `<think>` and `</think>`. A call inside a thought is not made, and a tag that a thought mentions
-is no error:
+Thoughts are written between `<think>` and `</think>`. A call inside a thought is not made, and a tag that a thought
+mentions is no error:
 
 - A thought without its end goes on to the end of the message.
 - Where the prompt ends with `<think>` (the chat template opened the thought), the message begins inside the thought.
@@ -143,7 +143,7 @@ def action(text: str, form: Format, tools: Sequence[Schema], max_calls: int, *, 
         text: As it was sampled, without the end token.
         form: How calls are written.
         tools: Schemas of the environment's tools.
-        max_calls: Most calls of one message; later ones are not made, and an error tells the model so.
+        max_calls: Most calls of one message; later ones are not made, and the action has an error for the model.
         in_thought: The prompt ended inside a thought (`opens_thought`).
     """
     parsed = form(text, tools, in_thought=in_thought)

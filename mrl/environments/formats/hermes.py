@@ -32,7 +32,7 @@ class Hermes(Scanner):
                 return call_of(value, "arguments"), rest
             if text.startswith(END, rest):
                 return call_of(value, "arguments"), rest + len(END)
-            error = CallError(f"a tool call is no JSON (after it stands {shown(text[rest : rest + 100])!r})")
+            error = CallError(f"a tool call is no JSON (unexpected text after it: {shown(text[rest : rest + 100])!r})")
         except CallError as refusal:
             error = refusal
         end = text.find(END, first) if self._has_end else -1

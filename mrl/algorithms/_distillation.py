@@ -53,7 +53,7 @@ class Distillation:
             alone = not self._config.use_task_rewards
             # what is measured alone gets no gradient
             of_task = (logprobs_R.detach(), entropy_R.detach()) if alone else (logprobs_R, entropy_R)
-            total, metrics = task.loss(*of_task, microbatch)
+            total, metrics = task.checked_loss(*of_task, microbatch)
             corrected = NOTHING if correction is None else correction.of(microbatch, logprobs_R)
             weights_R = corrected.weights_R if correction is not None and correction.spec.decoupled else None
             drawn, more = self._drawn(logprobs_R, compared, microbatch, corrected.kept_R, weights_R)

@@ -188,9 +188,36 @@ class Algorithm(ABC):
             summed the same way (names that end in "max" or "min" are reduced by that instead).
         """
 
+    def checked_loss(self, *scores_and_microbatch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns what `loss` returns; a user's own may return anything.
+
+        Raises:
+            UserError: It is not a scalar tensor and a dict of scalar tensors.
+        """
+        returned: Any = self.loss(*scores_and_microbatch)
+        match returned:
+            case (Tensor() as value, Mapping() as metrics) if value.dim() == 0:
+                wrong = [name for name, one in metrics.items() if not (isinstance(one, Tensor) and one.dim() == 0)]
+                if not wrong:
+                    return value, dict(metrics)
+                found = f"the metric {wrong[0]!r} is {_described(metrics[wrong[0]])}"
+            case (value, metrics):
+                found = f"it returned ({_described(value)}, {_described(metrics)})"
+            case _:
+                found = f"it returned {_described(returned)}"
+        raise UserError(
+            f"the algorithm's loss must return a scalar tensor and a dict of scalar tensors, the metrics; {found}. See "
+            "`loss` in mrl/algorithms/base.py."
+        )
+
     def told(self, metrics: dict[str, float]) -> dict[str, float]:
         """The metrics of a minibatch from what `loss` reported, reduced over microbatches and data-parallel ranks."""
         return metrics
+
+
+def _described(value: Any) -> str:
+    shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
+    return f"a {type(value).__name__}{shape}"
 
 
 def required(value: T | None, name: str) -> T:

@@ -233,7 +233,7 @@ class Policy(Trainable):
                 setattr(minibatch, name, logprobs_R)
             return self._mismatch(minibatch, logprobs_R)
 
-        distribution, loss = self._sampled, algorithm.loss
+        distribution, loss = self._sampled, algorithm.checked_loss
         if algorithm.supervised:
             distribution = self._whole
         elif self._distillation is not None:

@@ -13,7 +13,7 @@ on and the reported number of tokens is 0, which Megatron takes as "do not divid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -27,7 +27,6 @@ from mrl.data.packing import pack_microbatches
 from mrl.data.prefixes import Prefixes, each_token, shared_prefixes
 from mrl.distributed.collectives import reduce
 from mrl.distributed.groups import ProcessGroups
-from mrl.errors import UserError
 from mrl.functional.logprobs import Distribution
 from mrl.megatron.attention import PackedSequences, pack, pack_compiled
 from mrl.megatron.choices import Choices
@@ -217,7 +216,7 @@ class Schedule:
 
     @staticmethod
     def _report(scored: tuple[Tensor, ...], index: int, micro: Microbatch, loss: Loss) -> tuple[Any, ...]:
-        value, metrics = _checked(loss(*scored, micro.batch))
+        value, metrics = loss(*scored, micro.batch)
         # the schedule may scale the loss in place: what is reported shares no memory with it
         report = {name: metric.detach().clone() for name, metric in metrics.items()}
         report["scores"] = torch.stack([scores_R.detach() for scores_R in scored])
@@ -365,30 +364,3 @@ def _positions(lens: list[int]) -> Tensor:
 def _moved(batch: RolloutBatch, device: torch.device) -> RolloutBatch:
     values = {item.name: getattr(batch, item.name) for item in fields(batch)}
     return replace(batch, **{name: value.to(device) for name, value in values.items() if value is not None})
-
-
-def _checked(returned: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Returns what the loss of an algorithm returned; a user's own may return anything.
-
-    Raises:
-        UserError: It is not a scalar and a mapping of scalars.
-    """
-    match returned:
-        case (Tensor() as value, Mapping() as metrics) if value.dim() == 0:
-            wrong = [name for name, metric in metrics.items() if not (isinstance(metric, Tensor) and metric.dim() == 0)]
-            if not wrong:
-                return value, metrics
-            found = f"the metric {wrong[0]!r} is {_described(metrics[wrong[0]])}"
-        case (value, metrics):
-            found = f"it returned ({_described(value)}, {_described(metrics)})"
-        case _:
-            found = f"it returned {_described(returned)}"
-    raise UserError(
-        f"the algorithm's loss must return a scalar tensor and a dict of scalar tensors, the metrics; {found}. See "
-        "`loss` in mrl/algorithms/base.py."
-    )
-
-
-def _described(value: Any) -> str:
-    shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
-    return f"a {type(value).__name__}{shape}"

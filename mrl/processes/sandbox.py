@@ -163,10 +163,11 @@ def _start(
     with ExitStack() as stack:
         # in the folder: programs may open /dev/stdin, and Landlock allows that for files of their folder only
         given = stack.enter_context(_file_with(stdin, folder))
-        after = stack.enter_context(_file_with(then, folder))
+        after = [stack.enter_context(_file_with(then, folder))] if then else []
         said = {"home": _HOME, "folder": folder, "told": writes, "code": code, "bounds": asdict(bounds)}
         said["parent"] = None if inside else os.getpid()  # bubblewrap ends with its parent by itself
-        boot = stack.enter_context(_file_with(json.dumps({**said, "then": after.fileno()}), folder))
+        said["then"] = after[0].fileno() if after else None
+        boot = stack.enter_context(_file_with(json.dumps(said), folder))
         command = [*(_bubblewrap(folder) if inside else ()), sys.executable, "-I", "-c", _BOOT, str(boot.fileno())]
         try:
             started = subprocess.Popen(
@@ -175,12 +176,12 @@ def _start(
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env={**_VARIABLES, "HOME": folder, "TMPDIR": folder},
-                pass_fds=(writes, after.fileno(), boot.fileno()),
+                pass_fds=(writes, *(file.fileno() for file in (boot, *after))),
                 start_new_session=True,
             )
         except OSError as error:
             raise RuntimeError(f"a program did not start in the sandbox: {error}") from error
-        return started, sum(os.fstat(file.fileno()).st_blocks * BLOCK_BYTES for file in (given, after, boot))
+        return started, sum(os.fstat(file.fileno()).st_blocks * BLOCK_BYTES for file in (given, boot, *after))
 
 
 def enter(said: dict[str, Any]) -> None:
@@ -209,8 +210,9 @@ def enter(said: dict[str, Any]) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     try:
         exec(compile(said["code"], "<code>", "exec"), names)
-        with open(said["then"], encoding="utf-8") as file:
-            exec(compile(file.read(), "<then>", "exec"), names)
+        if said["then"] is not None:
+            with open(said["then"], encoding="utf-8") as file:
+                exec(compile(file.read(), "<then>", "exec"), names)
     except Exception as error:  # noqa: BLE001 - told as Python tells it, without the frame above
         told = error.__traceback__
         traceback.print_exception(error.with_traceback(told.tb_next if told else None))

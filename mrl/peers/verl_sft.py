@@ -1,4 +1,4 @@
-"""What becomes of each key of verl's SFT trainers (`fsdp_sft_trainer`, `sft_trainer`), as data.
+"""Keys of verl's SFT trainers (`fsdp_sft_trainer`, `sft_trainer`) and their counterparts, as data.
 
 Most keys are those of its RL trainer by another name: RENAMED. The rest act, need no counterpart, or have none.
 """

@@ -77,7 +77,7 @@ def why_not(name: str) -> str:
 
 
 def is_verls(name: str) -> bool:
-    """Whether a program is verl's own, and not another project's copy."""
+    """Returns whether a program is verl's own, and not another project's copy."""
     return name.startswith(VERLS_OWN)
 
 

@@ -43,7 +43,7 @@ _CAPABILITIES_V3 = 0x20080522
 
 @dataclass(frozen=True)
 class Confinement:
-    """What a process may do.
+    """Rights that a process keeps.
 
     Attributes:
         network: Whether sockets may be made.

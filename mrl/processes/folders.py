@@ -55,7 +55,7 @@ def _locked(kind: str) -> tuple[str, int]:
 
 
 def _is_at(opened: int, folder: str) -> bool:
-    """Whether a folder that was opened is still at its place."""
+    """Returns whether a folder that was opened is still at its place."""
     try:
         return os.path.samestat(os.fstat(opened), os.stat(folder))
     except FileNotFoundError:
@@ -63,7 +63,7 @@ def _is_at(opened: int, folder: str) -> bool:
 
 
 def _lock(opened: int) -> bool | None:
-    """Whether the lock was free and is held now; None: this file system has no locks."""
+    """Returns whether the lock was free, and holds it then; None: this file system has no locks."""
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

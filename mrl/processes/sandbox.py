@@ -331,7 +331,7 @@ def _read(started: subprocess.Popen[bytes], folder: str, bounds: Bounds, own_byt
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a child has ended; it is not waited for."""
+    """Returns whether a child has ended, and does not wait for it."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:

@@ -83,7 +83,7 @@ class Check:
 
 
 Rules = Mapping[str, tuple[Check, ...] | int]
-"""By the name of a call: the checks after which it is allowed, or the error with which it fails."""
+"""Name of a call -> the checks after which it is allowed, or the error with which it fails."""
 
 
 def of_programs() -> Rules:

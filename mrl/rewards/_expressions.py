@@ -132,7 +132,7 @@ def read_prose(text: str) -> Read:
 
 
 def equal(gold: Read, answer: Read) -> bool:
-    """Whether an answer is the right one."""
+    """Returns whether an answer is the right one."""
     if gold.text and gold.text == answer.text:
         return True
     if gold.words or answer.words:
@@ -160,7 +160,7 @@ def _letter(form: str) -> re.Match[str] | None:
 
 
 def _depth(text: str) -> int:
-    """How deep brackets are nested."""
+    """Returns how deep brackets are nested."""
     steps = [(char in "([{") - (char in ")]}") for char in text]
     return max(accumulate(steps), default=0)
 
@@ -279,7 +279,7 @@ def _scalars(expression: Any) -> list[Any]:
 
 
 def _is_close(gold: Any, answer: Any) -> bool:
-    """Whether two numbers that math-verify takes for equal are: it rounds to six decimals."""
+    """Returns whether two numbers are equal that math-verify takes for equal: it rounds to six decimals."""
     values = [[one.doit() for one in (get_pct_val(value), value) if one is not None] for value in (gold, answer)]
     return any(_same_number(one, other) for one in values[0] for other in values[1])
 

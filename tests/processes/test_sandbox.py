@@ -32,8 +32,9 @@ def nothing_is_left():
     own = {os.getpid(), 1}  # not what a test beside this one is running; what outlives its parent goes to 1
     left = [process for process in psutil.process_iter(["cmdline", "ppid"]) if process.pid not in before]
     left = [process for process in left if process.info["ppid"] in own]
-    _, left = psutil.wait_procs(left, timeout=5)  # a killed one may need a moment
-    assert not [process for process in left if "mrl.processes.sandbox" in " ".join(process.info["cmdline"] or ())]
+    left = [process for process in left if "mrl.processes.sandbox" in " ".join(process.info["cmdline"] or ())]
+    _, alive = psutil.wait_procs(left, timeout=5)  # a killed one may need a moment
+    assert not alive
 
 
 def ran(code, tmp_path, inside, bounds=PATIENT, **given):

@@ -19,7 +19,7 @@ class Hermes(Scanner):
     opening = START
 
     _has_end = True
-    """Whether closing tags may follow; searched for once where there are none, so that time stays linear."""
+    """False once no closing tag follows: it is not searched for again, so that time stays linear."""
 
     def call_at(self, start: int, visible: int) -> tuple[Call | None, int]:
         """See `Scanner.call_at`."""

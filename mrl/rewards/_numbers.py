@@ -145,7 +145,7 @@ def _float(digits: str) -> float:
 
 
 def _is_negative(text: str, start: int) -> bool:
-    """Returns whether the sign before a number is its own, and no dash between words, bullet of a list or binary minus."""
+    """Returns whether a number has a minus of its own, and no dash between words, bullet of a list or binary minus."""
     before = text[max(0, start - _LOOK_BACK_CHARS) : start]
     if inner := _SIGN_AFTER_CURRENCY.search(before):
         return inner[1] == "-"

@@ -20,11 +20,8 @@ TEMPLATE = (  # contents as they are, trimmed, as JSON and in capitals
     "{{ message.content | trim }}{% else %}{{ message.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-NUMBERS = [
-    "2" + "0" * 20,
-    "2" + "0" * 29,
-    "2" + "0" * 28 + "5",
-]  # as those that stand for tokens while a template renders
+NUMBERS = ["2" + "0" * 20, "2" + "0" * 29, "2" + "0" * 28 + "5"]
+"""Like the numbers in place of tokens while a template renders."""
 texts = st.lists(st.sampled_from([*SPECIAL, "two", " ", "\n", "<|im_", "end|>", "é", "<", *NUMBERS]), max_size=6)
 contents = texts.map("".join)
 talks = st.lists(st.tuples(st.sampled_from(["user", "tool", "assistant", "system"]), contents), min_size=1, max_size=5)

@@ -245,7 +245,7 @@ def _read_chat(served: Served, body: bytes) -> Asked:
     identity = _identity("chatcmpl", served)
     telling: told.Told = told.Chat(identity, wants_logprobs=asked.logprobs, asked=asked)
     if tools:
-        thinks = formats.opens_thought(served.tokenizer.decode(prompts[0][-formats.TAIL_TOKENS :]))
+        thinks = formats.ids_open_thought(prompts[0], served.tokenizer.decode)
         form = partial(served.form, tools=tools, in_thought=thinks)
         telling = told.ToolChat(identity, asked.logprobs, asked, form)
     return _fitting(served, telling, prompts, asked.most_tokens)

@@ -18,15 +18,15 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 from mrl.environments.base import Action, Schema, ToolCall
 from mrl.schema import registry
 
-TAIL_TOKENS = 16
-"""Tokens at the end of a prompt that `opens_thought` needs: more than `<think>` and the white space after it have."""
+_TAIL_TOKENS = 16
+"""Tokens at the end of a prompt that are decoded: more than `<think>` and the white space after it have."""
 
 _SHOWN_CHARS = 80
 _THINK, _THINK_END = "<think>", "</think>"
@@ -118,6 +118,11 @@ class Format:
 def opens_thought(prompt: str) -> bool:
     """Returns whether a response to this prompt begins inside a thought; the end of the prompt is enough."""
     return prompt.rstrip().endswith(_THINK)
+
+
+def ids_open_thought(prompt_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> bool:
+    """Returns whether a response to these token ids begins inside a thought; only their end is decoded."""
+    return opens_thought(decode(prompt_ids[-_TAIL_TOKENS:]))
 
 
 def _thought_end(text: str, place: int) -> int:

@@ -589,7 +589,7 @@ class DataConfig:
     """auto: to chat messages, not to strings."""
     split_special_tokens: bool = True
     """Special tokens such as `<|im_end|>` that messages of users, tools and environments quote stay ordinary text, as
-    with the tokenizers' switch of this name: nobody but the model and the template ends or begins a turn. false: they
+    with the tokenizers' switch of this name: only the model and the template begin and end a turn. false: they
     become control tokens, as TRL, verl and vLLM do it. Prompts that are strings are always read with their tokens."""
     shuffle: bool = True
     """A new order in every epoch, from `run.seed`."""

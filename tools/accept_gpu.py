@@ -7,7 +7,7 @@ r"""Does mrl do on this GPU what it does on a CPU, and how fast? One command, on
 The actor is compared with transformers in fp32, the native engine with the actor, with and without CUDA graphs, and
 each speed with plain Megatron-Core, transformers or the device's own limits in the same run. Each check runs in a
 process of its own; one that fails, hangs or ends its process stops no other. Those that measure neither time nor memory
-run beside each other (--lanes), the others alone. The page, OUTPUT_DIR/acceptance-gpu.md
+run concurrently (--lanes), the others one by one. The page, OUTPUT_DIR/acceptance-gpu.md
 (and .json), says what works, what does not, what that means and what to do, with versions and figures. Nothing is
 changed but OUTPUT_DIR.
 
@@ -25,11 +25,11 @@ from mrl.acceptance.gpu import GpuAcceptance
 from mrl.acceptance.gpu_table import CHECKS, PAGE
 
 MOST_LANES, LANE_CORES = 4, 3
-"""Checks beside each other, and CPU cores that each should have."""
+"""Most checks that run concurrently, and CPU cores for each."""
 
 
 def default_lanes(device: str) -> int:
-    """Returns how many checks run beside each other: on a CPU each takes all cores."""
+    """Returns how many checks run concurrently: on a CPU each takes all cores."""
     return 1 if device == "cpu" else max(1, min(MOST_LANES, len(os.sched_getaffinity(0)) // LANE_CORES))
 
 
@@ -38,7 +38,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
     parser.add_argument("--checks", nargs="+", default=list(CHECKS), metavar="CHECK", help=f"of {', '.join(CHECKS)}")
-    many = f"checks beside each other; default: {MOST_LANES} with enough CPU cores, 1 on a CPU"
+    many = f"checks that run concurrently; default: {MOST_LANES} with enough CPU cores, 1 on a CPU"
     parser.add_argument("--lanes", type=_positive, metavar="NUM", help=many)
     tool.add_options(parser, folder="acceptance-gpu", start_timeout_s=180.0, timeout_s=300.0)
     return tool.parse(parser, arguments, ("checks",))

@@ -1,6 +1,6 @@
 """An acceptance run of a GPU: each check in a process of its own, on one rank or, with several GPUs, on two.
 
-Owns which checks can be asked here, which of them run beside each other, and the models that they look at. What is
+Owns which checks can be asked here, which of them run concurrently, and the models that they look at. What is
 asked is in `gpu_checks.py` and `gpu_commands.py`, the processes are in `sessions.py`, what is written in `page.py`.
 """
 
@@ -44,7 +44,7 @@ LARGE = (
 
 
 def chains(names: Sequence[str]) -> list[list[str]]:
-    """Returns the checks that may run beside others; one that reads another's findings stands behind it."""
+    """Returns chains of checks that may run concurrently; in a chain each check reads the findings of the first."""
     found: dict[str, list[str]] = {}
     for name in [name for name in names if not CHECKS[name].alone]:
         first = CHECKS[name].after
@@ -61,7 +61,7 @@ class GpuAcceptance(Sessions):
         module: As of `Sessions`.
         checks: Of `gpu_table.CHECKS`.
         device: "cuda", "cpu" or "auto".
-        lanes: Checks that run beside each other, of those that measure neither time nor memory.
+        lanes: Number of checks that run concurrently, of those that measure neither time nor memory.
     """
 
     known: Mapping[str, Check] = field(default_factory=lambda: CHECKS)
@@ -132,7 +132,7 @@ class GpuAcceptance(Sessions):
         return self.results
 
     def _in_lanes(self, chained: Sequence[Sequence[str]], models: Mapping[str, list[str]]) -> None:
-        """Runs chains of checks beside each other; a stop by the user ends all of them."""
+        """Runs chains of checks concurrently; a stop by the user ends all of them."""
         with ThreadPoolExecutor(self.lanes) as pool:
             running = [pool.submit(self._chain, names, models) for names in chained]
             try:

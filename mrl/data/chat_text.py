@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 TRUSTED_ROLES = frozenset({"assistant", "system", "developer"})
-"""Roles whose messages may hold special tokens: what the model said, and what the author of the run says."""
+"""Roles whose messages may hold special tokens: those of the model and of the author of the run."""
 
 _BITS = 20
 _INDEX_DIGITS = 9
@@ -48,7 +48,11 @@ class Quotes:
     """
 
     def __init__(
-        self, messages: Sequence[Mapping[str, Any]], special: re.Pattern[str] | None, trusted: Collection[str]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        special: re.Pattern[str] | None,
+        trusted: Collection[str],
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Finds the quoted tokens.
 
@@ -56,17 +60,17 @@ class Quotes:
             messages: A conversation.
             special: Matches special tokens; None: nothing is quoted.
             trusted: Roles whose messages may hold special tokens.
+            tools: Schemas that are rendered with the messages.
         """
         self._special, self._mark = special, ""
         self._found: list[str] = []
         self.messages = [dict(message) for message in messages]
         untrusted = [message for message in self.messages if message.get("role") not in trusted]
-        texts = "\n".join(text for message in untrusted for text in _texts(message)) if special else ""
-        if special is None or special.search(texts) is None:
+        if special is None or special.search("\n".join(_texts(untrusted))) is None:
             return
         # Digits pass through a template's filters (upper, trim, tojson) unchanged. No end of "2" and zeros and ones is
         # its beginning, so that digits before a mark do not shift where it is found.
-        number = 0
+        number, texts = 0, "\n".join(_texts([*self.messages, *tools]))
         while (mark := f"2{number:0{_BITS}b}") in texts:
             number += 1
         self._mark = mark
@@ -100,8 +104,13 @@ class Quotes:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (Mapping, list)):
-        for inner in value.values() if isinstance(value, Mapping) else value:
+    """Yields the texts and numbers that a template may write of a value, as texts."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield str(key)
             yield from _texts(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(inner)
+    else:
+        yield str(value)

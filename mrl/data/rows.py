@@ -298,7 +298,7 @@ _BEGINNINGS = {
     b"PAR1": "a parquet file",
     b"\x28\xb5\x2f\xfd": "compressed by zstd",
 }
-"""What a file of another kind begins with."""
+"""First bytes of files of other kinds."""
 
 
 def _check_text(file: Any, path: str) -> None:

@@ -353,7 +353,7 @@ class HFTokenizer(Tokenizer):
                 f"the tokenizer '{self.name}' has no chat template. Give one with data.chat_template=FILE, or use "
                 "prompts that are strings with data.apply_chat_template=auto or never."
             )
-        quotes = Quotes(messages, self._special, trusted)
+        quotes = Quotes(messages, self._special, trusted, tools)
         try:
             text: str = self._tokenizer.apply_chat_template(
                 quotes.messages,

@@ -15,7 +15,7 @@ from mrl.errors import UserError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 FOLDER = next((path for path in (_PACKAGE / "launch", _PACKAGE.parent / "launch") if path.is_dir()), Path("launch"))
-"""The scripts: in a wheel inside the package, in a clone beside it."""
+"""The scripts: in a wheel inside the package, in a clone next to it."""
 SCRIPTS = {"torchrun": "torchrun.sh", "mpirun": "mpirun.sh", "sbatch": "slurm.sbatch"}
 
 

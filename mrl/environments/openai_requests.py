@@ -1,4 +1,4 @@
-"""What OpenAI's clients send: the JSON of a request, the messages of a chat, the key.
+"""Reads what OpenAI's clients send: the JSON of a request, the messages of a chat, the key.
 
 Shared by `mrl serve` and the endpoint that agent programs talk to (`_endpoint.py`), so that both accept and refuse the
 same. What is refused is named: the field, what came, what was expected.

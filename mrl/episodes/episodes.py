@@ -167,9 +167,7 @@ class Episodes:
         first = talk.first_messages()
         opened = [self._opening(prompt, sampling.n, place, first, talk) for place, prompt in enumerate(prompts)]
         for (place, _), conversation in talk.conversations.items():
-            conversation.in_thought = formats.opens_thought(
-                self._tokenizer.decode(opened[place][-formats.TAIL_TOKENS :])
-            )
+            conversation.in_thought = formats.ids_open_thought(opened[place], self._tokenizer.decode)
         return opened
 
     def _opening(

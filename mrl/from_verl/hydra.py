@@ -35,8 +35,8 @@ class Settings(dict[str, Any]):
     """Dotted keys and values of a verl run.
 
     Attributes:
-        notes: What was given and is not among them, in words.
-        sft: They are those of verl's SFT trainer.
+        notes: Messages about words that set none of the keys.
+        sft: Whether they are settings of verl's SFT trainer.
     """
 
     def __init__(self, values: Any = (), notes: Sequence[str] = (), *, sft: bool = False) -> None:
@@ -46,11 +46,11 @@ class Settings(dict[str, Any]):
 
 @dataclass
 class Place:
-    """Where config files are looked for.
+    """Folders in which config files are searched.
 
     Attributes:
         script: Folder of the script that starts the run; None: there is none.
-        folders: Given by the user, before all others.
+        folders: Folders that the user gives, searched before all others.
     """
 
     script: Path | None = None
@@ -139,7 +139,7 @@ def _inside(match: re.Match[str], given: Settings) -> str:
 
 
 def _referred(match: re.Match[str], given: Settings) -> Any:
-    """What a reference stands for; itself where nothing sets that."""
+    """The value that a reference names; the reference itself where nothing sets it."""
     resolver, name = match[1], match[2]
     if resolver == "env":
         default: str | None = match[3]
@@ -170,7 +170,7 @@ def _named(name: str, path: str | None, place: Place, notes: list[str]) -> dict[
 
 
 def _own(stem: str) -> dict[str, Any]:
-    """What one of verl's own files says that another does not."""
+    """Settings in which one of verl's own files differs from the others."""
     return {"model_engine": "megatron"} if "megatron" in stem else {}
 
 

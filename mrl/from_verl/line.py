@@ -91,12 +91,12 @@ def _script(text: str, name: str, arguments: Sequence[str], place: Place) -> Set
     if len(runs) > 1:
         found.notes.append(f"'{name}' starts {len(runs)} different runs; this is the first: {_brief(runs[0])}")
     for variable in expansion.unset:
-        stands = f"ARGUMENT_{variable}{NOT_SET}" if variable.isdigit() else f"{variable}{NOT_SET}"
+        placeholder = f"ARGUMENT_{variable}{NOT_SET}" if variable.isdigit() else f"{variable}{NOT_SET}"
         remedy = (
             "give it after the script" if variable.isdigit() else f"set it with {variable}=... before mrl from-verl"
         )
         found.notes.append(
-            f"${variable}: '{name}' reads it and nothing sets it. {stands} stands in its place; {remedy}"
+            f"${variable}: '{name}' reads it and nothing sets it. {placeholder} is written in its place; {remedy}"
         )
     for file in dict.fromkeys(expansion.lacks):
         found.notes.append(f"'{file}': '{name}' reads this script, which cannot be read; what it sets is not known")
@@ -104,7 +104,7 @@ def _script(text: str, name: str, arguments: Sequence[str], place: Place) -> Set
 
 
 def _why_none(name: str, expansion: Expansion) -> str:
-    """Why a script gives no settings."""
+    """Message that says why a script gives no settings."""
     if expansion.trainers:
         other = _program(expansion.trainers[0])
         return f"'{name}' starts {other}, which is not translated: {why_not(other)}."
@@ -156,7 +156,7 @@ def _command(words: list[str], place: Place) -> Settings:
 
 
 def _launched(words: Sequence[str]) -> dict[str, int]:
-    """Hosts and GPUs of a host, as torchrun is told."""
+    """Number of hosts and of GPUs of a host, from the options of torchrun."""
     text = " ".join(words)
     found = {}
     for key, option in (("trainer.nnodes", "nnodes"), ("trainer.n_gpus_per_node", "nproc[-_]per[-_]node")):

@@ -1,4 +1,4 @@
-"""What bash executes before a script that it only expands: PRELUDE.
+"""PRELUDE, the commands that bash executes before a script that it only expands.
 
 Restricted bash changes no file and starts no program by its path; with a read-only PATH of a few harmless programs it
 starts no other either. What a script would start, or asks of the machine, becomes a record on a descriptor:

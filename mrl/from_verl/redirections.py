@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 
+from mrl.errors import UserError
+
 NOWHERE = 57
 """A descriptor that is open on /dev/null when the script is expanded."""
 
@@ -20,8 +22,17 @@ _STARTS_A_WORD = set(" \t\n;&|()`{")
 
 
 def without_redirections(script: str) -> str:
-    """Returns the script with each redirection into a file led to descriptor NOWHERE, and those into processes gone."""
-    return _Scanner(script).scan()
+    """Returns the script with each redirection into a file led to descriptor NOWHERE, and those into processes gone.
+
+    Raises:
+        UserError: It is nested too deeply.
+    """
+    try:
+        return _Scanner(script).scan()
+    except RecursionError as error:
+        raise UserError(
+            "the script nests quotations and substitutions too deeply to be read. Give its command line instead."
+        ) from error
 
 
 class _Scanner:

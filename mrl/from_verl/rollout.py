@@ -19,14 +19,12 @@ from mrl.from_verl.off_policy import off_policy
 from mrl.from_verl.verl_run import VerlRun
 from mrl.peers import verl_rollout
 from mrl.peers.verl_keys import DTYPES, MAPS, ROLLOUT
+from mrl.schema import registry
 
 Pair = tuple[str, Any]
 
 EPISODES = ("multi_turn.", "agent.")
 """Sections that say something only where a run has conversations."""
-
-TOOL_FORMATS = ("hermes", "llama3_json", "qwen3_coder")
-"""Ways in which a policy writes a tool call."""
 
 ENGINES = {"vllm": "vllm", "sglang": "native", "hf": "native", "???": "native", "trtllm": "trtllm"}
 REFUSING = {vllm.NAME: vllm.FIELDS, "trtllm": trtllm.FIELDS}
@@ -58,7 +56,8 @@ def rollout(verl: VerlRun) -> Iterator[Pair]:
         if "val_kwargs" not in name and name not in OWN_WAY and (episodes or not name.startswith(EPISODES)):
             yield f"rollout.{name}", verl[f"{ROLLOUT}{name}"]
     if episodes:
-        yield "rollout.multi_turn.format", verl.one_of(f"{ROLLOUT}multi_turn.format", TOOL_FORMATS, "hermes")
+        formats = tuple(registry.names("environments.formats"))
+        yield "rollout.multi_turn.format", verl.one_of(f"{ROLLOUT}multi_turn.format", formats, "hermes")
     if episodes and not verl[f"{ROLLOUT}multi_turn.tool_config_path"]:
         verl.notes[f"{ROLLOUT}multi_turn.enable"] = (
             "no tools are named: set rollout.agent.environment to what the policy talks with, before the run starts"

@@ -1,7 +1,8 @@
 """Expansion of a shell script by bash: the command lines that it would start, while nothing is started or changed.
 
 Bash runs restricted, with a few programs that only print (see `prelude.py`), and confined by the kernel where that is
-possible: no network, and no file that it may change. Scripts that the script sources or starts are expanded with it.
+possible: no network, no file that it may change, and no signal to the process that started it. Scripts that the script
+sources or starts are expanded with it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,21 +23,23 @@ from mrl.errors import UserError
 from mrl.from_verl.prelude import PRELUDE, PROGRAMS, RENAMED
 from mrl.from_verl.redirections import NOWHERE, without_redirections
 from mrl.peers.verl_trainers import MENTIONED, program
+from mrl.processes.folders import owned_folder
 
 LIMIT_S = 20
-MEMORY_MB = 1024
+MEMORY_MB, FILE_MB = 1024, 64
 MAX_BYTES = 1 << 20
 """Largest script."""
 ROUNDS = 40
 """Times that a script is expanded: each adds what the one before asked for."""
 NOT_SET = "_IS_NOT_SET"
-"""Follows the name of a variable in the value that stands for it."""
+"""Suffix of the placeholder of a variable that nothing sets: NAME_IS_NOT_SET."""
 
 _HOME = str(Path(__file__).resolve().parents[2])
 _BOOT = (
     "import json, os, sys\nhome, folder, bash, *words = sys.argv[1:]\nsys.path.insert(0, home)\n"
     "from mrl.processes.confine import Confinement, confine\n"
-    f"confine(Confinement(writable=(folder,), memory_mb={MEMORY_MB}, cpu_s={LIMIT_S}))\n"
+    f"limits = dict(memory_mb={MEMORY_MB}, file_mb={FILE_MB}, cpu_s={LIMIT_S})\n"
+    "confine(Confinement(writable=(folder,), calls='worker', **limits))\n"
     "kept = {name: value for name, value in os.environ.items() if name not in ('BASH_ENV', 'ENV', 'SHELLOPTS')}\n"
     "os.execve(bash, ['bash', '--norc', '--noprofile', '-c', *words], kept)"
 )
@@ -51,7 +53,7 @@ _UNSET = re.compile(r"(?m): line \d+: ([A-Za-z_]\w*)(?:\[\d+\])?: (?:unbound var
 
 @dataclass
 class Expansion:
-    """What a script would start.
+    """Outcome of an expansion: what a script would start, and what it lacks.
 
     Attributes:
         commands: Words of each command line, in order.
@@ -164,7 +166,7 @@ def _run(
         raise UserError(
             f"'{name}' is a shell script, and there is no bash to expand it. Give its command line instead."
         )
-    with tempfile.TemporaryDirectory(prefix="mrl-from-verl-") as folder:
+    with owned_folder("verl") as folder:
         programs = Path(folder) / "programs"
         programs.mkdir()
         for one in PROGRAMS:

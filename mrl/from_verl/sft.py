@@ -116,7 +116,7 @@ class SftRun:
 
 
 def _is_own(key: str) -> bool:
-    """Whether a key is one that the RL trainer does not have, or means otherwise."""
+    """Returns whether a key is one that the RL trainer does not have, or means otherwise."""
     columns = "data.max_length data.truncation data.messages_key data.multiturn.messages_key data.prompt_key"
     columns += " data.response_key data.prompt_dict_keys data.response_dict_keys"
     return key in columns.split() or any(fnmatchcase(key, one) for one in (*MOOT, *MISSING) if key not in RENAMED)
@@ -129,7 +129,7 @@ def _inner(column: str, keys: Any) -> str:
 
 
 def is_sft(given: Mapping[str, Any]) -> bool:
-    """Whether settings without a program's name are of an SFT trainer."""
+    """Returns whether settings without a program's name are of an SFT trainer."""
     return "model.partial_pretrain" in given or (
         any(key.startswith(("data.multiturn.", "data.max_length")) or key == "data.messages_key" for key in given)
         and not any(key.startswith("actor_rollout_ref.") for key in given)

@@ -29,7 +29,6 @@ from mrl.from_verl.translation import Translation
 from mrl.from_verl.verl_run import VerlRun, is_unset, shown
 from mrl.megatron_fields.table import TABLE, is_own
 from mrl.peers import verl_keys
-from mrl.peers.verl_before import with_names_of_now
 from mrl.peers.verl_keys import (
     ACTOR,
     DDP,
@@ -45,6 +44,7 @@ from mrl.peers.verl_keys import (
     not_read,
     verdict,
 )
+from mrl.peers.verl_renamed import with_current_names
 from mrl.schema.keys import nested
 from mrl.schema.values import Values
 
@@ -69,7 +69,7 @@ def translate(given: Mapping[str, Any]) -> Translation:
     """
     notes, sft = (given.notes, given.sft) if isinstance(given, Settings) else ([], False)
     supervised = SftRun(given) if sft else None
-    given = with_names_of_now(given) if supervised is None else supervised.given
+    given = with_current_names(given) if supervised is None else supervised.given
     verl = VerlRun(with_recipes(given) if supervised is None else given)
     values: dict[str, Any] = {}
     parts: tuple[Callable[[VerlRun], Iterator[Pair]], ...] = (

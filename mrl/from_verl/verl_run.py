@@ -93,7 +93,7 @@ class VerlRun:
 
 
 def is_unset(text: str) -> bool:
-    """Whether a value stands for a shell variable that nothing sets."""
+    """Returns whether a value is the placeholder of a shell variable that nothing sets, or blank."""
     return not text.strip() or text.endswith(NOT_SET)
 
 

@@ -110,7 +110,7 @@ def fitting_rows(arch: ArchSpec, length: int, wanted: int, free_bytes: int, *, t
         arch: Shape of the model.
         length: Tokens of a sequence.
         wanted: Most sequences.
-        free_bytes: Free memory of the device beside model and optimizer.
+        free_bytes: Free memory of the device, with model and optimizer loaded.
         te: Whether its layers are TransformerEngine's, which keep no scores.
     """
     scores = 0 if te else 6 * arch.num_heads * length

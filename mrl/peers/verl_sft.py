@@ -1,4 +1,4 @@
-"""What becomes of each key of verl's SFT trainers (`fsdp_sft_trainer`, `sft_trainer`), as data.
+"""Keys of verl's SFT trainers (`fsdp_sft_trainer`, `sft_trainer`) and their counterparts, as data.
 
 Most keys are those of its RL trainer by another name: RENAMED. The rest act, need no counterpart, or have none.
 """
@@ -42,7 +42,7 @@ DEFAULTS: dict[str, Any] = {
     "trainer.experiment_name": "test",
     "data.seed": 1,
 }
-"""By RL keys, of both trainers."""
+"""Defaults of both trainers, by RL key."""
 
 DEFAULTS_OF_FSDP: dict[str, Any] = {
     f"{_ACTOR}optim.lr": 1e-5,
@@ -50,14 +50,14 @@ DEFAULTS_OF_FSDP: dict[str, Any] = {
     f"{_ACTOR}optim.lr_warmup_steps_ratio": 0.1,
     f"{_ACTOR}optim.lr_scheduler_type": "cosine",
 }
-"""Of `fsdp_sft_trainer`."""
+"""Defaults of `fsdp_sft_trainer`."""
 
 DEFAULTS_OF_ENGINES: dict[str, Any] = {
     f"{_ACTOR}optim.lr": 1e-3,
     f"{_ACTOR}use_dynamic_bsz": True,
     f"{_ACTOR}ppo_max_token_len_per_gpu": 8192,
 }
-"""Of `sft_trainer` and `sft_trainer_ray`."""
+"""Defaults of `sft_trainer` and `sft_trainer_ray`."""
 
 MOOT: dict[str, str] = {
     "data.pad_mode": "sequences are always packed",

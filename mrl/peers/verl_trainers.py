@@ -15,7 +15,7 @@ PROGRAM = re.compile(
 """A word of a command line that names one of verl's programs, or a copy of one."""
 
 MENTIONED = r"main_|_main\b|sft_trainer|verl\.trainer"
-"""What a shell text holds that starts one of them; an extended regular expression, as bash has it."""
+"""Pattern that a shell text which starts one of them contains; an extended regular expression, as bash has it."""
 
 RL = (
     "*main_ppo", "*main_ppo_sync", "*main_ppo_split", "*main_ppo_*", "*main_dapo", "*main_entropy", "*fully_async_main",
@@ -26,7 +26,7 @@ SFT = ("*sft_trainer", "*sft_trainer_ray")
 """Patterns of programs with the keys of verl's SFT config."""
 
 VERLS_OWN = ("verl.", "recipe.", "main_ppo", "main_dapo", "main_entropy", "main_ppo_split", "fully_async_main")
-"""What verl's own programs begin with."""
+"""Beginnings of the names of verl's own programs."""
 
 _ONLINE_DPO = "mrl has DPO on pairs in the data, `algorithm.name=dpo`, and no preference loss on its own samples"
 
@@ -77,7 +77,7 @@ def why_not(name: str) -> str:
 
 
 def is_verls(name: str) -> bool:
-    """Whether a program is verl's own, and not another project's copy."""
+    """Returns whether a program is verl's own, and not another project's copy."""
     return name.startswith(VERLS_OWN)
 
 

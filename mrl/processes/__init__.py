@@ -1,1 +1,1 @@
-"""Worker processes for foreign code: words to and from them, limits, sandboxes, and that nothing of them is left."""
+"""Worker processes for code of others: messages, limits, sandboxes, lists of system calls, temporary folders."""

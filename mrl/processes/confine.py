@@ -20,14 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mrl.processes import seccomp
+from mrl.processes import prctl, seccomp
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full")
 """Devices that may be read and written; a program has only the first, because shared /dev/zero is memory."""
 
 _ADDRESS_SPACE_MB = 4096  # besides memory: libraries, and what threads reserve and never use
 _OPEN_FILES = 256  # each pipe holds memory that no limit counts
-_PR_SET_NO_NEW_PRIVS = 38
 
 # Access rights of Landlock, bits.
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
@@ -44,12 +43,12 @@ _CAPABILITIES_V3 = 0x20080522
 
 @dataclass(frozen=True)
 class Confinement:
-    """What a process may do.
+    """Rights that a process keeps.
 
     Attributes:
         network: Whether sockets may be made.
         writable: Folders below which files may change; None: wherever the user may.
-        readable: Folders and files below which files may be read and run, besides the writable ones; None: all.
+        readable: Folders and files below which files may be read and run, in addition to the writable ones; None: all.
         calls: System calls that may be made. "any": all. "worker": not those that reach processes above this one or
             leave something behind in the kernel. "program": only what a program needs that stays in its own process,
             without root's rights and without network.
@@ -80,15 +79,15 @@ def confine(asked: Confinement) -> list[str]:
     Returns:
         What was asked for and this machine does not have, a few words each; [] where all of it holds.
     """
-    _limit(resource.RLIMIT_DATA, asked.memory_mb << 20)
-    _limit(resource.RLIMIT_FSIZE, asked.file_mb << 20)
-    _limit(resource.RLIMIT_CPU, asked.cpu_s)
-    _limit(resource.RLIMIT_CORE, 1)  # 0 would still hand a crash to a program that collects them, 1 does not
+    set_limit(resource.RLIMIT_DATA, asked.memory_mb << 20)
+    set_limit(resource.RLIMIT_FSIZE, asked.file_mb << 20)
+    set_limit(resource.RLIMIT_CPU, asked.cpu_s)
+    set_limit(resource.RLIMIT_CORE, 1)  # 0 would still hand a crash to a program that collects them, 1 does not
     problems: list[tuple[str, str]] = []
     if asked.calls == "program":
         if asked.memory_mb:
-            _limit(resource.RLIMIT_AS, (asked.memory_mb + _ADDRESS_SPACE_MB) << 20)
-        _limit(resource.RLIMIT_NOFILE, _OPEN_FILES)
+            set_limit(resource.RLIMIT_AS, (asked.memory_mb + _ADDRESS_SPACE_MB) << 20)
+        set_limit(resource.RLIMIT_NOFILE, _OPEN_FILES)
         problems += [("rights", _give_up_rights())]
     if asked.writable is not None or asked.readable is not None:
         problems += [("files", _landlock(asked))]
@@ -101,7 +100,7 @@ def confine(asked: Confinement) -> list[str]:
     return [f"{what}: {problem}" for what, problem in problems if problem]
 
 
-def _limit(which: int, value: int) -> None:
+def set_limit(which: int, value: int) -> None:
     """Sets a limit that cannot be raised again; 0: none."""
     if value:
         _, most = resource.getrlimit(which)
@@ -137,7 +136,7 @@ def _landlock(asked: Confinement) -> str:
             _allow(ruleset, path, handled & (_READ | _WRITE_FILE | _TRUNCATE))
         for path in asked.readable or ():
             _allow(ruleset, path, handled & _READ)
-        prctl(_PR_SET_NO_NEW_PRIVS, 1)
+        prctl.set_attribute(prctl.NO_NEW_PRIVS, 1)
         done = _call(_RESTRICT_SELF, ruleset, 0)
     finally:
         os.close(ruleset)
@@ -156,12 +155,6 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
             _call(_ADD_RULE, ruleset, 1, struct.pack("=Qi", kept, place), 0)
     finally:
         os.close(place)
-
-
-def prctl(option: int, value: int) -> None:
-    """Changes an attribute of this process, where it runs on Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, *map(ctypes.c_ulong, (value, 0, 0, 0)))
 
 
 def _call(number: int, *arguments: bytes | int | None) -> int:

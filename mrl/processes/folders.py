@@ -19,6 +19,9 @@ from itertools import count
 MAX_DEPTH = 32
 """Folders in folders that `measure` looks into."""
 
+BLOCK_BYTES = 512
+"""Unit of `st_blocks`, whatever the file system's blocks are."""
+
 _MAX_NAME = 40
 _TRIES = 100
 
@@ -52,7 +55,7 @@ def _locked(kind: str) -> tuple[str, int]:
 
 
 def _is_at(opened: int, folder: str) -> bool:
-    """Whether a folder that was opened is still at its place."""
+    """Returns whether a folder that was opened is still at its place."""
     try:
         return os.path.samestat(os.fstat(opened), os.stat(folder))
     except FileNotFoundError:
@@ -60,7 +63,7 @@ def _is_at(opened: int, folder: str) -> bool:
 
 
 def _lock(opened: int) -> bool | None:
-    """Whether the lock was free and is held now; None: this file system has no locks."""
+    """Returns whether the lock was free, and holds it then; None: this file system has no locks."""
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -170,7 +173,7 @@ def measure(folder: str, most_files: int) -> tuple[int, int]:
                     if num_files > most_files:
                         return num_bytes, num_files
                     with contextlib.suppress(FileNotFoundError):
-                        num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
+                        num_bytes += entry.stat(follow_symlinks=False).st_blocks * BLOCK_BYTES
                         if entry.is_dir(follow_symlinks=False):
                             todo.append((entry.path, depth + 1))
         except (FileNotFoundError, NotADirectoryError):

@@ -21,16 +21,14 @@ from types import FrameType
 
 import psutil
 
-from mrl.processes import wire
-from mrl.processes.confine import prctl
+from mrl.processes import prctl, wire
+from mrl.processes.confine import set_limit
 
 MIB = 1 << 20
 
 IGNORED = {signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM}
 """Signals that a terminal or a scheduler sends to every process of a job: a worker leaves them to its parent."""
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 _LOOK_S = 0.5  # between two looks at the memory
 _LOOK_FRAC = 0.01  # of a core for them, on a machine of thousands of processes
 _SHOWN_FRAMES = 5
@@ -78,16 +76,17 @@ def keep(bounds: Bounds, work: Callable[[Bounds], None]) -> None:
     os.setsid()
     for end in (bounds.commands, bounds.answers):
         os.set_inheritable(end, False)  # no business of a program that a function starts
-    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl.set_attribute(prctl.CHILD_SUBREAPER, 1)
     keeper = os.getpid()
     worker = os.fork()
     if worker == 0:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl.set_attribute(prctl.PDEATHSIG, signal.SIGKILL)
         if os.getppid() == keeper:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
             os.setpgid(0, 0)  # a signal to its own group is none to the keeper
-            _limit_memory(bounds.memory_limit_mb)
+            # a MemoryError in Python, in this process and its children, each for itself
+            set_limit(resource.RLIMIT_DATA, bounds.memory_limit_mb * MIB)
             _work(bounds, work)
         os._exit(0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
@@ -178,11 +177,3 @@ def _memory_mb(enough: float) -> float:
         if total <= enough or sys.platform != "linux":
             break
     return total
-
-
-def _limit_memory(limit_mb: int) -> None:
-    """Allocations beyond the limit fail in this process and its children, each for itself: a MemoryError in Python."""
-    if limit_mb:
-        _, most = resource.getrlimit(resource.RLIMIT_DATA)
-        wanted = limit_mb * MIB if most == resource.RLIM_INFINITY else min(limit_mb * MIB, most)
-        resource.setrlimit(resource.RLIMIT_DATA, (wanted, wanted))

@@ -1,4 +1,4 @@
-"""Runs a program that nobody has read, such as code that a model wrote, and returns what it printed.
+"""Runs an untrusted program, such as code that a model wrote, and returns what it printed.
 
 The program is one process, confined by `confine.py`: it may change files in one folder, read Python and the system's
 libraries and no other files, and has no network, no further processes, no environment variables, no signals to others,
@@ -30,8 +30,9 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import IO, Any
 
-from mrl.processes.confine import Confinement, confine, prctl
-from mrl.processes.folders import empty, owned_folder
+from mrl.processes import prctl
+from mrl.processes.confine import Confinement, confine
+from mrl.processes.folders import BLOCK_BYTES, empty, owned_folder
 from mrl.processes.usage import Most, folder_problem, process_problem
 
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random")
@@ -44,7 +45,7 @@ _START_LIMIT_S = 60.0  # for Python to start, on a busy machine
 _EXIT_LIMIT_S = 5.0  # for a killed program to be gone
 _LOOK_S = 0.05  # between two looks at what it takes
 _LOOK_FRAC = 0.05  # of a core for them
-_PR_SET_PDEATHSIG = 1
+_PAUSE_S = 0.001  # between two looks whether a program that closed its output has ended
 _VARIABLES = {
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -69,7 +70,7 @@ class Bounds:
         memory_mb: MiB.
         output_bytes: That it may print; then it is ended.
         file_mb: Largest file that it may write, MiB.
-        folder_mb: All files in its folder together, MiB on the disk.
+        folder_mb: All its files together, MiB on the disk.
         files: Number of files and folders in its folder.
         threads: Number of threads at one time.
     """
@@ -84,8 +85,8 @@ class Bounds:
 
     @property
     def most(self) -> Most:
-        """What is looked at while the program runs."""
-        return Most(self.threads, self.memory_mb, self.folder_mb, self.files)
+        """The bounds that are looked at while the program runs."""
+        return Most(self.threads, self.memory_mb, self.folder_mb, self.file_mb, self.files)
 
 
 @dataclass(frozen=True)
@@ -127,31 +128,20 @@ def run_python(
     """
     inside = bubblewrap_works() if bubblewrap is None else bubblewrap
     reads, writes = os.pipe()
-    with ExitStack() as stack:
-        # in the folder: programs may open /dev/stdin, and Landlock allows that for files of their folder only
-        given = stack.enter_context(_file_with(stdin, folder))
-        after = stack.enter_context(_file_with(then, folder)).fileno() if then else None
-        said = {"home": _HOME, "folder": folder, "told": writes, "code": code, "bounds": asdict(bounds)}
-        said["parent"] = None if inside else os.getpid()  # bubblewrap ends with its parent by itself
-        boot = stack.enter_context(_file_with(json.dumps({**said, "then": after}), folder))
-        started = subprocess.Popen(
-            [*(_bubblewrap(folder) if inside else ()), sys.executable, "-I", "-c", _BOOT, str(boot.fileno())],
-            stdin=given,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**_VARIABLES, "HOME": folder, "TMPDIR": folder},
-            pass_fds=[writes, boot.fileno(), *([] if after is None else [after])],
-            start_new_session=True,
-        )
-    os.close(writes)
-    with started, open(reads, "rb"):
+    with open(reads, "rb"):
         try:
-            line = _first_line(reads)
-            output, problem = _read(started, folder, bounds) if line.endswith(b"\n") else (b"", "")
+            started, own_bytes = _start(code, folder, bounds, inside, stdin, then, writes)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(started.pid, signal.SIGKILL)  # it is not waited for yet: the number is nobody else's
-        status = started.wait(_EXIT_LIMIT_S)
+            os.close(writes)
+        with started:
+            try:
+                line = _first_line(reads)
+                ran = line.endswith(b"\n")
+                output, problem = _read(started, folder, bounds, own_bytes) if ran else (b"", "")
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(started.pid, signal.SIGKILL)  # it was not waited for: no other process has its number
+            status = started.wait(_EXIT_LIMIT_S)
     if not line.endswith(b"\n"):
         raise RuntimeError(f"a program did not start in the sandbox within {_START_LIMIT_S:g} s (status {status})")
     if found := folder_problem(folder, bounds.most):
@@ -162,11 +152,43 @@ def run_python(
     return Ran(text, status, problem, missing)
 
 
+def _start(
+    code: str, folder: str, bounds: Bounds, inside: bool, stdin: str, then: str, writes: int
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Starts the program's process, and returns it with the size of the files that it is given, bytes on the disk.
+
+    Raises:
+        RuntimeError: It cannot be started.
+    """
+    with ExitStack() as stack:
+        # in the folder: programs may open /dev/stdin, and Landlock allows that for files of their folder only
+        given = stack.enter_context(_file_with(stdin, folder))
+        after = [stack.enter_context(_file_with(then, folder))] if then else []
+        said = {"home": _HOME, "folder": folder, "told": writes, "code": code, "bounds": asdict(bounds)}
+        said["parent"] = None if inside else os.getpid()  # bubblewrap ends with its parent by itself
+        said["then"] = after[0].fileno() if after else None
+        boot = stack.enter_context(_file_with(json.dumps(said), folder))
+        command = [*(_bubblewrap(folder) if inside else ()), sys.executable, "-I", "-c", _BOOT, str(boot.fileno())]
+        try:
+            started = subprocess.Popen(
+                command,
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**_VARIABLES, "HOME": folder, "TMPDIR": folder},
+                pass_fds=(writes, *(file.fileno() for file in (boot, *after))),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise RuntimeError(f"a program did not start in the sandbox: {error}") from error
+        return started, sum(os.fstat(file.fileno()).st_blocks * BLOCK_BYTES for file in (given, boot, *after))
+
+
 def enter(said: dict[str, Any]) -> None:
     """Confines this process, writes to the parent what that lacked, and runs the code."""
     bounds = Bounds(**said["bounds"])
     if said["parent"] is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl.set_attribute(prctl.PDEATHSIG, signal.SIGKILL)
         if os.getppid() != said["parent"]:
             os._exit(1)  # the parent died before
     sys.path.remove(said["home"])
@@ -208,7 +230,8 @@ def _tolerant(change: Callable[..., None], folder: str) -> Callable[..., None]:
     def changed(path: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(path, int) or "dir_fd" in kwargs or not _is_in(base, path):
             change(path, *args, **kwargs)
-        os.stat(path)  # a file that is not there is an error
+        else:
+            os.stat(path)  # a file that is not there is an error
 
     return changed
 
@@ -223,10 +246,10 @@ def _file_with(text: str, folder: str) -> IO[str]:
         file = tempfile.TemporaryFile(  # noqa: SIM115 -- the caller closes it
             "w+", encoding="utf-8", errors="surrogatepass", newline="", dir=folder
         )
+        file.write(text)
+        file.seek(0)
     except OSError as error:
         raise RuntimeError(f"a program did not start in the sandbox: {error}") from error
-    file.write(text)
-    file.seek(0)
     return file
 
 
@@ -247,7 +270,7 @@ def bubblewrap_works() -> bool:
 
 @cache
 def _bubblewrap_path() -> str | None:
-    """Where this process finds bubblewrap; the program's PATH is another one."""
+    """Path of bubblewrap as this process finds it: the program's PATH is another one. None: it is not installed."""
     found = shutil.which("bwrap")
     return None if found is None else str(Path(found).absolute())
 
@@ -275,26 +298,28 @@ def _first_line(told: int) -> bytes:
     return line
 
 
-def _read(started: subprocess.Popen[bytes], folder: str, bounds: Bounds) -> tuple[bytes, str]:
-    """Returns what it printed until it ended, and why it must end before, "" where it ended by itself."""
+def _read(started: subprocess.Popen[bytes], folder: str, bounds: Bounds, own_bytes: int) -> tuple[bytes, str]:
+    """Returns what it printed until it ended, and why it must end before, "" where it ended by itself.
+
+    It is not waited for: until then no other process gets its number, so that it can still be killed.
+    """
     if started.stdout is None:
         raise RuntimeError("the program has no output")
-    output, end = bytearray(), time.monotonic() + bounds.time_s
+    output, end, most = bytearray(), time.monotonic() + bounds.time_s, bounds.most
     look = time.monotonic() + _LOOK_S
     with selectors.DefaultSelector() as selector:
         selector.register(started.stdout, selectors.EVENT_READ)
-        while selector.get_map() or started.poll() is None:
+        while selector.get_map() or not _has_ended(started.pid):
             now = time.monotonic()
             if now >= end:
                 return bytes(output), f"it took longer than {bounds.time_s:g} s"
             if now >= look:
-                if problem := process_problem(started.pid, bounds.most) or folder_problem(folder, bounds.most):
+                if problem := process_problem(started.pid, most, own_bytes) or folder_problem(folder, most):
                     return bytes(output), problem
                 look = time.monotonic() + max(_LOOK_S, (time.monotonic() - now) / _LOOK_FRAC)
             pause = max(0.0, min(end, look) - time.monotonic())
             if not selector.get_map():
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    started.wait(pause)
+                time.sleep(min(pause, _PAUSE_S))
             elif selector.select(pause):
                 found = os.read(started.stdout.fileno(), _READ_BYTES)
                 output += found
@@ -303,3 +328,11 @@ def _read(started: subprocess.Popen[bytes], folder: str, bounds: Bounds) -> tupl
                 if len(output) > bounds.output_bytes:
                     return bytes(output), f"it printed more than {bounds.output_bytes} bytes"
     return bytes(output), ""
+
+
+def _has_ended(pid: int) -> bool:
+    """Returns whether a child has ended, and does not wait for it."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True

@@ -1,6 +1,6 @@
 """Filters of system calls (Linux's seccomp) for a process and all that it starts; a filter cannot be taken off.
 
-Programs that nobody has read get a list of what is allowed: a call that is not in it fails. Workers that may start
+Untrusted programs get a list of what is allowed: a call that is not in it fails. Workers that may start
 processes of their own get a list of what is refused. A refused call fails with EPERM, which Python raises as
 PermissionError. Two kinds fail with ENOSYS instead, on which C libraries use an older call: those of a newer kernel
 than `system_calls.py` knows, and those whose arguments lie in memory, where a filter cannot read them (clone3,
@@ -18,6 +18,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mrl.processes import prctl
 from mrl.processes.system_calls import NEWEST, OTHERS, PROGRAMS, SHARED
 
 NUMBERS = PROGRAMS | SHARED | OTHERS
@@ -27,7 +28,6 @@ _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _SET_MODE_FILTER, _ALL_THREADS = 1, 1
-_PR_SET_NO_NEW_PRIVS = 38
 _X32 = 0x40000000  # numbers of the other calling convention of x86_64
 
 # Opcodes of classic BPF.
@@ -83,11 +83,11 @@ class Check:
 
 
 Rules = Mapping[str, tuple[Check, ...] | int]
-"""By the name of a call: the checks after which it is allowed, or the error with which it fails."""
+"""Name of a call -> the checks after which it is allowed, or the error with which it fails."""
 
 
 def of_programs() -> Rules:
-    """Returns what a program that nobody has read may call; everything else is refused."""
+    """Returns the rules of an untrusted program; a call that they do not name is refused."""
     own = os.getpid()
     itself = (Check(0, (0, own)),)
     own_priority = (Check(0, (0,)), Check(1, (0, own)))
@@ -95,6 +95,7 @@ def of_programs() -> Rules:
         "mmap": (Check(3, _MMAP_KINDS, _MMAP_BITS),),
         "openat": (Check(2, _OPEN_MODES, _OPEN_BITS),),
         "open": (Check(1, _OPEN_MODES, _OPEN_BITS),),
+        "fallocate": errno.EOPNOTSUPP,  # takes a disk's room faster than `usage.py` looks; C libraries write instead
         "fcntl": (Check(1, _FCNTL),),
         "ioctl": (Check(1, _IOCTL),),
         "clone": (Check(0, (_CLONE_THREAD,), _CLONE_THREAD | _NEW_NAMESPACES),),
@@ -112,7 +113,7 @@ def of_programs() -> Rules:
 
 
 def of_workers() -> Rules:
-    """Returns what a worker and its programs may not call: state that processes share, and processes above the worker.
+    """Returns the rules of a worker and its programs, which refuse shared state and processes above the worker.
 
     Signals to the keeper are refused by its number, for kernels whose Landlock knows none (before Linux 6.12).
     """
@@ -136,7 +137,7 @@ def of_workers() -> Rules:
 
 
 def without_sockets() -> Rules:
-    """Returns what makes no sockets; a pair of them may be made where it cannot send to any other."""
+    """Returns rules against sockets; a pair of them may be made where it cannot send to any other."""
     return {
         "socket": errno.EPERM,
         "socketpair": (Check(0, (_AF_UNIX,)), Check(1, (_SOCK_STREAM, _SOCK_SEQPACKET), _SOCKET_TYPE_BITS)),
@@ -154,8 +155,8 @@ def install(rules: Rules, *, only: bool) -> str:
     """Adds a filter to all threads of this process.
 
     Args:
-        rules: What becomes of each call that it names.
-        only: Every other call is refused; otherwise allowed.
+        rules: See `Rules`.
+        only: Whether every other call is refused; else it is allowed.
 
     Returns:
         Why this machine cannot, "" where the filter holds.
@@ -166,8 +167,8 @@ def install(rules: Rules, *, only: bool) -> str:
     code = b"".join(_program(rules, *_ARCHITECTURES[platform.machine()], only=only))
     buffer = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
+    prctl.set_attribute(prctl.NO_NEW_PRIVS, 1)
     library = ctypes.CDLL(None, use_errno=True)
-    library.prctl(_PR_SET_NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0)))
     library.syscall.restype = ctypes.c_long
     done = library.syscall(*map(ctypes.c_long, (call, _SET_MODE_FILTER, _ALL_THREADS)), program)
     if done == 0:

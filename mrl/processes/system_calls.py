@@ -42,7 +42,7 @@ setrlimit:160:164 prlimit64:302:261 getpriority:140:141 setpriority:141:140 sche
 sched_setaffinity:203:122 sched_getparam:143:121 sched_getscheduler:145:120 sched_get_priority_max:146:125
 sched_get_priority_min:147:126 map_shadow_stack:453:453
 """)
-"""What a program that nobody has read may call: memory, files, threads, timers and questions about itself."""
+"""Calls that an untrusted program may make: memory, files, threads, timers and questions about itself."""
 
 SHARED = _table("""
 add_key:248:217 request_key:249:218 keyctl:250:219 shmget:29:194 shmat:30:196 shmctl:31:195 shmdt:67:197
@@ -56,7 +56,7 @@ swapon:167:224 swapoff:168:225 acct:163:89 quotactl:179:60 quotactl_fd:443:443 s
 sethostname:170:161 setdomainname:171:162 iopl:172: ioperm:173: settimeofday:164:170 clock_settime:227:112
 clock_adjtime:305:266 adjtimex:159:171 migrate_pages:256:238 move_pages:279:239
 """)
-"""What reads or changes state that processes share: System V objects, keys, namespaces, mounts, clocks, the kernel."""
+"""Calls that read or change shared state: System V objects, keys, namespaces, mounts, clocks, the kernel."""
 
 OTHERS = _table("""
 socket:41:198 clone3:435:435 io_uring_setup:425:425 truncate:76:45 openat2:437:437 tkill:200:130
@@ -64,4 +64,4 @@ rt_sigqueueinfo:129:138 rt_tgsigqueueinfo:297:240 pidfd_open:434:434 pidfd_send_
 sched_setscheduler:144:119 sched_setparam:142:118 sched_setattr:314:274 ioprio_set:251:30 capset:126:91
 seccomp:317:277
 """)
-"""Calls that a filter names besides."""
+"""Further calls that a filter names."""

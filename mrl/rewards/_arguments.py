@@ -23,12 +23,13 @@ _KINDS: dict[Any, tuple[type, ...]] = {
 
 
 def check_types(function: Callable[..., Any], kwargs: Mapping[str, Any], *, own: bool = False) -> None:
-    """Checks values against the annotations of a function; what these cannot tell is accepted.
+    """Checks values against the annotations of a function.
 
     Args:
-        function: Its annotations name plain types, unions, literals, lists and mappings, or anything else.
-        kwargs: The config's.
-        own: Code of a user's own: a number that is not whole is accepted for an int.
+        function: Function or class that gets the values. Of its annotations, plain types, unions, literals, lists and
+            mappings are checked.
+        kwargs: Values of the config by name.
+        own: Whether the function is a user's, in which an int may also be a float.
 
     Raises:
         ValueError: A value is of another type.

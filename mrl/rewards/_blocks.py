@@ -89,7 +89,7 @@ def _chosen(blocks: list[Block]) -> Block | None:
 
 
 def _is_program(text: str) -> bool:
-    """Whether a text is Python that does something, and not just a value as "6" or "[1, 2]"."""
+    """Returns whether a text is Python that does something, and not just a value as "6" or "[1, 2]"."""
     if len(text) > _MAX_PARSED_CHARS:
         return True
     try:

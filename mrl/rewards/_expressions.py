@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 -- characters that are not ASCII are what it is about
-r"""An answer as mathematics: what a text of a few characters means, and whether two such texts are equal.
+r"""Answers as mathematics: reads a text of a few characters, and compares two of them.
 
 math-verify (https://github.com/huggingface/Math-Verify) parses and compares. This file writes what math-verify misreads
 in a form that it reads (18 dollars, 42., 0.\overline{3}), and checks what it rounds: its comparison takes 1/2^98 for
@@ -87,7 +87,7 @@ _IN_BRACKETS = re.compile(r"(?<![\w)}\]])[(\[]\s*([-+]?[\d.,]+|[A-Z])\s*[)\]]")
 
 @dataclass(frozen=True)
 class Read:
-    """What a text says.
+    """Meaning of a text.
 
     Attributes:
         text: The text in its plain form.
@@ -105,7 +105,7 @@ class Read:
 
 @lru_cache(maxsize=4096)  # the samples of a prompt share their answer
 def read(text: str) -> Read:
-    r"""Reads what stands in a box or in answer tags: one expression, perhaps with a unit, or words."""
+    r"""Reads the content of a box or of answer tags: one expression, perhaps with a unit, or words."""
     form = _form(text)
     if letter := _letter(form):
         rest = letter[4].strip()
@@ -132,7 +132,7 @@ def read_prose(text: str) -> Read:
 
 
 def equal(gold: Read, answer: Read) -> bool:
-    """Whether an answer is the right one."""
+    """Returns whether an answer is the right one."""
     if gold.text and gold.text == answer.text:
         return True
     if gold.words or answer.words:
@@ -160,7 +160,7 @@ def _letter(form: str) -> re.Match[str] | None:
 
 
 def _depth(text: str) -> int:
-    """How deep brackets are nested."""
+    """Returns how deep brackets are nested."""
     steps = [(char in "([{") - (char in ")]}") for char in text]
     return max(accumulate(steps), default=0)
 
@@ -279,7 +279,7 @@ def _scalars(expression: Any) -> list[Any]:
 
 
 def _is_close(gold: Any, answer: Any) -> bool:
-    """Whether two numbers that math-verify takes for equal are: it rounds to six decimals."""
+    """Returns whether two numbers are equal that math-verify takes for equal: it rounds to six decimals."""
     values = [[one.doit() for one in (get_pct_val(value), value) if one is not None] for value in (gold, answer)]
     return any(_same_number(one, other) for one in values[0] for other in values[1])
 

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 -- characters that are not ASCII are what it is about
-r"""Where the final answer of a response stands: in a box, in answer tags, after ####, or after "the answer is".
+r"""Finds the final answer of a response: in a box, in answer tags, after ####, or after "the answer is".
 
 `math` and `numeric` read the same place. Imports no torch.
 """
@@ -31,7 +31,7 @@ class Marked:
 
     Attributes:
         kind: BOX, TAGS, HASHES or SENTENCE.
-        text: What stands there.
+        text: Content of that part.
     """
 
     kind: str
@@ -41,12 +41,12 @@ class Marked:
 def final_answer(text: str) -> Marked | None:
     r"""Returns the answer that a text marks, None where it marks none.
 
-    The first of these that the text has counts: the last closed \boxed{...} or \fbox{...}; what stands after the last
+    The first of these that the text has counts: the last closed \boxed{...} or \fbox{...}; the text after the last
     opening answer tag; the last line that begins with ####; the rest of the last sentence "answer ... is", of those
     with a number, a formula or a letter if there are any.
 
     Args:
-        text: Without reasoning.
+        text: Response without its reasoning, or a row's answer.
     """
     if (boxed := last_boxed(text)) is not None:
         return Marked(BOX, boxed)
@@ -66,7 +66,7 @@ def final_answer(text: str) -> Marked | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Returns what stands in the last closed \boxed{...} or \fbox{...}, braces balanced; None without one."""
+    r"""Returns the content of the last closed \boxed{...} or \fbox{...}, braces balanced; None without one."""
     open_braces: list[tuple[int, bool]] = []
     last: tuple[int, int] | None = None
     for match in _BRACE.finditer(text):
@@ -80,7 +80,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _tagged(text: str) -> str | None:
-    """What stands between the last opening answer tag and its closing one, or the end."""
+    """Text between the last opening answer tag and its closing one, or the end; None without a tag."""
     start, end = None, len(text)
     for tag in _TAG.finditer(text):
         if not tag[1]:

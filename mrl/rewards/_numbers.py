@@ -64,7 +64,7 @@ class Written:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """What it may mean: 50 and 0.5 for "50%"."""
+        """Values that it may mean: 50 and 0.5 for "50%"."""
         return (self.value, self.value / 100) if self.percent else (self.value,)
 
 
@@ -145,7 +145,7 @@ def _float(digits: str) -> float:
 
 
 def _is_negative(text: str, start: int) -> bool:
-    """Whether the sign before a number is its own, and no dash between words, bullet of a list or binary minus."""
+    """Returns whether a number has a minus of its own, and no dash between words, bullet of a list or binary minus."""
     before = text[max(0, start - _LOOK_BACK_CHARS) : start]
     if inner := _SIGN_AFTER_CURRENCY.search(before):
         return inner[1] == "-"

@@ -1,7 +1,7 @@
 """Removes the reasoning that a model writes before its answer, so that rewards read the answer only.
 
-Reasoning stands between tags. Rewards that score what a response says never read what is between them; `regex` and
-`length` see the whole response, since a format reward asks for the tags. Imports no torch.
+Reasoning is the text between certain tags. Rewards that compare or run an answer never read it; `regex` and `length`
+see the complete response, since a format reward asks for the tags. Imports no torch.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _PROMPT_TAIL_CHARS = 200
 def without_reasoning(text: str, prompt: str = "") -> str:
     """Returns a response without its reasoning.
 
-    Reasoning that is not closed reaches to the end, and what stands before a closing tag alone is reasoning: chat
-    templates write the opening tag into the prompt. A tag in quotes or backticks outside reasoning is a mention.
+    Reasoning that is not closed reaches to the end. Text before a closing tag without an opening one is reasoning too:
+    chat templates write the opening tag into the prompt. A tag in quotes or backticks outside reasoning is a mention.
 
     Args:
         text: The response.

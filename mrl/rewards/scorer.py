@@ -237,7 +237,7 @@ class Scorer:
         samples = [_empty_sample(prompt, episodes=episodes) for prompt in prompts]
         problems: dict[int, dict[int, str]] = {}
 
-        def heard(answered: Sequence[Answered]) -> None:
+        def collect(answered: Sequence[Answered]) -> None:
             for task, row, outcomes in answered:
                 if outcomes[0].error:
                     problems.setdefault(self._remote[task.calls[0]], {})[row] = outcomes[0].error
@@ -250,7 +250,7 @@ class Scorer:
             own = [is_own(self._config.functions[index].name) for index in self._remote]
             calls = [place for place, is_users in enumerate(own) if not is_users]
             tasks = [Task((place,), ((row,),)) for place in calls for row in range(len(samples))]
-            self._pool.run(samples, tasks, len(samples), tell=heard)
+            self._pool.run(samples, tasks, len(samples), tell=collect)
         warnings = []
         for index, by_row in sorted(problems.items()):
             if by_row:

@@ -228,7 +228,7 @@ async def _until_gone(receive: Receive) -> None:
 
 def _read_completion(served: Served, body: bytes) -> Asked:
     asked = read_request(CompletionRequest, body)
-    _check_model(served, asked)
+    _check_fields(served, asked)
     encode = served.tokenizer.encode
     _check_characters(served, max((len(one) for one in asked.prompt if isinstance(one, str)), default=0), "prompt")
     prompts = [encode(one, prompt=True) if isinstance(one, str) else one for one in asked.prompt]
@@ -238,21 +238,21 @@ def _read_completion(served: Served, body: bytes) -> Asked:
 
 def _read_chat(served: Served, body: bytes) -> Asked:
     asked = read_request(ChatRequest, body)
-    _check_model(served, asked)
+    _check_fields(served, asked)
     tools = asked.schemas
     _check_characters(served, sum(len(message["content"]) for message in asked.messages), "messages")
     prompts = [served.tokenizer.apply_chat_template(asked.templated, tools)]
     identity = _identity("chatcmpl", served)
     telling: told.Told = told.Chat(identity, wants_logprobs=asked.logprobs, asked=asked)
     if tools:
-        thinks = formats.opens_thought(served.tokenizer.decode(prompts[0][-formats.TAIL_TOKENS :]))
+        thinks = formats.ids_open_thought(prompts[0], served.tokenizer.decode)
         form = partial(served.form, tools=tools, in_thought=thinks)
         telling = told.ToolChat(identity, asked.logprobs, asked, form)
     return _fitting(served, telling, prompts, asked.most_tokens)
 
 
-def _check_model(served: Served, asked: CompletionRequest | ChatRequest) -> None:
-    """Refuses what can be refused before anything is tokenized."""
+def _check_fields(served: Served, asked: CompletionRequest | ChatRequest) -> None:
+    """Refuses fields that can be refused before anything is tokenized."""
     if asked.model != served.name:
         raise RequestError(f"the model {shown(asked.model)} is not served here; '{served.name}' is.", "model")
     if asked.stream_options is not None and not asked.stream:

@@ -100,7 +100,7 @@ Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class StreamOptions(BaseModel):
-    """What a stream holds besides its text."""
+    """Options of a stream."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -53,7 +53,7 @@ class Batch:
 
 
 Failed = dict[int, Exception]
-"""By uid, why the engine cannot generate for a prompt of a batch."""
+"""Uid of a prompt of a batch -> why the engine cannot generate for it."""
 
 
 class BusyError(RuntimeError):

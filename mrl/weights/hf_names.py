@@ -28,7 +28,7 @@ _MIXTRAL_BLOCK, _MIXTRAL_BLOCK_OF_5 = ".block_sparse_moe.", ".mlp."
 
 @dataclass(frozen=True)
 class Located:
-    """Where a tensor of the table lies in a checkpoint.
+    """Place of a tensor of the table in a checkpoint.
 
     Attributes:
         stored: Name of the stored tensor.

@@ -275,3 +275,8 @@ def test_a_script_is_read_from_stdin_and_from_a_quoted_line(monkeypatch):
 )
 def test_only_redirections_of_output_are_taken_from_a_script(script, without):
     assert without_redirections(script) == without
+
+
+def test_a_script_that_is_nested_too_deeply_is_refused():
+    with pytest.raises(UserError, match="too deeply"):
+        without_redirections("$(" * 5000)

@@ -49,6 +49,11 @@ ALONE = {
     "large file, allocated": "os.posix_fallocate(os.open('allocated', os.O_CREAT | os.O_RDWR), 0, 600 << 20)",
     "many large files": "for n in range(100): open(f'large{n}', 'wb').write(bytes(8 << 20))\n"
     "import time; time.sleep(1)",
+    "removed files, open": "files = []\nfor n in range(60):\n  files.append(open('removed', 'wb'))\n"
+    "  files[-1].write(bytes(15 << 20)); files[-1].flush(); os.unlink('removed')\nimport time; time.sleep(1)",
+    "removed files, mapped": "import mmap\nmaps = []\nfor n in range(60):\n  with open('removed', 'w+b') as file:\n"
+    "    file.write(bytes(15 << 20)); file.flush(); os.unlink('removed'); maps.append(mmap.mmap(file.fileno(), 4096))\n"
+    "import time; time.sleep(1)",
     "many files": "for n in range(200_000): open(f'file{n}', 'w').close()",
     "many folders": "for n in range(200_000): os.mkdir(f'folder{n}')",
     "many links": "for n in range(200_000): os.symlink('x', f'link{n}')",

@@ -32,7 +32,9 @@ def nothing_is_left():
     own = {os.getpid(), 1}  # not what a test beside this one is running; what outlives its parent goes to 1
     left = [process for process in psutil.process_iter(["cmdline", "ppid"]) if process.pid not in before]
     left = [process for process in left if process.info["ppid"] in own]
-    assert not [process for process in left if "mrl.processes.sandbox" in " ".join(process.info["cmdline"] or ())]
+    left = [process for process in left if "mrl.processes.sandbox" in " ".join(process.info["cmdline"] or ())]
+    _, alive = psutil.wait_procs(left, timeout=5)  # a killed one may need a moment
+    assert not alive
 
 
 def ran(code, tmp_path, inside, bounds=PATIENT, **given):
@@ -154,6 +156,37 @@ def test_a_folder_that_is_too_full_is_emptied(tmp_path, inside):
     code = "for n in range(300): open(str(n), 'w').close()"
     found = ran(code, tmp_path, inside, Bounds(time_s=LIMIT_S, files=200))
     assert "more than 200 files" in found.problem and os.listdir(tmp_path / "folder") == []
+
+
+REMOVED = """import mmap, os, time
+held = []
+for number in range(12):
+    file = open("removed", "w+b")
+    file.write(bytes(8 << 20)); file.flush(); os.unlink("removed")
+    held.append({held})
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("held", ["file", "mmap.mmap(file.fileno(), 4096)"])
+def test_removed_files_count_as_long_as_they_are_held(tmp_path, inside, held):
+    code = REMOVED.format(held=held) if held == "file" else REMOVED.format(held=f"{held}); file.close(")
+    found = ran(code, tmp_path, inside, Bounds(time_s=LIMIT_S, folder_mb=32))
+    assert found.problem == "it wrote more than 32 MiB of files"
+
+
+def test_the_input_is_not_among_the_files_that_a_program_writes(tmp_path, inside):
+    found = ran(
+        "import time; time.sleep(0.3)", tmp_path, inside, Bounds(time_s=LIMIT_S, folder_mb=2), stdin="x" * (4 << 20)
+    )
+    assert (found.status, found.problem) == (0, "")
+
+
+def test_a_program_that_cannot_start_leaves_no_descriptor_open(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(RuntimeError, match="did not start"):
+        run_python("", str(tmp_path / "none"), PATIENT, bubblewrap=False)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_threads_are_counted(tmp_path, inside):

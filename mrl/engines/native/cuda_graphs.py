@@ -1,8 +1,8 @@
 """CUDA graphs of the decode step: one launch instead of hundreds.
 
-Owns the shapes that are captured, and how long captured ones stay. A graph serves every batch and length up to its own:
-spare rows decode stale state into slots that nothing reads, and slots behind a row's position are masked. Written for
-CUDA and not yet run on one; which captures are made, and that all that is read stays in place, is tested on a CPU.
+Owns the shapes that are captured, and how long their graphs are kept. A graph serves every batch and length up to its
+own: spare rows decode stale state into slots that nothing reads, and slots behind a row's position are masked. Written
+for CUDA and not yet run on one; which captures are made, and that all that is read stays in place, is tested on a CPU.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ class DecodeGraphs:
         return logits_BV[:batch]
 
     def _captured(self, batch: int, length: int) -> tuple[Replay, Tensor]:
-        logits = _beside(lambda: self._step(batch, length))  # libraries initialise outside the capture
+        logits = _on_side_stream(lambda: self._step(batch, length))  # libraries initialise outside the capture
         if self._logits_SV is None or self._logits_SV.size(0) < batch:
             self._logits_SV = logits.new_empty(batch, logits.size(1))  # earlier graphs keep theirs
         logits_BV = self._logits_SV[:batch]
         return self._capture(lambda: logits_BV.copy_(self._step(batch, length))), logits_BV
 
 
-def _beside(action: Callable[[], Tensor]) -> Tensor:
-    """Runs it on a stream of its own, as a capture does."""
+def _on_side_stream(action: Callable[[], Tensor]) -> Tensor:
+    """Runs an action on a stream of its own, as a capture does, and returns its result."""
     if not torch.cuda.is_available():
         return action()
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -34,7 +34,7 @@ from mrl.functional.sampling import stream_key
 from mrl.types import Rollout
 
 BROKEN = 2
-"""Of a row whose logits are no distribution: the log-probability of its token is not a number, or -inf."""
+"""Status of a row whose logits are no distribution: the log-probability of its token is not a number, or -inf."""
 
 
 class Generation:

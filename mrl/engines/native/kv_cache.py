@@ -2,8 +2,8 @@
 
 Owns the pool, its bound and its shape. Row r of every layer belongs to the sequence that decodes in row r; running
 sequences fill the first rows, so that a decode step reads views and gathers nothing. Keys are stored rotated. A shape
-grows and does not shrink while the budget has room, and its addresses stay while the pool is away: captured CUDA graphs
-read it in the next step too.
+grows and does not shrink while the budget has room, and its addresses stay while the pool is released: captured CUDA
+graphs read it in the next step too.
 
 Shapes: S rows, K KV heads of this rank, T slots of a row, D head dim.
 """
@@ -26,8 +26,8 @@ class KVCache:
     Attributes:
         num_rows: S; at least what the last `reserve` returned.
         row_len: T; at least what the last `reserve` asked for.
-        keys: Keys of each layer [S, K, T, D]; empty while the pool is away.
-        values: Values of each layer [S, K, T, D]; empty while the pool is away.
+        keys: Keys of each layer [S, K, T, D]; empty while the pool is released.
+        values: Values of each layer [S, K, T, D]; empty while the pool is released.
 
     Args:
         num_layers: Layers.
@@ -128,7 +128,7 @@ class KVCache:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where and in what shape the pool is, for what captured it; the pool is not away."""
+        """Address and shape of the pool, on which captured graphs depend; it must not be released."""
         return self._rows.data_ptr(), *self._rows.shape
 
     def tell_alike(self, told: tuple[list[int], list[int]]) -> None:

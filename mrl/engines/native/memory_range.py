@@ -57,10 +57,10 @@ class MemoryRange:
             self._pages = _TorchPages(device)
 
     def take(self, num_bytes: int) -> bool:
-        """Holds memory behind the first `num_bytes`; what was not held is zero.
+        """Holds memory behind the first `num_bytes`. Where fewer were held, all of it is new and zero.
 
         Returns:
-            Whether it was taken now, and zeroed; False where as much was held already.
+            Whether memory was taken, and zeroed; False where enough was held, whose content stays.
         """
         if num_bytes <= self.held_bytes:
             return False

@@ -135,7 +135,7 @@ class Decoder:
 
     @property
     def reads(self) -> list[Tensor]:
-        """Tensors that a forward reads beside its arguments and the cache; complete after `refresh`."""
+        """Tensors that a forward reads, without its arguments and the cache; complete after `refresh`."""
         norms = [x for each in self._layers for x in (each.input_norm, each.post_norm, *(each.head_norms or ()))]
         parts = [tensor for part in self._parts() for tensor in part.reads]
         return [self._embed_table, self._final_norm, self._heads.cos, self._heads.sin, *norms, *parts]

@@ -99,7 +99,7 @@ class Rows:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where and in what shape the rows are, for what captured them."""
+        """Address and shape of the rows, on which captured graphs depend."""
         return self._state_5S.data_ptr(), *self.shape
 
     def begin(

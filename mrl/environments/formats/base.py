@@ -4,8 +4,8 @@ A format is a file in this folder that defines `FORMAT`, a `Format` around a `Sc
 is written; `Format` walks over the message and leaves thoughts out. No text makes it raise, and the time it takes grows
 with the length of the text.
 
-Thoughts stand between `<think>` and `</think>`. A call inside a thought is not made, and a tag that a thought mentions
-is no error:
+Thoughts are written between `<think>` and `</think>`. A call inside a thought is not made, and a tag that a thought
+mentions is no error:
 
 - A thought without its end goes on to the end of the message.
 - Where the prompt ends with `<think>` (the chat template opened the thought), the message begins inside the thought.
@@ -18,15 +18,15 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 from mrl.environments.base import Action, Schema, ToolCall
 from mrl.schema import registry
 
-TAIL_TOKENS = 16
-"""Tokens at the end of a prompt that `opens_thought` needs: more than `<think>` and the white space after it have."""
+_TAIL_TOKENS = 16
+"""Tokens at the end of a prompt that are decoded: more than `<think>` and the white space after it have."""
 
 _SHOWN_CHARS = 80
 _THINK, _THINK_END = "<think>", "</think>"
@@ -120,6 +120,11 @@ def opens_thought(prompt: str) -> bool:
     return prompt.rstrip().endswith(_THINK)
 
 
+def ids_open_thought(prompt_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> bool:
+    """Returns whether a response to these token ids begins inside a thought; only their end is decoded."""
+    return opens_thought(decode(prompt_ids[-_TAIL_TOKENS:]))
+
+
 def _thought_end(text: str, place: int) -> int:
     """Returns where the thought that goes on at `place` is over: after its closing tag, or at the end of the text."""
     end = text.find(_THINK_END, place)
@@ -143,7 +148,7 @@ def action(text: str, form: Format, tools: Sequence[Schema], max_calls: int, *, 
         text: As it was sampled, without the end token.
         form: How calls are written.
         tools: Schemas of the environment's tools.
-        max_calls: Most calls of one message; later ones are not made, and an error tells the model so.
+        max_calls: Most calls of one message; later ones are not made, and the action has an error for the model.
         in_thought: The prompt ended inside a thought (`opens_thought`).
     """
     parsed = form(text, tools, in_thought=in_thought)

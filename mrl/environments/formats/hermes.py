@@ -19,7 +19,7 @@ class Hermes(Scanner):
     opening = START
 
     _has_end = True
-    """Whether closing tags may follow; searched for once where there are none, so that time stays linear."""
+    """False once no closing tag follows: it is not searched for again, so that time stays linear."""
 
     def call_at(self, start: int, visible: int) -> tuple[Call | None, int]:
         """See `Scanner.call_at`."""
@@ -32,7 +32,7 @@ class Hermes(Scanner):
                 return call_of(value, "arguments"), rest
             if text.startswith(END, rest):
                 return call_of(value, "arguments"), rest + len(END)
-            error = CallError(f"a tool call is no JSON (after it stands {shown(text[rest : rest + 100])!r})")
+            error = CallError(f"a tool call is no JSON (unexpected text after it: {shown(text[rest : rest + 100])!r})")
         except CallError as refusal:
             error = refusal
         end = text.find(END, first) if self._has_end else -1

@@ -147,7 +147,7 @@ class _Tags:
                 self._next_end[place], self._last_end[place] = place, self._last_end[place + 1] if follows else place
 
     def body(self, start: int) -> _Body | None:
-        """Returns the body of the call that begins at index `start`; None: no `<function=` stands there."""
+        """Returns the body of the call that begins at index `start`; None: there is no `<function=`."""
         place = self._begins.get(start)
         if place is None:
             return None

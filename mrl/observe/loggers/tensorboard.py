@@ -72,7 +72,7 @@ class EventFile:
             folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
             raise UserError(
-                f"'{error.filename}' cannot be made: a file stands where TensorBoard's folder belongs. Move the "
+                f"'{error.filename}' cannot be made: there is a file where TensorBoard's folder belongs. Move the "
                 "file away, or set observe.tensorboard=false."
             ) from error
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"

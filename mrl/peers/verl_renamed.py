@@ -12,7 +12,7 @@ RENAMED: dict[str, str] = {
     "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
     "actor_rollout_ref.rollout.multi_turn.max_turns": "actor_rollout_ref.rollout.multi_turn.max_assistant_turns",
 }
-"""Key before -> key now."""
+"""Earlier key -> current key."""
 
 TOKEN_LEVEL = f"{_ACTOR}use_token_level_loss"
 REJECTION = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
@@ -21,7 +21,7 @@ _CORRECTION = "algorithm.rollout_correction.rollout_rs"
 AGGREGATION = f"{_ACTOR}loss_agg_mode"
 
 
-def with_names_of_now(given: Mapping[str, Any]) -> dict[str, Any]:
+def with_current_names(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings by the names of verl 0.9.1; a key that is given by both names keeps the newer one."""
     found: dict[str, Any] = {}
     for key, value in given.items():

@@ -8,6 +8,7 @@ sources or starts are expanded with it.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shlex
@@ -31,6 +32,8 @@ MAX_BYTES = 1 << 20
 """Largest script."""
 ROUNDS = 40
 """Times that a script is expanded: each adds what the one before asked for."""
+FIRST_DESCRIPTOR = 100
+"""Lowest number of the descriptor that records are written to."""
 NOT_SET = "_IS_NOT_SET"
 """Suffix of the placeholder of a variable that nothing sets: NAME_IS_NOT_SET."""
 
@@ -172,7 +175,10 @@ def _run(
         for one in PROGRAMS:
             if (place := shutil.which(one)) is not None:
                 (programs / one).symlink_to(place)
-        with open(Path(folder) / "records", "ab+") as records:
+        with open(Path(folder) / "records", "ab+") as file:
+            # Above the descriptors that the prelude uses, however many files this process has open.
+            records = os.fdopen(fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, FIRST_DESCRIPTOR), "ab+")
+        with records:
             prelude = _filled(
                 folder=folder, programs=str(programs), source=name, fd=str(records.fileno()), keys=list(texts),
                 texts=list(texts.values()), slashes=by_path, unset=unset,

@@ -1,5 +1,6 @@
 """A script is expanded as bash would run it, and nothing in it takes effect."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -185,6 +186,14 @@ def test_a_construct_of_bash_gives_the_words_that_bash_would_pass(script, words,
     expected = [word.replace("@folder@", str(folder)) for word in words]
     assert words_of(script.replace("@", TRAINER) if "[@]" not in script and '"$@"' not in script else
                     script.replace("@ ", f"{TRAINER} "), name="sub/run.sh") == expected  # fmt: skip
+
+
+def test_a_script_is_expanded_however_many_files_are_open(folder):
+    with contextlib.ExitStack() as held:
+        for _ in range(30):
+            for _ in range(4):
+                held.enter_context(open(os.devnull))
+            assert words_of(f"{TRAINER} a=1 > log\n") == ["a=1"]
 
 
 def test_the_arguments_of_a_script_go_where_it_puts_them(folder):

@@ -210,7 +210,9 @@ def test_no_connection_harms_the_next(server):
     wrong = {}
     for what, (data, wanted) in CONNECTIONS.items():
         found = server.raw(data)
-        if not found.startswith(b"HTTP/1.1 %d" % wanted):
+        # The server answers before it has read a long head; the reset behind its answer may overtake it.
+        is_cut = not found and len(data) > 1_000_000
+        if not (found.startswith(b"HTTP/1.1 %d" % wanted) or is_cut):
             wrong[what] = wanted, found[:20]
         server.check(what)
     assert wrong == {}

@@ -18,15 +18,17 @@ class LastSkipped:
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         if config.getoption("last_skipped"):
-            assert config.cache is not None
-            wanted = set(config.cache.get(KEY, []))
+            if (cache := getattr(config, "cache", None)) is None:  # as with -p no:cacheprovider
+                raise pytest.UsageError("--last-skipped reads pytest's cache, and there is none")
+            wanted = set(cache.get(KEY, []))
             config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in wanted])
             items[:] = [item for item in items if item.nodeid in wanted]
 
     def pytest_sessionfinish(self) -> None:
         is_worker = hasattr(self._config, "workerinput")  # of xdist: the controller has the reports of all
-        if not is_worker and not self._config.getoption("collectonly") and self._config.cache is not None:
-            self._config.cache.set(KEY, sorted(self._skipped))
+        cache = getattr(self._config, "cache", None)
+        if not is_worker and not self._config.getoption("collectonly") and cache is not None:
+            cache.set(KEY, sorted(self._skipped))
 
 
 def add_option(parser: pytest.Parser) -> None:

@@ -42,8 +42,8 @@ class EntropyControl:
         """After an optimizer step: up by `delta` while the entropy is at most its target, else down, within bounds.
 
         Args:
-            metrics: Of the step; an adaptive coefficient reads "actor/entropy", the mean over the trained tokens of the
-                global minibatch, nats.
+            metrics: Metrics of the step. An adaptive coefficient reads "actor/entropy": mean over the trained tokens of
+                the global minibatch, nats.
 
         Returns:
             actor/entropy_coef, the factor that the step had; {} where it is fixed.

@@ -39,7 +39,7 @@ setup(
     package_dir={
         "": "."
     },  # an editable install is then a folder on the path, and wins over a clone named mrl in the cwd
-    package_data={"mrl": ["py.typed", "mkdocs.yml", "docs/*.md", "kernels/*.c", "kernels/*.h"]},
+    package_data={"mrl": ["py.typed", "mkdocs.yml", "docs/*.md", "kernels/*.c", "kernels/*.h", "weights/*.c"]},
     cmdclass={"build_py": BuildPy},
     python_requires=">=3.10",
     install_requires=[

@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from mrl.config import Config
     from mrl.config import load as load_config
     from mrl.data.tasks import Task
-    from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
+    from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
     from mrl.errors import ClusterError, UserError
     from mrl.observe.loggers.base import Logger, Opening
     from mrl.rewards.base import RewardFunction
     from mrl.train import evaluate, train
     from mrl.types import Prompt, Rollout, RolloutBatch
+    from mrl.weights.weight_slice import WeightSlice
 
 __version__ = "0.1.0"
 
@@ -36,12 +37,13 @@ _HOMES = {
     "mrl.algorithms.base": ("Algorithm", "Outcomes"),
     "mrl.config": ("Config", "load_config"),
     "mrl.data.tasks": ("Task",),
-    "mrl.engines.base": ("EngineSpec", "RolloutEngine", "SamplingConfig", "WeightSlice"),
+    "mrl.engines.base": ("EngineSpec", "RolloutEngine", "SamplingConfig"),
     "mrl.errors": ("ClusterError", "UserError"),
     "mrl.observe.loggers.base": ("Logger", "Opening"),
     "mrl.rewards.base": ("RewardFunction",),
     "mrl.train": ("evaluate", "train"),
     "mrl.types": ("Prompt", "Rollout", "RolloutBatch"),
+    "mrl.weights.weight_slice": ("WeightSlice",),
 }
 
 

@@ -5,6 +5,9 @@ written so that it cannot steer a terminal. The command line prints a UserError'
 with status 2; every other exception is a defect or a broken cluster and keeps its traceback.
 """
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 KEPT = "\n\t"
@@ -31,6 +34,30 @@ class UserError(ValueError):
 
 class ClusterError(RuntimeError):
     """Trouble between hosts that no change of the config mends: one message, without a traceback, and status 70."""
+
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
+"""Error numbers of a full, read-only or broken disk, which a person must fix."""
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    """Raises a UserError in place of an error whose cause is a full, read-only or broken disk."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not (isinstance(cause, OSError) and cause.errno in DISK_ERRORS):
+            cause = cause.__cause__
+        if not isinstance(cause, OSError):
+            raise
+        file = f"'{cause.filename}'" if cause.filename is not None else "a file"
+        raise UserError(
+            f"{file} cannot be written: {cause.strerror}. Free space or make the disk writable, then start the same "
+            "command again: it continues from the last complete checkpoint."
+        ) from error
 
 
 def to_install(extra: str) -> str:

@@ -20,7 +20,7 @@ LAYERS = {
     "stages": "preflight rollout episodes refit",
     "workers": "megatron engines",
     "records": "observe > run_folder formats survival",
-    "parts": "kernels > weights rewards environments algorithms data distributed > processes",
+    "parts": "weights > rewards environments algorithms data > kernels > distributed > processes",
     "ground": "megatron_fields > config models functional > schema > peers files types grid > errors",
 }
 """Top to bottom, as README draws them. A part may import itself and what stands lower: in a lower layer, or behind a

@@ -40,7 +40,7 @@ from torch import Tensor
 from mrl.config import RolloutConfig
 from mrl.data.tokenizer import CharTokenizer
 from mrl.distributed import launch
-from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
+from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.engines.native.engine import NativeEngine
 from mrl.episodes.episodes import Episodes
 from mrl.models.hf_config import arch_from_config
@@ -51,6 +51,7 @@ from mrl.types import Prompt
 from mrl.weights.init import random_init
 from mrl.weights.regions import whole
 from mrl.weights.tensors import allocate
+from mrl.weights.weight_slice import WeightSlice
 
 TURNS = 4
 TURN_TOKENS = 96

@@ -46,12 +46,12 @@ from mrl.distributed.groups import make_rollout_group
 from mrl.engines.base import EngineSpec, RolloutEngine
 from mrl.formats.hf import SINGLE, write_companions
 from mrl.grid import Grid
-from mrl.kernels import copying
 from mrl.models.base import ArchSpec
 from mrl.models.presets import PRESETS, arch_from_preset
 from mrl.observe.benchmark import add_device, commit, device_name, spread, synchronize
 from mrl.refit.refit import Refit
 from mrl.schema.registry import find
+from mrl.weights import checked_copy
 from mrl.weights.buckets import MIN_ROUND_BYTES
 from mrl.weights.copies import ITEM_BYTES
 from mrl.weights.hf import hf_layout
@@ -254,7 +254,7 @@ def run_case(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "full_gather_bytes": gathered,
         "traffic_ratio": round(gathered / plan.bytes_moved, 2) if plan.bytes_moved else None,
         "peak_staging_bytes": plan.peak_staging_bytes(args.bucket_megabytes << 20),
-        "compiled": copying.compiled()[0] is not None,
+        "compiled": checked_copy.compiled()[0] is not None,
         "device": device_name(device.type),
         "num_threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__},

@@ -47,7 +47,7 @@ import transformers
 
 from mrl.config import RolloutConfig
 from mrl.distributed import launch
-from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
+from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.engines.vllm.installed import installed
 from mrl.formats.hf import HfTarget, load_from_hf
 from mrl.models.base import ArchSpec
@@ -60,6 +60,7 @@ from mrl.weights.hf import hf_layout
 from mrl.weights.init import random_init
 from mrl.weights.regions import whole
 from mrl.weights.tensors import allocate
+from mrl.weights.weight_slice import WeightSlice
 
 NEW_TOKENS = 64
 PROMPT_LEN = 32

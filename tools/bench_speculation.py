@@ -46,7 +46,7 @@ from safetensors.torch import load_file
 
 from mrl.config import RolloutConfig
 from mrl.distributed import launch
-from mrl.engines.base import EngineSpec, SamplingConfig, WeightSlice
+from mrl.engines.base import EngineSpec, SamplingConfig
 from mrl.engines.native.engine import NativeEngine
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_config
@@ -57,6 +57,7 @@ from mrl.weights.hf import hf_layout
 from mrl.weights.init import random_init
 from mrl.weights.regions import slices, whole
 from mrl.weights.tensors import allocate
+from mrl.weights.weight_slice import WeightSlice
 
 PROMPT_LEN = 32
 CYCLE = 8

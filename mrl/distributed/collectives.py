@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.errors import UserError
-from mrl.files.durable import refusals
+from mrl.errors import UserError, disk_errors
 
 
 class RankFailedError(RuntimeError):
@@ -186,7 +185,7 @@ def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     for it in one, so that they do not come to hear of it, the watchdog ends the job with the error after ALONE_S.
     """
     try:
-        with refusals():
+        with disk_errors():
             yield
     except Exception as error:  # noqa: BLE001 -- whatever it is, the other ranks must learn of it
         timer = threading.Timer(ALONE_S, _end_alone, [error])

@@ -208,7 +208,6 @@ def start(
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
 
-    from mrl.distributed import device as device_module
     from mrl.distributed import gloo, objects, rendezvous
 
     env = environment()
@@ -226,7 +225,6 @@ def start(
     if kind == "cuda" and env.local_world_size == env.world_size and NCCL_INTERFACE not in os.environ:
         _set_until_stop(NCCL_INTERFACE, name)
     choose_attention()
-    device_module.prepare(kind)
     objects.install()
     gloo.share_device(name)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"

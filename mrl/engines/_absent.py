@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mrl.engines.base import RolloutEngine, SamplingConfig, WeightSlice
+from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.types import Prompt, Rollout
 from mrl.weights.layout import Layout
+from mrl.weights.weight_slice import WeightSlice
 
 
 class NoEngine(RolloutEngine):

@@ -1,6 +1,6 @@
 """The interface of a rollout engine.
 
-Owns `RolloutEngine`, `EngineSpec`, `SamplingConfig` and `WeightSlice`. An engine is one object per rank; the ranks of
+Owns `RolloutEngine`, `EngineSpec` and `SamplingConfig`. An engine is one object per rank; the ranks of
 a replica call each method together, with the same arguments. Engines know no Megatron and no prompt source.
 """
 
@@ -8,23 +8,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from mrl.config import RolloutConfig
 from mrl.engines import _rounds
 from mrl.engines._feed import Feed
 from mrl.engines._talk import Talk
-from mrl.kernels.copying import copy_bits
 from mrl.models.base import ArchSpec
 from mrl.types import Begun, Prompt, Rollout
-from mrl.weights.layout import Layout, Region
-from mrl.weights.regions import slices
+from mrl.weights.layout import Layout
+from mrl.weights.weight_slice import WeightSlice
 
 
 @dataclass(frozen=True)
@@ -63,40 +61,6 @@ class SamplingConfig:
     stop: tuple[str, ...] = ()
     seed: int = 0
     with_support: bool = False
-
-
-@dataclass(eq=False)
-class WeightSlice:
-    """New values for `region` of the engine's stored tensor `name`, in the stored dtype.
-
-    Attributes:
-        name: Of the tensor.
-        region: Of it.
-        data: The values; they are valid until `update_weights` returns.
-        given: `bits` of the values, as who sent them or `write_to` knows them; None: not yet.
-        written: `bits` of what `write_to` wrote, where it was called.
-    """
-
-    name: str
-    region: Region
-    data: Tensor
-    given: Tensor | None = None
-    written: Tensor | None = field(default=None, init=False)
-
-    def write_to(self, stored: Tensor) -> None:
-        """Copies the values into their region of `stored`, and adds up what it wrote.
-
-        Raises:
-            RuntimeError: They do not fit what is stored.
-        """
-        target = stored[slices(self.region)]
-        if target.shape != self.data.shape or target.dtype != self.data.dtype:
-            raise RuntimeError(
-                f"'{self.name}' {self.region}: got {list(self.data.shape)} {self.data.dtype}, "
-                f"expected {list(target.shape)} {target.dtype}"
-            )
-        given, self.written = copy_bits(target, self.data, both=self.given is None)
-        self.given = given if self.given is None else self.given
 
 
 @dataclass(frozen=True)

@@ -7,36 +7,8 @@ and when, is each owner's of a file or folder.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-
-from mrl.errors import UserError
-
-REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
-"""Why a disk does not take what is written; a person mends it."""
-
-
-@contextmanager
-def refusals() -> Iterator[None]:
-    """Inside, an error whose cause is a disk that does not take what is written is a UserError that says so."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None and not (isinstance(cause, OSError) and cause.errno in REFUSALS):
-            cause = cause.__cause__
-        if not isinstance(cause, OSError):
-            raise
-        file = f"'{cause.filename}'" if cause.filename is not None else "a file"
-        raise UserError(
-            f"{file} cannot be written: {cause.strerror}. Free space or make the disk writable, then start the same "
-            "command again: it continues from the last whole checkpoint."
-        ) from error
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -16,8 +16,6 @@ from mrl.models.base import ArchSpec, Family
 from mrl.schema import registry
 from mrl.schema.nearest import did_you_mean_path
 
-_NOT_FAMILIES = ("hf_config", "presets")
-
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -35,8 +33,7 @@ TOKENIZER_FILES = (
 
 def families() -> dict[str, Family]:
     """Every family in this folder: file name -> Family."""
-    names = (name for name in registry.names("models") if name not in _NOT_FAMILIES)
-    return {name: cast(Family, registry.find("models", name, "FAMILY")) for name in names}
+    return {name: cast(Family, registry.find("models", name, "FAMILY")) for name in registry.names("models")}
 
 
 def family_of(arch: ArchSpec) -> Family:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from mrl.engines.base import WeightSlice
 from mrl.weights.checksum import MODULUS, bits
+from mrl.weights.weight_slice import WeightSlice
 
 Sink = Callable[[Sequence[WeightSlice]], None]
 

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from mrl.data.tokenizer import Tokenizer
 from mrl.distributed.collectives import together
-from mrl.engines.base import WeightSlice
 from mrl.errors import UserError
 from mrl.formats.hf import assign_files, write_companions
 from mrl.models.base import ArchSpec
@@ -32,6 +31,7 @@ from mrl.weights.hf import hf_layout
 from mrl.weights.layout import Layout
 from mrl.weights.plan import make_plan
 from mrl.weights.tensors import allocate
+from mrl.weights.weight_slice import WeightSlice
 
 
 def export_to_hf(

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from mrl.config import CheckpointEngineConfig
 from mrl.distributed.collectives import from_rank, together
-from mrl.engines.base import RolloutEngine, WeightSlice
 from mrl.refit.delivery import hand_over
 from mrl.refit.quantizer import Quantizer
 from mrl.refit.transfer import Transfer
@@ -39,6 +38,7 @@ from mrl.weights.fp8 import Grids, is_scale_table, matrix_of
 from mrl.weights.layout import Layout
 from mrl.weights.plan import Plan, make_plan
 from mrl.weights.tensors import DTYPES, check_tensors
+from mrl.weights.weight_slice import WeightReceiver, WeightSlice
 
 MIB = 1 << 20
 
@@ -54,7 +54,7 @@ class Refit:
         self,
         source_layout: Layout,
         sources: Mapping[str, Tensor],
-        engine: RolloutEngine,
+        engine: WeightReceiver,
         config: CheckpointEngineConfig,
         grids: Grids | None = None,
     ) -> None:

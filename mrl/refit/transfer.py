@@ -35,19 +35,19 @@ from torch import Tensor
 
 from mrl.distributed import shared
 from mrl.distributed.collectives import any_rank, raise_together, together
-from mrl.engines.base import WeightSlice
-from mrl.kernels.copying import copy_bits, sum_bits
 from mrl.refit.delivery import Sink, difference, hand_over
 from mrl.refit.message import by_peer, message_bytes, parts_of, places
 from mrl.refit.neighbours import Neighbours
 from mrl.refit.work import Work
 from mrl.weights.buckets import NUM_BUFFERS, round_bytes, rounds, turns
+from mrl.weights.checked_copy import copy_bits, sum_bits
 from mrl.weights.checksum import MODULUS, bits
 from mrl.weights.copies import Copy
 from mrl.weights.fp8 import DTYPE as FP8
 from mrl.weights.layout import Region
 from mrl.weights.regions import slices
 from mrl.weights.tensors import DTYPES
+from mrl.weights.weight_slice import WeightSlice
 
 _CAST_BYTES = 1 << 20
 """Copies inside a rank that need a cast are made in parts of so many bytes, which stay in the cache."""

@@ -14,8 +14,7 @@ import torch
 
 from mrl.distributed import launch, transformer_engine
 from mrl.distributed.collectives import together
-from mrl.errors import UserError, first_line, out_of_memory
-from mrl.files.durable import refusals
+from mrl.errors import UserError, disk_errors, first_line, out_of_memory
 from mrl.formats.hub import check_same_models
 from mrl.megatron import parallel
 from mrl.observe.run_log import RunLog
@@ -56,12 +55,15 @@ def open_job(plan: Plan, *, log: bool = True, trains: bool = True) -> Iterator[J
         try:
             groups = parallel.initialize(plan.grid, seed=run.seed, timeout_s=timeout_s, sampling_s=SAMPLING_S)
             check_same_models(plan.config)
-            with refusals(), _run_folder(plan, groups.rank, device, watchdog, log=log) as (checkpoints, found, run_log):
+            with (
+                disk_errors(),
+                _run_folder(plan, groups.rank, device, watchdog, log=log) as (checkpoints, found, run_log),
+            ):
                 job = Job(plan, groups, device, run_log, checkpoints, found, trains=trains)
                 watchdog.where = lambda: job.timers.where
                 job.sampler.engine.sampled = watchdog.sampled
                 try:
-                    with refusals():
+                    with disk_errors():
                         yield job
                 except BaseException as error:
                     if isinstance(error, UserError):

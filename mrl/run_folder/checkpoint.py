@@ -346,7 +346,7 @@ class Checkpoints:
             except OSError as error:
                 raise UserError(
                     f"checkpoint in '{self.folder}' failed: {error}. Free space or make the folder writable, then "
-                    "start the same command again: it continues from the last whole checkpoint."
+                    "start the same command again: it continues from the last complete checkpoint."
                 ) from error
 
 

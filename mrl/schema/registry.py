@@ -17,7 +17,10 @@ from mrl.schema.nearest import did_you_mean
 
 
 def names(folder: str) -> list[str]:
-    """The plugins in `mrl/<folder>`, sorted; `base` and private modules are none."""
+    """Returns the plugins in `mrl/<folder>`, sorted.
+
+    `base`, private modules and those that the folder's `__init__.py` lists in `NOT_PLUGINS` are left out.
+    """
     return list(_names(folder))
 
 
@@ -25,8 +28,9 @@ def names(folder: str) -> list[str]:
 def _names(folder: str) -> tuple[str, ...]:
     """Read once: a checkpoint of a large model asks for its family thousands of times."""
     package = importlib.import_module(f"mrl.{folder}")
+    others = {"base", *getattr(package, "NOT_PLUGINS", ())}
     found = (module.name for module in pkgutil.iter_modules(package.__path__))
-    return tuple(sorted(name for name in found if name != "base" and not name.startswith("_")))
+    return tuple(sorted(name for name in found if name not in others and not name.startswith("_")))
 
 
 _REQUIRED = object()

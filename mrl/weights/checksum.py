@@ -1,8 +1,8 @@
 """Checksums of weights.
 
 Owns `bit_sum`, which does not depend on how a tensor is cut or ordered: sums of parts add up to the sum of the whole,
-so that two who store the same weights differently arrive at the same number. `kernels/copying.py` takes it in the pass
-over memory in which a tensor is copied.
+so that two who store the same weights differently arrive at the same number. `weights/checked_copy.py` takes it in the
+pass over memory in which a tensor is copied.
 """
 
 from __future__ import annotations

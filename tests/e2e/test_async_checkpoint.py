@@ -198,5 +198,5 @@ def refused_beside(folder):
 
 def test_what_one_rank_cannot_write_beside_the_training_is_told_on_all(tmp_path):
     for said in run_ranks(2, refused_beside, tmp_path):
-        assert "failed" in said and "File too large" in said and "last whole checkpoint" in said
+        assert "failed" in said and "File too large" in said and "last complete checkpoint" in said
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

@@ -3,8 +3,8 @@
 import pytest
 from torch.utils.tensorboard.summary import scalar
 
-from mrl.errors import UserError
-from mrl.files.durable import refusals, replace_file
+from mrl.errors import UserError, disk_errors
+from mrl.files.durable import replace_file
 from mrl.files.step_file import StepFile, read_rows
 from mrl.observe.loggers.tensorboard import EventFile
 from mrl.observe.report import write_report
@@ -49,7 +49,7 @@ def test_it_is_told_by_name_and_nothing_is_torn(disk, name):
         log.note("so far")
         before = files_of(run)
         fullness = fill()
-        with pytest.raises(UserError, match="No space left on device") as told, refusals():
+        with pytest.raises(UserError, match="No space left on device") as told, disk_errors():
             for _ in range(50):
                 WRITES[name](log, run)
         if name != "report.html":

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from mrl.config import CheckpointEngineConfig, Config, ModelConfig, RolloutConfig
-from mrl.engines.base import SamplingConfig, WeightSlice
+from mrl.engines.base import SamplingConfig
 from mrl.engines.native.engine import NativeEngine
 from mrl.functional import fp8
 from mrl.grid import Grid
@@ -22,6 +22,7 @@ from mrl.weights.megatron import megatron_layout
 from mrl.weights.native import native_layout
 from mrl.weights.regions import whole
 from mrl.weights.tensors import allocate
+from mrl.weights.weight_slice import WeightSlice
 from tests.engines.specs import spec_of
 from tests.ranks import run_ranks
 from tests.refit.test_refit import outcome, rollout_group

@@ -11,7 +11,7 @@ from mrl.config import CheckpointEngineConfig, RolloutConfig
 from mrl.distributed import shared
 from mrl.distributed.groups import make_rollout_group
 from mrl.engines._absent import NoEngine
-from mrl.engines.base import SamplingConfig, WeightSlice
+from mrl.engines.base import SamplingConfig
 from mrl.engines.native.engine import NativeEngine
 from mrl.grid import Grid
 from mrl.refit.refit import Refit
@@ -21,6 +21,7 @@ from mrl.weights.megatron import megatron_layout
 from mrl.weights.native import native_layout
 from mrl.weights.regions import volume
 from mrl.weights.tensors import allocate
+from mrl.weights.weight_slice import WeightSlice
 from tests.engines.specs import spec_of
 from tests.ranks import run_ranks
 from tests.weights.archs import ARCHS, small

@@ -47,7 +47,7 @@ def test_keep_last_and_keep_best_choose_what_stays(tmp_path):
 def test_a_failed_save_leaves_the_earlier_commit_and_names_the_cause_on_all_ranks(tmp_path):
     run_ranks(2, _save, str(tmp_path), [1])
     for message in run_ranks(2, _message, str(tmp_path), fail_at=1):
-        assert "No space left" in message and "last whole checkpoint" in message
+        assert "No space left" in message and "last complete checkpoint" in message
     assert committed_steps(tmp_path) == [1]
     run_ranks(2, _save, str(tmp_path), [2])
     assert not list(tmp_path.glob(".writing-*"))

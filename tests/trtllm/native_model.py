@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from mrl.config import RolloutConfig
-from mrl.engines.base import WeightSlice
 from mrl.engines.native.engine import NativeEngine
 from mrl.functional import sampling as streams
 from mrl.types import Prompt
@@ -20,6 +19,7 @@ from mrl.weights.hf import hf_layout
 from mrl.weights.native import native_layout
 from mrl.weights.regions import slices, whole
 from mrl.weights.tensors import DTYPES, allocate
+from mrl.weights.weight_slice import WeightSlice
 from tests.engines.specs import spec_of
 
 MASK = (1 << 64) - 1

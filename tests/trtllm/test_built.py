@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mrl.config import RolloutConfig
-from mrl.engines.base import SamplingConfig, WeightSlice
+from mrl.engines.base import SamplingConfig
 from mrl.engines.native.engine import NativeEngine
 from mrl.engines.trtllm.built import BuiltEngine
 from mrl.engines.trtllm.contract import Scores
@@ -19,6 +19,7 @@ from mrl.functional.sampling import stream_key
 from mrl.types import Prompt
 from mrl.weights.regions import whole
 from mrl.weights.trtllm import TrtllmMapping
+from mrl.weights.weight_slice import WeightSlice
 from tests.engines.specs import spec_of
 from tests.formats.trtllm_cases import ARCHS, weights
 from tests.trtllm.conftest import FAULTS

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mrl.engines.base import WeightSlice
 from mrl.errors import UserError
 from mrl.types import Prompt
 from mrl.weights.regions import whole
+from mrl.weights.weight_slice import WeightSlice
 from tests.trtllm import tiny
 from tests.trtllm.conftest import FAULTS
 from tests.trtllm.tiny import PROMPTS, SAMPLING

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from mrl.engines.base import WeightSlice
 from mrl.engines.trtllm.refitter import EngineWeights
 from mrl.errors import UserError
 from mrl.weights.regions import whole
 from mrl.weights.trtllm import HEAD, TrtllmMapping, trtllm_layout
+from mrl.weights.weight_slice import WeightSlice
 from tests.formats.trtllm_cases import ARCHS, weights
 from tests.weights.archs import filled
 

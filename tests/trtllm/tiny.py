@@ -8,7 +8,7 @@ import torch
 
 from mrl.config import CheckpointEngineConfig, RolloutConfig
 from mrl.data.tokenizer import CharTokenizer
-from mrl.engines.base import SamplingConfig, WeightSlice
+from mrl.engines.base import SamplingConfig
 from mrl.engines.native.engine import NativeEngine
 from mrl.engines.trtllm.engine import LlmEngine
 from mrl.refit.export import write_model_folder
@@ -17,6 +17,7 @@ from mrl.weights.hf import hf_layout
 from mrl.weights.init import random_init
 from mrl.weights.regions import whole
 from mrl.weights.tensors import allocate
+from mrl.weights.weight_slice import WeightSlice
 from tests.engines.specs import spec_of
 from tests.weights.archs import filled, small
 

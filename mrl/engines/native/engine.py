@@ -24,7 +24,7 @@ from mrl.engines._memory import kv_budget
 from mrl.engines._poll import Poll
 from mrl.engines._prompts import check_prompts
 from mrl.engines._talk import Talk
-from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
+from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.engines.native.compiled import operations
 from mrl.engines.native.cuda_graphs import DecodeGraphs
 from mrl.engines.native.drafting import NOT_HERE, Drafting
@@ -48,6 +48,7 @@ from mrl.weights.fp8 import SCALES, Grids, grids_of, in_fp8, is_quantized, scale
 from mrl.weights.layout import Layout
 from mrl.weights.native import native_layout
 from mrl.weights.tensors import DTYPES
+from mrl.weights.weight_slice import WeightSlice
 
 Loop = TypeVar("Loop", bound=Generation)
 

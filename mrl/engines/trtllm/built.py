@@ -26,7 +26,7 @@ from mrl.distributed.collectives import any_rank, from_rank, together
 from mrl.engines._kept import Kept
 from mrl.engines._memory import kv_budget
 from mrl.engines._prompts import check_prompts
-from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
+from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.engines.trtllm.contract import CUT, TOLERANCE, Answer, Scores, Verdict, is_trained_on, judge, needs_logits
 from mrl.engines.trtllm.refitter import EngineWeights
 from mrl.engines.trtllm.replica import Replica
@@ -41,6 +41,7 @@ from mrl.functional.sampling import stream_key
 from mrl.types import Prompt, Rollout
 from mrl.weights.layout import Layout
 from mrl.weights.trtllm import trtllm_layout
+from mrl.weights.weight_slice import WeightSlice
 
 PROMPTS = ((1,), (1, 2))
 """Of the probe: of different lengths, so that it sees too where the decoder puts a row's log-probabilities."""

@@ -24,7 +24,7 @@ from mrl.distributed import launch
 from mrl.engines._blocks import config_keys
 from mrl.engines._kept import Kept, add_step
 from mrl.engines._prompts import check_prompts
-from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
+from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.engines.trtllm import contract, fp8
 from mrl.engines.trtllm.contract import Verdict
 from mrl.engines.trtllm.llm import SETTINGS, Host, check_min_p, refusal
@@ -38,6 +38,7 @@ from mrl.functional.sampling import stream_key
 from mrl.types import Prompt, Rollout
 from mrl.weights.checksum import MODULUS
 from mrl.weights.layout import Layout
+from mrl.weights.weight_slice import WeightSlice
 
 MIB = 1 << 20
 

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.engines.base import WeightSlice
 from mrl.errors import UserError
 from mrl.weights.checksum import MODULUS, bit_sum
 from mrl.weights.layout import Layout
 from mrl.weights.regions import volume, whole
 from mrl.weights.tensors import DTYPES
 from mrl.weights.trtllm import is_shared_head, parts_in_engine
+from mrl.weights.weight_slice import WeightSlice
 
 
 class EngineWeights:

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mrl.engines.base import WeightSlice
 from mrl.weights.checksum import bit_sum
 from mrl.weights.layout import Layout
 from mrl.weights.regions import slices, volume, whole
 from mrl.weights.tensors import DTYPES
 from mrl.weights.trtllm_reads import cut_dim, placed
+from mrl.weights.weight_slice import WeightSlice
 
 NAN_BYTE = 0xFF
 """All bits of an element set are not-a-number in every dtype of weights."""

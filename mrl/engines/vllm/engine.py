@@ -21,7 +21,7 @@ from mrl.engines._kept import Kept
 from mrl.engines._memory import kv_budget
 from mrl.engines._poll import Poll
 from mrl.engines._prompts import check_prompts
-from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig, WeightSlice
+from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.engines.vllm import contract
 from mrl.engines.vllm.blocks import check_gpu, left_out
 from mrl.engines.vllm.fields import refusals_on_a_cpu
@@ -34,6 +34,7 @@ from mrl.types import Prompt, Rollout
 from mrl.weights.copies import num_bytes
 from mrl.weights.layout import Layout
 from mrl.weights.vllm import vllm_layout
+from mrl.weights.weight_slice import WeightSlice
 
 PARTS = ("weights", "kv_cache")
 """vLLM's names of what sleeps."""

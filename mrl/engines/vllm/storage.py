@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.engines.base import WeightSlice
 from mrl.engines.vllm.engine_fields import INSTALL
 from mrl.errors import UserError
 from mrl.weights.checksum import MODULUS, bit_sum
 from mrl.weights.layout import Layout
 from mrl.weights.tensors import DTYPES
+from mrl.weights.weight_slice import WeightSlice
 
 PLAIN_KERNELS = ("TRITON", "CPU", "TritonFp8BlockScaledMMKernel")
 """vLLM's kernels that read what a refit writes: for experts, the second after `Storage.pack`; for matrices in FP8."""

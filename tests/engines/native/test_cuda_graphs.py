@@ -10,13 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mrl.config import RolloutConfig
-from mrl.engines.base import SamplingConfig, WeightSlice
+from mrl.engines.base import SamplingConfig
 from mrl.engines.native import linear
 from mrl.engines.native.cuda_graphs import MOST_PLACES, DecodeGraphs
 from mrl.engines.native.engine import NativeEngine
 from mrl.engines.native.linear import Linear
 from mrl.models.presets import arch_from_preset
 from mrl.weights.regions import whole
+from mrl.weights.weight_slice import WeightSlice
 from tests.engines.native.tiny import VOCAB, make_prompts
 from tests.engines.specs import spec_of
 

@@ -6,12 +6,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mrl.config import RolloutConfig
-from mrl.engines.base import WeightSlice
 from mrl.engines.native.engine import NativeEngine
 from mrl.formats.hf import load_from_hf
 from mrl.models.hf_config import arch_from_folder
 from mrl.types import Prompt
 from mrl.weights.regions import whole
+from mrl.weights.weight_slice import WeightSlice
 from tests.engines.specs import spec_of
 from tests.models.rope import both_spellings
 

@@ -1,4 +1,4 @@
-"""Copies that are summed in the same pass over memory, and sums: `copying.c`, or PyTorch where that cannot do it.
+"""Copies that are summed in the same pass over memory, and sums: `checked_copy.c`, or PyTorch where that cannot do it.
 
 Owns `copy_bits` and `sum_bits`; what the sums are is said in `weights/checksum.py`. The compiled copy adds up what
 passes from the source to the target, so that both have one sum. PyTorch's, which does the casts, the copies of a GPU,
@@ -27,7 +27,7 @@ BLOCK_BYTES = 1 << 20
 THREAD_BYTES = 4 << 20
 """From here on a compiled copy is shared by as many threads as PyTorch uses."""
 
-SOURCE = Path(__file__).with_name("copying.c")
+SOURCE = Path(__file__).with_name("checked_copy.c")
 
 _Call = Callable[..., int]
 

@@ -1,4 +1,4 @@
-/* A copy that adds up the bit patterns of what it reads, in one pass over memory, and the sum alone. `copying.py` calls
+/* A copy that adds up the bit patterns of what it reads, in one pass over memory, and the sum alone. `checked_copy.py` calls
  * them; `weights/checksum.py` says what the sums are.
  *
  * A large copy is written past the caches: its target is not read again soon, and lines that are written whole need not

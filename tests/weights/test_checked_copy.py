@@ -6,8 +6,9 @@ import time
 import pytest
 import torch
 
-from mrl.kernels import build, copying, machine
-from mrl.kernels.copying import copy_bits, sum_bits
+from mrl.kernels import build, machine
+from mrl.weights import checked_copy
+from mrl.weights.checked_copy import copy_bits, sum_bits
 from mrl.weights.checksum import MODULUS, bit_sum
 
 
@@ -34,8 +35,8 @@ def cuts(tensor):
 
 @pytest.fixture
 def with_torch(monkeypatch):
-    monkeypatch.setattr(copying, "compiled", lambda: (None, "not here"))
-    monkeypatch.setattr(copying, "BLOCK_BYTES", 3_000)
+    monkeypatch.setattr(checked_copy, "compiled", lambda: (None, "not here"))
+    monkeypatch.setattr(checked_copy, "BLOCK_BYTES", 3_000)
 
 
 def whole_with_sums_of_both_sides(shapes, dtype, threads):
@@ -64,7 +65,7 @@ def whole_with_sums_of_both_sides(shapes, dtype, threads):
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_copy_is_whole_and_its_sums_are_those_of_both_sides(dtype, threads, monkeypatch):
-    monkeypatch.setattr(copying, "THREAD_BYTES", 3_000)
+    monkeypatch.setattr(checked_copy, "THREAD_BYTES", 3_000)
     whole_with_sums_of_both_sides([*SHAPES, *LARGE], dtype, threads)
 
 
@@ -103,13 +104,13 @@ def test_of_processes_that_want_the_same_at_once_one_makes_it(tmp_path, monkeypa
 
 def test_without_a_compiler_pytorch_copies(monkeypatch):
     monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
-    copying.compiled.cache_clear()
+    checked_copy.compiled.cache_clear()
     try:
-        assert copying.compiled() == (None, "there is no C compiler (no-such-compiler)")
+        assert checked_copy.compiled() == (None, "there is no C compiler (no-such-compiler)")
         source, target = random(40, 33, dtype=torch.float32), torch.empty(40, 33)
         assert int(copy_bits(target, source)[1]) % MODULUS == bit_sum(source) == bit_sum(target)
     finally:
-        copying.compiled.cache_clear()
+        checked_copy.compiled.cache_clear()
 
 
 def as_bytes(tensor):

@@ -272,9 +272,9 @@ def _from_verl(arguments: argparse.Namespace) -> None:
         except OSError as error:
             raise UserError(f"'{output}' cannot be written: {error.strerror}.") from error
     size = f"{found.num_nodes} host(s) of {found.gpus_per_node} GPU(s)"
-    alone = found.num_nodes * found.gpus_per_node == 1
-    start = f"mrl launch --via {found.via} --nodes {found.num_nodes} --gpus-per-node {found.gpus_per_node} CONFIG"
-    print(f"mrl: for {size}: {'mrl train CONFIG' if alone else start}", file=sys.stderr)
+    start = found.command("CONFIG" if output is None else shlex.quote(output))
+    where = f" (on every host, with K from 0 to {found.num_nodes - 1})" if "--node-rank" in start else ""
+    print(f"mrl: for {size}: {start}{where}", file=sys.stderr)
 
 
 def _report(arguments: argparse.Namespace) -> None:

@@ -256,7 +256,9 @@ def _check_fields(served: Served, asked: CompletionRequest | ChatRequest) -> Non
     if asked.model != served.name:
         raise RequestError(f"the model {shown(asked.model)} is not served here; '{served.name}' is.", "model")
     if asked.stream_options is not None and not asked.stream:
-        raise RequestError("it has no effect without stream=true. Remove it, or stream.", "stream_options")
+        raise RequestError(
+            "this field has no effect without stream=true. Leave it out, or set stream=true.", "stream_options"
+        )
     num_prompts = len(asked.prompt) if isinstance(asked, CompletionRequest) else 1
     if num_prompts * asked.n > MOST_WAITING:
         raise RequestError(
@@ -277,7 +279,8 @@ def _check_characters(served: Served, num_chars: int, param: str) -> None:
 
 
 def _identity(kind: str, served: Served) -> told.Identity:
-    return told.Identity(f"{kind}-{uuid.uuid4().hex}", int(time.time()), served.name, served.tokenizer.decode)
+    reads = served.tokenizer.decode, served.tokenizer.token_bytes
+    return told.Identity(f"{kind}-{uuid.uuid4().hex}", int(time.time()), served.name, *reads)
 
 
 def _fitting(served: Served, telling: told.Told, prompts: list[list[int]], max_tokens: int | None) -> Asked:

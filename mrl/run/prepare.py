@@ -8,7 +8,7 @@ mistake found here costs no GPU minute. `check_run` is the one refusal: `mrl tra
 from __future__ import annotations
 
 import os.path
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -206,7 +206,7 @@ def check_run(config: Config, world_size: int, *, launcher: str | None = None, t
 
 
 def _check_training(
-    config: Config, found: Resolved, tools: Sequence[Schema], scorer: Scorer, prompts: Sequence[Prompt]
+    config: Config, found: Resolved, tools: list[Schema], scorer: Scorer, prompts: list[Prompt]
 ) -> list[str]:
     """Refuses training prompts that the run cannot use; returns the warnings of reward functions.
 

@@ -104,9 +104,7 @@ def expand(text: str, name: str, arguments: Sequence[str] = ()) -> Expansion:
     if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
         raise UserError(f"'{name}' has more than {MAX_BYTES >> 20} MiB. Give the command line that it starts instead.")
     if "\0" in text:
-        raise UserError(
-            f"'{name}' has a NUL character, so it is no shell script. Give a script or a command line."
-        )
+        raise UserError(f"'{name}' has a NUL character, so it is no shell script. Give a script or a command line.")
     texts: dict[str, str] = {}
     by_path: set[str] = set()
     unset: dict[str, str] = {}

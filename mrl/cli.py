@@ -201,6 +201,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _rehearse(arguments: argparse.Namespace) -> None:
+    print(f"mrl: rehearse: {arguments.config}, loading mrl", file=sys.stderr, flush=True)
     from rich.console import Console
 
     from mrl.observe.hardware import load_hardware
@@ -242,6 +243,8 @@ def _split(text: str) -> list[str]:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    if _is_first():
+        print("mrl: doctor: loading mrl", file=sys.stderr, flush=True)
     with quick_imports():
         from mrl.doctor.doctor import Doctor
 
@@ -272,9 +275,9 @@ def _from_verl(arguments: argparse.Namespace) -> None:
         except OSError as error:
             raise UserError(f"'{output}' cannot be written: {error.strerror}.") from error
     size = f"{found.num_nodes} host(s) of {found.gpus_per_node} GPU(s)"
-    alone = found.num_nodes * found.gpus_per_node == 1
-    start = f"mrl launch --via {found.via} --nodes {found.num_nodes} --gpus-per-node {found.gpus_per_node} CONFIG"
-    print(f"mrl: for {size}: {'mrl train CONFIG' if alone else start}", file=sys.stderr)
+    start = found.command("CONFIG" if output is None else shlex.quote(output))
+    where = f" (on every host, with K from 0 to {found.num_nodes - 1})" if "--node-rank" in start else ""
+    print(f"mrl: for {size}: {start}{where}", file=sys.stderr)
 
 
 def _report(arguments: argparse.Namespace) -> None:
@@ -286,6 +289,9 @@ def _report(arguments: argparse.Namespace) -> None:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Overrides may stand before and after options, which argparse alone does not accept."""
     parser = _parser()
+    if not argv:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
     arguments, rest = parser.parse_known_args(argv)
     if rest and ("overrides" not in arguments or any(item.startswith("-") for item in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -318,7 +324,7 @@ def _parser() -> argparse.ArgumentParser:
         add("serve", help="answer OpenAI's HTTP requests from a checkpoint, a Hugging Face folder or a config")
     )
     _plan_words(add("plan", help="print memory, times and the refit's bytes on a cluster of any size, start nothing"))
-    _rehearse_words(add("rehearse", help="run it small but whole on this machine's CPU, with a report"))
+    _rehearse_words(add("rehearse", help="run a small copy of the config end to end on this machine's CPU, and report"))
     _launch_words(add("launch", help="start `mrl train` on several ranks or hosts, by a script of launch/"))
     _doctor_words(add("doctor", help="look for what is wrong on this machine, or between a job's ranks"))
     _from_verl_words(add("from-verl", help="write the config of a verl run, and list what has no place in it"))

@@ -276,3 +276,15 @@ def test_one_rank_speaks_for_the_job_or_for_its_host(rank, local_rank, everywher
 def test_the_first_line_names_the_correction_of_a_run_that_samples_ahead(overrides, said, config):
     line = cli._beginning(load(config, overrides))
     assert line.endswith(f", 1 rank, in runs/default{said}")
+
+
+def test_without_a_command_the_help_is_printed_and_the_status_is_2(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([])
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and printed.out == ""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    words = ["train", "evaluate", "serve", "plan", "rehearse", "launch", "doctor", "from-verl", "report"]
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and text == printed.err and [word for word in words if word not in text] == []

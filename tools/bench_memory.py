@@ -39,6 +39,7 @@ from mrl.config import load
 from mrl.distributed.local_ranks import free_port
 from mrl.distributed.transformer_engine import why_local
 from mrl.engines.native.linear import compute_dtype
+from mrl.kernels.library import library
 from mrl.observe.benchmark import add_device, device_name
 from mrl.plan.engine_memory import Device
 from mrl.plan.memory import memory_by_stage
@@ -174,7 +175,9 @@ def predicted_on(job: Job) -> Device:
     if job.device.type == "cuda":
         return Device(te=why_local(job.config, job.arch, job.device.type) is None)
     dtype = DTYPES[job.config.rollout.dtype or job.config.model.dtype]
-    return Device(te=False, engine_copies=compute_dtype(dtype, job.device).itemsize, is_host=True)
+    copies = compute_dtype(dtype, job.device).itemsize
+    compiles = library(DTYPES[job.config.model.dtype])[0] is not None
+    return Device(te=False, engine_copies=copies, is_host=True, compiles=compiles)
 
 
 def most_moved_bytes(copies: Sequence[Copy]) -> int:

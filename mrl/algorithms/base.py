@@ -4,7 +4,7 @@ Owns `Algorithm`, and how a config becomes one: `resolve` fills what the config 
 algorithm would ignore, `build` checks it against the rollout section and makes the object. The loop and the Megatron
 actor know nothing else of an algorithm; adding one is adding a file that defines `ALGORITHM`.
 
-A step calls, in this order: `shape_rewards`, (`informative_groups`,) `outcome_advantages`, `advantages`, and for each
+A step calls, in this order: (`informative_groups`,) `shape_rewards`, `outcome_advantages`, `advantages`, and for each
 minibatch `weigh`, then `loss` for each of its microbatches.
 """
 

@@ -256,13 +256,29 @@ class PromptSource:
         """The next prompts, at most an epoch of them, and the frontier stays where it is.
 
         Raises:
-            UserError: As `next`.
+            UserError: As `next`. If rows at the beginning of the data are bad as well, it names the first of these.
         """
         position = self._position
         try:
             return self.next(min(num_prompts, len(self._rows)))
+        except UserError:
+            self.first(num_prompts)
+            raise
         finally:
             self._position = position
+
+    def first(self, num_rows: int) -> list[Prompt]:
+        """Returns the prompts of the first rows of the data, in the order of the file, without those too long.
+
+        Raises:
+            UserError: A row cannot be used.
+        """
+        rows = self._rows
+        found = [
+            self._encoder.encode(rows.row(index), rows.source(index), index, rows.data_source(index))
+            for index in range(min(num_rows, len(rows)))
+        ]
+        return [prompt for prompt in found if prompt is not None]
 
     def state_dict(self) -> dict[str, Any]:
         """The frontier, and what makes it meaningful: JSON-able."""

@@ -289,6 +289,9 @@ def _reason(error: Exception) -> str:
     return first_line(error).rstrip(".")
 
 
+EXCERPT_CHARS = 60
+"""Characters of a bad line that a message shows."""
+
 _BEGINNINGS = {
     b"\xff\xfe": "text in UTF-16",
     b"\xfe\xff": "text in UTF-16",
@@ -313,9 +316,17 @@ def _check_text(file: Any, path: str) -> None:
             )
 
 
+def _excerpt(line: bytes, error: ValueError) -> str:
+    """Returns the part of a line in which its error is, quoted."""
+    text = line.strip().decode("utf-8", "replace")
+    place = error.pos if isinstance(error, json.JSONDecodeError) else 0
+    begin, end = max(0, place - EXCERPT_CHARS // 2), place + EXCERPT_CHARS // 2
+    return f"{'...' if begin else ''}{text[begin:end]!r}{'...' if end < len(text) else ''}"
+
+
 def _parse(line: bytes, source: str) -> Row:
     try:
-        row = json.loads(line)
+        row = json.loads(line.strip())
     except UnicodeDecodeError as error:
         raise UserError(
             f"{source}: not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}. Save the file "
@@ -323,7 +334,12 @@ def _parse(line: bytes, source: str) -> Row:
         ) from error
     except ValueError as error:
         array = " A JSON array is not read; write its objects one per line." if line.lstrip()[:1] == b"[" else ""
-        raise UserError(f"{source}: not JSON: {error}. Expected one JSON object per line.{array}") from error
+        where = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        what = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise UserError(
+            f"{source}: not JSON: {what}{where}; the line is {_excerpt(line, error)}. Expected one JSON object per "
+            f"line.{array}"
+        ) from error
     except RecursionError as error:
         raise UserError(f"{source}: its lists and objects are too deep in each other.") from error
     if not isinstance(row, dict):

@@ -63,6 +63,10 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens written out."""
 
+    def token_bytes(self, token: int) -> bytes:
+        """Returns the bytes of the text that a token stands for; a part of a character has bytes that are no UTF-8."""
+        return self.decode([token]).encode("utf-8", "replace")
+
     @property
     @abstractmethod
     def vocabulary(self) -> dict[str, int]:
@@ -333,6 +337,19 @@ class HFTokenizer(Tokenizer):
             return str(self._quick.decode(list(ids), skip_special_tokens=False))
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
+
+    def token_bytes(self, token: int) -> bytes:
+        """See `Tokenizer.token_bytes`; byte-level vocabularies and those with byte fallback name each byte."""
+        text = self.decode([token])
+        name = str(self._tokenizer.convert_ids_to_tokens(token))
+        if "\ufffd" not in text:
+            return text.encode("utf-8", "replace")
+        if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", name):
+            return bytes.fromhex(byte[1])
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        byte_of = {character: number for number, character in bytes_to_unicode().items()}
+        return bytes(map(byte_of.__getitem__, name)) if set(name) <= byte_of.keys() else text.encode()
 
     @property
     def vocabulary(self) -> dict[str, int]:

@@ -76,18 +76,20 @@ class Doctor:
         self._found: list[Finding] = []
         self._own: list[Finding] = []
         self._checking = ""
+        self._announces = False
         self._hosts: dict[str, list[int]] = {}
         self._lock = threading.Lock()
 
     def run(self) -> int:
         """Collective over the job: looks at everything, prints on rank 0."""
-        self._deadline = Deadline(self._timeout_s + GRACE_S, self._late)
+        self._deadline = Deadline(self._timeout_s + GRACE_S, self._late, self._announce)
         mistakes = []
         with self._deadline.stage("launcher"):
             try:
                 self._environment = launch.environment()
             except UserError as error:
                 mistakes.append(problem("launcher", str(error), ""))
+        self._announces = self._environment.rank == 0
         try:
             self._config = None if self._file is None else load(self._file, self._overrides)
         except UserError as error:
@@ -97,6 +99,12 @@ class Doctor:
         self._found += mistakes
         self._found += self._of_this_host()
         return self._print()
+
+    def _announce(self, stage: str) -> None:
+        """Writes a line to stderr, on the first rank, when a stage starts: some take as long as their time limit."""
+        if self._announces:
+            sys.stderr.write(f"mrl: doctor: {stage}\n")
+            sys.stderr.flush()
 
     def _of_all(self, mistakes: list[Finding]) -> int:
         env = self._environment

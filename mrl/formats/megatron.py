@@ -37,6 +37,7 @@ from mrl.formats.torch_dist import (
 from mrl.grid import Grid
 from mrl.models.base import ArchSpec, critic_of
 from mrl.models.hf_config import arch_from_folder, family_of
+from mrl.schema.nearest import did_you_mean_path
 from mrl.weights.dist_checkpoint import (
     EXTRA_STATE,
     Shard,
@@ -296,7 +297,7 @@ def _layout(shards: Iterable[Shard]) -> Layout:
 def _model_folder(folder: Path) -> Path:
     """Where the checkpoint's metadata is, inside what the user named."""
     if not folder.is_dir():
-        raise UserError(f"checkpoint folder '{folder}' does not exist.")
+        raise UserError(f"checkpoint folder '{folder}' does not exist.{did_you_mean_path(folder)}")
     for found in (folder, folder / _ACTOR):
         if (found / METADATA).is_file():
             return found

@@ -19,6 +19,7 @@ from yaml import YAMLError
 from mrl.distributed import launch
 from mrl.errors import UserError
 from mrl.peers.verl_trainers import CONFIGS, GROUPS
+from mrl.schema.nearest import did_you_mean_path
 from mrl.schema.yaml_file import read_yaml
 
 LONG = {"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir", "-p": "--package", "-c": "--cfg"}
@@ -102,7 +103,7 @@ def config_file(file: Path, place: Place) -> Settings:
         UserError: It, or a file of its list, cannot be read.
     """
     if not file.is_file():
-        raise UserError(f"'{file}' cannot be read: there is no such file.")
+        raise UserError(f"'{file}' cannot be read: there is no such file.{did_you_mean_path(file)}")
     place.folders.append(file.parent)
     notes: list[str] = []
     return Settings(_composed(file, place, notes, [file.parent]), notes)

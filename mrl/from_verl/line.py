@@ -17,6 +17,7 @@ from mrl.from_verl.script import NOT_SET, Expansion, expand
 from mrl.from_verl.sft import is_sft
 from mrl.peers.verl_async import RECIPES
 from mrl.peers.verl_trainers import is_verls, kind, program, why_not
+from mrl.schema.nearest import did_you_mean_path
 
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 SHELLS = ("bash", "sh", "zsh")
@@ -60,7 +61,10 @@ def _with_folders(words: Sequence[str]) -> tuple[list[str], Place]:
         if name == "--config-dir":
             folder = value if equals else next(remaining, "")
             if not Path(folder).is_dir():
-                raise UserError(f"--config-dir={folder} is no folder. Give the folder that holds Hydra's config files.")
+                raise UserError(
+                    f"--config-dir={folder} is no folder.{did_you_mean_path(folder)} Give the folder that holds "
+                    "Hydra's config files."
+                )
             place.folders.append(Path(folder))
         else:
             rest.append(word)
@@ -71,7 +75,9 @@ def _text(name: str) -> str:
     try:
         return sys.stdin.read() if name == STDIN else Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"'{name}' cannot be read: {error}. Expected a script, a .yaml file or key=value.") from error
+        raise UserError(
+            f"'{name}' cannot be read: {error}.{did_you_mean_path(name)} Expected a script, a .yaml file or key=value."
+        ) from error
 
 
 def _script(text: str, name: str, arguments: Sequence[str], place: Place) -> Settings:

@@ -17,6 +17,7 @@ RENAMED = {"PATH": "MRL_PATH", "BASH_SOURCE": "MRL_SOURCE"}
 """Variables that a script may not have by their own names. PATH is read-only, BASH_SOURCE is empty in `bash -c`."""
 
 PRELUDE = r"""
+unset MRL_CODE
 MRL_PATH=$PATH
 readonly PATH=@programs@
 export TMPDIR=@folder@ LC_ALL=C.UTF-8 @unset@

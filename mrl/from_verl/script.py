@@ -11,11 +11,13 @@ import contextlib
 import fcntl
 import os
 import re
+import selectors
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,12 +32,20 @@ LIMIT_S = 20
 MEMORY_MB, FILE_MB = 1024, 64
 MAX_BYTES = 1 << 20
 """Largest script."""
+MAX_PRINTED_BYTES = 1 << 20
+"""Most that an expansion may print."""
+MAX_RECORDED_BYTES = 8 << 20
+"""Most that the records of an expansion may have: command lines that the script would start."""
+_LOOK_S = 0.2
+"""Time between two looks at the size of the records, s."""
 ROUNDS = 40
 """Times that a script is expanded: each adds what the one before asked for."""
 FIRST_DESCRIPTOR = 100
 """Lowest number of the descriptor that records are written to."""
 NOT_SET = "_IS_NOT_SET"
 """Suffix of the placeholder of a variable that nothing sets: NAME_IS_NOT_SET."""
+
+_INSTEAD = "Give its command line instead."
 
 _HOME = str(Path(__file__).resolve().parents[2])
 _BOOT = (
@@ -88,8 +98,13 @@ def expand(text: str, name: str, arguments: Sequence[str] = ()) -> Expansion:
         arguments: Its own.
 
     Raises:
-        UserError: There is no bash, or it does not come to an end.
+        UserError: There is no bash; the script is too large or no text; or its expansion does not end, prints without
+            bound or starts programs without end.
     """
+    if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
+        raise UserError(f"'{name}' has more than {MAX_BYTES >> 20} MiB. Give the command line that it starts instead.")
+    if "\0" in text:
+        raise UserError(f"'{name}' has a NUL character, so it is no shell script. Give a script or a command line.")
     texts: dict[str, str] = {}
     by_path: set[str] = set()
     unset: dict[str, str] = {}
@@ -144,7 +159,10 @@ def _read(path: str, lacks: list[str]) -> str:
     try:
         if os.path.getsize(path) > MAX_BYTES:
             raise ValueError("it has more than a mebibyte")
-        return Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
+        if "\0" in text:
+            raise ValueError("it has a NUL character")
+        return text
     except (OSError, ValueError):
         lacks.append(path)
         return ""
@@ -183,7 +201,10 @@ def _run(
                 folder=folder, programs=str(programs), source=name, fd=str(records.fileno()), keys=list(texts),
                 texts=list(texts.values()), slashes=by_path, unset=unset,
             )  # fmt: skip
-            words = [prelude + _ready(text), name, *arguments]
+            # One word of a command line may have 128 KiB at most, so that bash reads the script from a file.
+            script = Path(folder) / "script"
+            script.write_text(prelude + _ready(text), encoding="utf-8", errors="surrogateescape", newline="")
+            words = [f'MRL_CODE=$(<{shlex.quote(str(script))}); eval -- "$MRL_CODE"', name, *arguments]
             said, status = _communicate(
                 [sys.executable, "-I", "-c", _BOOT, _HOME, folder, bash, *words], records.fileno(), name
             )
@@ -221,17 +242,49 @@ def _communicate(words: list[str], fd: int, name: str) -> tuple[str, int]:
     except (OSError, ValueError) as error:
         raise UserError(f"'{name}' cannot be expanded by bash: {error}. Give its command line instead.") from error
     try:
-        said, _ = process.communicate(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired as error:
-        raise UserError(
-            f"'{name}' does not come to an end in {LIMIT_S} s when bash expands it: it waits for something. Give its "
-            "command line instead."
-        ) from error
+        return _printed(process, fd, name), process.returncode
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    return said.decode("utf-8", "replace"), process.returncode
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _printed(process: subprocess.Popen[bytes], records: int, name: str) -> str:
+    """Returns what an expansion prints, once it is over.
+
+    Args:
+        process: Prints on its stdout.
+        records: Descriptor of the file that it writes records to.
+        name: Of the script, for messages.
+    """
+    end, said = time.monotonic() + LIMIT_S, bytearray()
+    with selectors.DefaultSelector() as selector:
+        if process.stdout is not None:
+            selector.register(process.stdout, selectors.EVENT_READ)
+        while selector.get_map():
+            for key, _ in selector.select(_LOOK_S):
+                if part := os.read(key.fd, MAX_BYTES):
+                    said += part
+                else:
+                    selector.unregister(key.fileobj)
+            if len(said) > MAX_PRINTED_BYTES:
+                raise UserError(
+                    f"'{name}' prints more than {MAX_PRINTED_BYTES >> 20} MiB when bash expands it. {_INSTEAD}"
+                )
+            if os.fstat(records).st_size > MAX_RECORDED_BYTES:
+                raise UserError(f"'{name}' starts programs without end when bash expands it. {_INSTEAD}")
+            if time.monotonic() > end:
+                raise UserError(
+                    f"'{name}' does not come to an end in {LIMIT_S} s when bash expands it: it waits for something, or "
+                    f"loops. {_INSTEAD}"
+                )
+    try:
+        process.wait(max(0.0, end - time.monotonic()))
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"'{name}' does not come to an end in {LIMIT_S} s. {_INSTEAD}") from error
+    return said.decode("utf-8", "replace")
 
 
 def _records(raw: bytes) -> Iterator[tuple[str, list[str]]]:

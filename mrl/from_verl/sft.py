@@ -6,6 +6,7 @@ is translated once (`translate.py`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -27,6 +28,7 @@ Pair = tuple[str, Any]
 MAX_LENGTH = 1024
 """verl's default, tokens of a prompt and its response together."""
 PER_EPOCH = "after_each_epoch"
+_NAMES = {to: key for key, to in RENAMED.items()}
 
 
 class SftRun:
@@ -53,6 +55,8 @@ class SftRun:
         old = "model.partial_pretrain" in given or any(key.startswith("data.multiturn.") for key in given)
         for key, value in (DEFAULTS | (DEFAULTS_OF_FSDP if old else DEFAULTS_OF_ENGINES)).items():
             self.given.setdefault(key, value)
+        self._prefixes = {to: section for section, to in reversed(sections.items())}
+        self._is_old = old
         self.given.setdefault(f"{ACTOR}ppo_mini_batch_size", self.given["data.train_batch_size"])
         length = self._own.get("data.max_length")
         self._length = length if isinstance(length, int) and length > 1 else MAX_LENGTH
@@ -101,11 +105,15 @@ class SftRun:
         yield "algorithm.name", "sft"
 
     def named(self, line: str) -> str:
-        """Returns a message with the keys that were given."""
-        for to, key in self.names.items():
-            if line.startswith(to) and line[len(to) : len(to) + 1] in ":=":
-                return key + line.removeprefix(to)
-        return line
+        """Returns a message with the keys of SFT in place of the RL trainer's."""
+        return re.sub(r"[a-z_]+(?:\.\w+)+", lambda found: self._name(found[0]), line)
+
+    def _name(self, key: str) -> str:
+        """Returns the key that the SFT trainer has for a key of the RL trainer: the given one, else verl's own."""
+        section = next((prefix for prefix in self._prefixes if key.startswith(prefix)), "")
+        current = self._prefixes.get(section, "") + key.removeprefix(section)
+        own = _NAMES.get(key, current) if self._is_old or not section else current
+        return self.names.get(key, own)
 
     def _sort(self, verl: VerlRun) -> None:
         for key, value in self._own.items():

@@ -7,7 +7,7 @@ would have made. Which key goes where, and why some go nowhere, is in `peers/ver
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from mrl.from_verl.distillation import distillation, without_the_task
 from mrl.from_verl.hydra import Settings
 from mrl.from_verl.objective import objective
 from mrl.from_verl.off_policy import batch_size, differs, num_steps, with_recipes
+from mrl.from_verl.reward import differs as rewards_differ
 from mrl.from_verl.reward import reward
 from mrl.from_verl.rollout import lengths, rollout, without_refused
 from mrl.from_verl.rollout_correction import rollout_correction
@@ -45,6 +46,7 @@ from mrl.peers.verl_keys import (
     verdict,
 )
 from mrl.peers.verl_renamed import with_current_names
+from mrl.preflight.parallel import grid_of
 from mrl.schema.keys import nested
 from mrl.schema.values import Values
 
@@ -68,7 +70,17 @@ def translate(given: Mapping[str, Any]) -> Translation:
         UserError: The advantage estimator is not there, or a value is of another type than expected.
     """
     notes, sft = (given.notes, given.sft) if isinstance(given, Settings) else ([], False)
-    supervised = SftRun(given) if sft else None
+    if not sft:
+        return _translated(given, notes, None)
+    supervised = SftRun(given)
+    try:
+        return _translated(given, notes, supervised)
+    except UserError as error:
+        raise UserError(supervised.named(str(error))) from error
+
+
+def _translated(given: Mapping[str, Any], notes: Sequence[str], supervised: SftRun | None) -> Translation:
+    """Returns the translation of a run; `supervised` has the settings of an SFT run by the keys of the RL trainer."""
     given = with_current_names(given) if supervised is None else supervised.given
     verl = VerlRun(with_recipes(given) if supervised is None else given)
     values: dict[str, Any] = {}
@@ -98,15 +110,23 @@ def translate(given: Mapping[str, Any]) -> Translation:
             _put(tree, key, value)
     found = Translation(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
     found.missing += notes
-    found.num_nodes, found.gpus_per_node = _hosts(verl, config.rollout)
+    num_nodes, gpus = _hosts(verl, config.rollout)
+    found.num_nodes, found.gpus_per_node = num_nodes, _ranks_of_a_host(config, num_nodes, gpus)
     found.via = "mpirun" if needs_mpi(config.rollout) else "torchrun"
     found.differs = [
-        *_differs(verl, found.num_nodes * found.gpus_per_node),
+        *_differs(verl, num_nodes * gpus),
         *differs(verl, tree.get("rollout", {}), config.train.mode),
+        *rewards_differ(verl, tree.get("algorithm", {}), tree.get("reward", {}).get("functions", [])),
     ]
+    if found.gpus_per_node != gpus:
+        found.differs.append(
+            f"trainer.nnodes={num_nodes} x trainer.n_gpus_per_node={gpus}: the tensor, pipeline, context and expert "
+            f"parallel sizes need another number of ranks; the command below starts {found.gpus_per_node} on each host"
+        )
     _sort(verl, found)
     if supervised is not None:
         found.missing, found.moot = (list(map(supervised.named, lines)) for lines in (found.missing, found.moot))
+        found.differs = list(map(supervised.named, found.differs))
     return found
 
 
@@ -221,7 +241,10 @@ def _warmup(verl: VerlRun, section: str = ACTOR, epochs: int | None = None) -> i
         total = num_steps(verl)
         if ratio and not total:
             to = MAPS[f"{section}optim.lr_warmup_steps"][0]
-            verl.notes[f"{section}optim.lr_warmup_steps_ratio"] = f"the steps are not known yet: set {to}"
+            verl.notes[f"{section}optim.lr_warmup_steps_ratio"] = (
+                f"the number of training steps is not set, so that its share is not known: set {to} to a number of "
+                "optimizer steps"
+            )
         steps = int((ratio or 0.0) * (total or 0))
     minibatches = max(1, batch_size(verl) // max(1, verl[f"{ACTOR}ppo_mini_batch_size"]))
     return int(steps) * int(minibatches) * int(epochs or verl[f"{ACTOR}ppo_epochs"])
@@ -339,7 +362,8 @@ def _sort(verl: VerlRun, found: Translation) -> None:
     unread = verl.unread()
     for key, value in unread.items():
         loud, why = not_read(key)
-        if key not in verl.notes and key not in verl.decided:
+        told = key in verl.notes or key in verl.decided or any(one.startswith(f"{key}=") for one in found.differs)
+        if not told:
             (found.missing if loud else found.moot).append(f"{key}={shown(value)}: {why}")
     for key, value in verl.given.items():
         what = verdict(key)
@@ -375,6 +399,24 @@ def _hosts(verl: VerlRun, rollout: RolloutConfig) -> tuple[int, int]:
         f"ranks: {total // each} host(s) of {each}"
     )
     return total // each, each
+
+
+def _ranks_of_a_host(config: Config, num_nodes: int, gpus: int) -> int:
+    """Returns the fewest ranks of a host, at least its GPUs, that the layout of the config divides.
+
+    Args:
+        config: mrl's.
+        num_nodes: Hosts.
+        gpus: GPUs of each host.
+    """
+    grid = grid_of(config, 1)
+    own = grid.rollout_ranks
+    unit = grid.fewest_ranks - own
+    for ranks in range(gpus, gpus + grid.fewest_ranks + 1):
+        training = num_nodes * ranks - own
+        if training > 0 and training % unit == 0:
+            return ranks
+    return gpus
 
 
 def _at(config: Any, key: str) -> Any:

@@ -26,3 +26,16 @@ class Translation:
     missing: list[str] = field(default_factory=list)
     moot: list[str] = field(default_factory=list)
     differs: list[str] = field(default_factory=list)
+
+    def command(self, config: str) -> str:
+        """Returns the command line that starts the run.
+
+        Args:
+            config: Path of the config.
+        """
+        if self.num_nodes * self.gpus_per_node == 1:
+            return f"mrl train {config}"
+        words = f"mrl launch --via {self.via} --nodes {self.num_nodes} --gpus-per-node {self.gpus_per_node}"
+        if self.via == "torchrun" and self.num_nodes > 1:
+            words += " --master-addr FIRST_HOST --node-rank K"
+        return f"{words} {config}"

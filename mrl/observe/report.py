@@ -30,6 +30,7 @@ from mrl.observe.page import card, cell, grid, header, page, section, table, tur
 from mrl.observe.words import clock, short
 from mrl.run_folder.run_dir import RunDir, flat, read_facts
 from mrl.schema import registry
+from mrl.schema.nearest import did_you_mean_path
 
 EDGE_STEPS = 5
 """Headline rewards are means over this many first and last steps."""
@@ -54,7 +55,8 @@ def write_report(run_dir: Path) -> Path:
     """
     run = RunDir(Path(run_dir))
     if not run.root.is_dir():
-        raise UserError(f"'{run_dir}' is not a folder. Give a run folder, the run.output_dir of a training run.")
+        hint = did_you_mean_path(run_dir)
+        raise UserError(f"'{run_dir}' is not a folder.{hint} Give a run folder, the run.output_dir of a training run.")
     history = History(run)
     if not history.steps and not history.warm_start:
         raise UserError(f"'{run_dir}' holds no metrics ({run.metrics.name} is missing or empty): nothing was trained.")

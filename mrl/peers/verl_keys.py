@@ -143,6 +143,9 @@ MAPS: dict[str, tuple[str, Any, str]] = {
        for name, default in (("type", "fixed"), ("target_kl", 0.1), ("horizon", 10000))},
     "algorithm.kl_ctrl.kl_coef": ("algorithm.kl_coef", 0.001, "of the KL in the reward"),
     "algorithm.filter_groups.enable": ("algorithm.dynamic_sampling", False, ""),
+    "algorithm.filter_groups.metric": (
+        "algorithm.dynamic_sampling", "reward",
+        "`acc` and `score` are what mrl compares: the reward before the overlong penalty and the KL"),
     "algorithm.filter_groups.max_num_gen_batches": ("algorithm.max_sampling_rounds", 0, "0: the default here"),
     **{f"{CORRECTION}.{name}": (f"{CORRECTION}.{name}", default, text) for name, default, text in (
         ("bypass_mode", False, "here true where nothing is set and nothing is sampled ahead"),
@@ -237,7 +240,6 @@ MOOT: dict[str, str] = {
     **dict.fromkeys(["data.image_*", "data.video_key", "data.audio_key", "data.mm_*"], "no images"),
     **verl_reward.MOOT,
     "algorithm.filter_groups.max_inflight_gen_batches": "batches are sampled one after the other",
-    "algorithm.filter_groups.metric": "groups are compared by their rewards",
     "algorithm.pf_ppo.*": "of PF-PPO, which is not there",
     "algorithm.rollout_correction.loss_type": "the clipped surrogate",
     **verl_distillation.MOOT,

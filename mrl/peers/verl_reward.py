@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+_MANAGER = "`batch` becomes `batch: replica` of the function; `naive`, `dapo` and `prime` score as mrl does"
 _MODEL = "a classifier with one label, in the place of functions"
 
 MAPS: dict[str, tuple[str, Any, str]] = {
@@ -18,6 +19,8 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     "reward.reward_model.enable": ("reward.model.path", False, _MODEL),
     "reward.reward_model.model_path": ("reward.model.path", None, ""),
     "reward_model.enable": ("reward.model.path", None, _MODEL),
+    **{key: ("reward.functions", default, _MANAGER) for key, default in (
+        ("reward_model.reward_manager", None), ("reward.reward_manager.name", "naive"))},
     "reward_model.model_path": ("reward.model.path", None, ""),
     "reward_model.model.path": ("reward.model.path", None, ""),
     "reward_model.model.input_tokenizer": ("reward.model.retokenize", None, "null: the actor's token ids"),
@@ -29,13 +32,22 @@ MAPS: dict[str, tuple[str, Any, str]] = {
 }  # fmt: skip
 """Key -> mrl's key, verl's default, how values differ."""
 
+MANAGERS: dict[str, str] = {
+    "naive": "every response is scored by itself, as mrl does",
+    "dapo": "every response is scored by itself, as mrl does; its penalty for overlong responses is "
+    "`algorithm.overlong`",
+    "batch": "the function is called once for all responses of a replica: `batch: replica` in `reward.functions`",
+    "prime": "verl scores responses in several processes; mrl does so too, `reward.num_workers`",
+}
+"""verl's reward managers that mrl has a counterpart of -> what it is."""
+
 _PLACE = "the reward model is scored on the actor's ranks, in its layout"
 
 MOOT: dict[str, str] = {
     "reward.num_workers": "processes of one replica here, 1 unless `reward.num_workers` says more",
     "reward_model.num_workers": "processes of one replica here, 1 unless `reward.num_workers` says more",
-    "reward_model.reward_manager": "`batch`: `batch: replica`; overlong: `algorithm.overlong.buffer_length`",
-    "reward.reward_manager.*": "`batch`: `batch: replica`; overlong: `algorithm.overlong.buffer_length`",
+    "reward.reward_manager.source": "it says where the manager of that name is",
+    "reward.reward_manager.module.name": "it names a class in the file of the manager",
     "reward_model.launch_reward_fn_async": "functions run in processes of their own",
     "*reward_kwargs.max_resp_len": "`rollout.response_length`",
     **dict.fromkeys(
@@ -53,6 +65,9 @@ MOOT: dict[str, str] = {
 """Pattern -> why no value of it needs a counterpart."""
 
 MISSING: dict[str, str] = {
+    "reward.reward_manager.module.path": "mrl runs no reward manager: write what it computes as a function of "
+    "`reward.functions`",
+    "reward.reward_manager.*": "of a reward manager that mrl does not have",
     "reward_model.model.external_lib": "no code of a model folder is run",
     "reward_model.model.trust_remote_code": "no code of a model folder is run",
     "reward_model.max_length": "a longer sample has no score; nothing is cut off",

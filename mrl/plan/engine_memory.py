@@ -44,6 +44,7 @@ class Device:
         engine_copies: Bytes of an element of the engine's packed copies of its matrices, in which it then computes, as
             on CPUs; 0: it has none.
         is_host: Its memory is the host's, so that what waits in host memory counts too.
+        compiles: Its host has a C compiler, without which the actor on a CPU keeps more of a forward pass.
         capacity: Bytes of the device that can be filled; None: unbounded.
         allowance: Bytes of it that no tensor takes: context, communicators.
         total: All its bytes, which is what an engine sees; None: `capacity`.
@@ -53,6 +54,7 @@ class Device:
     te: bool
     engine_copies: int = 0
     is_host: bool = False
+    compiles: bool = True
     capacity: int | None = None
     allowance: int = 0
     total: int | None = None

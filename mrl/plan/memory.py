@@ -225,7 +225,8 @@ def _some(phases: dict[str, dict[str, int]], without: Sequence[str] = ()) -> dic
 
 def _actor(found: Resolved, device: Device) -> ActorShape:
     config = found.config
-    te, compiled = device.te and asked_for(config), device.is_host and not config.rollout.true_on_policy
+    te = device.te and asked_for(config)
+    compiled = device.is_host and device.compiles and not config.rollout.true_on_policy
     learns_from = found.algorithm.learns_from
     return ActorShape(config, found.arch, found.grid, te=te, compiled=compiled, learns_from=learns_from)
 
@@ -237,7 +238,7 @@ def _critics(found: Resolved, device: Device) -> list[CriticMemory]:
         return [CriticMemory()] * grid.pp
     config = critic_config(found.config)
     te = device.te and asked_for(config)
-    shape = ActorShape(config, found.critic, grid, te=te, compiled=device.is_host)
+    shape = ActorShape(config, found.critic, grid, te=te, compiled=device.is_host and device.compiles)
     stages = []
     for stage, own in enumerate(stage_memory(config, found.critic, grid)):
         away, parts = offloaded(config, own), own.parts

@@ -10,6 +10,7 @@ import os.path
 from collections.abc import Iterator
 
 from mrl.config import Config
+from mrl.schema.nearest import did_you_mean_path
 
 
 def data_rules(config: Config) -> Iterator[str]:
@@ -22,9 +23,9 @@ def data_rules(config: Config) -> Iterator[str]:
     for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
         for file in files:
             if not os.path.isfile(file):
-                yield f"{key}: '{file}' does not exist."
+                yield f"{key}: '{file}' does not exist.{did_you_mean_path(file)}"
     if data.chat_template is not None and not os.path.isfile(data.chat_template):
-        yield f"data.chat_template='{data.chat_template}' does not exist."
+        yield f"data.chat_template='{data.chat_template}' does not exist.{did_you_mean_path(data.chat_template)}"
     if not config.reward.functions and config.reward.model.path is None:
         yield "reward.functions is empty and reward.model.path null: no response would have a reward."
 

@@ -141,6 +141,7 @@ class _Rehearsal:
             if isinstance(real.found.tokenizer, HFTokenizer):
                 self._preload += (TOKENIZERS,)
             self._done("check", f"{real.ranks}, as mrl train and mrl plan check them")
+        self._console.print("making the config and its models small ...", highlight=False, soft_wrap=True)
         small, tokens = self._shrink(real.config, real.found, real.prompt_length)
         changed, world_size = other_layout(
             small.config, small.arch, small.grid, tokens, learns_from=real.found.algorithm.learns_from
@@ -333,6 +334,7 @@ class _Rehearsal:
     def _stage(self, name: str) -> Iterator[None]:
         """A stage of this process: its mistakes get its name."""
         self._stage_began = time.monotonic()
+        self._console.print(f"{name} ...", highlight=False, soft_wrap=True)
         try:
             yield
         except UserError as error:

@@ -19,7 +19,7 @@ from mrl.processes.folders import owned_folder
 from mrl.processes.sandbox import Bounds, Ran, run_python
 from mrl.rewards._arguments import check_positive
 from mrl.rewards._blocks import program_of
-from mrl.rewards._reasoning import without_reasoning
+from mrl.schema.reasoning import without_reasoning
 
 IN_PROCESS = False
 LIMIT_S = 8.0

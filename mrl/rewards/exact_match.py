@@ -6,7 +6,7 @@ from typing import Any
 from unicodedata import normalize
 
 from mrl.rewards._arguments import check_finite
-from mrl.rewards._reasoning import without_reasoning
+from mrl.schema.reasoning import without_reasoning
 
 IN_PROCESS = True
 

@@ -9,7 +9,7 @@ from typing import Any
 from mrl.rewards._arguments import check_finite
 from mrl.rewards._final_answer import SENTENCE, final_answer
 from mrl.rewards._numbers import Written, last_number
-from mrl.rewards._reasoning import without_reasoning
+from mrl.schema.reasoning import without_reasoning
 
 IN_PROCESS = True
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrl.rewards._call import Facts
-from mrl.rewards._reasoning import without_reasoning
 from mrl.rewards._signatures import Sample
 from mrl.rewards.judge import Judge, json_object
+from mrl.schema.reasoning import without_reasoning
 
 ASKS = True
 

@@ -182,19 +182,15 @@ def check_run(config: Config, world_size: int, *, launcher: str | None = None, t
     if config.checkpoint.keep_best and best.startswith("val/"):
         check_is_given(best, evaluation_names(config.rollout.val_kwargs.n, episodes=config.rollout.multi_turn.enable))
     peeked = source.peek(PEEKED_PROMPTS)
-    for prompt in peeked if found.teachers else ():
-        teacher_of(config.distillation, prompt)
-    for prompt in peeked if found.reader is not None and found.reader.own is not None else ():
-        _check_rendered(found.reader, prompt)
-    if found.algorithm.supervised:
-        examples(peeked, tokenizer, config, tools, learns_from=found.algorithm.learns_from)
-    if config.train.warm_start.num_steps:
-        examples(peeked, tokenizer, config, tools)
     checked = replace(config.reward, num_workers=1)
     with Scorer(checked, tokenizer.decode, tokenizer.eos_ids, variables=launch.variables) as scorer:
         episodes = config.rollout.multi_turn.enable
-        scored = [] if found.algorithm.supervised else peeked[:CHECKED_ROWS]
-        warnings = scorer.check_rows(scored, "training", episodes=episodes)
+        try:
+            warnings = _check_training(config, found, tools, scorer, peeked)
+        except UserError:
+            # prompts come shuffled: a mistake in all rows is named in the first row of the file
+            _check_training(config, found, tools, scorer, source.first(len(peeked)))
+            raise
         warnings += scorer.check_rows(validation[:CHECKED_ROWS], "held-out", episodes=episodes)
     # Supervised steps refuse turns without an end token, row by row.
     samples_chats = not found.algorithm.supervised and any(isinstance(prompt.question, list) for prompt in peeked)
@@ -207,6 +203,33 @@ def check_run(config: Config, world_size: int, *, launcher: str | None = None, t
         tools=tools,
         warnings=[*warnings, *([] if warning is None else [warning])],
     )
+
+
+def _check_training(
+    config: Config, found: Resolved, tools: list[Schema], scorer: Scorer, prompts: list[Prompt]
+) -> list[str]:
+    """Refuses training prompts that the run cannot use; returns the warnings of reward functions.
+
+    Args:
+        config: What was asked for.
+        found: The config resolved.
+        tools: Of the environment.
+        scorer: Of the config's rewards.
+        prompts: Some of the training data.
+
+    Raises:
+        UserError: A teacher, the reward model, the supervised loss or a reward function cannot use a prompt.
+    """
+    for prompt in prompts if found.teachers else ():
+        teacher_of(config.distillation, prompt)
+    for prompt in prompts if found.reader is not None and found.reader.own is not None else ():
+        _check_rendered(found.reader, prompt)
+    if found.algorithm.supervised:
+        examples(prompts, found.tokenizer, config, tools, learns_from=found.algorithm.learns_from)
+    if config.train.warm_start.num_steps:
+        examples(prompts, found.tokenizer, config, tools)
+    scored = [] if found.algorithm.supervised else prompts[:CHECKED_ROWS]
+    return scorer.check_rows(scored, "training", episodes=config.rollout.multi_turn.enable)
 
 
 def resolve(config: Config, world_size: int) -> Resolved:

@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mrl.errors import UserError
+from mrl.schema.nearest import did_you_mean_path
 
 FORMAT = 1
 RECORD, STATE = "commit.json", "state.json"
@@ -162,7 +163,8 @@ def read_object(path: Path, name: str) -> dict[str, Any]:
         value = json.loads(file.read_bytes())
     except GONE as error:
         raise UserError(
-            f"'{path}' is not a checkpoint: it has no {name}. Give a folder such as RUN/checkpoints/{folder_name(10)}."
+            f"'{path}' is not a checkpoint: it has no {name}.{did_you_mean_path(path)} Give a folder such as "
+            f"RUN/checkpoints/{folder_name(10)}."
         ) from error
     except OSError as error:
         raise _unreadable(path, name, error) from error

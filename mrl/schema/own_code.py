@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from mrl.errors import UserError, first_line
+from mrl.schema.nearest import did_you_mean, did_you_mean_path
 
 FORMS = "'package.module:object' or 'path/to/file.py:object'"
 """How code of a user's own is named, for messages."""
@@ -48,6 +49,7 @@ def located(name: str, folders: Sequence[Path]) -> str:
         candidates = [folder / wanted for folder in folders]  # an absolute one stays what it is
         looked = dict.fromkeys(str(folder.resolve()) for folder in folders)
         missing = f"'{name}': there is no file '{wanted}' in {' or '.join(looked)}."
+        missing += next(filter(None, map(did_you_mean_path, candidates)), "")
     else:
         inner = Path(*place.split("."))
         candidates = [folder / file for folder in folders for file in (inner.with_suffix(".py"), inner / "__init__.py")]
@@ -82,8 +84,16 @@ def load(name: str) -> Any:
     except Exception as error:  # a user's module may raise anything
         raise UserError(f"'{name}' does not import: {_told(error, place)}") from error
     if not hasattr(module, target):
-        raise UserError(f"'{name}': '{place}' has no '{target}'.")
+        known = [each for each in vars(module) if not each.startswith("_")]
+        raise UserError(f"'{name}': '{place}' has no '{target}'.{did_you_mean(target, known)}")
     return getattr(module, target)
+
+
+def _did_you_mean_module(name: str) -> str:
+    """Returns the question behind a sentence about a top-level module that is not found, from the working folder."""
+    here = [path.stem for path in Path.cwd().glob("*.py")]
+    here += [path.parent.name for path in Path.cwd().glob("*/__init__.py")]
+    return did_you_mean(name, here)
 
 
 def _parts(name: str) -> tuple[str, str]:
@@ -149,7 +159,8 @@ def _told(error: Exception, place: str) -> str:
     """What was wrong, and in which line of the user's code."""
     said = first_line(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {first_line(error)}"
     if isinstance(error, ModuleNotFoundError) and error.name and place.partition(".")[0] == error.name:
-        return f"{said}. Write it as {FORMS}, in the config's folder, the working folder or on PYTHONPATH."
+        hint = _did_you_mean_module(error.name)
+        return f"{said}.{hint} Write it as {FORMS}, in the config's folder, the working folder or on PYTHONPATH."
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     inside = [frame for frame in frames if frame.filename != __file__]
     return f"{said} ({inside[-1].filename}, line {inside[-1].lineno})." if inside else f"{said}."

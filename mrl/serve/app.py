@@ -33,6 +33,7 @@ from mrl.environments.formats import base as formats
 from mrl.environments.formats.base import Format
 from mrl.environments.openai_requests import RequestError, has_key
 from mrl.errors import UserError, printable, shown
+from mrl.schema.reasoning import is_tag_token
 from mrl.serve import told
 from mrl.serve.answer import Answer, Delta
 from mrl.serve.http_server import BYTES_PER_TOKEN, Bodies
@@ -66,9 +67,15 @@ class Served:
     form: Format
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, without the special ones."""
+        """Returns the text of tokens, without special ones other than reasoning tags."""
+        return self.tokenizer.decode([index for index in ids if index not in self._hidden_ids])
+
+    @cached_property
+    def _hidden_ids(self) -> frozenset[int]:
+        """Special tokens that no text shows. Reasoning tags are shown: without them reasoning reads as an answer."""
+        decode, ends = self.tokenizer.decode, self.tokenizer.eos_ids
         special = self.tokenizer.special_ids
-        return self.tokenizer.decode([index for index in ids if index not in special])
+        return frozenset(index for index in special if index in ends or not is_tag_token(decode([index]).strip()))
 
     @cached_property
     def most_chars(self) -> int:
@@ -245,8 +252,7 @@ def _read_chat(served: Served, body: bytes) -> Asked:
     identity = _identity("chatcmpl", served)
     telling: told.Told = told.Chat(identity, wants_logprobs=asked.logprobs, asked=asked)
     if tools:
-        thinks = formats.ids_open_thought(prompts[0], served.tokenizer.decode)
-        form = partial(served.form, tools=tools, in_thought=thinks)
+        form = partial(served.form, tools=tools, prompt=formats.prompt_tail(prompts[0], served.tokenizer.decode))
         telling = told.ToolChat(identity, asked.logprobs, asked, form)
     return _fitting(served, telling, prompts, asked.most_tokens)
 
@@ -256,7 +262,9 @@ def _check_fields(served: Served, asked: CompletionRequest | ChatRequest) -> Non
     if asked.model != served.name:
         raise RequestError(f"the model {shown(asked.model)} is not served here; '{served.name}' is.", "model")
     if asked.stream_options is not None and not asked.stream:
-        raise RequestError("it has no effect without stream=true. Remove it, or stream.", "stream_options")
+        raise RequestError(
+            "this field has no effect without stream=true. Leave it out, or set stream=true.", "stream_options"
+        )
     num_prompts = len(asked.prompt) if isinstance(asked, CompletionRequest) else 1
     if num_prompts * asked.n > MOST_WAITING:
         raise RequestError(
@@ -277,7 +285,8 @@ def _check_characters(served: Served, num_chars: int, param: str) -> None:
 
 
 def _identity(kind: str, served: Served) -> told.Identity:
-    return told.Identity(f"{kind}-{uuid.uuid4().hex}", int(time.time()), served.name, served.tokenizer.decode)
+    reads = served.tokenizer.decode, served.tokenizer.token_bytes
+    return told.Identity(f"{kind}-{uuid.uuid4().hex}", int(time.time()), served.name, *reads)
 
 
 def _fitting(served: Served, telling: told.Told, prompts: list[list[int]], max_tokens: int | None) -> Asked:

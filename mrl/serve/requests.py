@@ -99,6 +99,29 @@ Integer = Annotated[int, BeforeValidator(_whole_number)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 
 
+ADVICE: dict[str, str] = {
+    **dict.fromkeys(
+        ("frequency_penalty", "presence_penalty"),
+        "mrl samples without penalties, so the only value is 0. Leave the field out",
+    ),
+    "logit_bias": "mrl does not change the logits of single tokens, so the only value is {}. Leave the field out",
+    "response_format": "mrl does not force an answer into a format, so the only value is {'type': 'text'}. Leave the "
+    "field out and describe the format in the messages",
+    "top_logprobs": "mrl returns the log-probability of the sampled tokens and of no others, so the only value is 0. "
+    "Leave the field out",
+    "echo": "mrl does not repeat the prompt in the answer, so the only value is false. Leave the field out",
+    "suffix": "mrl does not fill in text before a suffix, so the only value is ''. Leave the field out",
+    "best_of": "mrl returns every answer that it samples, so the only value is 1. Ask for several answers with n",
+    "tool_choice": "mrl cannot force the model to call a tool, so the values are 'auto' and 'none'. Ask for the call "
+    "in the messages",
+    "parallel_tool_calls": "mrl does not limit the number of tool calls, so the only value is true. Leave the field "
+    "out",
+    "strict": "mrl does not force arguments into a schema, so the only value is false. Leave the field out",
+    "include_obfuscation": "mrl does not pad the chunks of a stream, so the only value is false. Leave the field out",
+}
+"""Field of which mrl takes one value only -> why, and what a client can do."""
+
+
 class StreamOptions(BaseModel):
     """Options of a stream."""
 
@@ -232,23 +255,32 @@ def read_request(kind: type[Kind], body: bytes) -> Kind:
     if not isinstance(fields, dict):
         raise RequestError(f"the body of the request is not a JSON object. Got {shown(fields)}")
     if unknown := [name for name in fields if name not in kind.model_fields]:
-        raise RequestError("mrl has no such field. Remove it.", unknown[0])
+        raise RequestError("mrl does not have this field. Leave it out.", unknown[0])
     given = {name: value for name, value in fields.items() if value is not None}
     if "messages" in given:
         given["messages"] = chat_messages(given["messages"])
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        raise _refusal(error.errors(include_url=False)[0]) from None
+        raise _refusal(error.errors(include_url=False)[0], kind) from None
 
 
-def _refusal(error: Mapping[str, Any]) -> RequestError:
+def _refusal(error: Mapping[str, Any], kind: type[Request]) -> RequestError:
     param = ".".join(map(str, error["loc"]))
     match error["type"]:
         case "missing":
-            return RequestError("this field is missing.", param)
+            return RequestError("the request needs this field, and it is missing.", param)
         case "extra_forbidden":
-            return RequestError("mrl has no such field. Remove it.", param)
+            return RequestError("mrl does not have this field. Leave it out.", param)
+    names = [part for part in error["loc"] if isinstance(part, str)]
+    if name := next((part for part in names if part in ADVICE), ""):
+        return RequestError(f"{ADVICE[name]}. Got {shown(error['input'])}", param)
+    if kind is CompletionRequest and names == ["logprobs"]:
+        return RequestError(
+            "mrl returns the log-probability of the sampled tokens and of no others: send 0 for these, or leave the "
+            f"field out for none. Got {shown(error['input'])}",
+            param,
+        )
     return RequestError(f"{error['msg'].removeprefix('Value error, ')}. Got {shown(error['input'])}", param)
 
 

@@ -31,12 +31,14 @@ class Identity:
         created: Seconds since 1970.
         model: As the request says it.
         decode: Token ids -> text, special tokens written out, for the tokens of log-probabilities.
+        token_bytes: Token id -> the bytes of its text, for the same.
     """
 
     id: str
     created: int
     model: str
     decode: Callable[[Sequence[int]], str]
+    token_bytes: Callable[[int], bytes]
 
 
 class Told(ABC):
@@ -156,8 +158,8 @@ class Chat(Told):
     def logprobs(self, index: int, ids: Sequence[int], values: Sequence[float]) -> Json:
         """See `Told.logprobs`."""
         told = [
-            {"token": text, "bytes": list(text.encode()), "logprob": value, "top_logprobs": []}
-            for text, value in zip(self._texts(ids), values, strict=True)
+            {"token": text, "bytes": list(self._identity.token_bytes(token)), "logprob": value, "top_logprobs": []}
+            for token, text, value in zip(ids, self._texts(ids), values, strict=True)
         ]
         return {"content": told, "refusal": None}
 

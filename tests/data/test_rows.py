@@ -88,6 +88,17 @@ def test_every_jsonl_row_is_checked_when_the_file_is_opened(tmp_path):
     ("name", "content", "message"),
     [
         ("a.jsonl", '{"prompt": "x"}\n{"prompt": \n', r"a.jsonl:2: not JSON"),
+        (
+            "a.jsonl",
+            '{"prompt": "x"\n{"prompt": "y"}\n',
+            r"a.jsonl:1: not JSON: .* at column 15; the line is '{\"prompt",
+        ),
+        ("a.jsonl", '{"prompt": "x"}\n{"prompt": oops}\n', r"a.jsonl:2: not JSON: .* at column 12; .*oops"),
+        (
+            "a.jsonl",
+            '{"prompt": "x"}\n{"a": "' + "x" * 999 + "\n",
+            r"a.jsonl:2: not JSON: .* at column 7; .*'\.\.\.\. Exp",
+        ),
         ("a.jsonl", '[{"prompt": "x"}]', r"a.jsonl:1: holds list, expected one JSON object per line"),
         ("a.jsonl", "\n\n", r"'.*a.jsonl' holds no rows"),
         ("a.jsonl", b"\xff\xfe{", r"a.jsonl' is text in UTF-16"),

@@ -1,7 +1,8 @@
 import json
 
 import pytest
-from transformers import AutoTokenizer
+import tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mrl.config import DataConfig, ModelConfig
 from mrl.data.tokenizer import load_tokenizer
@@ -198,3 +199,22 @@ def test_a_vocabulary_beyond_the_models_is_refused(folder):
     assert load(folder, vocab_size=size).vocab_size == size
     with pytest.raises(UserError, match=rf"ids up to {size - 1}, but the model's vocabulary has {size - 1} tokens"):
         load(folder, vocab_size=size - 1)
+
+
+def test_the_bytes_of_tokens_join_to_the_text_of_byte_level_vocabularies(tmp_path):
+    tokenizer = load_tokenizer(ModelConfig(tokenizer=str(byte_bpe_folder(tmp_path))), DataConfig())
+    text = "what é 漢 🙂 \ufffd four"
+    ids = tokenizer.encode(text)
+    parts = [tokenizer.token_bytes(token) for token in ids]
+    assert b"".join(parts) == text.encode() and b"\x99\x82"[:1] in parts
+    assert tokenizer.token_bytes(tokenizer.vocabulary["<|im_end|>"]) == b"<|im_end|>"
+
+
+def test_the_bytes_of_tokens_join_to_the_text_with_byte_fallback(tmp_path):
+    vocabulary = {"<unk>": 0, "a": 1, **{f"<0x{byte:02X}>": byte + 2 for byte in range(256)}}
+    raw = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    raw.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+    PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", eos_token="a").save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(ModelConfig(tokenizer=str(tmp_path)), DataConfig())
+    parts = [tokenizer.token_bytes(token) for token in tokenizer.encode("a漢a")]
+    assert parts == [b"a", b"\xe6", b"\xbc", b"\xa2", b"a"]

@@ -101,3 +101,12 @@ def test_a_stage_inside_of_a_stage_has_its_own_time():
         with deadline.stage("hangs"):
             time.sleep(1.5)
     assert late == ["hangs"]
+
+
+def test_a_stage_is_announced_when_it_starts():
+    begun = []
+    deadline = Deadline(60.0, begun.append, begun.append)
+    for name in ("packages", "GPUs"):
+        with deadline.stage(name):
+            assert begun[-1] == name
+    assert begun == ["packages", "GPUs"]

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -91,6 +92,22 @@ def test_a_damaged_line_in_the_middle_names_file_and_line(tmp_path):
     path.write_bytes(b'{"step": 1, "phase": "train"}\nrubbish\n')
     with pytest.raises(UserError, match=r"m\.jsonl', line 2 is not a JSON object"):
         read_rows(path)
+
+
+@pytest.mark.parametrize(
+    ("bad", "named", "num_more"), [([2], [2], 0), ([1, 3, 5], [1, 3, 5], 0), (range(1, 26), range(1, 11), 15)]
+)
+def test_all_bad_lines_are_named_in_one_error_up_to_ten(bad, named, num_more, tmp_path):
+    path = tmp_path / "m.jsonl"
+    kinds = (b"rubbish\n", b"[1]\n", b'{"phase": "train"}\n', b"\n", b'{"step": -1, "phase": "train"}\n')
+    good = encode({"step": 1, "phase": "train"})
+    path.write_bytes(b"".join(kinds[line % len(kinds)] if line in bad else good for line in range(1, 26)) + b"{half")
+    for read in (read_rows, StepFile, lambda file: cut_back(file, lambda row: True)):
+        before = path.read_bytes()
+        with pytest.raises(UserError) as caught:
+            read(path)
+        assert [int(number) for number in re.findall(r"line (\d+) ", str(caught.value))] == list(named)
+        assert ("15 more" in str(caught.value)) == bool(num_more) and path.read_bytes() == before
 
 
 WRITER = """

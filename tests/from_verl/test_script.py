@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from mrl.errors import UserError
 from mrl.from_verl.line import read
 from mrl.from_verl.redirections import without_redirections
-from mrl.from_verl.script import expand
+from mrl.from_verl.script import LIMIT_S, expand
 from mrl.from_verl.translate import translate
 from tests.from_verl import shapes
 
@@ -289,3 +290,49 @@ def test_only_redirections_of_output_are_taken_from_a_script(script, without):
 def test_a_script_that_is_nested_too_deeply_is_refused():
     with pytest.raises(UserError, match="too deeply"):
         without_redirections("$(" * 5000)
+
+
+@pytest.mark.parametrize("size", [127 << 10, 129 << 10, (1 << 20) - 1000])
+@pytest.mark.parametrize("sourced", [False, True], ids=["itself", "sourced"])
+def test_a_script_may_have_a_mebibyte(size, sourced, folder):
+    script = "#" * 99 + "\n"
+    script = script * (size // len(script)) + f"K=1\n{TRAINER} a=$K b=$0"
+    if sourced:
+        (folder / "long.sh").write_text(script)
+    assert words_of("source long.sh" if sourced else script) == ["a=1", "b=run.sh"]
+
+
+def test_a_long_argument_of_a_run_is_translated():
+    files = ",".join(f"/data/part_{number}.parquet" for number in range(9000))
+    assert words_of(f"{TRAINER} \\\n data.train_files=[{files}]") == [f"data.train_files=[{files}]"]
+
+
+def test_a_script_above_a_mebibyte_is_refused():
+    with pytest.raises(UserError, match=r"run\.sh.*1 MiB"):
+        expand("#\n" * (1 << 19) + TRAINER, "run.sh")
+
+
+def test_a_script_with_a_nul_is_refused():
+    with pytest.raises(UserError, match=r"run\.sh.*NUL"):
+        expand(f"{TRAINER} a=\0", "run.sh")
+
+
+@pytest.mark.parametrize("script", [
+    f"{TRAINER}\nwhile true; do echo yes; done", "while true; do echo yes >&2; done",
+    "printf -v LONG '%1000000s' x; for i in {1..9}; do echo \"$LONG\"; done",
+    "f() { while true; do echo yes; done; }; f | cat & f; wait",
+])  # fmt: skip
+def test_a_script_that_prints_without_bound_is_refused_at_once(script):
+    start = time.monotonic()
+    with pytest.raises(UserError, match=r"run\.sh.*prints more than"):
+        expand(script, "run.sh")
+    assert time.monotonic() - start < LIMIT_S / 2
+
+
+def test_a_script_that_starts_programs_without_bound_is_refused():
+    with pytest.raises(UserError, match=r"run\.sh.*without end"):
+        expand(f"while true; do {TRAINER} {'a=1 ' * 2000}; done", "run.sh")
+
+
+def test_a_script_may_print_much():
+    assert words_of(f"for i in {{1..20000}}; do echo a line of some length; done\n{TRAINER} a=1") == ["a=1"]

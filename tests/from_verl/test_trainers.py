@@ -133,3 +133,29 @@ def test_what_sft_has_no_place_for_is_listed():
     line = f"torchrun -m verl.trainer.sft_trainer {SFT} " + " ".join(f"{key}={value}" for key, value in given.items())
     said = "\n".join(translate(read(line.split())).missing)
     assert [key for key in given if key not in said] == []
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "key"),
+    [
+        ("fsdp_sft_trainer", "model.partial_pretrain=tiny", "optim.warmup_steps_ratio=0.1"),
+        (
+            "fsdp_sft_trainer",
+            "model.partial_pretrain=tiny optim.lr_warmup_steps_ratio=0.2",
+            "optim.lr_warmup_steps_ratio=0.2",
+        ),
+        ("sft_trainer", "model.path=tiny optim.lr_warmup_steps_ratio=0.2", "optim.lr_warmup_steps_ratio=0.2"),
+        ("sft_trainer", "model.path=tiny trainer.save_freq=5", "trainer.max_ckpt_to_keep=null"),
+    ],
+)
+def test_an_sft_run_is_listed_by_the_keys_of_its_trainer(program, words, key):
+    found = translate(read(f"torchrun -m verl.trainer.{program} data.train_files=a.parquet {words}".split()))
+    lines = [*found.missing, *found.moot, *found.differs]
+    assert [one for one in lines if one.startswith(key)]
+    assert not [one for one in lines if "actor_rollout_ref." in one]
+
+
+def test_an_error_of_an_sft_run_has_the_key_of_its_trainer():
+    words = "torchrun -m verl.trainer.sft_trainer data.train_files=a.parquet model.path=tiny optim.lr_warmup_steps=few"
+    with pytest.raises(UserError, match=r"^optim\.lr_warmup_steps=few"):
+        translate(read(words.split()))

@@ -144,6 +144,18 @@ def test_terms_that_are_not_there_are_not_counted(tmp_path):
     assert on_host.phases["update"]["reference"] == on_host.phases["update"]["weights"] and on_host.host == 0
 
 
+def test_a_host_without_a_compiler_keeps_the_activations_of_the_plain_layers(tmp_path):
+    def activations(*given, compiles):
+        device = Device(te=False, engine_copies=4, is_host=True, compiles=compiles)
+        found = phases(tmp_path, "algorithm.name=ppo", *given, device=device)[0].phases
+        return found["update"]["activations"], found["critic"]["activations"]
+
+    plain, compiled = activations(compiles=False), activations(compiles=True)
+    assert plain[0] > compiled[0] and plain[1] > compiled[1]
+    true_on_policy = [activations("rollout.true_on_policy=true", compiles=compiles)[0] for compiles in (False, True)]
+    assert true_on_policy == [plain[0], plain[0]]
+
+
 def test_a_critic_is_in_every_phase_unless_it_leaves_between_its_own(tmp_path):
     (staying,) = phases(tmp_path, "algorithm.name=ppo")
     terms = {"critic's weights", "critic's gradients", "critic's optimizer"}

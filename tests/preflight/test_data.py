@@ -20,3 +20,14 @@ RULES = [
 @pytest.mark.parametrize(("overrides", "world_size", "said"), RULES, ids=[rule[2] for rule in RULES])
 def test_a_broken_rule_is_named(overrides, world_size, said):
     assert said in refusal(make(*overrides), world_size)
+
+
+@pytest.mark.parametrize("key", ["data.train_files", "data.val_files", "data.chat_template"])
+def test_a_mistyped_file_is_offered_the_nearest(key, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").touch()
+    for typed, is_near in (("data/trian.jsonl", True), ("dta/train.jsonl", True), ("data/zzz", False)):
+        path = str(tmp_path / typed)
+        value = f"{key}={path}" if key == "data.chat_template" else f"{key}=['{path}']"
+        said = refusal(make("data.task=null", "data.train_files=[a.jsonl]", value), 1)
+        assert (f"Did you mean '{tmp_path / 'data' / 'train.jsonl'}'?" in said) == is_near, typed

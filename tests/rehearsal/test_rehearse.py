@@ -407,4 +407,5 @@ def test_the_command_says_what_failed_and_ends_with_2(tmp_path, capsys):
     assert main(words) == 2
     printed = capsys.readouterr()
     assert "mrl: error: the rehearsal failed in its stage 'check': train.minibatch_size=7 does not" in printed.err
+    assert "loading" in printed.err and "check ..." in printed.out
     assert "failed" in printed.out and "CUDA kernels" in printed.out

@@ -172,3 +172,18 @@ def test_rows_of_one_file_are_not_judged_with_those_of_another(bad, tmp_path):
     kind = "training" if bad == "train" else "held-out"
     with pytest.raises(UserError, match=f"cannot score 32 of the first 32 {kind} rows"):
         check_run(load(config, [f"run.output_dir={tmp_path}/run"]), 1)
+
+
+@pytest.mark.parametrize("prompt", ["<3>", "?"])
+def test_a_mistake_in_every_row_is_named_in_the_first_row_of_the_file(prompt, tmp_path):
+    """Prompts come shuffled; of 400 rows the first one is not among those that are looked at before the run."""
+    rows = "".join(json.dumps({"prompt": prompt, "answer": ""}) + "\n" for _ in range(400))
+    (tmp_path / "train.jsonl").write_text(rows)
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        'model: {preset: qwen2_tiny, tokenizer: "char:0123456789<>", dtype: float32}\n'
+        f"data: {{train_files: [{tmp_path}/train.jsonl]}}\ntrain: {{num_steps: 1, batch_size: 1}}\n"
+        "rollout: {prompt_length: 8, response_length: 8}\nreward: {functions: [{name: math}]}\n"
+    )
+    with pytest.raises(UserError, match=r"train\.jsonl:1: "):
+        check_run(load(config, [f"run.output_dir={tmp_path}/run"]), 1)

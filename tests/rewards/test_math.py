@@ -97,3 +97,16 @@ def test_a_hopeless_response_is_scanned_in_linear_time():
 )
 def test_it_says_which_expression_it_read(response, pred):
     assert math(prompt="", response=response, answer="49", extra={})["pred"] == pred
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "score"),
+    [
+        ("5 km", "5 km", 1), ("5 km", "5", 1), ("5 km", "5 miles", 1), (r"5\text{ cm}^2", r"5\text{ cm}^3", 1),
+        (r"\$18", "18 euros", 1), ("2.5 hours", "2.5 minutes", 1), ("10 am", "10 pm", 1), ("5 km", "5000 m", 0),
+        ("100 cm", "1 m", 0), ("3 hours", "180 minutes", 0),
+    ],
+)  # fmt: skip
+def test_units_are_not_compared_as_the_page_says(answer, response, score):
+    found = math(prompt="", response=rf"So \boxed{{{response}}}", answer=answer, extra={})
+    assert found["score"] == score

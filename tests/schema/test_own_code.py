@@ -150,3 +150,26 @@ def test_a_run_of_the_console_script_and_its_resume_from_the_run_folder(project,
     assert main(["train", str(project / "run" / "config.yaml"), "train.num_steps=2"]) == 0
     rows = runs.metrics(project)
     assert [row["reward/score/mean"] for row in rows if "reward/score/mean" in row] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("my_rewadrs.py:score", "my_rewards.py"),
+        ("configs/my_reward.py:score", "my_rewards.py"),
+        ("my_rewards.py:scroe", "score"),
+        ("my_rewards.py:Sorer", "Scorer"),
+        ("my_modle:score", "my_module"),
+        ("my_rewards.py:zzzzzz", None),
+        ("my_rewards.py:_hidde", None),
+        ("elsewhere_entirely.py:score", None),
+    ],
+)
+def test_a_mistyped_file_or_name_in_it_is_offered_the_nearest(project, monkeypatch, name, meant):
+    (project / "configs" / "my_rewards.py").write_text("def score():\n    pass\n\n\nclass Scorer:\n    _hidden = 1\n")
+    (project / "working" / "my_module.py").write_text("def score():\n    pass\n")
+    monkeypatch.chdir(project / "working")
+    with pytest.raises(UserError) as caught:
+        registry.find("rewards", located(name, [project / "configs", project, Path()]), "")
+    said = str(caught.value)
+    assert ("Did you mean" in said) == (meant is not None) and (meant is None or f"{meant}'?" in said)

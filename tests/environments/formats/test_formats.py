@@ -56,8 +56,8 @@ def written(form, call):
     return f"<tool_call>\n<function={call.name}>\n{inside}</function>\n</tool_call>"
 
 
-def read(form, text, max_calls=100, *, in_thought=False):
-    return base.action(text, base.find(form), TOOLS, max_calls, in_thought=in_thought)
+def read(form, text, max_calls=100, *, prompt=""):
+    return base.action(text, base.find(form), TOOLS, max_calls, prompt=prompt)
 
 
 @given(plain, calls)
@@ -281,10 +281,5 @@ def test_calls_in_a_thought_are_not_made(form, text):
     "text", ["I could {idea}", "{idea}", "{tag}", "<think>{idea}", "{idea}</think>5", "a</think>{real}"]
 )
 def test_a_message_whose_prompt_opened_a_thought_begins_inside_it(form, text):
-    found = read(form, filled(form, text), in_thought=True)
+    found = read(form, filled(form, text), prompt="assistant\n<think>\n")
     assert (found.tool_calls, found.errors) == ((REAL,) if "{real}" in text else (), ())
-
-
-def test_a_prompt_that_ends_with_the_tag_opens_a_thought():
-    assert base.opens_thought("<|im_start|>assistant\n<think>\n") and base.opens_thought("Assistant: <think>")
-    assert not base.opens_thought("<think>\n\n</think>\n\n") and not base.opens_thought("assistant\n")

@@ -39,7 +39,7 @@ setup(
     package_dir={
         "": "."
     },  # an editable install is then a folder on the path, and wins over a clone named mrl in the cwd
-    package_data={"mrl": ["py.typed", "mkdocs.yml", "docs/*.md", "kernels/*.c", "kernels/*.h", "weights/*.c"]},
+    package_data={"mrl": ["py.typed", "mkdocs.yml", "docs/*.md", "models/kernels/*.[ch]", "resharding/*.c"]},
     cmdclass={"build_py": BuildPy},
     python_requires=">=3.10",
     install_requires=[
@@ -78,7 +78,7 @@ setup(
         "test": [
             "pytest>=8,<10",
             "pytest-xdist>=3.6,<4",
-            "transformer-engine==2.11.0",  # its Python code only: tests/te
+            "transformer-engine==2.11.0",  # its Python code only: tests/megatron/te
             "einops>=0.7,<1",  # which that needs
             "trl>=1.16,<2",
             "wandb>=0.19,<1",

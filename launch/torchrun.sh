@@ -36,4 +36,4 @@ if [ "$MAX_RESTARTS" -gt 0 ]; then
     --rdzv-conf "is_host=$((NODE_RANK == 0))")
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 fi
-run "$PYTHON" -m mrl.survival.torchrun --nnodes "$NNODES" --nproc-per-node "$NPROC_PER_NODE" "${place[@]}" -m mrl "$@"
+run "$PYTHON" -m mrl.distributed.watchdog.torchrun --nnodes "$NNODES" --nproc-per-node "$NPROC_PER_NODE" "${place[@]}" -m mrl "$@"

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mrl.algorithms.base import Algorithm, Outcomes
-    from mrl.config import Config
-    from mrl.config import load as load_config
-    from mrl.data.tasks import Task
+    from mrl.config.config import Config
+    from mrl.config.config import load as load_config
+    from mrl.data.synthetic_tasks import Task
     from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
     from mrl.errors import ClusterError, UserError
-    from mrl.observe.loggers.base import Logger, Opening
+    from mrl.observability.loggers.base import Logger, Opening
+    from mrl.resharding.weight_slice import WeightSlice
     from mrl.rewards.base import RewardFunction
     from mrl.train import evaluate, train
     from mrl.types import Prompt, Rollout, RolloutBatch
-    from mrl.weights.weight_slice import WeightSlice
 
 __version__ = "0.1.0"
 
@@ -35,15 +35,15 @@ __all__ = [
 
 _HOMES = {
     "mrl.algorithms.base": ("Algorithm", "Outcomes"),
-    "mrl.config": ("Config", "load_config"),
-    "mrl.data.tasks": ("Task",),
+    "mrl.config.config": ("Config", "load_config"),
+    "mrl.data.synthetic_tasks": ("Task",),
     "mrl.engines.base": ("EngineSpec", "RolloutEngine", "SamplingConfig"),
     "mrl.errors": ("ClusterError", "UserError"),
-    "mrl.observe.loggers.base": ("Logger", "Opening"),
+    "mrl.observability.loggers.base": ("Logger", "Opening"),
     "mrl.rewards.base": ("RewardFunction",),
     "mrl.train": ("evaluate", "train"),
     "mrl.types": ("Prompt", "Rollout", "RolloutBatch"),
-    "mrl.weights.weight_slice": ("WeightSlice",),
+    "mrl.resharding.weight_slice": ("WeightSlice",),
 }
 
 

@@ -2,13 +2,13 @@
 
 import sys
 
-from mrl.survival import ending
+from mrl.distributed.watchdog import signals
 
 
 def main() -> int:
     """Runs the command line and returns the exit status."""
-    ending.begin(is_training=sys.argv[1:2] == ["train"])
-    from mrl.cli import main as run
+    signals.begin(is_training=sys.argv[1:2] == ["train"])
+    from mrl.commands.cli import main as run
 
     return run()
 

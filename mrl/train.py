@@ -2,10 +2,10 @@
 
     refit -> rollout -> reward -> pack -> log-probabilities -> advantages -> update -> evaluate -> log -> commit
 
-Owns the order of the phases and nothing else: `run/job.py` puts a run together, `rollout/` moves samples between ranks,
-`algorithms/` knows advantages and losses, `megatron/policy.py` the actor, `engines/` the sampling, `observe/` every
-metric. All ranks call every function here together, but for what is handed to `Job.on_trainers`: where rollouts have
-ranks of their own, these skip it.
+Owns the order of the phases and nothing else: `trainer/trainer.py` puts a run together, `rollout/` moves samples
+between ranks, `algorithms/` knows advantages and losses, `megatron/actor.py` the actor, `engines/` the sampling,
+`observability/` every metric. All ranks call every function here together, but for what is handed to `Job.on_trainers`:
+where rollouts have ranks of their own, these skip it.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import Any
 import torch.distributed as dist
 
 from mrl.algorithms.base import PROXIMAL, REFERENCE, Algorithm
-from mrl.config import Config
+from mrl.config.config import Config
 from mrl.distributed.collectives import everyone, together
+from mrl.distributed.watchdog.graceful_stop import Stop
 from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.errors import UserError
-from mrl.observe import data_sources
-from mrl.observe import metrics as measure
-from mrl.rollout import turns
-from mrl.rollout.exchange import StepBatch, pack
-from mrl.rollout.replicas import generate, whole_prompts
-from mrl.rollout.streaming import stream
-from mrl.rollout.table import gather_facts, gather_failures, gather_table, outcomes
-from mrl.run.job import Job
-from mrl.run.learning_rate import learning_rate
-from mrl.run.opening import open_job
-from mrl.run.prepare import prepare
-from mrl.run.roles import on_trainers
-from mrl.run.supervised import supervised_batch
-from mrl.run.warm_start import begin_warm_start
-from mrl.survival.stop import Stop
+from mrl.observability import data_sources
+from mrl.observability import metrics as measure
+from mrl.rollout import turn_credit
+from mrl.rollout.dispatch import StepBatch, pack
+from mrl.rollout.partial_rollout import stream
+from mrl.rollout.prompt_assignment import generate, whole_prompts
+from mrl.rollout.sample_table import gather_facts, gather_failures, gather_table, outcomes
+from mrl.trainer.learning_rate import learning_rate
+from mrl.trainer.rank_roles import on_trainers
+from mrl.trainer.resolve import prepare
+from mrl.trainer.startup import open_job
+from mrl.trainer.supervised import supervised_batch
+from mrl.trainer.trainer import Job
+from mrl.trainer.warm_start import begin_warm_start
 from mrl.types import Prompt, Rollout, RolloutBatch, SampleTable
 
 Metrics = dict[str, float]
@@ -81,7 +81,7 @@ def train(config: Config, stop: Stop | None = None) -> None:
         finished = True
     if finished and job.groups.rank == 0 and config.observe.report:
         # The ranks have left their process group: no rank waits for this one in a collective, however long it draws.
-        from mrl.observe.report import report_at_end  # one rank's need: bokeh takes a second to import
+        from mrl.observability.report import report_at_end  # one rank's need: bokeh takes a second to import
 
         report_at_end(job.run.root, announces=config.observe.console != "off")
 
@@ -164,7 +164,7 @@ def judge(job: Job, step: int, data: StepBatch, table: SampleTable) -> Metrics:
         data.batch.rewards_B = facts.rewards_N[data.index_B].float()
         credited, index_U = facts, data.index_B
         if algorithm.config.credit == "turn":
-            credited, index_U = turns.credited(facts, table, data, job.config.reward)
+            credited, index_U = turn_credit.credited(facts, table, data, job.config.reward)
         advantages_N = algorithm.outcome_advantages(credited)
         algorithm.advantages(data.batch, advantages_N[index_U], job.sum_over_dp)
     return measure.outcome_metrics(table, rewards_N=facts.rewards_N, advantages_N=advantages_N)

@@ -2,7 +2,7 @@
 
 Owns the data types that every folder speaks, and the legend of shape suffixes. It computes nothing.
 
-Shapes (suffixes in `functional/` and `engines/native/`):
+Shapes (suffixes in `algorithms/functional/` and `engines/native/`):
     B sequences        P packed tokens: prompts and responses of all sequences, one after the other, no padding
     R packed response tokens, the same order       N heads    K KV heads    D head dim    H hidden    V vocabulary
     T positions of one sequence    E experts

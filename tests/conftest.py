@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from mrl.kernels.library import library
+from mrl.models.kernels.library import library
 from tests import imports, last_skipped, ranks, warm
 from tests.launch.cluster import missing_programs
 from tests.source import PACKAGE, ROOT
@@ -34,30 +34,33 @@ WRITES_NO_BYTECODE = sys.dont_write_bytecode
 sys.dont_write_bytecode = False  # until all is collected: pytest keeps the tests as it rewrites them, in three seconds
 
 LONGEST = (
-    "launch/test_survival.py", "e2e/test_async.py", "rehearsal/test_rehearse.py", "e2e/test_layouts.py",
-    "te/test_actor.py", "e2e/test_roles.py", "e2e/test_episodes.py", "e2e/test_async_trouble.py",
-    "launch/test_slurm.py", "tools/test_bench_rollout.py", "launch/test_roles.py", "doctor/test_doctor.py",
-    "episodes/test_tokens.py", "launch/test_strangers.py", "launch/test_stop.py", "trtllm/test_acceptance.py",
-    "trtllm/test_runs.py", "rewards/test_scorer.py", "convert/test_convert_round_trips.py", "trtllm/test_configs.py",
-    "e2e/test_resume.py", "vllm/test_refit.py", "launch/test_hosts.py", "launch/test_doctor.py",
-    "vllm/test_acceptance.py", "vllm/test_runs.py", "launch/test_mpirun.py", "survival/test_ending.py",
-    "trtllm/test_built_ranks.py", "e2e/test_true_on_policy.py", "e2e/test_critic.py", "e2e/test_async_checkpoint.py",
-    "distributed/test_alone.py", "vllm/test_rehearsal.py", "e2e/test_experts.py", "megatron/test_objectives.py",
-    "e2e/test_reward_model.py", "serve/test_serve.py", "megatron/test_prefix_grouper.py",
-    "serve/test_hostile.py", "processes/test_attacks.py", "rewards/test_math_forms.py",
-    "environments/test_program.py", "engines/native/test_experts.py", "vllm/test_routing.py",
-    "megatron/test_data_parallel.py", "e2e/test_docs.py", "e2e/test_quickstart.py", "e2e/test_stop.py",
-    "weights/test_plan.py", "trtllm/test_built.py", "megatron/test_exact.py", "survival/test_torchrun.py",
-    "vllm/test_support.py", "refit/test_refit.py", "tools/test_bench_refit.py", "run_folder/test_commit_fuzz.py",
-    "distributed/test_local_ranks.py", "rollout/test_in_flight.py", "e2e/test_owner.py",
-    "engines/native/test_streaming.py", "megatron/test_packed_alone.py", "e2e/test_dpo.py", "e2e/test_full_disk.py",
-    "environments/test_pool.py", "tools/test_bench_episodes.py", "megatron/test_distillation.py",
-    "megatron/test_pipeline.py", "tools/test_campaign.py", "vllm/test_process.py", "trtllm/test_refit_bytes.py",
-    "megatron/test_policy.py", "vllm/test_fp8.py", "acceptance/test_gpu.py", "trtllm/test_parts.py",
-    "survival/test_watchdog.py", "test_fields.py", "test_bad_input.py", "megatron/test_checkpoint.py",
-    "vllm/test_engine.py", "models/test_config_keys.py", "formats/test_megatron.py", "fuzz/test_fixed.py",
-    "te/test_use.py", "megatron/test_moe.py", "observe/test_contenders.py", "episodes/test_episodes.py",
-    "run_folder/test_commit_kills.py",
+    "launch/test_survival.py", "e2e/test_async.py", "commands/rehearse/test_rehearse.py", "e2e/test_layouts.py",
+    "megatron/te/test_actor.py", "e2e/test_roles.py", "e2e/test_episodes.py", "e2e/test_async_trouble.py",
+    "launch/test_slurm.py", "tools/test_bench_rollout.py", "launch/test_roles.py", "commands/doctor/test_doctor.py",
+    "rollout/episodes/test_tokens.py", "launch/test_strangers.py", "launch/test_stop.py",
+    "engines/trtllm/test_acceptance.py", "engines/trtllm/test_runs.py", "rewards/test_scorer.py",
+    "commands/convert/test_convert_round_trips.py", "engines/trtllm/test_configs.py", "e2e/test_resume.py",
+    "engines/vllm/test_refit.py", "launch/test_hosts.py", "launch/test_doctor.py", "engines/vllm/test_acceptance.py",
+    "engines/vllm/test_runs.py", "launch/test_mpirun.py", "distributed/watchdog/test_signals.py",
+    "engines/trtllm/test_built_ranks.py", "e2e/test_true_on_policy.py", "e2e/test_critic.py",
+    "e2e/test_async_checkpoint.py", "distributed/test_alone.py", "engines/vllm/test_rehearsal.py",
+    "e2e/test_experts.py", "megatron/test_objectives.py", "e2e/test_reward_model.py", "commands/serve/test_serve.py",
+    "megatron/test_prefix_grouper.py", "commands/serve/test_hostile.py",
+    "distributed/worker_processes/test_attacks.py", "rewards/test_math_forms.py", "environments/test_program.py",
+    "engines/native/test_experts.py", "engines/vllm/test_routing.py", "megatron/test_ddp.py", "e2e/test_docs.py",
+    "e2e/test_quickstart.py", "e2e/test_stop.py", "resharding/test_plan.py", "engines/trtllm/test_trt_engine.py",
+    "megatron/test_on_policy_layers.py", "distributed/watchdog/test_torchrun.py", "engines/vllm/test_kept_tokens.py",
+    "resharding/test_weight_sync.py", "tools/test_bench_refit.py", "checkpoint/run_dir/test_commit_fuzz.py",
+    "distributed/test_local_ranks.py", "rollout/test_buffer.py", "e2e/test_owner.py",
+    "engines/native/test_partial_rollout.py", "megatron/test_packed_alone.py", "e2e/test_dpo.py",
+    "e2e/test_full_disk.py", "environments/test_pool.py", "tools/test_bench_episodes.py",
+    "megatron/test_distillation.py", "megatron/test_pipeline_comm.py", "tools/test_campaign.py",
+    "engines/vllm/test_process_state.py", "engines/trtllm/test_refit_bytes.py", "megatron/test_actor.py",
+    "engines/vllm/test_fp8.py", "tools/acceptance/test_gpu.py", "engines/trtllm/test_weight_shard_map.py",
+    "distributed/watchdog/test_watchdog.py", "test_fields.py", "test_bad_input.py", "megatron/test_checkpoint.py",
+    "engines/vllm/test_engine.py", "models/test_config_keys.py", "checkpoint/formats/test_megatron.py",
+    "fuzz/test_fixed.py", "megatron/te/test_use.py", "megatron/test_moe.py", "tools/bench/test_alternate.py",
+    "rollout/episodes/test_episodes.py", "checkpoint/run_dir/test_commit_kills.py",
 )  # fmt: skip
 """Those of over 8 s of processor time, or that wait as long, begun first, in this order: one of them at the end would
 keep one worker busy while the others are done. Those that mostly wait stand between those that mostly compute."""

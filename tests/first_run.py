@@ -2,14 +2,14 @@
 
 import importlib
 
-from mrl.config import load, to_yaml
-from mrl.megatron_fields.installed import CLASSES, fields_of
-from mrl.run_folder.run_dir import installed_versions
-from mrl.schema.registry import names
+from mrl.checkpoint.run_dir.run_dir import installed_versions
+from mrl.config.config import load, to_yaml
+from mrl.config.megatron_fields.installed import CLASSES, fields_of
+from mrl.config.registry import names
 
-for _module in ("mrl.cli", "mrl.rehearsal.rehearse", "torch.utils.serialization"):
+for _module in ("mrl.commands.cli", "mrl.commands.rehearse.rehearse", "torch.utils.serialization"):
     importlib.import_module(_module)
-for _folder in ("algorithms", "models", "rewards", "observe.loggers"):
+for _folder in ("algorithms", "models", "rewards", "observability.loggers"):
     for _name in names(_folder):
         importlib.import_module(f"mrl.{_folder}.{_name}")
 for _section in CLASSES:

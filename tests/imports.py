@@ -33,8 +33,9 @@ from mrl.distributed.local_ranks import TOKENIZERS, TRAINING
 from tests.source import ROOT
 
 PRELOAD = [
-    *TRAINING, TOKENIZERS, "tests.first_run", "pytest", "mrl.cli", "mrl.survival.agent", "mrl.doctor.doctor",
-    "mrl.acceptance.checks",
+    *TRAINING, TOKENIZERS, "tests.first_run", "pytest",
+    "mrl.commands.cli", "mrl.distributed.watchdog.torchrun_agent", "mrl.commands.doctor.doctor",
+    "acceptance.checks",
 ]  # fmt: skip
 QUIET = ("ignore", None, Warning, None, 0)
 """A filter of warnings: there it is the first."""
@@ -54,7 +55,8 @@ def folder() -> Path:
             process = subprocess.Popen(
                 [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, pass_fds=[listener.fileno()],
                 # a process that has begun to use a GPU must not fork
-                env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}, start_new_session=True,
+                env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}", "CUDA_VISIBLE_DEVICES": ""},
+                start_new_session=True,
             )  # fmt: skip
         assert process.stdin is not None
         atexit.register(process.wait, END_S)

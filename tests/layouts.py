@@ -11,9 +11,9 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from mrl.distributed.groups import ProcessGroups
-from mrl.grid import Grid
-from mrl.megatron import parallel
-from mrl.megatron.schedule import Schedule
+from mrl.megatron import parallel_state as parallel
+from mrl.megatron.forward_backward import Schedule
+from mrl.parallel_layout import Grid
 
 MOST = 6
 """Layouts that are kept: each of their groups has threads."""

@@ -27,22 +27,22 @@ import torch
 import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mrl.config import Config, load
+from mrl.commands.plan.engine_weights import engine_layouts
+from mrl.config.config import Config, load
 from mrl.data.prompts import load_training, load_validation
 from mrl.distributed.local_ranks import TRAINING
+from mrl.distributed.watchdog.graceful_stop import Stop, limits
 from mrl.errors import UserError
 from mrl.megatron import quieten
 from mrl.megatron.critic import Critic
 from mrl.megatron.model import transformer_config
-from mrl.observe.metrics import is_wall_clock
-from mrl.plan.engine_weights import engine_layouts
-from mrl.run.job import Job
-from mrl.run.opening import open_job
-from mrl.run.prepare import prepare, resolve
-from mrl.run.supervised import examples
-from mrl.survival.stop import Stop, limits
+from mrl.observability.metrics import is_wall_clock
+from mrl.resharding.megatron import megatron_layouts
 from mrl.train import held_out, one_step, train, warm_start
-from mrl.weights.megatron import megatron_layouts
+from mrl.trainer.resolve import prepare, resolve
+from mrl.trainer.startup import open_job
+from mrl.trainer.supervised import examples
+from mrl.trainer.trainer import Job
 
 CONFIG = """
 run: {seed: 3, num_threads: 1}

@@ -16,7 +16,7 @@ def modules() -> list[Path]:
 
 
 def name_of(path: Path) -> str:
-    """mrl/weights/plan.py -> mrl.weights.plan"""
+    """mrl/resharding/plan.py -> mrl.resharding.plan"""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from mrl.cli import main
+from mrl.commands.cli import main
 from tests.source import ROOT
 
 REWARDS = """
@@ -186,7 +186,7 @@ OVERRIDES = [
     ("a metric of several samples", [*BEST, "checkpoint.best_metric=val/accuracy/best@4"], "It gives: val/accuracy,"),
     ("evaluation without prompts", ["train.eval_interval=1"], "needs held-out prompts"),
     ("task that does not import", ["data.train_files=[]", "data.task=nowhere:Task"], "nowhere"),
-    ("task that is none", ["data.train_files=[]", "data.task=os.path:join"], "expected a subclass of mrl.data.tasks"),
+    ("task that is none", ["data.train_files=[]", "data.task=os.path:join"], "expected a subclass of mrl.data.syn"),
     ("engine that does not import", ["rollout.name=nowhere.engines:Engine"], "nowhere.engines"),
     ("engine that is none", ["rollout.name=os.path:join"], "expected a subclass of mrl.engines.base.RolloutEngine"),
     ("algorithm that is none", ["algorithm.name=os.path:join"], "expected a subclass of mrl.algorithms.base.Algo"),

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from mrl.cli import main
-from mrl.config import load
+from mrl.commands.cli import main
+from mrl.config.config import load
 from mrl.engines.trtllm.fields import needs_mpi
-from mrl.grid import Grid
-from mrl.run.prepare import resolve
+from mrl.parallel_layout import Grid
+from mrl.trainer.resolve import resolve
 from tests.source import ROOT
 
 NAME = re.compile(

@@ -6,11 +6,11 @@ import subprocess
 
 import pytest
 
-from mrl import cli
-from mrl.config import Config, load
-from mrl.preflight import objectives
-from mrl.preflight.reference import reference
-from mrl.schema.keys import dotted_keys
+from mrl.commands import cli
+from mrl.config.config import Config, load
+from mrl.config.keys import dotted_keys
+from mrl.trainer.validation import objectives
+from mrl.trainer.validation.docs_reference import reference
 from tests.source import ROOT
 from tests.test_packaging import setup_keyword
 
@@ -144,7 +144,7 @@ def test_the_two_commands_install_alike_and_ci_runs_the_second():
     extract = "\n".join(re.findall(r"^(?:test_command|install|tests)=.*", script, re.MULTILINE))
     first = script.index('run_tests bare "$tests"')
     assert script.index('-c "$install"') < first < script.index('run_tests more "$tests --last-skipped"')
-    for word in ("apt-get install -y", "mpi4py", "tests/vllm/requirements.txt"):
+    for word in ("apt-get install -y", "mpi4py", "tests/engines/vllm/requirements.txt"):
         assert script.rindex(word) > first, "nothing but README's command is installed before its tests run"
     shown = subprocess.run(
         ["bash", "-c", f'{extract}; printf %s "$install && $tests"'], cwd=ROOT, capture_output=True, text=True,
@@ -154,7 +154,7 @@ def test_the_two_commands_install_alike_and_ci_runs_the_second():
 
 
 def test_plugins_that_readme_counts_are_there():
-    from mrl.schema.registry import names
+    from mrl.config.registry import names
 
     works = README.split("\n| Models |")[1].split("\n")[0]
     for family in ("llama", "qwen2", "qwen3"):

@@ -6,7 +6,7 @@ import unicodedata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.doctor.versions import ranges
+from mrl.commands.doctor.versions import ranges
 from mrl.errors import UserError, printable
 from tests.source import ROOT
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from mrl.config import Config, RewardFunctionConfig
-from mrl.schema.distillation import TeacherConfig
-from mrl.schema.keys import dotted_keys
+from mrl.config.config import Config, RewardFunctionConfig
+from mrl.config.distillation import TeacherConfig
+from mrl.config.keys import dotted_keys
 from tests.data.fields import COLUMNS, TALKS, WARM, write
 from tests.distilled import ROWS as DISTILLATION
 from tests.observed import Facts, bounds, course, files, laid, read
@@ -304,17 +304,17 @@ ROWS = {
     "observe.report": row("observe.report=true", given=RUN, by=files),
 }  # fmt: skip
 
-EPISODES = ("episodes/test_episodes.py", "needs an environment in processes of its own")
+EPISODES = ("rollout/episodes/test_episodes.py", "needs an environment in processes of its own")
 
 ELSEWHERE = {
     # where it is observed, and why not by a short run in this process
-    "run.output_dir": ("run_folder/test_run_dir.py", "every run of this test has a folder of its own"),
+    "run.output_dir": ("checkpoint/run_dir/test_run_dir.py", "every run of this test has a folder of its own"),
     "run.device": ("test_bad_input.py", "what there is besides a CPU depends on the machine"),
     "run.collective_timeout_s": ("launch/test_survival.py", "needs ranks that wait for one that hangs"),
     "run.heartbeat_timeout_s": ("launch/test_survival.py", "needs a rank that stands still"),
     "reference.path": ("e2e/test_resume.py", "needs a second model"),
     "checkpoint.async_save": ("e2e/test_async_checkpoint.py", "the files are the same, whoever writes them"),
-    "rollout.enforce_eager": ("trtllm/test_fields.py", "CUDA graphs are on a GPU only: gpu/ when one is lent"),
+    "rollout.enforce_eager": ("engines/trtllm/test_fields.py", "CUDA graphs are on a GPU only: gpu/ when one is lent"),
     "rollout.multi_turn.enable": EPISODES,
     "rollout.multi_turn.max_assistant_turns": EPISODES,
     "rollout.multi_turn.max_user_turns": EPISODES,
@@ -328,23 +328,26 @@ ELSEWHERE = {
     "rollout.agent.num_workers": EPISODES,
     "rollout.agent.time_limit_s": EPISODES,
     "rollout.agent.memory_limit_mb": EPISODES,
-    "rollout.checkpoint_engine.update_weights_bucket_megabytes": ("refit/test_refit.py", "a small model fits one"),
+    "rollout.checkpoint_engine.update_weights_bucket_megabytes": (
+        "resharding/test_weight_sync.py",
+        "a small model fits one",
+    ),
     **{
         f"rollout.speculative.{name}": ("engines/native/test_speculation.py", "how fast tokens come, never which ones")
         for name in ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
     },
-    "algorithm.credit": ("rollout/test_turns.py", "needs an environment in processes of its own"),
+    "algorithm.credit": ("rollout/test_turn_credit.py", "needs an environment in processes of its own"),
     "reward.functions[].batch": ("rewards/test_batches.py", "needs a function of lists, in a process of its own"),
     "reward.model.path": ("e2e/test_reward_model.py", "needs a second model"),
     "reward.model.weight": ("e2e/test_reward_model.py", "needs a second model"),
-    "reward.model.retokenize": ("run/test_reward_model.py", "needs a model with another tokenizer"),
+    "reward.model.retokenize": ("trainer/test_reward_model.py", "needs a model with another tokenizer"),
     "reward.time_limit_s": ("rewards/test_scorer.py", "needs a function that hangs, in a process of its own"),
     "reward.num_workers": ("rewards/test_scorer.py", "needs functions in processes of their own"),
     "reward.error_value": ("rewards/test_scorer.py", "needs a function that fails"),
     "reward.max_failed_frac": ("rewards/test_scorer.py", "needs a function that fails"),
     "reward.cache_mb": ("rewards/test_cache.py", "saves work and changes no number"),
     "reward.memory_limit_mb": ("rewards/test_scorer.py", "needs a function that takes too much"),
-    "observe.wandb_project": ("observe/loggers/test_wandb.py", "needs the extra package"),
+    "observe.wandb_project": ("observability/loggers/test_wandb.py", "needs the extra package"),
 }
 
 ENTRIES = {"reward.functions": RewardFunctionConfig, "distillation.teacher_models": TeacherConfig}

@@ -13,27 +13,25 @@ import pytest
 from tests.source import PACKAGE, ROOT, imports, modules, name_of, tree_of
 
 LAYERS = {
-    "commands": "__main__ > cli",
-    "trials": "rehearsal acceptance campaign doctor from_verl",
-    "programs": "train serve plan convert",
-    "run": "run",
-    "stages": "preflight rollout episodes refit",
+    "start": "__main__ > commands",
+    "loop": "train > trainer",
+    "stages": "rollout",
     "workers": "megatron engines",
-    "records": "observe > run_folder formats survival",
-    "parts": "weights > rewards environments algorithms data > kernels > distributed > processes",
-    "ground": "megatron_fields > config models functional > schema > peers files types grid > errors",
+    "records": "observability > checkpoint",
+    "parts": "resharding rewards environments algorithms data > models > distributed",
+    "ground": "config > types parallel_layout > errors",
 }
 """Top to bottom, as README draws them. A part may import itself and what stands lower: in a lower layer, or behind a
 `>` of its own."""
 
-LAYOUT_FILES = [PACKAGE / "weights" / f"{name}.py" for name in ("layout", "dist_checkpoint")]
+LAYOUT_FILES = [PACKAGE / "resharding" / f"{name}.py" for name in ("layout", "dist_checkpoint")]
 """They define what a cut tensor is made of."""
 
 ROWS = [row.split() for layer in LAYERS.values() for row in layer.split(">")]
 HEIGHT = {part: -place for place, row in enumerate(ROWS) for part in row}
 
 ROOMS = {
-    "megatron": ("mrl/megatron/", "mrl/distributed/device.py"),
+    "megatron": ("mrl/megatron/",),
     "tensorrt_llm": ("mrl/engines/trtllm/",),
     "tensorrt": ("mrl/engines/trtllm/",),
     "vllm": ("mrl/engines/vllm/",),
@@ -57,7 +55,7 @@ def rows_of_readme() -> list[tuple[str, str, str, str]]:
 
 
 def part_of(module: str) -> str:
-    """mrl.weights.plan -> weights; the package itself -> ''"""
+    """mrl.resharding.plan -> resharding; the package itself -> ''"""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else ""
 
@@ -127,7 +125,7 @@ def test_neither_rooms_nor_files_import_each_other():
         files[name] = (found & names.keys()) - {"mrl", name}
         rooms.setdefault(part_of(name), set()).update({part_of(target) for target in files[name]} - {part_of(name)})
     del rooms[""]
-    assert len(files["mrl.train"]) > 5 < len(rooms["run"])
+    assert len(files["mrl.train"]) > 5 < len(rooms["trainer"])
     assert circle(files) == circle(rooms) == []
     assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == {"a", "b", "c"}
 
@@ -168,24 +166,24 @@ def test_only_weights_knows_how_tensors_are_cut():
             cuts = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in made
             if names_a_kind or cuts:
                 knowing.add(relative(path).split("/")[1])
-    assert knowing == {"models", "weights"}
+    assert knowing == {"models", "resharding"}
 
 
 TENSOR_NAME = re.compile(r"\w\.(weight|bias)$")
 
 
 def test_only_weights_and_the_tables_spell_tensors_names():
-    """Beside them only what looks into TensorRT-LLM's own modules, for `mrl/acceptance/`."""
+    """Beside them only what looks into TensorRT-LLM's own modules, for `tools/acceptance/`."""
     spelling = {
         relative(path)
         for path in modules()
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and TENSOR_NAME.search(node.value)
     }
-    assert {path for path in spelling if not path.startswith(("mrl/models/", "mrl/weights/"))} <= {
+    assert {path for path in spelling if not path.startswith(("mrl/models/", "mrl/resharding/"))} <= {
         "mrl/engines/trtllm/inspection.py"
     }
-    assert {"mrl/models/_decoder.py", "mrl/weights/trtllm.py"} <= spelling
+    assert {"mrl/models/_decoder.py", "mrl/resharding/trtllm.py"} <= spelling
 
 
 def test_no_assert_in_the_package():
@@ -200,7 +198,7 @@ def modules_loaded_by(module: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["mrl.config", "mrl.cli", "mrl.preflight.preflight"])
+@pytest.mark.parametrize("module", ["mrl.config.config", "mrl.commands.cli", "mrl.trainer.validation.validate"])
 def test_config_command_line_and_preflight_import_no_torch(module):
     assert not {"torch", "megatron", "transformers"} & modules_loaded_by(module)
 

@@ -22,7 +22,7 @@ SYNONYMS = {
 }
 """Identifier, whole -> the word of mrl."""
 
-ALLOWED = {("mrl/functional", "old_logprobs_R"), ("mrl/algorithms", "old_logprobs_R")}
+ALLOWED = {("mrl/algorithms/functional", "old_logprobs_R"), ("mrl/algorithms", "old_logprobs_R")}
 """Folder and name: the maths of a ratio takes either rollout_logprobs or proximal_logprobs as its denominator."""
 
 DRAWERS = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "base_utils"}

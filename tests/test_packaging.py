@@ -108,13 +108,14 @@ def test_the_wheel_holds_every_module_and_imports(tmp_path):
     assert held == {path.relative_to(ROOT).as_posix() for path in [*modules(), *others]} | scripts
     assert any(name.endswith("/LICENSE") for name in zipfile.ZipFile(wheel).namelist())
 
-    code = f"import sys; sys.path.insert(0, {str(wheel)!r}); import mrl.cli, mrl; print(mrl.__file__)"
+    code = f"import sys; sys.path.insert(0, {str(wheel)!r}); import mrl.commands.cli, mrl; print(mrl.__file__)"
     done = subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(str(wheel))
 
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(tmp_path / "site")]
     subprocess.run([*command, str(wheel)], check=True, capture_output=True)
-    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from mrl.cli import main; sys.exit(main())"
+    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); "
+    code += "from mrl.commands.cli import main; sys.exit(main())"
     words = [
         "launch",
         "--via",

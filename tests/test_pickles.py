@@ -5,17 +5,23 @@ import ast
 from tests.source import ROOT, modules, tree_of
 
 PLACES = {
-    "mrl/formats/checkpoint_metadata.py": {"pickle": "an unpickler of metadata classes alone"},
-    "mrl/distributed/objects.py": {
+    "mrl/checkpoint/formats/checkpoint_metadata.py": {"pickle": "an unpickler of metadata classes alone"},
+    "mrl/distributed/safe_pickle.py": {
         "pickle": "the unpickler of data that all object collectives have",
         "load": "weights_only",
     },
-    "mrl/distributed/elastic.py": {"pickle": "what torch's handler made in this process a moment ago, and gets back"},
-    "mrl/formats/torch_blob.py": {"pickle": "written; read by an unpickler that knows tensors alone"},
-    "mrl/formats/torch_dist.py": {"pickle": "written; read by checkpoint_metadata"},
-    "mrl/schema/values.py": {"pickle": "what this process made of its own schemas, copied"},
-    "mrl/processes/wire.py": {"pickle": "from the parent to a process that it started; back comes JSON"},
-    "mrl/processes/sandbox.py": {"call": "code that a model wrote, in a process of its own that is confined before"},
+    "mrl/distributed/torchrun_rendezvous.py": {
+        "pickle": "what torch's handler made in this process a moment ago, and gets back"
+    },
+    "mrl/checkpoint/formats/torch_blob.py": {"pickle": "written; read by an unpickler that knows tensors alone"},
+    "mrl/checkpoint/formats/torch_dist.py": {"pickle": "written; read by checkpoint_metadata"},
+    "mrl/config/values.py": {"pickle": "what this process made of its own schemas, copied"},
+    "mrl/distributed/worker_processes/protocol.py": {
+        "pickle": "from the parent to a process that it started; back comes JSON"
+    },
+    "mrl/distributed/worker_processes/sandbox.py": {
+        "call": "code that a model wrote, in a process of its own that is confined before"
+    },
     "mrl/megatron/checkpoint.py": {"pickle": "the name of its exception"},
 }
 """File -> what it uses, and why nobody else's code runs."""

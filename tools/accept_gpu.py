@@ -20,9 +20,9 @@ import argparse
 import os
 from pathlib import Path
 
-from mrl.acceptance import tool
-from mrl.acceptance.gpu import GpuAcceptance
-from mrl.acceptance.gpu_table import CHECKS, PAGE
+from acceptance import tool
+from acceptance.gpu import GpuAcceptance
+from acceptance.gpu_table import CHECKS, PAGE
 
 MOST_LANES, LANE_CORES = 4, 3
 """Most checks that run concurrently, and CPU cores for each."""

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import argparse
 
-from mrl.acceptance import tool
-from mrl.acceptance.accept import ENGINES, Acceptance
-from mrl.acceptance.table import CHECKS, PAGE
+from acceptance import tool
+from acceptance.trtllm import ENGINES, Acceptance
+from acceptance.trtllm_table import CHECKS, PAGE
 
 MPIRUN = "mpirun -n {ranks}"
 

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import argparse
 
-from mrl.acceptance import tool
-from mrl.acceptance.vllm import ENGINES, VllmAcceptance
-from mrl.acceptance.vllm_table import CHECKS, PAGE
+from acceptance import tool
+from acceptance.vllm import ENGINES, VllmAcceptance
+from acceptance.vllm_table import CHECKS, PAGE
 
 TORCHRUN = "torchrun --standalone --no-python --nproc-per-node {ranks}"
 

@@ -30,14 +30,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from mrl.config import load
+from bench.measure import commit, device_name, spread
+
+from mrl.config.config import load
 from mrl.distributed.local_ranks import free_port
-from mrl.engines.native.rows import Rows
-from mrl.observe.benchmark import commit, device_name, spread
-from mrl.run.job import Job
-from mrl.run.opening import open_job
-from mrl.run.prepare import prepare
+from mrl.engines.native.decode_state import Rows
 from mrl.train import one_step
+from mrl.trainer.resolve import prepare
+from mrl.trainer.startup import open_job
+from mrl.trainer.trainer import Job
 
 WARM_UP = {"overlap": 2, "tail": 8}
 """Steps; the second until as many long responses end as begin."""

@@ -25,12 +25,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mrl.config import Config, load
-from mrl.observe.benchmark import add_device, commit, device_name, seconds, spread
-from mrl.run.job import Job
-from mrl.run.opening import open_job
-from mrl.run.prepare import prepare
+from bench.measure import add_device, commit, device_name, seconds, spread
+
+from mrl.config.config import Config, load
 from mrl.train import reinforcement_step
+from mrl.trainer.resolve import prepare
+from mrl.trainer.startup import open_job
+from mrl.trainer.trainer import Job
 
 WARM_UP = 2
 CONFIG: dict[str, Any] = {

@@ -38,17 +38,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.convert.convert import convert, plan_conversion
-from mrl.files.output_file import hash_file
-from mrl.formats.base import OutFile, Target
-from mrl.formats.detect import open_source
-from mrl.formats.hf import HfTarget
-from mrl.formats.megatron import MegatronTarget
-from mrl.formats.trtllm import TrtllmTarget
-from mrl.grid import Grid
+from mrl.checkpoint.formats.base import OutFile, Target
+from mrl.checkpoint.formats.detect import open_source
+from mrl.checkpoint.formats.hf import HfTarget
+from mrl.checkpoint.formats.megatron import MegatronTarget
+from mrl.checkpoint.formats.trtllm import TrtllmTarget
+from mrl.checkpoint.io.hashed_writer import hash_file
+from mrl.commands.convert.convert import convert, plan_conversion
 from mrl.models.base import ArchSpec
 from mrl.models.presets import arch_from_preset
-from mrl.weights.trtllm import TrtllmMapping
+from mrl.parallel_layout import Grid
+from mrl.resharding.trtllm import TrtllmMapping
 
 _SHAPE = {
     "vocab_size": 32000,

@@ -35,23 +35,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.alternate import Action, take_turns
+from bench.measure import add_device, commit, device_name, spread
 from torch import Tensor
 
-from mrl.config import RolloutConfig
+from mrl.config.config import RolloutConfig
+from mrl.config.multi_turn import AgentConfig, MultiTurnConfig
 from mrl.data.tokenizer import CharTokenizer
 from mrl.distributed import launch
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.engines.native.engine import NativeEngine
-from mrl.episodes.episodes import Episodes
 from mrl.models.hf_config import arch_from_config
-from mrl.observe.benchmark import add_device, commit, device_name, spread
-from mrl.observe.contenders import Action, take_turns
-from mrl.schema.multi_turn import AgentConfig, MultiTurnConfig
+from mrl.resharding.dtypes import allocate
+from mrl.resharding.init import random_init
+from mrl.resharding.regions import whole
+from mrl.resharding.weight_slice import WeightSlice
+from mrl.rollout.episodes.episodes import Episodes
 from mrl.types import Prompt
-from mrl.weights.init import random_init
-from mrl.weights.regions import whole
-from mrl.weights.tensors import allocate
-from mrl.weights.weight_slice import WeightSlice
 
 TURNS = 4
 TURN_TOKENS = 96

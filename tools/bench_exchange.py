@@ -24,14 +24,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench.measure import commit, device_name
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mrl.distributed.groups import ProcessGroups
-from mrl.grid import Grid
-from mrl.observe.benchmark import commit, device_name
-from mrl.rollout.exchange import RoutingRecord, pack
+from mrl.parallel_layout import Grid
+from mrl.resharding.dtypes import choice_dtype
+from mrl.rollout.dispatch import RoutingRecord, pack
 from mrl.types import Prompt, Rollout, RolloutBatch, SampleTable
-from mrl.weights.tensors import choice_dtype
 
 TP, PP, REPLICA = 4, 8, 32
 """Of configs/dapo_qwen3-235b-a22b_32x8_tp4pp8ep8.yaml, but with engines of 32 ranks."""

@@ -8,11 +8,11 @@ Each layout is a job of fresh processes that runs two GRPO steps with a referenc
 measured, since buffers and optimizer states are made in the first. Before it the same ranks run the same two steps with
 a model of almost nothing: what they then hold is what a process takes that runs mrl at all, whatever the model: pages
 of libraries whose functions were called, Python modules that are imported when first needed, buffers of process groups.
-It is reported as `process_mb`. Measured is the largest resident set of a phase (`mrl/observe/ledger.py`) less what was
-resident before the model; predicted is `mrl/plan/memory.py` with no allowance. The C library's allocator gives large
-blocks back at once (MALLOC_MMAP_THRESHOLD_), so that the resident set is what is held, and oneDNN keeps few kernels
-(ONEDNN_PRIMITIVE_CACHE_CAPACITY). On a GPU both are what torch's allocator has handed out, and models are in bfloat16.
-One JSON line for each layout.
+It is reported as `process_mb`. Measured is the largest resident set of a phase (`mrl/observability/memory_peaks.py`)
+less what was resident before the model; predicted is `mrl/commands/plan/memory.py` with no allowance. The C library's
+allocator gives large blocks back at once (MALLOC_MMAP_THRESHOLD_), so that the resident set is what is held, and oneDNN
+keeps few kernels (ONEDNN_PRIMITIVE_CACHE_CAPACITY). On a GPU both are what torch's allocator has handed out, and models
+are in bfloat16. One JSON line for each layout.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from typing import Any
 import psutil
 import torch
 import yaml
+from bench.measure import add_device, device_name
 
-from mrl.config import load
+from mrl.commands.plan.engine_memory import Device
+from mrl.commands.plan.memory import memory_by_stage
+from mrl.config.config import load
 from mrl.distributed.local_ranks import free_port
-from mrl.distributed.transformer_engine import why_local
-from mrl.engines.native.linear import compute_dtype
-from mrl.kernels.library import library
-from mrl.observe.benchmark import add_device, device_name
-from mrl.plan.engine_memory import Device
-from mrl.plan.memory import memory_by_stage
-from mrl.run.job import Job
-from mrl.run.opening import open_job
-from mrl.run.prepare import Plan, prepare
+from mrl.engines.native.packed_linear import compute_dtype
+from mrl.models.kernels.library import library
+from mrl.models.transformer_engine import why_local
+from mrl.resharding.copy_op import Copy
+from mrl.resharding.dtypes import DTYPES
 from mrl.train import reinforcement_step
-from mrl.weights.copies import Copy
-from mrl.weights.tensors import DTYPES
+from mrl.trainer.resolve import Plan, prepare
+from mrl.trainer.startup import open_job
+from mrl.trainer.trainer import Job
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),

@@ -39,29 +39,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench.measure import add_device, commit, device_name, spread, synchronize
 
-from mrl.config import CheckpointEngineConfig, RolloutConfig
-from mrl.distributed import launch, shared
+from mrl.checkpoint.formats.hf import SINGLE, write_companions
+from mrl.config.config import CheckpointEngineConfig, RolloutConfig
+from mrl.config.registry import find
+from mrl.distributed import launch, shared_memory
 from mrl.distributed.groups import make_rollout_group
 from mrl.engines.base import EngineSpec, RolloutEngine
-from mrl.formats.hf import SINGLE, write_companions
-from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.models.presets import PRESETS, arch_from_preset
-from mrl.observe.benchmark import add_device, commit, device_name, spread, synchronize
-from mrl.refit.refit import Refit
-from mrl.schema.registry import find
-from mrl.weights import checked_copy
-from mrl.weights.buckets import MIN_ROUND_BYTES
-from mrl.weights.copies import ITEM_BYTES
-from mrl.weights.hf import hf_layout
-from mrl.weights.init import random_init
-from mrl.weights.layout import Layout
-from mrl.weights.megatron import megatron_layout, megatron_layouts
-from mrl.weights.native import native_layouts
-from mrl.weights.tensors import allocate
-from mrl.weights.traffic import traffic
-from mrl.weights.vllm import vllm_layouts
+from mrl.parallel_layout import Grid
+from mrl.resharding import checked_copy
+from mrl.resharding.buckets import MIN_ROUND_BYTES
+from mrl.resharding.copy_op import ITEM_BYTES
+from mrl.resharding.dtypes import allocate
+from mrl.resharding.hf import hf_layout
+from mrl.resharding.init import random_init
+from mrl.resharding.layout import Layout
+from mrl.resharding.megatron import megatron_layout, megatron_layouts
+from mrl.resharding.native import native_layouts
+from mrl.resharding.transfer_cost import traffic
+from mrl.resharding.vllm import vllm_layouts
+from mrl.resharding.weight_sync import Refit
 
 LAYOUTS: dict[str, Callable[[ArchSpec, Grid, str], Mapping[int, Layout]]] = {
     "native": native_layouts,
@@ -141,7 +141,7 @@ def refit_of(
     layout = megatron_layout(arch, grid, rank, dtype=args.dtype, te=False)
     sources = allocate(layout, device)
     if grid.world_size > 1:  # as the actor's weights
-        shared.share(sources.values())
+        shared_memory.share(sources.values())
     random_init(arch, layout, sources, seed=0)
     config = RolloutConfig(
         name=args.engine,

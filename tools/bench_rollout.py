@@ -44,23 +44,23 @@ from typing import Any
 
 import torch
 import transformers
+from bench.alternate import Action, Turns, take_turns
+from bench.measure import add_device, commit, device_name, matrix_rate, memory_bandwidth, spread
 
-from mrl.config import RolloutConfig
+from mrl.checkpoint.formats.hf import HfTarget, load_from_hf
+from mrl.config.config import RolloutConfig
+from mrl.config.registry import find
 from mrl.distributed import launch
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
-from mrl.engines.vllm.installed import installed
-from mrl.formats.hf import HfTarget, load_from_hf
+from mrl.engines.vllm.package_signature import installed
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_config, arch_from_folder
-from mrl.observe.benchmark import add_device, commit, device_name, matrix_rate, memory_bandwidth, spread
-from mrl.observe.contenders import Action, Turns, take_turns
-from mrl.schema.registry import find
+from mrl.resharding.dtypes import allocate
+from mrl.resharding.hf import hf_layout
+from mrl.resharding.init import random_init
+from mrl.resharding.regions import whole
+from mrl.resharding.weight_slice import WeightSlice
 from mrl.types import Prompt
-from mrl.weights.hf import hf_layout
-from mrl.weights.init import random_init
-from mrl.weights.regions import whole
-from mrl.weights.tensors import allocate
-from mrl.weights.weight_slice import WeightSlice
 
 NEW_TOKENS = 64
 PROMPT_LEN = 32
@@ -276,17 +276,17 @@ def engine_runner(work: Work, kind: str, *, eager: bool = False) -> Iterator[Act
 @contextmanager
 def packed_runner(work: Work) -> Iterator[Action]:
     """VLLM as the engine of mrl starts it, but with weights that its own loader has packed."""
-    from mrl.engines.vllm import host
-    from mrl.engines.vllm.process import kept, same_numbers
+    from mrl.engines.vllm import llm_runtime
+    from mrl.engines.vllm.process_state import kept, same_numbers
     from mrl.engines.vllm.sampling import arguments
 
     launch.start(work.device.type, num_threads=torch.get_num_threads())
     spec = work.spec("vllm")
     with kept(work.device):
-        version = host.find_version()
+        version = llm_runtime.find_version()
         from vllm import LLM, SamplingParams
 
-        given = host.arguments(spec, cache_bytes(spec), version)
+        given = llm_runtime.arguments(spec, cache_bytes(spec), version)
         llm = LLM(str(work.folder), **{**given, "load_format": "auto"})
     asked = [SamplingParams(**arguments(SAMPLING, prompt, 0)) for prompt in work.samples]
     with same_numbers(work.device):
@@ -320,7 +320,7 @@ def own_runner(work: Work) -> Iterator[Action]:
 
 def cache_bytes(spec: EngineSpec) -> int:
     """Of the KV cache that mrl gives vLLM."""
-    from mrl.engines._memory import kv_budget
+    from mrl.engines._kv_budget import kv_budget
     from mrl.engines.vllm.kv_cache import kv_cache
 
     budget = kv_budget(spec.device, spec.config.gpu_memory_utilization, None)

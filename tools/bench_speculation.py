@@ -42,22 +42,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.measure import commit, device_name
 from safetensors.torch import load_file
 
-from mrl.config import RolloutConfig
+from mrl.config.config import RolloutConfig
+from mrl.config.speculative import SpeculativeConfig
 from mrl.distributed import launch
 from mrl.engines.base import EngineSpec, SamplingConfig
 from mrl.engines.native.engine import NativeEngine
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_config
-from mrl.observe.benchmark import commit, device_name
-from mrl.schema.speculative import SpeculativeConfig
+from mrl.resharding.dtypes import allocate
+from mrl.resharding.hf import hf_layout
+from mrl.resharding.init import random_init
+from mrl.resharding.regions import slices, whole
+from mrl.resharding.weight_slice import WeightSlice
 from mrl.types import Prompt, Rollout
-from mrl.weights.hf import hf_layout
-from mrl.weights.init import random_init
-from mrl.weights.regions import slices, whole
-from mrl.weights.tensors import allocate
-from mrl.weights.weight_slice import WeightSlice
 
 PROMPT_LEN = 32
 CYCLE = 8

@@ -19,7 +19,7 @@ line for each case and dtype. In the case "long_prompts" prompts are four times 
 reward workers, which are processes of their own).
 
 "times_floor" is the time of each over that of the matrix products that its step is made of
-(`mrl/observe/step_floor.py`), at the rate of a square product in this run, and "ratio_at_most" TRL's time over that of
+(`tools/bench/roofline.py`), at the rate of a square product in this run, and "ratio_at_most" TRL's time over that of
 mrl's products: no step of mrl can be more times as fast.
 
 With `--algorithm ppo` the two are runs of mrl with the same model and batch: GRPO, and PPO whose critic begins as the
@@ -46,15 +46,15 @@ from typing import Any
 
 import torch
 import transformers
+from bench.measure import add_device, commit, device_name, matrix_rate, spread, synchronize
+from bench.roofline import Shape, limits, now
 
-from mrl import config as mrl_config
-from mrl.observe.benchmark import add_device, commit, device_name, matrix_rate, spread, synchronize
-from mrl.observe.step_floor import Shape, limits, now
+from mrl.config import config as mrl_config
 from mrl.rewards.regex import regex
-from mrl.run.job import Job
-from mrl.run.opening import open_job
-from mrl.run.prepare import prepare
 from mrl.train import reinforcement_step
+from mrl.trainer.resolve import prepare
+from mrl.trainer.startup import open_job
+from mrl.trainer.trainer import Job
 
 LEARNING_RATE = 1e-5
 SEED = 0

@@ -28,8 +28,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mrl.checkpoint.formats.trtllm import TrtllmSource, rank_file
 from mrl.errors import UserError
-from mrl.formats.trtllm import TrtllmSource, rank_file
 
 MISSING = 3
 """Exit status where a package is missing or of another version."""

@@ -24,9 +24,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from mrl.campaign.cases import draw
-from mrl.campaign.sides import ALONE, SPREAD, run_side, write_files
-from mrl.campaign.verdict import GOOD, judge
+from fuzz_layouts.cases import draw
+from fuzz_layouts.compare import GOOD, judge
+from fuzz_layouts.runner import ALONE, SPREAD, run_side, write_files
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

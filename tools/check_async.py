@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mrl.observe.benchmark import commit
+from bench.measure import commit
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 ENOUGH = 0.9

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mrl.observe.benchmark import commit
+from bench.measure import commit
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 WEAK, STRONG = 0.30, 0.90

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mrl.convert.command_line import (
+from mrl.checkpoint.formats.hf import HfSource
+from mrl.commands.convert.command_line import (
     FlagParser,
     add_conversion_flags,
     add_megatron_flags,
@@ -13,7 +14,6 @@ from mrl.convert.command_line import (
     run_conversion,
     run_tool,
 )
-from mrl.formats.hf import HfSource
 
 EXAMPLE = """\
   python tools/convert_hf_to_megatron.py --model_dir Qwen3-30B-A3B --output_dir qwen3-megatron \\

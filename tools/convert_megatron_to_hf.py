@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mrl.convert.command_line import (
+from mrl.checkpoint.formats.megatron import MegatronSource
+from mrl.commands.convert.command_line import (
     FlagParser,
     add_conversion_flags,
     add_hf_flags,
@@ -14,7 +15,6 @@ from mrl.convert.command_line import (
     run_conversion,
     run_tool,
 )
-from mrl.formats.megatron import MegatronSource
 
 EXAMPLE = """\
   python tools/convert_megatron_to_hf.py --model_dir runs/math/checkpoints/step-00000400 --output_dir math-hf \\

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mrl.convert.command_line import (
+from mrl.checkpoint.formats.megatron import MegatronSource
+from mrl.commands.convert.command_line import (
     FlagParser,
     add_conversion_flags,
     add_like_flag,
@@ -15,7 +16,6 @@ from mrl.convert.command_line import (
     run_tool,
     trtllm_target,
 )
-from mrl.formats.megatron import MegatronSource
 
 EXAMPLE = """\
   python tools/convert_megatron_to_trtllm.py --model_dir qwen3-megatron --output_dir qwen3-trtllm \\

@@ -5,8 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mrl.convert.command_line import FlagParser, add_conversion_flags, add_hf_flags, hf_target, run_conversion, run_tool
-from mrl.formats.trtllm import TrtllmSource
+from mrl.checkpoint.formats.trtllm import TrtllmSource
+from mrl.commands.convert.command_line import (
+    FlagParser,
+    add_conversion_flags,
+    add_hf_flags,
+    hf_target,
+    run_conversion,
+    run_tool,
+)
 
 EXAMPLE = """\
   python tools/convert_trtllm_to_hf.py --model_dir qwen3-trtllm --output_dir qwen3-hf --like Qwen3-30B-A3B

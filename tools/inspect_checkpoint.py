@@ -8,9 +8,9 @@ import sys
 from contextlib import closing
 from typing import Any
 
-from mrl.convert.command_line import FlagParser, add_like_flag, like_arch, run_tool
-from mrl.files.output_file import hash_file
-from mrl.formats.detect import open_source
+from mrl.checkpoint.formats.detect import open_source
+from mrl.checkpoint.io.hashed_writer import hash_file
+from mrl.commands.convert.command_line import FlagParser, add_like_flag, like_arch, run_tool
 
 EXAMPLE = """\
   python tools/inspect_checkpoint.py runs/math/checkpoints/step-00000400 --no_hash

@@ -9,7 +9,7 @@ not counted. One JSON line for each dtype:
     processor_s     of one call: 32 prompts (8 of the large model) and 64 new tokens for each
     times_floor     it over the time of the products alone at matmul_gflop_per_s
     shares          of it: products by matrix, `head` the output matrix, `mlp` gate_up, gate and down in one call; norm,
-                    rotate, gate, attend (of decoding) and sample as in `mrl/engines/native/operations.py`; host, the
+                    rotate, gate, attend (of decoding) and sample as in `mrl/engines/native/torch_ops.py`; host, the
                     rest: Python, attention of prompts, stops
     products_frac   of it, all products
     product_gflop_per_s  in them, and matmul_gflop_per_s, of a product of two squares in this run
@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.measure import PartTimes, commit, device_name, matrix_rate
 from bench_rollout import BATCH, DTYPES, MODELS, NEW_TOKENS, PROMPT_LEN, Work, engine_runner, write_random
 
-from mrl.engines.native.compiled import Compiled
-from mrl.engines.native.linear import Linear
-from mrl.engines.native.operations import Operations
-from mrl.kernels.library import Library
+from mrl.engines.native.cpu_ops import Compiled
+from mrl.engines.native.packed_linear import Linear
+from mrl.engines.native.torch_ops import Operations
 from mrl.models.hf_config import arch_from_config
-from mrl.observe.benchmark import PartTimes, commit, device_name, matrix_rate
+from mrl.models.kernels.library import Library
 
 BETWEEN = ("norm", "gate", "sample")
 INSIDE = {"rotation": "rotate", "decode_attention": "attend"}

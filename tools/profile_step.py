@@ -27,21 +27,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.measure import PartTimes, commit, device_name, matrix_rate
+from bench.roofline import limits
 from bench_step import CASES, Case, job_config, mrl_step, write_inputs
 
-from mrl.functional.logprobs import _LinearLogprobs
-from mrl.kernels.training import Training
-from mrl.megatron import compiled, model
-from mrl.megatron.schedule import Schedule
-from mrl.observe.benchmark import PartTimes, commit, device_name, matrix_rate
-from mrl.observe.step_floor import limits
-from mrl.run.job import Job
-from mrl.run.opening import open_job
-from mrl.run.prepare import prepare
+from mrl.algorithms.functional.logprobs import _LinearLogprobs
+from mrl.megatron import model
+from mrl.megatron.cpu import layers
+from mrl.megatron.forward_backward import Schedule
+from mrl.models.kernels.training import Training
+from mrl.trainer.resolve import prepare
+from mrl.trainer.startup import open_job
+from mrl.trainer.trainer import Job
 
 CPU = torch.device("cpu")
 PARTS: dict[str, list[tuple[Any, str]]] = {
-    "products": [(compiled, "rows_times"), (compiled, "_added")],
+    "products": [(layers, "rows_times"), (layers, "_added")],
     "head": [(_LinearLogprobs, "forward"), (_LinearLogprobs, "backward")],
     "attention": [(Training, "attend"), (Training, "attention_gradients"), (Training, "turned")],
     "norms and activations": [(Training, name) for name in ("normed", "norm_gradients", "gated", "gate_gradient")],

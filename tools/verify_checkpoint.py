@@ -8,11 +8,11 @@ from contextlib import closing
 
 from rich.console import Console
 
-from mrl.convert.command_line import FlagParser, add_like_flag, like_arch, progress_bar, run_tool
-from mrl.convert.verify import verify
-from mrl.formats.detect import open_source
-from mrl.weights.hf import hf_layout
-from mrl.weights.regions import volume, whole
+from mrl.checkpoint.formats.detect import open_source
+from mrl.commands.convert.command_line import FlagParser, add_like_flag, like_arch, progress_bar, run_tool
+from mrl.commands.convert.verify import verify
+from mrl.resharding.hf import hf_layout
+from mrl.resharding.regions import volume, whole
 
 EXAMPLE = """\
   python tools/verify_checkpoint.py Qwen3-30B-A3B qwen3-trtllm

@@ -1,1 +1,4 @@
-"""GRPO, DAPO, RLOO and the others, one file each: advantages, weights of tokens, the loss of a microbatch."""
+"""GRPO, DAPO, PPO and the others, one file each; `functional/` has the formulas."""
+
+NOT_PLUGINS = ("functional",)
+"""Modules of this folder that define no algorithm."""

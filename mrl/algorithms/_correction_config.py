@@ -10,11 +10,11 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mrl.algorithms.functional.rollout_correction import Rejection, Weighing
+from mrl.config.did_you_mean import did_you_mean
+from mrl.config.rollout_correction import RolloutCorrectionConfig
+from mrl.config.verl_keys.verl_presets import PRESETS
 from mrl.errors import UserError
-from mrl.functional.rollout_correction import Rejection, Weighing
-from mrl.peers.verl_presets import PRESETS
-from mrl.schema.nearest import did_you_mean
-from mrl.schema.rollout_correction import RolloutCorrectionConfig
 
 KEY = "algorithm.rollout_correction"
 

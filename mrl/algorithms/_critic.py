@@ -1,6 +1,6 @@
 """What a critic minimises: the value loss of its minibatches, and its metrics.
 
-Owns the assembly of `functional/values.py` into one loss, as `Algorithm` does for the policy.
+Owns the assembly of `algorithms/functional/gae.py` into one loss, as `Algorithm` does for the policy.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms.base import SumReduce, required
-from mrl.config import CriticConfig, RolloutConfig
-from mrl.functional.aggregation import token_weights
-from mrl.functional.values import value_loss
+from mrl.algorithms.functional.aggregation import token_weights
+from mrl.algorithms.functional.gae import value_loss
+from mrl.config.config import CriticConfig, RolloutConfig
 from mrl.types import RolloutBatch
 
 

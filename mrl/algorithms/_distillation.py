@@ -1,7 +1,7 @@
 """The distillation's part of what the actor minimises, beside an algorithm's loss or in its place.
 
 Owns how a token's divergence from its teacher becomes a loss and metrics. Divergences of whole distributions come from
-where logits are made (`megatron/comparison.py`); estimates at the sampled token are made here.
+where logits are made (`megatron/distillation_targets.py`); estimates at the sampled token are made here.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 from mrl.algorithms._policy_gradient import PolicyGradient
 from mrl.algorithms._rollout_correction import Corrected
 from mrl.algorithms.base import LARGEST, Algorithm, required
-from mrl.functional.importance import at_least_fp32
-from mrl.functional.kl import Estimator, kl_penalty
-from mrl.functional.losses import clipped_surrogate
-from mrl.schema.distillation import DistillationLossConfig
+from mrl.algorithms.functional.importance import at_least_fp32
+from mrl.algorithms.functional.kl import Estimator, kl_penalty
+from mrl.algorithms.functional.losses import clipped_surrogate
+from mrl.config.distillation import DistillationLossConfig
 from mrl.types import RolloutBatch
 
 Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -32,7 +32,7 @@ class Distillation:
     """Of one run."""
 
     def __init__(self, config: DistillationLossConfig) -> None:
-        """Args: config: Checked by `preflight/distillation.py`."""
+        """Args: config: Checked by `trainer/validation/distillation.py`."""
         self._config = config
 
     def beside(self, task: Algorithm) -> Loss:

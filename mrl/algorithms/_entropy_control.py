@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mrl.config import AlgorithmConfig
+from mrl.config.config import AlgorithmConfig
 from mrl.errors import UserError
 
 ENTROPY = "actor/entropy"

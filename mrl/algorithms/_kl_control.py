@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mrl.config import AlgorithmConfig
+from mrl.config.config import AlgorithmConfig
 
 MAX_ERROR = 0.2
 """The relative distance of the KL from its target counts as this at most."""

@@ -1,7 +1,7 @@
 """What the policy-gradient algorithms share; each of them is a table of differences from this.
 
-Owns the assembly of `functional/` pieces into one loss and its metrics. It holds no default: those are in each
-algorithm's file.
+Owns the assembly of `algorithms/functional/` pieces into one loss and its metrics. It holds no default: those are in
+each algorithm's file.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from mrl.algorithms._kl_control import sequence_means
 from mrl.algorithms._policy_loss import LOSSES, PolicyLoss, Tokens
 from mrl.algorithms._rollout_correction import Correction
 from mrl.algorithms.base import PROXIMAL, REFERENCE, Algorithm, Outcomes, SumReduce, required
-from mrl.config import AlgorithmConfig, RolloutConfig
-from mrl.functional.advantages import StdKind, group_relative, overlong_penalty, reward_to_go, whiten
-from mrl.functional.importance import MAX_LOG_RATIO, at_least_fp32, log_ratio
-from mrl.functional.kl import kl_penalty
-from mrl.functional.losses import Surrogate
-from mrl.functional.sampling import stream_key, uniforms
-from mrl.functional.selection import highest
-from mrl.functional.sequence_losses import Sequences
+from mrl.algorithms.functional.advantages import StdKind, group_relative, overlong_penalty, reward_to_go, whiten
+from mrl.algorithms.functional.distributed_topk import highest
+from mrl.algorithms.functional.importance import MAX_LOG_RATIO, at_least_fp32, log_ratio
+from mrl.algorithms.functional.kl import kl_penalty
+from mrl.algorithms.functional.losses import Surrogate
+from mrl.algorithms.functional.sampling import stream_key, uniforms
+from mrl.algorithms.functional.sequence_losses import Sequences
+from mrl.config.config import AlgorithmConfig, RolloutConfig
 from mrl.types import RolloutBatch
 
 CHOICE_SEED = 0x636F76

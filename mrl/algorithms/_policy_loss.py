@@ -1,7 +1,7 @@
 """The policy losses that `algorithm.policy_loss` names: each one's function, its defaults and the fields that it reads.
 
 Owns which loss reads which field of the config. Any of them goes with the advantages of any algorithm; an algorithm's
-own table says which one it has by default. What they compute is in `functional/`.
+own table says which one it has by default. What they compute is in `algorithms/functional/`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from mrl.config import AlgorithmConfig
-from mrl.functional import covariance, losses, sequence_losses
-from mrl.functional.losses import Surrogate
-from mrl.functional.sequence_losses import Sequences
+from mrl.algorithms.functional import clip_cov, losses, sequence_losses
+from mrl.algorithms.functional.losses import Surrogate
+from mrl.algorithms.functional.sequence_losses import Sequences
+from mrl.config.config import AlgorithmConfig
 
 
 class Tokens(NamedTuple):
-    """What a policy loss sees of a microbatch, one entry for each response token; see `functional/losses.py`."""
+    """What a policy loss (`algorithms/functional/losses.py`) sees of a microbatch, one entry per response token."""
 
     logprobs_R: Tensor
     old_logprobs_R: Tensor
@@ -30,7 +30,8 @@ class Tokens(NamedTuple):
 Chooser = Callable[..., Tensor]
 """(logprobs_R, old_logprobs_R, advantages_R, mask_R, uniforms_R, reduce, settings by name) -> bool [R].
 
-Collective over data-parallel: tokens of the whole minibatch that a loss treats apart. See `functional/covariance.py`.
+Collective over data-parallel: tokens of the whole minibatch that a loss treats apart. See
+`algorithms/functional/clip_cov.py`.
 """
 
 
@@ -39,7 +40,7 @@ class PolicyLoss:
     """One policy loss.
 
     Attributes:
-        function: Of `functional/losses.py` or `functional/sequence_losses.py`.
+        function: Of `algorithms/functional/losses.py` or `algorithms/functional/sequence_losses.py`.
         reads: Keys below `algorithm` that it reads; the function's arguments are their last parts.
         defaults: Fields that are null in the config and that another loss than the algorithm's own brings with it.
         fixed: Arguments that are no setting.
@@ -116,16 +117,16 @@ LOSSES: dict[str, PolicyLoss] = {
     "dppo_kl": PolicyLoss(losses.dppo, DPPO, {"clip_low": 0.05, "clip_high": 0.05}, {"divergence": "kl"}),
     "gpg": PolicyLoss(losses.gpg),
     "clip_cov": PolicyLoss(
-        covariance.clip_cov,
+        clip_cov.clip_cov,
         CLIPS,
         {"clip_low": 0.2, "clip_high": 0.2},
-        choice=covariance.clip_cov_choice,
+        choice=clip_cov.clip_cov_choice,
         choice_reads=(*CLIPS, "clip_cov.clip_cov_ratio", "clip_cov.clip_cov_lb", "clip_cov.clip_cov_ub"),
     ),
     "kl_cov": PolicyLoss(
-        covariance.kl_cov,
+        clip_cov.kl_cov,
         ("kl_cov.ppo_kl_coef",),
-        choice=covariance.kl_cov_choice,
+        choice=clip_cov.kl_cov_choice,
         choice_reads=("kl_cov.kl_cov_ratio",),
     ),
     "dro": PolicyLoss(losses.dro, ("dro.dro_beta",)),

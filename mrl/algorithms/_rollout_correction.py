@@ -1,7 +1,7 @@
 """The rollout correction of a loss: which log-probabilities its log-ratio is of, and what it changes.
 
 Owns the order: mean of the weights, tokens that count, then the factors of each microbatch. The maths is in
-`functional/rollout_correction.py`, what the config asks for in `_correction_config.py`.
+`algorithms/functional/rollout_correction.py`, what the config asks for in `_correction_config.py`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from mrl.algorithms._correction_config import read
 from mrl.algorithms.base import SumReduce, required
-from mrl.functional import correction_metrics
-from mrl.functional.importance import at_least_fp32
-from mrl.functional.rollout_correction import (
+from mrl.algorithms.functional import correction_metrics
+from mrl.algorithms.functional.importance import at_least_fp32
+from mrl.algorithms.functional.rollout_correction import (
     bounded,
     mean_weight,
     off_policy_kept,
@@ -23,8 +23,8 @@ from mrl.functional.rollout_correction import (
     raw_weights,
     statistic,
 )
-from mrl.functional.sequence_losses import Sequences
-from mrl.schema.rollout_correction import RolloutCorrectionConfig
+from mrl.algorithms.functional.sequence_losses import Sequences
+from mrl.config.rollout_correction import RolloutCorrectionConfig
 from mrl.types import RolloutBatch
 
 

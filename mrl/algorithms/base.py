@@ -21,12 +21,12 @@ from mrl.algorithms import _correction_config as correction
 from mrl.algorithms._entropy_control import EntropyControl
 from mrl.algorithms._kl_control import KlControl
 from mrl.algorithms._policy_loss import LOSSES, READ
-from mrl.config import AlgorithmConfig, LearnsFrom, RolloutConfig
+from mrl.algorithms.functional import advantages as advantage_maths
+from mrl.algorithms.functional.aggregation import token_weights
+from mrl.config.config import AlgorithmConfig, LearnsFrom, RolloutConfig
+from mrl.config.dpo import DpoConfig
+from mrl.config.registry import find
 from mrl.errors import UserError
-from mrl.functional import advantages as advantage_maths
-from mrl.functional.aggregation import token_weights
-from mrl.schema.dpo import DpoConfig
-from mrl.schema.registry import find
 from mrl.types import RolloutBatch
 
 T = TypeVar("T")

@@ -1,7 +1,8 @@
 """DPO: the policy learns from pairs of responses which one is better, held to a reference.
 
 Nothing is sampled: `rollout_logprobs_R` of its batches may hold anything. The two responses of a pair are sequences of
-one microbatch. Source: Rafailov et al. 2023 (arXiv 2305.18290); the other losses are in `functional/preferences.py`.
+one microbatch. Source: Rafailov et al. 2023 (arXiv 2305.18290); the other losses are in
+`algorithms/functional/preferences.py`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms.base import Algorithm, Outcomes, SumReduce, required
+from mrl.algorithms.functional.preferences import Pairs, pair_losses
+from mrl.algorithms.functional.sequence_losses import Sequences
 from mrl.algorithms.sft import Sft
-from mrl.config import LearnsFrom
-from mrl.functional.preferences import Pairs, pair_losses
-from mrl.functional.sequence_losses import Sequences
+from mrl.config.config import LearnsFrom
 from mrl.types import RolloutBatch
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms.base import Outcomes, required
+from mrl.algorithms.functional.advantages import decoupled, informative_groups
 from mrl.algorithms.grpo import Grpo
-from mrl.functional.advantages import decoupled, informative_groups
 
 
 class Gdpo(Grpo):

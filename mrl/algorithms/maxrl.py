@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from mrl.algorithms.base import Outcomes
+from mrl.algorithms.functional.advantages import mean_relative
 from mrl.algorithms.grpo import Grpo
-from mrl.functional.advantages import mean_relative
 
 
 class Maxrl(Grpo):

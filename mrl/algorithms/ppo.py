@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mrl.algorithms._policy_gradient import PolicyGradient
 from mrl.algorithms.base import PROXIMAL, Outcomes, SumReduce, required
-from mrl.functional.advantages import StdKind, whiten
-from mrl.functional.values import gae, length_adaptive_lam
+from mrl.algorithms.functional.advantages import StdKind, whiten
+from mrl.algorithms.functional.gae import gae, length_adaptive_lam
 from mrl.types import RolloutBatch
 
 

@@ -1,1 +1,1 @@
-"""Prompts from files or made by a task, in an order that a resume repeats (`prompts.py`); tokenizers; packing."""
+"""Prompts from files or from a task, in an order that a resume repeats; tokenizers; chat templates; packing."""

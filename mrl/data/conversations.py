@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mrl.config import DataConfig
-from mrl.data.rows import Row
+from mrl.config.config import DataConfig
+from mrl.data.row_sources import Row
 from mrl.errors import UserError
 
 Messages = list[dict[str, Any]]

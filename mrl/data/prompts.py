@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from mrl.config import DataConfig
+from mrl.config.config import DataConfig
+from mrl.config.did_you_mean import did_you_mean
 from mrl.data.conversations import Messages, checked, described, pair_start, whole
-from mrl.data.rows import Row, Rows, TaskRows, open_files
+from mrl.data.row_sources import Row, Rows, TaskRows, open_files
 from mrl.data.shuffle import Shuffle
-from mrl.data.tasks import make_task
+from mrl.data.synthetic_tasks import make_task
 from mrl.data.tokenizer import Tokenizer
 from mrl.errors import UserError
-from mrl.schema.nearest import did_you_mean
 from mrl.types import Prompt
 
 DATA_SOURCE = "data_source"

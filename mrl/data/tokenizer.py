@@ -14,12 +14,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mrl.config import DataConfig, ModelConfig
+from mrl.config.config import DataConfig, ModelConfig
+from mrl.config.did_you_mean import did_you_mean_path
+from mrl.config.paths import CHAR_PREFIX
 from mrl.data.chat_text import TRUSTED_ROLES, ChatText, Quotes
 from mrl.errors import UserError, first_line
 from mrl.models.hf_config import TOKENIZER_FILES, read_json
-from mrl.schema.nearest import did_you_mean_path
-from mrl.schema.paths import CHAR_PREFIX
 
 _MOST_IDS = 1 << 31
 _DECODING = ("decode", "_decode")

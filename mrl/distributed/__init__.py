@@ -1,1 +1,1 @@
-"""Processes: `mrl launch`, what launchers say, where ranks meet, groups, collectives; Megatron-Core on a CPU."""
+"""Launcher environment, rendezvous, process groups; `watchdog/` (hangs, signals), `worker_processes/` (sandbox)."""

@@ -39,12 +39,15 @@ def everyone() -> dist.ProcessGroup:
 
 
 def from_first_rank(value: Any) -> Any:
-    """Collective over the job: rank 0's value, on every rank; plain data (`objects.py`)."""
+    """Collective over the job: rank 0's value, on every rank; plain data (`safe_pickle.py`)."""
     return from_rank(0, value)
 
 
 def from_rank(source: int, value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Collective over `group`: the value of the rank of the job `source`, on every rank; plain data (`objects.py`)."""
+    """Collective over `group`: returns the value of rank `source` of the job on every rank.
+
+    Values are plain data (`safe_pickle.py`).
+    """
     if dist.get_world_size(group) == 1:
         return value
     box = [value]

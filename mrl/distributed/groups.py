@@ -1,7 +1,7 @@
 """The process groups of the parallel layout, by name.
 
 Owns the bundle `ProcessGroups` that every collective takes its group from, the groups of the rollout replicas, and that
-of the ranks that train. The actor's groups are made by Megatron (`megatron/parallel.py`) and put in here.
+of the ranks that train. The actor's groups are made by Megatron (`megatron/parallel_state.py`) and put in here.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from mrl.distributed.roles import as_whole_job
-from mrl.grid import Coords, Grid
+from mrl.distributed.subworld import as_whole_job
+from mrl.parallel_layout import Coords, Grid
 
 
 @dataclass(frozen=True)

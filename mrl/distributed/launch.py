@@ -1,7 +1,7 @@
 """Starts and stops this process as a rank of the job; the one reader of os.environ.
 
 Owns the device of the rank, its threads and the default process group. What the launchers' variables mean is in
-`environment.py`, where ranks without torchrun meet in `rendezvous.py`, the process groups of the parallel layout in
+`launcher_env.py`, where ranks without torchrun meet in `rendezvous.py`, the process groups of the parallel layout in
 `groups.py`. `environment` needs no torch, so that a mistake is told before torch is imported.
 """
 
@@ -17,9 +17,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from mrl.distributed import token
-from mrl.distributed.environment import TORCHRUN, Environment, device_index, read
-from mrl.distributed.token import TOKEN
+from mrl.distributed import job_secret
+from mrl.distributed.job_secret import TOKEN
+from mrl.distributed.launcher_env import TORCHRUN, Environment, device_index, read
 from mrl.errors import ClusterError, UserError
 
 OWN_DEVICE = "MRL_OWN_DEVICE"
@@ -116,7 +116,7 @@ def private(store: Store) -> PrefixStore:
     """The part of a store in which only processes of this job know the names."""
     from torch._C._distributed_c10d import PrefixStore
 
-    return PrefixStore(token.name(job_token(), "ranks"), store)
+    return PrefixStore(job_secret.name(job_token(), "ranks"), store)
 
 
 def share_no_store() -> None:
@@ -208,7 +208,7 @@ def start(
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
 
-    from mrl.distributed import gloo, objects, rendezvous
+    from mrl.distributed import gloo_device, rendezvous, safe_pickle
 
     env = environment()
     kind = choose_device(device)
@@ -225,8 +225,8 @@ def start(
     if kind == "cuda" and env.local_world_size == env.world_size and NCCL_INTERFACE not in os.environ:
         _set_until_stop(NCCL_INTERFACE, name)
     choose_attention()
-    objects.install()
-    gloo.share_device(name)
+    safe_pickle.install()
+    gloo_device.share_device(name)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if env.world_size == 1:

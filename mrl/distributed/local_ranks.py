@@ -46,7 +46,13 @@ LAST_LINES = 3
 """Of a rank that died without telling why."""
 PORTS = range(20_000, 32_000)
 """Below those that Linux gives to whoever asks for any: one of these is still free when the first rank is up."""
-TRAINING = ("mrl.train", "mrl.engines.native.engine", "torch._dynamo", "mrl.observe.report", "torch.utils.tensorboard")
+TRAINING = (
+    "mrl.train",
+    "mrl.engines.native.engine",
+    "torch._dynamo",
+    "mrl.observability.report",
+    "torch.utils.tensorboard",
+)
 """Modules of a rank that trains; torch imports `_dynamo` with the first optimizer, in half of the first one's time, and
 bokeh, which draws rank 0's report, takes a second."""
 TOKENIZERS = "transformers.models.auto.tokenization_auto"

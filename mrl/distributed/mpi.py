@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from mrl.distributed.environment import Environment
+from mrl.distributed.launcher_env import Environment
 from mrl.errors import UserError, first_line, to_install
 
 MPI_MODULE = "mpi4py.MPI"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from mrl.distributed import mpi
-from mrl.distributed.environment import Environment
+from mrl.distributed.launcher_env import Environment
 from mrl.errors import ClusterError, UserError, first_line
 
 if TYPE_CHECKING:

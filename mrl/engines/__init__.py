@@ -1,1 +1,1 @@
-"""The engines that generate text, `native/`, `trtllm/` and `vllm/`, and the interface of a new one (`base.py`)."""
+"""The rollout engines `native/`, `vllm/` and `trtllm/`, and the interface of a new one (`base.py`)."""

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mrl.config import RolloutConfig
-from mrl.engines import _rounds
-from mrl.engines._feed import Feed
-from mrl.engines._talk import Talk
+from mrl.config.config import RolloutConfig
+from mrl.engines import _multiturn_rounds
+from mrl.engines._multiturn_base import Talk
+from mrl.engines._work_queue import Feed
 from mrl.models.base import ArchSpec
+from mrl.resharding.layout import Layout
+from mrl.resharding.weight_slice import WeightSlice
 from mrl.types import Begun, Prompt, Rollout
-from mrl.weights.layout import Layout
-from mrl.weights.weight_slice import WeightSlice
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class RolloutEngine(ABC):
         first = self.generate(prompts, sampling)
         if len(first) < len(prompts) * sampling.n:
             return []  # told to stop
-        return _rounds.converse(
+        return _multiturn_rounds.converse(
             first,
             lambda later, room: self.generate(later, replace(sampling, n=1, max_tokens=room)),
             talk,

@@ -1,1 +1,1 @@
-"""Environments of multi-turn episodes, one file each, tools and tool-call formats; they run in workers (`pool.py`)."""
+"""Environments and tools of multi-turn episodes, one file each, and `formats/`, the tool-call parsers."""

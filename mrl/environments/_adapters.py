@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_type_hints
 
-from mrl.environments._awaiting import awaited
+from mrl.environments._event_loop import awaited
 from mrl.environments._schemas import schema_of
 from mrl.environments.base import Action, Environment, Message, Observation, Schema, Tool, ToolCall
 from mrl.environments.toolbox import ToolEnvironment, as_text, called

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mrl.distributed.worker_processes.landlock_seccomp import Confinement
+from mrl.distributed.worker_processes.worker_process import STARTUP_LIMIT_S, Channel
 from mrl.environments._wire import believed
 from mrl.environments.base import Observation, Schema
 from mrl.errors import UserError
-from mrl.processes.channel import STARTUP_LIMIT_S, Channel
-from mrl.processes.confine import Confinement
 
 Cause = Literal["timeout", "crash", "memory", "processes", "malformed", "too_large", "error", "replay"]
 """Why an episode failed: its time, memory or processes, its worker's end, what it returned, what it raised, or that it

@@ -1,4 +1,7 @@
-"""What an environment's worker answers, and what is believed of it. The lines are `processes/wire.py`'s."""
+"""The answers of an environment's worker, and how they are checked.
+
+`distributed/worker_processes/protocol.py` owns the format of the messages.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from dataclasses import asdict
 from hashlib import blake2b
 from typing import Any
 
+from mrl.distributed.worker_processes import protocol
 from mrl.environments.base import Observation
-from mrl.processes import wire
 
 ROLES = ("user", "tool", "system")
 """Who may speak in an observation; what the assistant said is what the model sampled."""
@@ -34,8 +37,8 @@ def observed(observation: object) -> dict[str, Any]:
     if not isinstance(observation, Observation):
         raise TypeError(f"a {type(observation).__name__}, expected an Observation")
     long = sum(len(text) for text in _texts(observation))
-    if long > wire.MAX_LINE_BYTES:
-        raise TooLargeError(f"{long} characters; an observation may have {wire.MAX_LINE_BYTES} bytes")
+    if long > protocol.MAX_LINE_BYTES:
+        raise TooLargeError(f"{long} characters; an observation may have {protocol.MAX_LINE_BYTES} bytes")
     fields = asdict(observation)
     fields["messages"] = list(fields["messages"])
     if fields["reward"] is not None and not isinstance(fields["reward"], (str, bytes)):
@@ -45,8 +48,8 @@ def observed(observation: object) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise ValueError(f"an Observation that is no JSON: {error}") from error
     believed(json.loads(text))
-    if len(text) + _ROOM_BYTES > wire.MAX_LINE_BYTES:
-        raise TooLargeError(f"{len(text)} bytes as JSON; an observation may have {wire.MAX_LINE_BYTES}")
+    if len(text) + _ROOM_BYTES > protocol.MAX_LINE_BYTES:
+        raise TooLargeError(f"{len(text)} bytes as JSON; an observation may have {protocol.MAX_LINE_BYTES}")
     return fields
 
 

@@ -1,7 +1,8 @@
 """The worker process: holds the environments of several episodes and lets them answer, one after the other.
 
-Started by `processes/channel.py` as a fresh interpreter, which keeps (`processes/keeper.py`) the process that works.
-It imports no torch and nothing of the parent's main module.
+Started by `distributed/worker_processes/worker_process.py` as a fresh interpreter, which keeps
+(`distributed/worker_processes/supervisor.py`) the process that works. It imports no torch and nothing of the parent's
+main module.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mrl.environments._making import maker
+from mrl.distributed.worker_processes import protocol
+from mrl.distributed.worker_processes.folders import owned_folder
+from mrl.distributed.worker_processes.landlock_seccomp import Confinement, confine
+from mrl.distributed.worker_processes.supervisor import Bounds, keep
+from mrl.environments._factory import maker
 from mrl.environments._schemas import schema_of
 from mrl.environments._wire import TooLargeError, observed
 from mrl.environments.base import Environment, Schema
 from mrl.errors import UserError
-from mrl.processes import wire
-from mrl.processes.confine import Confinement, confine
-from mrl.processes.folders import owned_folder
-from mrl.processes.keeper import Bounds, keep
 
 
 def run() -> None:
@@ -39,21 +40,21 @@ def _work(folder: str, bounds: Bounds) -> None:
     own = os.getpid()
     stream = open(bounds.commands, "rb", closefd=False)  # noqa: SIM115 -- to the end of the process
     try:
-        name, kwargs, asked = wire.read_command(stream)
+        name, kwargs, asked = protocol.read_command(stream)
         tempfile.tempdir = folder
         missing = confine(replace(asked, network=True, writable=(folder, *asked.writable), calls="worker"))
         make, schemas, more = _loaded(name, kwargs, asked)
-        _write(bounds, wire.ready(bounds.key, "", tools=schemas, missing=[*missing, *more]))
+        _write(bounds, protocol.ready(bounds.key, "", tools=schemas, missing=[*missing, *more]))
         episodes: dict[int, Environment] = {}
         serial = 0
         while True:
-            answer = _answer(episodes, make, *wire.read_command(stream))
+            answer = _answer(episodes, make, *protocol.read_command(stream))
             if os.getpid() != own:
                 return  # a process that an environment forked, and that came back with it
-            _write(bounds, wire.line(bounds.key, {"serial": serial, **answer}))
+            _write(bounds, protocol.line(bounds.key, {"serial": serial, **answer}))
             serial += 1
     except UserError as error:
-        _write(bounds, wire.ready(bounds.key, str(error)))
+        _write(bounds, protocol.ready(bounds.key, str(error)))
     except (EOFError, ConnectionError):
         pass
 
@@ -72,7 +73,7 @@ def _loaded(
     except UserError:
         raise
     except BaseException as error:
-        raise UserError(f"environment '{name}' cannot be made: {wire.raised(error)}.") from error
+        raise UserError(f"environment '{name}' cannot be made: {protocol.raised(error)}.") from error
     return make, schemas, missing
 
 
@@ -93,7 +94,7 @@ def _answer(
         return _failure("memory", "MemoryError")
     except BaseException as error:  # noqa: BLE001 - a user's code may raise anything, KeyboardInterrupt too
         episodes.pop(ticket, None)
-        return _failure("error", wire.raised(error))
+        return _failure("error", protocol.raised(error))
     try:
         return {"observation": observed(returned)}
     except MemoryError:
@@ -109,11 +110,11 @@ def _unreadable(error: BaseException) -> tuple[str, str]:
         return "too_large", f"it returned {error}"
     if isinstance(error, RecursionError):
         return "malformed", "it returned an Observation that is nested too deep"
-    return "malformed", f"it returned {wire.raised(error).removeprefix('ValueError: ').removeprefix('TypeError: ')}"
+    return "malformed", f"it returned {protocol.raised(error).removeprefix('ValueError: ').removeprefix('TypeError: ')}"
 
 
 def _failure(kind: str, message: str) -> dict[str, Any]:
-    return {"failure": kind, "message": message[: wire.MAX_ERROR_CHARS]}
+    return {"failure": kind, "message": message[: protocol.MAX_ERROR_CHARS]}
 
 
 def _write(bounds: Bounds, line: bytes) -> None:

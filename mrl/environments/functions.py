@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mrl.config import user_code
 from mrl.environments._schemas import tool_name
 from mrl.environments.base import Observation, Tool
 from mrl.environments.toolbox import ToolEnvironment
 from mrl.errors import UserError
-from mrl.schema import own_code
 
 
 class Functions(ToolEnvironment):
@@ -22,8 +22,8 @@ class Functions(ToolEnvironment):
             tools: Paths to functions, "path/to/file.py:name" or "package.module:name".
         """
         if isinstance(tools, str) or not tools:
-            raise UserError(f"functions: tools={tools!r}, expected a list of paths {own_code.FORMS}.")
-        self._tools: list[Tool] = [own_code.load(name) for name in tools]
+            raise UserError(f"functions: tools={tools!r}, expected a list of paths {user_code.FORMS}.")
+        self._tools: list[Tool] = [user_code.load(name) for name in tools]
         for path, tool in zip(tools, self._tools, strict=True):
             if not callable(tool):
                 raise UserError(f"functions: '{path}' is a {type(tool).__name__}, expected a function.")

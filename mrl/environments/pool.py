@@ -23,12 +23,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mrl.distributed.worker_processes.landlock_seccomp import Confinement
+from mrl.distributed.worker_processes.worker_process import wait_for
 from mrl.environments._remote import Asked, Failure, Limits, Worker
 from mrl.environments._wire import digest
 from mrl.environments.base import Action, Observation, Schema
 from mrl.errors import UserError
-from mrl.processes.channel import wait_for
-from mrl.processes.confine import Confinement
 
 MAX_PROCESSES = 64
 """Of one worker and all that its environments start, at one time."""

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from mrl.distributed.worker_processes.folders import owned_folder, remove
+from mrl.distributed.worker_processes.sandbox import Bounds, run_python
 from mrl.environments.base import Observation, Tool
 from mrl.environments.toolbox import ToolEnvironment
 from mrl.errors import UserError
-from mrl.processes.folders import owned_folder, remove
-from mrl.processes.sandbox import Bounds, run_python
 
 
 @cache

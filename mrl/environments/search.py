@@ -11,10 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mrl.config.did_you_mean import did_you_mean_path
 from mrl.environments.base import Observation, Tool
 from mrl.environments.toolbox import ToolEnvironment
 from mrl.errors import UserError
-from mrl.schema.nearest import did_you_mean_path
 
 _WORD = re.compile(r"\w+")
 _MAX_FILES = 100_000

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from mrl.environments._awaiting import awaited
+from mrl.environments._event_loop import awaited
 from mrl.environments._schemas import tool_name
 from mrl.environments.base import Action, Environment, Message, Observation, Tool, ToolCall
 from mrl.errors import first_line

@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
+from mrl.config import user_code
+from mrl.config.did_you_mean import did_you_mean_path
 from mrl.environments._adapters import VerlTools
 from mrl.errors import UserError
-from mrl.schema import own_code
-from mrl.schema.nearest import did_you_mean_path
 
 
 class _Schema(dict[str, Any]):
@@ -50,7 +50,7 @@ def verl_tools(tools: Sequence[Mapping[str, Any]] = (), tool_config_path: str = 
 
 
 def _made(tool: Mapping[str, Any]) -> Any:
-    kind = own_code.load(tool["class_name"])
+    kind = user_code.load(tool["class_name"])
     return kind(dict(tool.get("config") or {}), _Schema(tool["tool_schema"]) if tool.get("tool_schema") else None)
 
 

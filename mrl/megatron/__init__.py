@@ -1,7 +1,7 @@
-"""Megatron-Core, all of it: model, optimizer, update, pipeline schedule, expert router, offloading, checkpoint.
+"""Everything that imports Megatron-Core: actor, critic, optimizer, pipeline schedule, router replay, offloading.
 
 The one folder that imports megatron.core. Importing it corrects megatron-core for this machine first
-(`distributed/device.py`): after megatron is imported it is too late.
+(`megatron/cpu/import_patches.py`): after megatron is imported it is too late.
 """
 
 import logging
@@ -9,7 +9,7 @@ import warnings
 
 import torch
 
-from mrl.distributed.device import prepare
+from mrl.megatron.cpu.import_patches import prepare
 
 
 def quieten() -> None:

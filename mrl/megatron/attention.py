@@ -18,12 +18,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from mrl.data.prefixes import Prefixes
-from mrl.kernels.sdpa import attend
-from mrl.kernels.training import Angles, Families
-from mrl.megatron.copies import Copies, copies
+from mrl.data.shared_prefix import Prefixes
+from mrl.megatron.attention_segments import Runs, own_runs
 from mrl.megatron.router import Routing
-from mrl.megatron.runs import Runs, own_runs
+from mrl.megatron.row_gather import Copies, copies
+from mrl.models.kernels.sdpa import attend
+from mrl.models.kernels.training import Angles, Families
 
 MAX_PADDING = 0.25
 """Longest part of a group's scores that may be padding."""

@@ -1,11 +1,11 @@
 """An actor or a critic in a folder: model and optimizer through megatron.core.dist_checkpointing, layout free.
 
-Owns what is saved of it and how it comes back at another TP, PP, VPP or DP. When a checkpoint counts as
-written is decided by `mrl/run_folder/checkpoint.py`; without Megatron the folder is read by
-`mrl/formats/megatron.py`. Its metadata is a pickle: before Megatron reads it, it is read by an unpickler that knows
-the classes of metadata and nothing else, so that a folder from elsewhere cannot run code. For the same reason what is
-loaded is tensors only: what torch calls bytes is unpickled without a question; the extra states of modules, which may
-be such, are not loaded. `common.pt` is read by Megatron with torch's weights-only unpickler.
+Owns what is saved of it and how it comes back at another TP, PP, VPP or DP. When a checkpoint counts as written is
+decided by `mrl/checkpoint/run_dir/checkpoint.py`; without Megatron the folder is read by
+`mrl/checkpoint/formats/megatron.py`. Its metadata is a pickle: before Megatron reads it, it is read by an unpickler
+that knows the classes of metadata and nothing else, so that a folder from elsewhere cannot run code. For the same
+reason what is loaded is tensors only: what torch calls bytes is unpickled without a question; the extra states of
+modules, which may be such, are not loaded. `common.pt` is read by Megatron with torch's weights-only unpickler.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from mrl.checkpoint.formats.checkpoint_metadata import METADATA, read_metadata
+from mrl.checkpoint.run_dir.checkpoint import hash_file
+from mrl.checkpoint.run_dir.manifest import File
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
-from mrl.formats.checkpoint_metadata import METADATA, read_metadata
 from mrl.megatron.optimizer import optimizer_tensors
 from mrl.megatron.optimizer_state import take_up, to_load, to_save
 from mrl.megatron.trainable import Trainable
 from mrl.models.hf_config import family_of
-from mrl.run_folder.checkpoint import hash_file
-from mrl.run_folder.commit import File
-from mrl.weights.dist_checkpoint import EXTRA_STATE
+from mrl.resharding.dist_checkpoint import EXTRA_STATE
 
 UNLOADABLE = (
     CheckpointingException,

@@ -12,11 +12,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mrl.functional.logprobs import Distribution
-from mrl.megatron.schedule import Loss
+from mrl.algorithms.functional.logprobs import Distribution
+from mrl.megatron.forward_backward import Loss
 from mrl.megatron.trainable import Trainable
+from mrl.resharding.megatron import OUTPUT
 from mrl.types import RolloutBatch
-from mrl.weights.megatron import OUTPUT
 
 _NOTHING = Distribution(1.0, 1)
 """A value is of a state: no token is scored."""

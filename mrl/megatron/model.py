@@ -2,7 +2,7 @@
 
 Owns what a model of `ArchSpec` is in Megatron's terms: the transformer config, the layer spec, rotary frequencies, and
 the end of it, which gives log-probabilities in place of logits, or values. Weights are not initialised here: parameters
-hold NaN until `mrl/weights` has written them, so that a forgotten load cannot pass for a model.
+hold NaN until `mrl/resharding` has written them, so that a forgotten load cannot pass for a model.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mrl.config import ActorConfig, MegatronConfig, ParallelConfig
-from mrl.functional.logprobs import OPERATORS, Distribution, Rows, VocabShard, linear_logprobs
-from mrl.kernels.library import check_alike
-from mrl.kernels.training import Angles, training
+from mrl.algorithms.functional.logprobs import OPERATORS, Distribution, Rows, VocabShard, linear_logprobs
+from mrl.config.config import ActorConfig, MegatronConfig, ParallelConfig
+from mrl.config.megatron_fields.defaults import transformer_defaults
 from mrl.megatron.attention import CoreAttention, PackedSequences
-from mrl.megatron.comparison import Compared
-from mrl.megatron.compiled import Norm, adds_gradient, compiled_layer, compiles
-from mrl.megatron.context import ContextTargets
-from mrl.megatron.exact import Head, Tables, angles_of, exact_layer
+from mrl.megatron.config_passthrough import check_te, given_to, objects
+from mrl.megatron.context_parallel import ContextTargets
+from mrl.megatron.cpu.layers import Norm, adds_gradient, compiled_layer, compiles
+from mrl.megatron.distillation_targets import Compared
 from mrl.megatron.moe import load_balance, moe_config, with_router
 from mrl.megatron.norm import RMSNorm
-from mrl.megatron.passed import check_te, given_to, objects
+from mrl.megatron.on_policy_layers import Head, Tables, angles_of, exact_layer
 from mrl.megatron.router import LoadBalance
 from mrl.megatron.te_attention import sharing
-from mrl.megatron_fields.defaults import transformer_defaults
 from mrl.models.base import ArchSpec, MoeSpec
+from mrl.models.kernels.library import check_alike
+from mrl.models.kernels.training import Angles, training
+from mrl.resharding.megatron import padded_vocab
 from mrl.types import Support
-from mrl.weights.megatron import padded_vocab
 
 
 @dataclass(frozen=True)
@@ -239,14 +239,14 @@ def build_chunks(
 
     Args:
         arch: The model.
-        parallel: Its layout; `mrl.megatron.parallel.initialize` ran with the same.
+        parallel: Its layout; `mrl.megatron.parallel_state.initialize` ran with the same.
         actor: Activation recompute, routing.
         dtype: Of parameters and activations.
         te: The layers are TransformerEngine's, not Megatron's local ones.
         balance: What the routers of a mixture of experts report to; None: one that nobody asks.
         megatron: What is passed on to Megatron.
-        exact_positions: Compute by the functions of the native engine (`exact.py`), in sequences of so many tokens at
-            most; 0: by PyTorch's.
+        exact_positions: Compute by the functions of the native engine (`on_policy_layers.py`), in sequences of so many
+            tokens at most; 0: by PyTorch's.
         device: Of the chunks: on a CPU local layers are compiled where they can be; None: they are not.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from mrl.config import ActorConfig, ParallelConfig
+from mrl.config.config import ActorConfig, ParallelConfig
 from mrl.megatron.router import LoadBalance, RoutedLayer, Router
 from mrl.models.base import ArchSpec, MoeSpec
 

@@ -2,7 +2,7 @@
 
 Owns the way of a part's storages to host memory and back. Views stay valid: a storage is emptied and filled again in
 place, so parameters, Megatron's buffers and the optimizer's shards need not know. When a part is needed is known to
-`policy.py`; `run/sampler.py` says when the room is wanted.
+`actor.py`; `trainer/rollout_worker.py` says when the room is wanted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The optimizer of the actor: Megatron's AdamW over fp32 master weights.
 
 Owns how config becomes Megatron's optimizer. What a checkpoint holds of it is in `optimizer_state.py`, what an Adam is
-in `adam.py`; its learning rate is in `functional/learning_rate.py`.
+in `adam.py`; its learning rate is in `algorithms/functional/learning_rate.py`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
-from mrl.config import ActorConfig
+from mrl.config.config import ActorConfig
+from mrl.config.megatron_fields.table import own_value
 from mrl.megatron.adam import adam_of, counts_by_parameter
-from mrl.megatron.passed import given_to, objects
-from mrl.megatron_fields.table import own_value
+from mrl.megatron.config_passthrough import given_to, objects
 
 
 def build_optimizer(

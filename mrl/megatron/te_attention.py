@@ -24,11 +24,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from mrl.data.prefixes import Prefixes
-from mrl.distributed.transformer_engine import LENGTH_UNIT
+from mrl.data.shared_prefix import Prefixes
 from mrl.megatron.attention import PackedSequences
-from mrl.megatron.copies import Copies, copies
-from mrl.megatron.runs import own_runs
+from mrl.megatron.attention_segments import own_runs
+from mrl.megatron.row_gather import Copies, copies
+from mrl.models.transformer_engine import LENGTH_UNIT
 from mrl.types import ranges
 
 

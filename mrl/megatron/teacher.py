@@ -12,10 +12,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mrl.config import Config
+from mrl.config.config import Config
 from mrl.distributed.groups import ProcessGroups
-from mrl.megatron.frozen import Frozen
-from mrl.megatron.policy import Policy
+from mrl.megatron.actor import Policy
+from mrl.megatron.forward_only import Frozen
 from mrl.megatron.trainable import Trainable
 from mrl.models.base import ArchSpec
 from mrl.types import RolloutBatch
@@ -77,7 +77,7 @@ class Guest(Teacher):
         """Collective over the job: builds the model, without weights.
 
         Args:
-            config: The teacher's, see `preflight/guests.py: guest_config`.
+            config: The teacher's, see `trainer/validation/frozen_models.py: guest_config`.
             arch: The teacher.
             groups: Who sits where.
             device: Of this rank.

@@ -2,7 +2,7 @@
 
 Owns what does not depend on what the model is for: where the weights are, when they are on the device, a pass over a
 batch, and one step of the optimizer. What is scored, and which loss is minimised, is said by what builds on it
-(`policy.py`).
+(`actor.py`).
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.config import Config
+from mrl.algorithms.functional.learning_rate import LearningRate
+from mrl.algorithms.functional.logprobs import Distribution
+from mrl.config.config import Config
 from mrl.distributed.collectives import from_rank, reduce
 from mrl.distributed.groups import ProcessGroups
-from mrl.distributed.transformer_engine import shares, why_local
 from mrl.errors import UserError
-from mrl.functional.learning_rate import LearningRate
-from mrl.functional.logprobs import Distribution
-from mrl.megatron.choices import Choices
-from mrl.megatron.data_parallel import Replicas
+from mrl.megatron.config_passthrough import check_te
+from mrl.megatron.ddp import Replicas
+from mrl.megatron.forward_backward import Loss, Microbatch, Schedule
 from mrl.megatron.model import build_chunks, named_tensors
 from mrl.megatron.moe import load_balance
 from mrl.megatron.offload import PARTS, Offload, Part
 from mrl.megatron.optimizer import build_optimizer, optimizer_tensors, reload_masters
-from mrl.megatron.passed import check_te
-from mrl.megatron.schedule import Loss, Microbatch, Schedule
+from mrl.megatron.routing_record import Choices
 from mrl.models.base import ArchSpec
+from mrl.models.transformer_engine import shares, why_local
+from mrl.resharding.layout import Layout
+from mrl.resharding.megatron import megatron_layout, stage_layers
 from mrl.types import RolloutBatch, ragged
-from mrl.weights.layout import Layout
-from mrl.weights.megatron import megatron_layout, stage_layers
 
 Reports = list[dict[str, Tensor]]
 """Of each microbatch what its loss told, and "scores" [n, R]; on the last pipeline stage."""

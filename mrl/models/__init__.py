@@ -1,4 +1,4 @@
-"""Model families (llama, qwen2 ...), one table of parameters each; config.json; presets with random weights."""
+"""Model families, one table of parameters each (`llama.py`, `qwen3_moe.py`); presets; `kernels/` for CPUs."""
 
-NOT_PLUGINS = ("hf_config", "presets")
+NOT_PLUGINS = ("hf_config", "kernels", "presets", "transformer_engine")
 """Modules of this folder that define no model family."""

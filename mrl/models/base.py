@@ -1,7 +1,7 @@
 """What a model family is: an `ArchSpec` read from config.json, and a table of `ParamSpec` rows.
 
 Owns the vocabulary that tables are written in. A family is one file in this folder that defines `FAMILY`. It knows no
-layout: `weights/` turns (arch, table) into each rank's shards.
+layout: `resharding/` turns (arch, table) into each rank's shards.
 """
 
 from __future__ import annotations

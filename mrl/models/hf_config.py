@@ -10,11 +10,11 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
+from mrl.config import registry
+from mrl.config.did_you_mean import did_you_mean_path
 from mrl.errors import UserError, first_line, shown
 from mrl.models._keys import refuse_foreign_structure
 from mrl.models.base import ArchSpec, Family
-from mrl.schema import registry
-from mrl.schema.nearest import did_you_mean_path
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -10,11 +10,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from mrl.config.did_you_mean import did_you_mean
 from mrl.errors import UserError
 from mrl.models._keys import DECODER_KEYS
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_config
-from mrl.schema.nearest import did_you_mean
 
 INITIALIZER_RANGE = 0.02
 """Standard deviation of random matrices, transformers' default `initializer_range`."""

@@ -1,1 +1,1 @@
-"""Reward functions, one file each; yours run in workers with limits of time and memory (`_pool.py`)."""
+"""Reward functions, one file each, and the workers that run yours with limits of time and memory."""

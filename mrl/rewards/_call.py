@@ -13,12 +13,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from mrl.config import registry
+from mrl.config.did_you_mean import did_you_mean
+from mrl.config.user_code import is_own
 from mrl.errors import UserError
 from mrl.rewards._arguments import check_types
 from mrl.rewards._signatures import Sample, Signature
-from mrl.schema import registry
-from mrl.schema.nearest import did_you_mean
-from mrl.schema.own_code import is_own
 
 Facts = dict[str, float | str]
 """What a reward function may say of a sample besides its value; numbers are finite."""

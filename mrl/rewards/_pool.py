@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from mrl.distributed.worker_processes.worker_process import wait_for
 from mrl.errors import UserError
-from mrl.processes.channel import wait_for
-from mrl.rewards._bundles import Task
 from mrl.rewards._call import Way
+from mrl.rewards._call_batches import Task
 from mrl.rewards._remote import Answered, Worker
 from mrl.rewards._signatures import Sample
 

@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mrl.distributed.worker_processes.worker_process import STARTUP_LIMIT_S, Channel, wait_for
 from mrl.errors import UserError
-from mrl.processes.channel import STARTUP_LIMIT_S, Channel, wait_for
 from mrl.rewards import _wire
-from mrl.rewards._bundles import Task
 from mrl.rewards._call import Outcome, Way
+from mrl.rewards._call_batches import Task
 from mrl.rewards._signatures import Sample
 
 Answered = tuple[Task, int, list[Outcome]]

@@ -1,4 +1,7 @@
-"""What a reward worker answers, and what is believed of it. The lines themselves are `processes/wire.py`'s."""
+"""The answers of a reward worker, and how they are checked.
+
+`distributed/worker_processes/protocol.py` owns the format of the messages.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mrl.processes import wire
+from mrl.distributed.worker_processes import protocol
 from mrl.rewards._call import Outcome, Way
 
 
@@ -36,13 +39,13 @@ class Answer:
 
 def ready(key: int, sources: Sequence[str], ways: Sequence[Way]) -> bytes:
     """The worker's first line, once it has imported the functions."""
-    return wire.line(key, {"refusal": "", "sources": list(sources), "ways": [asdict(way) for way in ways]})
+    return protocol.line(key, {"refusal": "", "sources": list(sources), "ways": [asdict(way) for way in ways]})
 
 
 def answer(key: int, serial: int, place: int, outcomes: Sequence[Outcome]) -> bytes:
     """A sample's outcomes."""
     told = [_shortened(outcome).told for outcome in outcomes]
-    return wire.line(key, {"serial": serial, "place": place, "outcomes": told})
+    return protocol.line(key, {"serial": serial, "place": place, "outcomes": told})
 
 
 def read(said: Mapping[str, Any], num_calls: int) -> Answer:
@@ -70,8 +73,8 @@ def _scored(serial: Any, place: Any, outcomes: Any, num_calls: int) -> Answer:
 
 
 def _shortened(outcome: Outcome) -> Outcome:
-    short = len(outcome.error) <= wire.MAX_ERROR_CHARS
-    return outcome if short else replace(outcome, error=outcome.error[: wire.MAX_ERROR_CHARS])
+    short = len(outcome.error) <= protocol.MAX_ERROR_CHARS
+    return outcome if short else replace(outcome, error=outcome.error[: protocol.MAX_ERROR_CHARS])
 
 
 def _outcome(fields: Any) -> Outcome:

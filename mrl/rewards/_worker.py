@@ -1,7 +1,8 @@
 """The worker process: calls reward functions for its parent, one task after the other.
 
-Started by `processes/channel.py` as a fresh interpreter, which keeps (`processes/keeper.py`) the process that works.
-It imports no torch and nothing of the parent's main module.
+Started by `distributed/worker_processes/worker_process.py` as a fresh interpreter, which keeps
+(`distributed/worker_processes/supervisor.py`) the process that works. It imports no torch and nothing of the parent's
+main module.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import sys
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from mrl.distributed.worker_processes import protocol
+from mrl.distributed.worker_processes.supervisor import Bounds, keep
 from mrl.errors import UserError
-from mrl.processes import wire
-from mrl.processes.keeper import Bounds, keep
 from mrl.rewards import _wire
 from mrl.rewards._call import Outcome, RewardCall
 from mrl.rewards._signatures import Sample
@@ -55,7 +56,7 @@ def _work(bounds: Bounds) -> None:
         tell(serial, first, by_call)
 
     try:
-        known = [_load(name, kwargs) for name, kwargs in wire.read_command(stream)]
+        known = [_load(name, kwargs) for name, kwargs in protocol.read_command(stream)]
         _write(bounds, _wire.ready(bounds.key, [call.source for call in known], [call.way for call in known]))
         for serial, (places, units) in enumerate(_tasks(stream)):
             calls = [known[place] for place in places]
@@ -65,7 +66,7 @@ def _work(bounds: Bounds) -> None:
             for unit in units:
                 tell(serial, 0, [_call(call, unit, bounds) for call in calls])
     except UserError as error:
-        _write(bounds, wire.ready(bounds.key, str(error)))
+        _write(bounds, protocol.ready(bounds.key, str(error)))
     except (EOFError, ConnectionError):
         pass
 
@@ -85,7 +86,7 @@ def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 def _tasks(stream: BinaryIO) -> Iterator[tuple[Sequence[int], Sequence[Sequence[Sample]]]]:
     """Places of the functions to call, and the samples of each call."""
     while True:
-        yield from wire.read_command(stream)
+        yield from protocol.read_command(stream)
 
 
 def _call(call: RewardCall, unit: Sequence[Sample], bounds: Bounds) -> list[Outcome]:
@@ -106,7 +107,7 @@ def _failed(error: BaseException, unit: Sequence[Sample], bounds: Bounds) -> lis
     """Returns an outcome for each sample of a call that raised."""
     if isinstance(error, MemoryError):
         return _no_memory(unit, bounds)
-    return [Outcome(math.nan, wire.raised(error))] * len(unit)
+    return [Outcome(math.nan, protocol.raised(error))] * len(unit)
 
 
 def _no_memory(unit: Sequence[Sample], bounds: Bounds) -> list[Outcome]:
@@ -127,4 +128,4 @@ def _load(name: str, kwargs: dict[str, Any]) -> RewardCall:
     except UserError:
         raise
     except BaseException as error:
-        raise UserError(f"reward.functions: '{name}' does not import: {wire.raised(error)}.") from error
+        raise UserError(f"reward.functions: '{name}' does not import: {protocol.raised(error)}.") from error

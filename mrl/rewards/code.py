@@ -1,4 +1,4 @@
-"""1 where the Python program in a response passes the row's tests, each run in a sandbox (`processes/sandbox.py`).
+"""1 where the Python program in a response passes the row's tests, each run in a sandbox.
 
 Which block of a response is the program is in `_blocks.py`. Expected outputs never enter the program's process, so it
 cannot read them. Tests that are Python statements run after the program, in its process. They are not in its memory
@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mrl.processes.folders import owned_folder
-from mrl.processes.sandbox import Bounds, Ran, run_python
+from mrl.config.reasoning import without_reasoning
+from mrl.distributed.worker_processes.folders import owned_folder
+from mrl.distributed.worker_processes.sandbox import Bounds, Ran, run_python
 from mrl.rewards._arguments import check_positive
 from mrl.rewards._blocks import program_of
-from mrl.schema.reasoning import without_reasoning
 
 IN_PROCESS = False
 LIMIT_S = 8.0

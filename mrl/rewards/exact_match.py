@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 from unicodedata import normalize
 
+from mrl.config.reasoning import without_reasoning
 from mrl.rewards._arguments import check_finite
-from mrl.schema.reasoning import without_reasoning
 
 IN_PROCESS = True
 

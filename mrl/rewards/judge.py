@@ -11,11 +11,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from mrl.config.reasoning import without_reasoning
 from mrl.rewards._call import Facts, source_of
 from mrl.rewards._endpoint import Endpoint, Messages
 from mrl.rewards._numbers import plain
 from mrl.rewards._signatures import Sample
-from mrl.schema.reasoning import without_reasoning
 
 ASKS = True
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from mrl.config.reasoning import without_reasoning
 from mrl.rewards._arguments import check_finite, check_positive
 from mrl.rewards._expressions import Read, equal, read, read_prose
 from mrl.rewards._final_answer import BOX, SENTENCE, Marked, final_answer
-from mrl.schema.reasoning import without_reasoning
 
 IN_PROCESS = False
 

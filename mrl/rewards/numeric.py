@@ -6,10 +6,10 @@ import math
 from itertools import product
 from typing import Any
 
+from mrl.config.reasoning import without_reasoning
 from mrl.rewards._arguments import check_finite
 from mrl.rewards._final_answer import SENTENCE, final_answer
 from mrl.rewards._numbers import Written, last_number
-from mrl.schema.reasoning import without_reasoning
 
 IN_PROCESS = True
 

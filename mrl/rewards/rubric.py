@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mrl.config.reasoning import without_reasoning
 from mrl.rewards._call import Facts
 from mrl.rewards._signatures import Sample
 from mrl.rewards.judge import Judge, json_object
-from mrl.schema.reasoning import without_reasoning
 
 ASKS = True
 

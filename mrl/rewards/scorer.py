@@ -2,7 +2,7 @@
 
 Owns which function runs where, what a failed sample is worth and when failures stop the job. A reward function that
 raises, returns no finite number, hangs or kills its process fails its sample only. A sample without a score has the
-reward NaN: the loop leaves it out (`rollout/table.py`).
+reward NaN: the loop leaves it out (`rollout/sample_table.py`).
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
-from mrl.config import RewardConfig, RewardFunctionConfig
+from mrl.config import registry
+from mrl.config.config import RewardConfig, RewardFunctionConfig
+from mrl.config.user_code import is_own
 from mrl.errors import UserError
-from mrl.rewards._asking import Asking, judge_of
-from mrl.rewards._bundles import Bundle, Order, Task, bundles_of, check_batch
 from mrl.rewards._cache import ScoreCache, Spared, identity_of
 from mrl.rewards._call import Outcome, RewardCall
+from mrl.rewards._call_batches import Bundle, Order, Task, bundles_of, check_batch
 from mrl.rewards._endpoint import asked_of
+from mrl.rewards._judge_client import Asking, judge_of
 from mrl.rewards._pool import WorkerPool
 from mrl.rewards._remote import Answered
 from mrl.rewards._signatures import NUM_TURNS, Sample
 from mrl.rewards.environment import ENVIRONMENT_REWARD
 from mrl.rewards.judge import Judge
-from mrl.schema import registry
-from mrl.schema.own_code import is_own
 from mrl.types import Prompt, Rollout
 
 MODEL = "model"

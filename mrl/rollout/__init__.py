@@ -1,1 +1,1 @@
-"""What is sampled, which replica samples which prompt, and how samples get to the ranks that train on them."""
+"""Prompts assigned to engines, the rollout buffer, dispatch to data-parallel ranks, async schedule; `episodes/`."""

@@ -8,10 +8,10 @@ import torch
 
 from mrl.algorithms._policy_loss import LOSSES, READ
 from mrl.algorithms.base import Algorithm, Outcomes, build, required, resolve
-from mrl.config import AlgorithmConfig, KlCtrlConfig, OverlongConfig, RolloutConfig
+from mrl.config.config import AlgorithmConfig, KlCtrlConfig, OverlongConfig, RolloutConfig
+from mrl.config.registry import names
+from mrl.config.rollout_correction import RolloutCorrectionConfig
 from mrl.errors import UserError
-from mrl.schema.registry import names
-from mrl.schema.rollout_correction import RolloutCorrectionConfig
 from tests.algorithms.ragged import advantages_of, alone, make_batch
 
 ROLLOUT = RolloutConfig(n=3, response_length=7)

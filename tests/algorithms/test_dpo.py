@@ -10,10 +10,10 @@ import torch
 
 from mrl.algorithms.base import Algorithm, build, resolve
 from mrl.algorithms.dpo import pair_rows
-from mrl.config import AlgorithmConfig, RolloutConfig
+from mrl.algorithms.functional.preferences import LOSSES
+from mrl.config.config import AlgorithmConfig, RolloutConfig
+from mrl.config.dpo import DpoConfig
 from mrl.errors import UserError
-from mrl.functional.preferences import LOSSES
-from mrl.schema.dpo import DpoConfig
 from mrl.types import RolloutBatch
 from tests.algorithms.ragged import alone, make_batch, on_ranks
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mrl.algorithms._kl_control import KlControl, sequence_means
-from mrl.config import AlgorithmConfig, KlCtrlConfig
+from mrl.config.config import AlgorithmConfig, KlCtrlConfig
 
 TOKENS = torch.ones(3)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from mrl.algorithms._entropy_control import EntropyControl
 from mrl.algorithms._policy_loss import LOSSES, READ
 from mrl.algorithms.base import build, resolve
-from mrl.config import (
+from mrl.config.config import (
     AlgorithmConfig,
     ClipCovConfig,
     DppoConfig,
@@ -24,12 +24,12 @@ from mrl.config import (
     SapoConfig,
     VespoConfig,
 )
+from mrl.config.verl_keys.loss_names import VERL_LOSSES as OURS
 from mrl.errors import UserError
-from mrl.peers.objectives import VERL_LOSSES as OURS
 from mrl.types import RolloutBatch
+from tests.algorithms.functional import verl_losses
+from tests.algorithms.functional.verl_losses import ENTRIES, LENS, SPREADS, Entry
 from tests.algorithms.ragged import alone, make_batch
-from tests.functional import verl_losses
-from tests.functional.verl_losses import ENTRIES, LENS, SPREADS, Entry
 
 VERL = 1e-7  # absolute, of losses of order 1: weights of tokens are fp32, verl divides by a count + 1e-8
 FP64 = 1e-6  # of the largest entry: log-probabilities and the reference are fp64, weights of tokens fp32

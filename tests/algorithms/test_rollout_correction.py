@@ -16,13 +16,18 @@ from torch import Tensor
 from mrl.algorithms._rollout_correction import Correction
 from mrl.algorithms.base import build, resolve
 from mrl.algorithms.dapo import Dapo
-from mrl.config import AlgorithmConfig, RolloutConfig
+from mrl.algorithms.functional.rollout_correction import Rejection, binary_kl, passes, statistic
+from mrl.algorithms.functional.sequence_losses import Sequences
+from mrl.algorithms.functional.train_infer_mismatch import (
+    mismatch_metrics,
+    mismatch_sums,
+    off_policy_metrics,
+    off_policy_sums,
+)
+from mrl.config.config import AlgorithmConfig, RolloutConfig
+from mrl.config.rollout_correction import RolloutCorrectionConfig
+from mrl.config.verl_keys.verl_presets import PRESETS
 from mrl.errors import UserError
-from mrl.functional.mismatch import mismatch_metrics, mismatch_sums, off_policy_metrics, off_policy_sums
-from mrl.functional.rollout_correction import Rejection, binary_kl, passes, statistic
-from mrl.functional.sequence_losses import Sequences
-from mrl.peers.verl_presets import PRESETS
-from mrl.schema.rollout_correction import RolloutCorrectionConfig
 from mrl.types import RolloutBatch
 from tests.algorithms.ragged import alone
 from tests.source import ROOT

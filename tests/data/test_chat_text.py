@@ -5,12 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from mrl.config import DataConfig, ModelConfig
+from mrl.config.config import DataConfig, ModelConfig
+from mrl.data.assistant_mask import rendered
 from mrl.data.chat_text import ChatText
 from mrl.data.tokenizer import load_tokenizer
-from mrl.data.turns import rendered
-from mrl.episodes.rendering import Chat, Plain
-from mrl.run.reward_text import Reader
+from mrl.rollout.episodes.rendering import Chat, Plain
+from mrl.trainer.reward_model_inputs import Reader
 from mrl.types import Prompt
 from tests.data.folders import SPECIAL, byte_bpe_folder
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from mrl.config import DataConfig, RolloutConfig
-from mrl.data.examples import Encoder, Example
+from mrl.config.config import DataConfig, RolloutConfig
 from mrl.data.prompts import load_training
+from mrl.data.sft_examples import Encoder, Example
 from mrl.errors import UserError
-from tests.data.test_examples import ASKED, TALK, chat_tokenizer, digits, pieces  # noqa: F401
+from tests.data.test_sft_examples import ASKED, TALK, chat_tokenizer, digits, pieces  # noqa: F401
 
 END = "<|im_end|>"
 

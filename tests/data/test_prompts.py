@@ -5,7 +5,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from mrl.config import DataConfig, ModelConfig
+from mrl.config.config import DataConfig, ModelConfig
 from mrl.data.prompts import VALIDATION_UID, load_training, load_validation
 from mrl.data.tokenizer import load_tokenizer
 from mrl.errors import UserError
@@ -290,7 +290,7 @@ def test_another_column_names_the_data_set_and_the_reward_still_sees_it(tmp_path
     assert prompt.extra == {"data_source": "no", "origin": {"set": "yes"}}
 
 
-@pytest.mark.parametrize("name", ["addition", "mrl.data.tasks:Addition"])
+@pytest.mark.parametrize("name", ["addition", "mrl.data.synthetic_tasks:Addition"])
 def test_a_task_names_its_data_set(digits, name):
     data = DataConfig(task=name, task_kwargs={"num_val": 3, "max_value": 9})
     stream = load_training(data, digits, prompt_length=16, seed=0)

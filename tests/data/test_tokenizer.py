@@ -4,7 +4,7 @@ import pytest
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from mrl.config import DataConfig, ModelConfig
+from mrl.config.config import DataConfig, ModelConfig
 from mrl.data.tokenizer import load_tokenizer
 from mrl.errors import UserError
 from tests.data.folders import CHATML, byte_bpe_folder

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from mrl.distributed.collectives import together
-from mrl.distributed.environment import Environment
+from mrl.distributed.launcher_env import Environment
 from mrl.distributed.local_ranks import forks, free_port
+from mrl.distributed.watchdog.watchdog import Watchdog
 from mrl.errors import UserError
-from mrl.survival.watchdog import Watchdog
 from tests.ranks import PRELOAD
 
 COLLECTIVE = timedelta(seconds=400)

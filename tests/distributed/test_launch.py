@@ -38,9 +38,9 @@ def test_an_interface_that_the_user_chose_stays(monkeypatch):
 
 def started_again(ports, wrong):
     """Another start in a rank that has one: the sums of it, and how many files it may open."""
-    from mrl.megatron import parallel
+    from mrl.megatron import parallel_state
 
-    parallel.destroy()  # what an earlier test of these ranks left
+    parallel_state.destroy()  # what an earlier test of these ranks left
     launch.stop()
     os.environ["MASTER_PORT"] = str(ports[0])
     files = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -103,11 +103,11 @@ def in_pool(folder, words, ranks):
 
 def in_rank(words, ports):
     """Runs `mrl WORDS` in a rank of `tests/ranks.py` and returns its exit status."""
-    from mrl.cli import main
+    from mrl.commands.cli import main
     from mrl.distributed import launch
-    from mrl.megatron import parallel
+    from mrl.megatron import parallel_state
 
-    parallel.destroy()  # what an earlier test of these ranks left
+    parallel_state.destroy()  # what an earlier test of these ranks left
     launch.stop()  # mrl starts the process group itself
     os.environ["MASTER_PORT"] = str(ports[0])
     try:

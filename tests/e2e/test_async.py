@@ -85,8 +85,8 @@ NUM_SLEEPS = 200
 
 def _disturbed(words, ports, seed):
     """`mrl WORDS` on this rank, which sleeps now and then where phases begin and where the replicas ask for work."""
-    from mrl.observe.timers import Timers
-    from mrl.rollout.shared_queue import SharedQueue
+    from mrl.observability.timers import Timers
+    from mrl.rollout.prompt_queue import SharedQueue
 
     draw, slept, kept = random.Random(f"{seed} {os.environ['RANK']}"), [0], (Timers.phase, SharedQueue.pulse)
 

@@ -12,12 +12,12 @@ import time
 import pytest
 import torch.distributed as dist
 
-from mrl.config import CheckpointConfig
+from mrl.checkpoint.run_dir.checkpoint import Checkpoints
+from mrl.checkpoint.run_dir.manifest import committed_steps, read_commit
+from mrl.config.config import CheckpointConfig
 from mrl.distributed.local_ranks import forks
 from mrl.errors import UserError
 from mrl.megatron import checkpoint
-from mrl.run_folder.checkpoint import Checkpoints
-from mrl.run_folder.commit import committed_steps, read_commit
 from tests.e2e import async_kills, runs
 from tests.e2e.async_kills import ASYNC
 from tests.full_disk import full_disk

@@ -65,12 +65,12 @@ def test_a_critic_begins_from_a_folder_and_learns_before_the_actor_does(uninterr
 
 
 def evaluated(folder):
-    from mrl.config import load
+    from mrl.config.config import load
     from mrl.distributed import launch
-    from mrl.megatron import parallel
+    from mrl.megatron import parallel_state
     from mrl.train import evaluate
 
-    parallel.destroy()
+    parallel_state.destroy()
     launch.stop()
     try:
         return evaluate(load(f"{folder}/config-given.yaml", [f"run.output_dir={folder}/run", *STEPS]))

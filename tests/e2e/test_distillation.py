@@ -5,13 +5,13 @@ import json
 import pytest
 from safetensors.torch import save_file
 
-from mrl.cli import main
+from mrl.checkpoint.formats.hf import SINGLE, write_companions
+from mrl.commands.cli import main
 from mrl.data.tokenizer import CharTokenizer
-from mrl.formats.hf import SINGLE, write_companions
 from mrl.models.presets import arch_from_preset
-from mrl.weights.hf import hf_layout
-from mrl.weights.init import random_init
-from mrl.weights.tensors import allocate
+from mrl.resharding.dtypes import allocate
+from mrl.resharding.hf import hf_layout
+from mrl.resharding.init import random_init
 from tests.e2e import runs
 
 RELATIVE, ABSOLUTE = 1e-4, 1e-6  # fp32 over three steps

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from mrl.cli import main
+from mrl.commands.cli import main
 from tests.data.folders import byte_bpe_folder
 from tests.e2e import runs
 from tests.e2e.test_dpo import DPO
@@ -140,7 +140,7 @@ def test_the_glossary_tells_of_no_metric_that_is_not_there(written):
 
 
 def test_the_terminals_words_are_in_the_glossary():
-    from mrl.observe.loggers.console import PLAIN, WATCHED
+    from mrl.observability.loggers.console import PLAIN, WATCHED
 
     cells = {}
     for line in GLOSSARY.splitlines():

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from mrl.cli import main
+from mrl.commands.cli import main
 from tests.e2e import runs
 
 DPO = [

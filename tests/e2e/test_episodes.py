@@ -21,7 +21,7 @@ GUESSING = [
     "reward.functions=[{name: environment}]",
     "checkpoint.interval=1",
 ]
-ECHO = f"{Path(__file__).parents[1]}/episodes/worlds.py:Echo"
+ECHO = f"{Path(__file__).parents[1]}/rollout/episodes/worlds.py:Echo"
 WORK = ("prefill_tokens", "reread_tokens", "decode_steps", "decode_tokens", "max_running")
 WITHIN = 1e-6
 """Of two sums of the same numbers in fp32, over another number of ranks."""

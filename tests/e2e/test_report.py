@@ -3,7 +3,7 @@
 import torch.distributed as dist
 
 from mrl.distributed.local_ranks import free_port
-from mrl.observe import report
+from mrl.observability import report
 from tests.e2e import runs
 from tests.ranks import run_ranks
 

@@ -16,7 +16,7 @@ STEPS = [
     "checkpoint.interval=2",
     "observe.num_samples=16",
 ]
-SCORE = 1e-5  # as in run/test_reward_model.py
+SCORE = 1e-5  # as in trainer/test_reward_model.py
 RELATIVE, ABSOLUTE = 1e-3, 1e-4  # fp32 sums in another order, through steps of Adam
 LAYOUTS = {
     "tp2": "parallel={tensor_model_parallel_size: 2, sequence_parallel: true}",
@@ -79,12 +79,12 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(uninterrupted, overri
 
 
 def evaluated(folder, overrides):
-    from mrl.config import load
+    from mrl.config.config import load
     from mrl.distributed import launch
-    from mrl.megatron import parallel
+    from mrl.megatron import parallel_state
     from mrl.train import evaluate
 
-    parallel.destroy()
+    parallel_state.destroy()
     launch.stop()
     try:
         return evaluate(load(f"{folder}/config-given.yaml", [f"run.output_dir={folder}/run", *overrides]))

@@ -11,12 +11,12 @@ import time
 import psutil
 import pytest
 
-from mrl.config import load
+from mrl.commands.plan import dryrun
+from mrl.commands.serve.serve import Listen, serve
+from mrl.config.config import load
 from mrl.errors import UserError
-from mrl.plan import dryrun
-from mrl.preflight.world_size import WorldSize
-from mrl.run.prepare import check_run
-from mrl.serve.serve import Listen, serve
+from mrl.trainer.resolve import check_run
+from mrl.trainer.validation.world_size import WorldSize
 from tests.e2e import runs
 
 STEPS = ["train.num_steps=3", "train.eval_interval=2", "checkpoint.interval=2"]

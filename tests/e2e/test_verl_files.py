@@ -5,7 +5,7 @@ import json
 import pyarrow
 import pyarrow.parquet
 
-from mrl.cli import main
+from mrl.commands.cli import main
 from tests.e2e.test_docs import QUIET, model_folder
 from tests.rewards.test_signatures import GSM8K, ROWS
 

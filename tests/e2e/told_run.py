@@ -4,8 +4,8 @@ import os
 import time
 
 from mrl.algorithms.grpo import Grpo
-from mrl.data.tasks import Addition
-from mrl.run.prepare import PEEKED_PROMPTS
+from mrl.data.synthetic_tasks import Addition
+from mrl.trainer.resolve import PEEKED_PROMPTS
 from tests.e2e.told import LONG_S, number, tells
 
 

@@ -62,7 +62,7 @@ def _fork(words, rank, ranks, port, output):
                 RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
                 MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
             )  # fmt: skip
-        from mrl.cli import main
+        from mrl.commands.cli import main
 
         os._exit(main(words))
     except BaseException:  # noqa: BLE001 -- shown as the start's own failure

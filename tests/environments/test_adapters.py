@@ -5,7 +5,7 @@ import inspect
 import pytest
 import yaml
 
-from mrl.environments import _making
+from mrl.environments import _factory
 from mrl.environments.base import Action, ToolCall
 from mrl.environments.verl_tools import verl_tools
 from mrl.errors import UserError
@@ -16,7 +16,7 @@ HERE = "tests.environments.foreign"
 
 
 def maker(name, kwargs):
-    return _making.maker(name, kwargs)[0]
+    return _factory.maker(name, kwargs)[0]
 
 
 def call(name, **arguments):

@@ -9,8 +9,8 @@ import pytest
 
 from mrl.environments.base import Action, Observation
 from mrl.errors import UserError
+from tests.distributed.worker_processes.attacks import PRELUDE
 from tests.environments.episodes import HERE, descendants, pool, replies, said, step
-from tests.processes.attacks import PRELUDE
 from tests.rewards.test_scorer import gone, noted
 
 TIME_LIMIT_S = 1.5  # for microseconds of work: room for a busy machine

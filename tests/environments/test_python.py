@@ -2,9 +2,9 @@ import pytest
 
 from mrl.environments.base import Action, ToolCall
 from mrl.errors import UserError
+from tests.distributed.worker_processes.attacks import CALM
+from tests.distributed.worker_processes.run_attacks import Target, together
 from tests.environments.episodes import descendants, pool, replies
-from tests.processes.attacks import CALM
-from tests.processes.run_attacks import Target, together
 from tests.rewards.test_scorer import gone
 
 

@@ -23,10 +23,10 @@ def warm_up() -> None:
     """Imports what every child needs, once."""
     import torch
 
-    import mrl.doctor.doctor
-    import mrl.plan.dryrun
-    import mrl.plan.plan
-    import mrl.rehearsal.rehearse
+    import mrl.commands.doctor.doctor
+    import mrl.commands.plan.dryrun
+    import mrl.commands.plan.plan
+    import mrl.commands.rehearse.rehearse
     import mrl.train  # noqa: F401
 
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
 """One command line run on broken input, and what must hold whatever the input was.
 
-A case runs in a forked child through `mrl.cli.main`, so that a hang ends and nothing of it stays. It must end in time,
-with a status of README's, leave no process behind and print no traceback; status 2 is told in one message.
+A case runs in a forked child through `mrl.commands.cli.main`, so that a hang ends and nothing of it stays. It must end
+in time, with a status of README's, leave no process behind and print no traceback; status 2 is told in one message.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _child(argv: list[str], folder: Path) -> None:
             os.dup2(os.open(name, flags, 0o600), number)
         sys.stdin, sys.stdout = open(0, encoding="utf-8"), open(1, "w", encoding="utf-8")  # noqa: SIM115
         sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
-        from mrl.cli import main
+        from mrl.commands.cli import main
 
         status = main(argv)
     except SystemExit as ended:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import yaml
 
-from mrl.config import Config
-from mrl.schema.keys import dotted_keys
+from mrl.config.config import Config
+from mrl.config.keys import dotted_keys
 from tests.fuzz.cases import BASE, COMMANDS, Case
 
 KEYS = list(dotted_keys(Config))
@@ -22,7 +22,7 @@ WORDS = (
     "${run}", "\0", "a\0b", "\ud800", "\udcff\udcfe", "\u202e", "\x1b[31m", "\ufeff", "😀" * 50, "a" * 300, "a" * 5000,
     "/".join(["a" * 200] * 30), "/" * 300, "../" * 2000, "x" * 100_000, "/proc/self/mem", "/dev/zero", "/dev/stdin",
     "/", ".", "..", "///", "/etc/passwd", "char:", "char:aa", "char:\ud800a", ":", ".:", "a:b:c", "..a", "os:system",
-    "mrl", "mrl.cli:main", "builtins:exec", "nan", "1e400", "0x10", "1_000", "yes", "null", "[", "{", "- a", "!!set {a}",
+    "mrl", "mrl.commands.cli:main", "builtins:exec", "nan", "1e400", "0x10", "1_000", "yes", "null", "[", "{", "- a", "!!set {a}",
     "&a", "*a", "%s%n", "{folder}", "'", '"', "#", "\n", "\t", "\r\n",
 )  # fmt: skip
 NUMBERS = (

@@ -6,8 +6,8 @@ from __future__ import annotations
 import random
 from typing import get_args, get_origin, get_type_hints
 
-from mrl.config import Config, RewardFunctionConfig
-from mrl.schema.keys import dotted_keys
+from mrl.config.config import Config, RewardFunctionConfig
+from mrl.config.keys import dotted_keys
 from tests.fuzz.cases import Case
 
 WHOLE = (-(2**63), -1, 0, 1, 3, 100_000, 2**20, 2**31 - 1, 2**31, 2**63 - 1, 2**63, 10**30)

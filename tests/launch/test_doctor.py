@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from tests import warm
-from tests.doctor.test_doctor import QUICK
-from tests.doctor.test_versions import distribution
+from tests.commands.doctor.test_doctor import QUICK
+from tests.commands.doctor.test_versions import distribution
 from tests.e2e import runs
 from tests.launch.hosts import Hosts, NoRightsError
 from tests.launch.test_mpirun import mpirun

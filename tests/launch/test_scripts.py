@@ -33,7 +33,7 @@ def test_each_ends_with_the_same_words_and_says_nothing_else(script):
 
 def test_torchrun_takes_its_variables():
     _, words, _ = dry_run("torchrun.sh", NNODES="4", NODE_RANK="3", NPROC_PER_NODE="8", MASTER_ADDR="n0", PYTHON="py")
-    assert words[:5] == ["py", "-m", "mrl.survival.torchrun", "--nnodes", "4"]
+    assert words[:5] == ["py", "-m", "mrl.distributed.watchdog.torchrun", "--nnodes", "4"]
     assert words[5:13] == ["--nproc-per-node", "8", "--node-rank", "3", "--master-addr", "n0", "--master-port", "29500"]
 
 

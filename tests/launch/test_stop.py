@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mrl.survival.stop import REPEAT_S
+from mrl.distributed.watchdog.graceful_stop import REPEAT_S
 from tests import warm
 from tests.e2e import runs, told
 from tests.source import ROOT

@@ -10,17 +10,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.algorithms.base import build
-from mrl.config import ActorConfig, AlgorithmConfig, Config, MegatronConfig, ModelConfig, ParallelConfig, RolloutConfig
+from mrl.algorithms.functional.learning_rate import LearningRate
+from mrl.config.config import (
+    ActorConfig,
+    AlgorithmConfig,
+    Config,
+    MegatronConfig,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+)
 from mrl.distributed.groups import ProcessGroups
-from mrl.functional.learning_rate import LearningRate
-from mrl.grid import Grid
+from mrl.megatron.actor import Policy
 from mrl.megatron.critic import Critic
-from mrl.megatron.policy import Policy
 from mrl.megatron.trainable import Trainable
 from mrl.models.base import ArchSpec, critic_of
 from mrl.models.presets import arch_from_preset
+from mrl.parallel_layout import Grid
+from mrl.resharding.init import random_init
 from mrl.types import RolloutBatch
-from mrl.weights.init import random_init
 from tests.layouts import groups_of
 from tests.ranks import bytes_of, tensor_of
 

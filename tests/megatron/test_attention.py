@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.data.prefixes import Prefixes, each_token, shared_prefixes
+from mrl.data.shared_prefix import Prefixes, each_token, shared_prefixes
 from mrl.megatron.attention import MAX_PADDING, SMALL_GROUP_TOKENS, CoreAttention, pack
 from mrl.megatron.te_attention import pack_for_te
 

@@ -13,10 +13,10 @@ import psutil
 import pytest
 import torch
 
+from mrl.algorithms.functional.learning_rate import LearningRate
 from mrl.distributed import launch
 from mrl.distributed.local_ranks import forks
 from mrl.errors import UserError
-from mrl.functional.learning_rate import LearningRate
 from mrl.megatron import checkpoint
 from tests.megatron.actors import ARCHS, CONSTANT, LAYOUTS, adam_steps, full_weights, make_policy, train
 from tests.ranks import PRELOAD, RankError, run_ranks

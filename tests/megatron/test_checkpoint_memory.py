@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mrl.grid import Grid
 from mrl.megatron import checkpoint
+from mrl.parallel_layout import Grid
 from tests.megatron.actors import ARCHS, make_policy, train
 from tests.megatron.test_checkpoint import RATE
 from tests.ranks import run_ranks

@@ -8,13 +8,13 @@ import torch
 import transformers
 
 from mrl.algorithms._critic import ValueObjective
-from mrl.config import CriticConfig, RolloutConfig
-from mrl.formats.megatron import MegatronSource
-from mrl.grid import Grid
+from mrl.checkpoint.formats.megatron import MegatronSource
+from mrl.config.config import CriticConfig, RolloutConfig
 from mrl.megatron import checkpoint
 from mrl.models.base import critic_of
 from mrl.models.hf_config import family_of
-from mrl.weights.regions import whole
+from mrl.parallel_layout import Grid
+from mrl.resharding.regions import whole
 from tests.megatron.actors import (
     ARCHS,
     CONSTANT,

@@ -1,7 +1,8 @@
 """A student's divergence from its teachers in every layout is that of transformers' models in float64.
 
 Two teachers, each with its own sequences: one is a set of weights in the student's modules, the other a model of
-another family. Values and gradients over a split vocabulary in float64 are in `functional/test_divergences.py`.
+another family. Values and gradients over a split vocabulary in float64 are in
+`algorithms/functional/test_divergences.py`.
 """
 
 import math
@@ -12,18 +13,18 @@ import torch
 import transformers
 
 from mrl.algorithms._distillation import DUAL_CLIP, Distillation
-from mrl.functional.logprobs import VocabShard
-from mrl.grid import Grid
-from mrl.megatron.comparison import Compared, Comparison
+from mrl.algorithms.functional.logprobs import VocabShard
+from mrl.config.distillation import SAMPLED as SAMPLED_MODES
+from mrl.config.distillation import DistillationLossConfig
+from mrl.megatron.distillation_targets import Compared, Comparison
 from mrl.megatron.teacher import Guest, Lodger
 from mrl.models.hf_config import family_of
-from mrl.preflight.guests import guest_config
-from mrl.run.teachers import joined
-from mrl.schema.distillation import SAMPLED as SAMPLED_MODES
-from mrl.schema.distillation import DistillationLossConfig
-from mrl.weights.init import random_init
-from mrl.weights.megatron import output_name
-from tests.functional.test_divergences import Peak, by_definition
+from mrl.parallel_layout import Grid
+from mrl.resharding.init import random_init
+from mrl.resharding.megatron import output_name
+from mrl.trainer.teachers import joined
+from mrl.trainer.validation.frozen_models import guest_config
+from tests.algorithms.functional.test_divergences import Peak, by_definition
 from tests.layouts import groups_of
 from tests.megatron.actors import (
     ARCHS,

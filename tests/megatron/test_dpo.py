@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from mrl.algorithms.base import build
-from mrl.config import AlgorithmConfig, RolloutConfig
+from mrl.algorithms.functional.learning_rate import LearningRate
+from mrl.algorithms.functional.logprobs import Distribution
+from mrl.config.config import AlgorithmConfig, RolloutConfig
+from mrl.config.dpo import DpoConfig
 from mrl.distributed.collectives import sum_over
-from mrl.functional.learning_rate import LearningRate
-from mrl.functional.logprobs import Distribution
-from mrl.grid import Grid
-from mrl.schema.dpo import DpoConfig
+from mrl.parallel_layout import Grid
 from tests.megatron.actors import ARCHS, full_weights, make_batch, make_policy
 from tests.models.rope import both_spellings
 from tests.ranks import run_ranks

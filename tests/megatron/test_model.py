@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from mrl.formats.hf import load_from_hf
-from mrl.grid import Grid
+from mrl.checkpoint.formats.hf import load_from_hf
 from mrl.models.hf_config import arch_from_folder
+from mrl.parallel_layout import Grid
 from tests.megatron.actors import ARCHS, LAYOUTS, VOCAB, make_batch, make_policy, scores
 from tests.models.rope import both_spellings
 from tests.ranks import run_ranks

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from mrl.formats.hf import load_from_hf
-from mrl.grid import Grid
+from mrl.checkpoint.formats.hf import load_from_hf
 from mrl.models.hf_config import arch_from_folder
+from mrl.parallel_layout import Grid
 from tests.megatron.actors import EXPERT_LAYOUTS, MIXTURES, make_batch, make_policy, scores
 from tests.megatron.mixtures import MODELS, by_transformers, make_model
 from tests.ranks import run_ranks

@@ -7,10 +7,10 @@ import torch
 
 from mrl.algorithms._critic import ValueObjective
 from mrl.algorithms.base import build
-from mrl.config import AlgorithmConfig, CriticConfig, RolloutConfig
-from mrl.formats.hf import load_from_hf
-from mrl.grid import Grid
+from mrl.checkpoint.formats.hf import load_from_hf
+from mrl.config.config import AlgorithmConfig, CriticConfig, RolloutConfig
 from mrl.models.hf_config import arch_from_folder
+from mrl.parallel_layout import Grid
 from tests.megatron.actors import CONSTANT, EXPERT_LAYOUTS, make_batch, make_critic, make_policy, own_part
 from tests.megatron.mixtures import by_hand, load_model, make_model
 from tests.ranks import run_ranks

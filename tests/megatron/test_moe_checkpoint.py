@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from mrl.functional.learning_rate import LearningRate
-from mrl.grid import Grid
+from mrl.algorithms.functional.learning_rate import LearningRate
 from mrl.megatron import checkpoint
+from mrl.parallel_layout import Grid
 from tests.megatron.actors import EXPERT_LAYOUTS, SHALLOW_MIXTURE, adam_steps, full_weights, make_policy, train
 from tests.ranks import run_ranks
 

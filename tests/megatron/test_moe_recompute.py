@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from mrl.algorithms.base import build
-from mrl.config import AlgorithmConfig, RolloutConfig
-from mrl.formats.hf import load_from_hf
-from mrl.grid import Grid
+from mrl.checkpoint.formats.hf import load_from_hf
+from mrl.config.config import AlgorithmConfig, RolloutConfig
+from mrl.config.rollout_correction import RolloutCorrectionConfig
 from mrl.megatron.router import Router
 from mrl.models.hf_config import arch_from_folder
-from mrl.schema.rollout_correction import RolloutCorrectionConfig
-from mrl.weights.megatron import stage_layers
+from mrl.parallel_layout import Grid
+from mrl.resharding.megatron import stage_layers
 from tests.megatron.actors import CONSTANT, EXPERT_LAYOUTS, full_gradients, make_batch, make_policy, own_part
 from tests.megatron.mixtures import by_hand, load_model, make_model
 from tests.ranks import run_ranks

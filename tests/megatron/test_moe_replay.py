@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 
 from mrl.algorithms.base import build
-from mrl.config import AlgorithmConfig, RolloutConfig
-from mrl.data.prefixes import shared_prefixes
-from mrl.formats.hf import load_from_hf
-from mrl.grid import Grid
+from mrl.checkpoint.formats.hf import load_from_hf
+from mrl.config.config import AlgorithmConfig, RolloutConfig
+from mrl.data.shared_prefix import shared_prefixes
 from mrl.megatron.router import routing_of
 from mrl.models.hf_config import arch_from_folder
-from mrl.weights.megatron import stage_layers
+from mrl.parallel_layout import Grid
+from mrl.resharding.megatron import stage_layers
 from tests.megatron.actors import CONSTANT, EXPERT_LAYOUTS, algorithm, make_batch, make_policy, own_part, scores
 from tests.megatron.mixtures import SIZES, by_hand, load_model, make_model
 from tests.ranks import run_ranks

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from mrl.grid import Grid
+from mrl.parallel_layout import Grid
 from tests.megatron.actors import (
     CONSTANT,
     EXPERT_LAYOUTS,

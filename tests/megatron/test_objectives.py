@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from mrl.algorithms.base import build
-from mrl.config import AlgorithmConfig, KlCtrlConfig, RolloutConfig
+from mrl.algorithms.functional.learning_rate import LearningRate
+from mrl.config.config import AlgorithmConfig, KlCtrlConfig, RolloutConfig
+from mrl.config.rollout_correction import RolloutCorrectionConfig
 from mrl.distributed.collectives import sum_over
-from mrl.functional.learning_rate import LearningRate
-from mrl.grid import Grid
-from mrl.schema.rollout_correction import RolloutCorrectionConfig
+from mrl.parallel_layout import Grid
 from mrl.types import RolloutBatch
 from tests.algorithms.ragged import outcomes_of
 from tests.algorithms.test_invariance import CONFIGS

@@ -7,11 +7,11 @@ import torch
 
 from mrl.algorithms._distillation import Distillation
 from mrl.algorithms.base import build
-from mrl.config import AlgorithmConfig, RolloutConfig
-from mrl.megatron.comparison import Comparison
-from mrl.schema.distillation import DistillationLossConfig
-from mrl.schema.rollout_correction import RolloutCorrectionConfig
-from mrl.weights.megatron import output_name
+from mrl.config.config import AlgorithmConfig, RolloutConfig
+from mrl.config.distillation import DistillationLossConfig
+from mrl.config.rollout_correction import RolloutCorrectionConfig
+from mrl.megatron.distillation_targets import Comparison
+from mrl.resharding.megatron import output_name
 from tests.megatron.actors import (
     ARCHS,
     CONSTANT,

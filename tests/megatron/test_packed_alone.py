@@ -7,7 +7,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from mrl.grid import Grid
+from mrl.parallel_layout import Grid
 from mrl.types import RolloutBatch
 from tests.megatron.actors import (
     ARCHS,

@@ -9,11 +9,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from mrl.algorithms._critic import ValueObjective
-from mrl.config import CriticConfig, RolloutConfig
-from mrl.data.prefixes import shared_prefixes
-from mrl.grid import Grid
+from mrl.config.config import CriticConfig, RolloutConfig
+from mrl.data.shared_prefix import shared_prefixes
+from mrl.parallel_layout import Grid
+from mrl.resharding.megatron import stage_layers
 from mrl.types import RolloutBatch
-from mrl.weights.megatron import stage_layers
 from tests.megatron.actors import (
     ARCHS,
     CONSTANT,

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from mrl.algorithms.functional.sampling import keep_threshold
 from mrl.engines.native.engine import NativeEngine
-from mrl.functional.sampling import keep_threshold
-from mrl.grid import Grid
+from mrl.parallel_layout import Grid
 from tests.engines.specs import spec_of
 from tests.megatron import truncation
 from tests.megatron.actors import ARCHS, CONSTANT, VOCAB, make_batch, make_policy

@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.algorithms.base import build
-from mrl.config import AlgorithmConfig, CheckpointEngineConfig, RolloutConfig
+from mrl.algorithms.functional.learning_rate import LearningRate
+from mrl.config.config import AlgorithmConfig, CheckpointEngineConfig, RolloutConfig
 from mrl.engines.base import RolloutEngine, SamplingConfig
-from mrl.functional.learning_rate import LearningRate
-from mrl.megatron.policy import Policy
-from mrl.refit.refit import Refit
-from mrl.rollout.exchange import StepBatch, pack
-from mrl.rollout.replicas import LengthHistory, generate
-from mrl.rollout.table import gather_table
+from mrl.megatron.actor import Policy
+from mrl.resharding.weight_sync import Refit
+from mrl.rollout.dispatch import StepBatch, pack
+from mrl.rollout.prompt_assignment import LengthHistory, generate
+from mrl.rollout.sample_table import gather_table
 from mrl.types import Prompt, RolloutBatch, Support
 
 CUTS = {

@@ -22,16 +22,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mrl.config import Config, ModelConfig
-from mrl.convert.convert import convert
+from mrl.checkpoint.formats.hf import INDEX, HfSource, HfTarget, load_from_hf
+from mrl.commands.convert.convert import convert
+from mrl.config.config import Config, ModelConfig
 from mrl.errors import UserError
-from mrl.formats.hf import INDEX, HfSource, HfTarget, load_from_hf
 from mrl.models.presets import arch_from_preset
-from mrl.run.prepare import load_model_facts
-from mrl.weights.native import native_layout
-from mrl.weights.tensors import allocate
+from mrl.resharding.dtypes import allocate
+from mrl.resharding.native import native_layout
+from mrl.trainer.resolve import load_model_facts
+from tests.checkpoint.formats.test_hf import write_folder
 from tests.data.folders import byte_bpe_folder
-from tests.formats.test_hf import write_folder
 
 LIMIT_S = 20
 """A good folder takes 0.05 s alone."""

@@ -22,11 +22,11 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
+from mrl.checkpoint.formats.hf import load_from_hf
 from mrl.errors import UserError
-from mrl.formats.hf import load_from_hf
-from mrl.grid import Grid
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_config, arch_from_folder, families
+from mrl.parallel_layout import Grid
 from tests.layouts import groups_of
 from tests.megatron.actors import make_batch, make_policy, scores
 from tests.models.values import THETA, VALUES

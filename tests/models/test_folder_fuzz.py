@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mrl.formats.hf import INDEX
+from mrl.checkpoint.formats.hf import INDEX
 from tests.models import folder_fuzz
 
 NUM_FOLDERS = 40

@@ -11,7 +11,7 @@ from mrl.errors import UserError
 from mrl.models.base import RopeScaling
 from mrl.models.hf_config import arch_from_config, arch_from_folder, families, family_of
 from mrl.models.presets import PRESETS, arch_from_preset
-from mrl.weights.hf import hf_layout
+from mrl.resharding.hf import hf_layout
 
 TINY = [name for name in PRESETS if name.endswith("_tiny")]
 

@@ -1,6 +1,6 @@
 """Rollouts over a character tokenizer, for scoring."""
 
-from mrl.config import DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig
+from mrl.config.config import DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig
 from mrl.data.tokenizer import load_tokenizer
 from mrl.rewards.scorer import Scorer
 from mrl.types import Prompt, Rollout

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from mrl.config import RewardConfig, RewardFunctionConfig, load
+from mrl.config.config import RewardConfig, RewardFunctionConfig, load
 from mrl.errors import UserError
 from mrl.rewards._call import RewardCall
 from mrl.rewards.scorer import Scorer
-from mrl.run.prepare import check_run
+from mrl.trainer.resolve import check_run
 from tests.rewards.rollouts import TOKENIZER, rollout, scorer
 
 HERE = "tests.rewards.test_arguments"

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mrl.config import RewardConfig, RewardFunctionConfig
+from mrl.config.config import RewardConfig, RewardFunctionConfig
 from mrl.errors import UserError
-from mrl.rewards._bundles import Bundle, Task
 from mrl.rewards._call import RewardCall
+from mrl.rewards._call_batches import Bundle, Task
 from mrl.rewards.scorer import Scorer
 from mrl.types import Prompt
 from tests.rewards.rollouts import TOKENIZER, rollout

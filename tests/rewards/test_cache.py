@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.config import RewardConfig, RewardFunctionConfig
+from mrl.config.config import RewardConfig, RewardFunctionConfig
 from mrl.rewards._cache import MIB, ScoreCache
 from mrl.rewards._call import Outcome
 from mrl.rewards.scorer import Scorer

@@ -5,10 +5,10 @@ import json
 import psutil
 import pytest
 
-from mrl.processes.sandbox import Bounds, run_python
+from mrl.distributed.worker_processes.sandbox import Bounds, run_python
 from mrl.rewards.code import code, read_tests
-from tests.processes.attacks import CALM
-from tests.processes.run_attacks import Target, together
+from tests.distributed.worker_processes.attacks import CALM
+from tests.distributed.worker_processes.run_attacks import Target, together
 from tests.rewards.rollouts import rollout, scorer
 
 SUMS = json.dumps({"inputs": ["1 2\n", "3 4\n", "10 -3\n"], "outputs": ["3\n", "7", "7 \n"]})

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from mrl.config import RewardConfig, RewardFunctionConfig
+from mrl.config.config import RewardConfig, RewardFunctionConfig
 from mrl.errors import UserError
 from mrl.rewards.scorer import Scorer
 from tests.rewards.judge_server import KEY, judge_server

@@ -5,12 +5,12 @@ import time
 
 import pytest
 
+from mrl.config.reasoning import without_reasoning
 from mrl.rewards._signatures import Sample
 from mrl.rewards.exact_match import exact_match
 from mrl.rewards.judge import Judge
 from mrl.rewards.numeric import numeric
 from mrl.rewards.rubric import Rubric
-from mrl.schema.reasoning import without_reasoning
 
 LINEAR_TIME_S = 2.0  # milliseconds when linear; minutes when quadratic
 

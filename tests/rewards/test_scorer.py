@@ -210,7 +210,7 @@ def test_workers_do_not_outlive_a_killed_parent(response):
     program = (
         "import sys, threading; sys.path.insert(0, '.')\n"
         "from mrl.rewards._signatures import Sample\n"
-        "from mrl.rewards._bundles import Task\n"
+        "from mrl.rewards._call_batches import Task\n"
         "from mrl.rewards._pool import WorkerPool\n"
         f"calls = [('{HERE}:does_what_it_reads', {{}})]\n"
         "pool = WorkerPool(calls, num_workers=1, time_limit_s=600, memory_limit_mb=0)\n"

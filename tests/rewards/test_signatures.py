@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 import trl.rewards
 
-from mrl.config import DataConfig, RewardConfig, RewardFunctionConfig
+from mrl.config.config import DataConfig, RewardConfig, RewardFunctionConfig
 from mrl.data.prompts import load_training
 from mrl.data.tokenizer import HFTokenizer
 from mrl.errors import UserError

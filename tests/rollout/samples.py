@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from mrl.grid import Grid
-from mrl.rollout.replicas import LengthHistory, assign
+from mrl.parallel_layout import Grid
+from mrl.rollout.prompt_assignment import LengthHistory, assign
 from mrl.types import Prompt, Rollout
 from tests import layouts
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 
-from mrl.config import load
-from mrl.run.prepare import resolve
+from mrl.config.config import load
+from mrl.trainer.resolve import resolve
 from tests.source import ROOT
 
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from mrl.weights.trtllm import TrtllmMapping
-from tests.formats.trtllm_cases import ARCHS, model, written
+from mrl.resharding.trtllm import TrtllmMapping
+from tests.checkpoint.formats.trtllm_cases import ARCHS, model, written
 from tests.source import ROOT
 
 TOOL = ROOT / "tools" / "build_trtllm_engine.py"

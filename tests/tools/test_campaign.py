@@ -9,7 +9,7 @@ from tests.source import ROOT
 
 TOOL = runpy.run_path(str(ROOT / "tools" / "campaign.py"))
 SEEDS = {"dapo on tp 2, from a model folder": 2, "reinforce_pp on dp 2": 6}
-"""What a seed draws changes with `mrl/campaign/cases.py`; then another one is of this kind."""
+"""What a seed draws changes with `tools/fuzz_layouts/cases.py`; then another one is of this kind."""
 
 
 @pytest.mark.parametrize("seed", SEEDS.values(), ids=SEEDS)

@@ -8,9 +8,9 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
-from tests.formats.test_hf import write_folder
+from tests.checkpoint.formats.test_hf import write_folder
+from tests.resharding.archs import counted, small
 from tests.source import ROOT
-from tests.weights.archs import counted, small
 
 TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("convert_*.py"))
 ARCH = small("qwen3_moe_tiny", moe_intermediate_size=16)

@@ -9,8 +9,9 @@ import socket
 import sys
 
 MODULES = (
-    "mrl", "mrl.survival.torchrun", "mrl.acceptance.session", "tests.trtllm.mpi_ranks", "tests.episodes.scripted",
-    "tests.trtllm.one_job", "tests.warm.shown",
+    "mrl", "mrl.distributed.watchdog.torchrun", "acceptance.session", "tests.engines.trtllm.mpi_ranks",
+    "tests.rollout.episodes.scripted",
+    "tests.engines.trtllm.one_job", "tests.warm.shown",
 )  # fmt: skip
 WORKER = ["-c", "import sys;exec(eval(sys.stdin.readline()))"]
 """What xdist starts a worker of pytest with."""

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.engines.native.kv_cache import KVCache
-from mrl.kernels.library import Library
-from mrl.kernels.sdpa import attend
+from mrl.models.kernels.library import Library
+from mrl.models.kernels.sdpa import attend
 
 
 @dataclass(frozen=True)

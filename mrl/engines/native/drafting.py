@@ -14,17 +14,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mrl.algorithms.functional.sampling import truncates
 from mrl.engines.base import EngineSpec, SamplingConfig
-from mrl.engines.native.compiled import Compiled
-from mrl.engines.native.costs import ASSUMED, Costs, costs, of
-from mrl.engines.native.history import History
+from mrl.engines.native.cpu_ops import Compiled
+from mrl.engines.native.decode_cost_model import ASSUMED, Costs, costs, of
+from mrl.engines.native.decode_state import Rows
 from mrl.engines.native.kv_cache import KVCache
-from mrl.engines.native.linear import packs
 from mrl.engines.native.model import Decoder
-from mrl.engines.native.rows import Rows
+from mrl.engines.native.ngram_history import History
+from mrl.engines.native.packed_linear import packs
 from mrl.engines.native.sampler import Sampler
 from mrl.engines.native.speculation import Drafted, Speculation
-from mrl.functional.sampling import truncates
 
 NOT_HERE = (
     "rollout.speculative drafts nothing here: only for compiled operations and packed products, on a CPU, is it known "

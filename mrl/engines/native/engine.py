@@ -19,36 +19,36 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.engines._feed import Feed
-from mrl.engines._memory import kv_budget
-from mrl.engines._poll import Poll
-from mrl.engines._prompts import check_prompts
-from mrl.engines._talk import Talk
+from mrl.engines._abort_check import Poll
+from mrl.engines._kv_budget import kv_budget
+from mrl.engines._multiturn_base import Talk
+from mrl.engines._prompt_checks import check_prompts
+from mrl.engines._work_queue import Feed
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
-from mrl.engines.native.compiled import operations
+from mrl.engines.native.cpu_ops import operations
 from mrl.engines.native.cuda_graphs import DecodeGraphs
+from mrl.engines.native.decode_state import Rows, record_of
 from mrl.engines.native.drafting import NOT_HERE, Drafting
+from mrl.engines.native.fp8_scales import Scales
 from mrl.engines.native.generation import Generation
-from mrl.engines.native.history import History
 from mrl.engines.native.kv_cache import KVCache
-from mrl.engines.native.linear import compute_dtype
 from mrl.engines.native.memory_range import MemoryRange, tensors_in_range
 from mrl.engines.native.model import Decoder
-from mrl.engines.native.parking import Parking
-from mrl.engines.native.rows import Rows, record_of
-from mrl.engines.native.scales import Scales
+from mrl.engines.native.multiturn import Session, pool_rows
+from mrl.engines.native.ngram_history import History
+from mrl.engines.native.packed_linear import compute_dtype
+from mrl.engines.native.parked_slots import Parking
+from mrl.engines.native.partial_rollout import Stream
 from mrl.engines.native.scheduler import Scheduler
-from mrl.engines.native.sessions import Session, pool_rows
 from mrl.engines.native.stopping import Stopping
-from mrl.engines.native.streaming import Stream
 from mrl.errors import UserError
+from mrl.resharding.checksum import MODULUS, bit_sum
+from mrl.resharding.dtypes import DTYPES
+from mrl.resharding.fp8 import SCALES, Grids, grids_of, in_fp8, is_quantized, scale_indices, scale_tables
+from mrl.resharding.layout import Layout
+from mrl.resharding.native import native_layout
+from mrl.resharding.weight_slice import WeightSlice
 from mrl.types import Begun, Prompt, Rollout
-from mrl.weights.checksum import MODULUS, bit_sum
-from mrl.weights.fp8 import SCALES, Grids, grids_of, in_fp8, is_quantized, scale_indices, scale_tables
-from mrl.weights.layout import Layout
-from mrl.weights.native import native_layout
-from mrl.weights.tensors import DTYPES
-from mrl.weights.weight_slice import WeightSlice
 
 Loop = TypeVar("Loop", bound=Generation)
 

@@ -3,10 +3,10 @@
 Owns the routing of tokens and the products with the experts that this rank holds, or with its parts of them. Every rank
 of the replica has all tokens and chooses the same experts for them; what a rank returns is its share of the sum.
 
-A token's result does not depend on the other tokens: each expert is one product over its tokens, through `linear.py`,
-and a token's experts are added in the order of its choice. With few tokens only the chosen experts' weights are read.
-On a GPU that has them, experts stored in bfloat16 are grouped products instead: nothing comes to the host, so that
-decoding can be captured. That path is compared with the other on a CPU and has not been run on a GPU.
+A token's result does not depend on the other tokens: each expert is one product over its tokens, through
+`packed_linear.py`, and a token's experts are added in the order of its choice. With few tokens only the chosen experts'
+weights are read. On a GPU that has them, experts stored in bfloat16 are grouped products instead: nothing comes to the
+host, so that decoding can be captured. That path is compared with the other on a CPU and has not been run on a GPU.
 
 Shapes: P tokens, K experts of a token, E experts, A = P x K assignments, I width of an expert's part, H hidden.
 """
@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mrl.engines.native.linear import Linear
-from mrl.engines.native.operations import Operations
-from mrl.engines.native.scales import Scales
+from mrl.engines.native.fp8_scales import Scales
+from mrl.engines.native.packed_linear import Linear
+from mrl.engines.native.torch_ops import Operations
 from mrl.models.base import MoeSpec
 
 Activation = Callable[[Tensor], Tensor]
@@ -31,7 +31,7 @@ Activation = Callable[[Tensor], Tensor]
 _SHARED = ("shared_gate_up", "shared_down", "shared_gate")
 _STACKS = ("experts_gate_up", "experts_down")
 NAMES = ("router", *_STACKS, *_SHARED)
-"""A layer's stored tensors that belong here (`weights/native.py`)."""
+"""A layer's stored tensors that belong here (`resharding/native.py`)."""
 
 GROUPED_FROM, GROUPED_BELOW = (9, 0), (12, 0)
 """Compute capabilities whose grouped products are one kernel in torch."""

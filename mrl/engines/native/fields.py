@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mrl.engines._fields import ENGINE_DIR, Fields, Refusal, Use, refused
+from mrl.engines._config_support import ENGINE_DIR, Fields, Refusal, Use, refused
 
 FIELDS: Fields = {
     "engine_dir": ENGINE_DIR,

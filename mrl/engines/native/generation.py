@@ -18,19 +18,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mrl.engines._kept import add_step
-from mrl.engines._talk import Key
+from mrl.algorithms.functional.sampling import stream_key
+from mrl.engines._kept_tokens import add_step
+from mrl.engines._multiturn_base import Key
 from mrl.engines.base import SamplingConfig
+from mrl.engines.native.decode_state import Rows
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.model import Decoder
-from mrl.engines.native.parking import Move
-from mrl.engines.native.rows import Rows
+from mrl.engines.native.parked_slots import Move
 from mrl.engines.native.sampler import Sampler
 from mrl.engines.native.scheduler import Group, Sample, Scheduler, prefill_chunks
 from mrl.engines.native.speculation import Drafted, Speculation
 from mrl.engines.native.stopping import Stopping
 from mrl.errors import UserError
-from mrl.functional.sampling import stream_key
 from mrl.types import Rollout
 
 BROKEN = 2

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mrl.kernels.cuda_memory import AddressRange
+from mrl.models.kernels.cuda_memory import AddressRange
 
 ALIGNED = 256
 """Bytes; a tensor in a range starts at a multiple of it."""

@@ -2,7 +2,7 @@
 
 Owns the computation from token ids to logits with fused weights; how attention reads the cache is an argument. It
 branches on the fields of `ArchSpec`, never on a family. It computes with the engine's stored tensors, through
-`linear.py`; `refresh` follows each update of them.
+`packed_linear.py`; `refresh` follows each update of them.
 
 Shapes: P packed tokens, N heads and K KV heads of this rank, D head dim, H hidden, V vocabulary.
 """
@@ -20,13 +20,13 @@ from torch import Tensor
 
 from mrl.distributed.collectives import sum_in_rank_order
 from mrl.engines.native.experts import NAMES, Experts
+from mrl.engines.native.fp8_scales import Scales
 from mrl.engines.native.kv_cache import KVCache
-from mrl.engines.native.linear import Linear, compute_dtype
-from mrl.engines.native.operations import Attention, HeadNorms, Heads, Operations
-from mrl.engines.native.scales import Scales
-from mrl.kernels.rotary import rotary_tables
+from mrl.engines.native.packed_linear import Linear, compute_dtype
+from mrl.engines.native.torch_ops import Attention, HeadNorms, Heads, Operations
 from mrl.models.base import ArchSpec
-from mrl.weights.native import expert_shard
+from mrl.models.kernels.rotary import rotary_tables
+from mrl.resharding.native import expert_shard
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Decoder:
 
     Args:
         arch: The model.
-        weights: This rank's stored tensors by the names of `weights/native.py`.
+        weights: This rank's stored tensors by the names of `resharding/native.py`.
         tp_group: Ranks of the replica; None: this rank alone.
         max_positions: Rotary angles are prepared for positions below this.
         ep_size: Parts in which the replica's ranks spread the experts.

@@ -1,7 +1,7 @@
 """From logits to tokens and their log-probabilities, under the sampling contract.
 
-Owns the order of its steps; the maths is in `functional/sampling.py`, that of the whole softmax in `operations`. Each
-row is computed alone.
+Owns the order of its steps; the maths is in `algorithms/functional/sampling.py`, that of the whole softmax in
+`operations`. Each row is computed alone.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mrl.algorithms.functional.sampling import keep_threshold, truncates
 from mrl.engines.base import SamplingConfig
-from mrl.engines.native.operations import Operations
-from mrl.functional.sampling import keep_threshold, truncates
+from mrl.engines.native.torch_ops import Operations
 
 
 class Sampler:

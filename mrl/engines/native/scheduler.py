@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from mrl.engines._kept import Kept
-from mrl.engines._talk import Key
+from mrl.engines._kept_tokens import Kept
+from mrl.engines._multiturn_base import Key
 from mrl.engines.native.attention import Chunk
-from mrl.engines.native.parking import Move, Parking
+from mrl.engines.native.parked_slots import Move, Parking
 from mrl.types import Begun, Prompt
 
 Alike = tuple[list[int], list[int]]

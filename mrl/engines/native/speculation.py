@@ -17,11 +17,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mrl.engines.native.compiled import Compiled
-from mrl.engines.native.costs import Costs
-from mrl.engines.native.history import History, Ints
-from mrl.engines.native.rows import Rows
-from mrl.schema.speculative import SpeculativeConfig
+from mrl.config.speculative import SpeculativeConfig
+from mrl.engines.native.cpu_ops import Compiled
+from mrl.engines.native.decode_cost_model import Costs
+from mrl.engines.native.decode_state import Rows
+from mrl.engines.native.ngram_history import History, Ints
 
 PRIOR = 0.5
 """Acceptance rate that is assumed before a draft was compared."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mrl.engines.base import SamplingConfig
-from mrl.engines.native.rows import Rows
+from mrl.engines.native.decode_state import Rows
 from mrl.types import FinishReason
 
 TAIL_TOKENS = 8

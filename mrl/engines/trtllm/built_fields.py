@@ -1,12 +1,12 @@
 """What built engines (`rollout.name=trtllm_engine`) do with each field of `rollout`, and what they refuse.
 
-Whether `rollout.engine_dir` holds engines of the run's model and sizes is `preflight/engine.py`'s business, which tells
-each size that does not fit; here such fields only say so. It imports no torch.
+Whether `rollout.engine_dir` holds engines of the run's model and sizes is `trainer/validation/engine.py`'s business,
+which tells each size that does not fit; here such fields only say so. It imports no torch.
 """
 
 from __future__ import annotations
 
-from mrl.engines._fields import WHOLE_RESPONSES, Fields, Refusal, Use, no_drafts, passed, refused
+from mrl.engines._config_support import WHOLE_RESPONSES, Fields, Refusal, Use, no_drafts, passed, refused
 from mrl.engines.trtllm import routing
 from mrl.engines.trtllm.fields import CALIBRATED, NOT_ON_POLICY
 

@@ -3,11 +3,11 @@
 Owns the engine's life in the order that TensorRT-LLM wants: weights and KV cache that sleep and wake by tag, a refit
 inside its `control_action` (pre-reload, buckets of whole Hugging Face tensors, processing, prefix cache reset), and one
 request for each sample. TensorRT-LLM cuts and fuses the tensors itself: it is handed whole ones, of which only what
-this rank's modules read has come (`parts.py`).
+this rank's modules read has come (`weight_shard_map.py`).
 
-No TensorRT-LLM has run this: it was written against the signatures in tests/trtllm/signatures.json, which say where
-each was read. What can be asked of the real package is asked at start: its features (`features.py`), where its executor
-is (`llm.py`), what its log-probabilities score (`contract.py`).
+No TensorRT-LLM has run this: it was written against the signatures in tests/engines/trtllm/signatures.json, which say
+where each was read. What can be asked of the real package is asked at start: its features (`features.py`), where its
+executor is (`llm_runtime.py`), what its log-probabilities score (`logprob_probe.py`).
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrl.algorithms.functional.sampling import stream_key
 from mrl.distributed import launch
-from mrl.engines._blocks import config_keys
-from mrl.engines._kept import Kept, add_step
-from mrl.engines._prompts import check_prompts
+from mrl.engines._fp8_support import config_keys
+from mrl.engines._kept_tokens import Kept, add_step
+from mrl.engines._prompt_checks import check_prompts
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
-from mrl.engines.trtllm import contract, fp8
-from mrl.engines.trtllm.contract import Verdict
-from mrl.engines.trtllm.llm import SETTINGS, Host, check_min_p, refusal
+from mrl.engines.trtllm import fp8, logprob_probe
+from mrl.engines.trtllm.llm_runtime import SETTINGS, Host, check_min_p, refusal
 from mrl.engines.trtllm.logits import requests_at_a_time
-from mrl.engines.trtllm.parts import Parts
+from mrl.engines.trtllm.logprob_probe import Verdict
+from mrl.engines.trtllm.mpi_env import start_beside
 from mrl.engines.trtllm.replica import Replica
 from mrl.engines.trtllm.requests import Requests
 from mrl.engines.trtllm.sampling import arguments, experts_of, logits_of, logprobs_of, to_rollout
-from mrl.engines.trtllm.world import start_beside
-from mrl.functional.sampling import stream_key
+from mrl.engines.trtllm.weight_shard_map import Parts
+from mrl.resharding.checksum import MODULUS
+from mrl.resharding.layout import Layout
+from mrl.resharding.weight_slice import WeightSlice
 from mrl.types import Prompt, Rollout
-from mrl.weights.checksum import MODULUS
-from mrl.weights.layout import Layout
-from mrl.weights.weight_slice import WeightSlice
 
 MIB = 1 << 20
 
@@ -336,8 +336,8 @@ class LlmEngine(RolloutEngine):
         """On the first rank: every sample as a request, a few at a time where logits come back with them."""
         if self._verdict is None:
             self._verdict = yield from self._requests.probe(prompts[0])
-        trained = self.spec.trains_on_logprobs and contract.is_trained_on(sampling, self.spec.config)
-        with_logits = contract.needs_logits(self._verdict, sampling, trained=trained)
+        trained = self.spec.trains_on_logprobs and logprob_probe.is_trained_on(sampling, self.spec.config)
+        with_logits = logprob_probe.needs_logits(self._verdict, sampling, trained=trained)
         samples = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
         wave = len(samples)
         if with_logits:
@@ -376,7 +376,7 @@ class LlmEngine(RolloutEngine):
                 logits = logits_of(output, self.spec.arch.vocab_size)
                 if logits is None:
                     raise RuntimeError("TensorRT-LLM returned no logits for its tokens")
-                scored = contract.corrected(logits, tokens, sampling)
+                scored = logprob_probe.corrected(logits, tokens, sampling)
                 logprobs: list[float] | None = scored.logprobs_N.tolist()
                 if sampling.with_support:
                     self._kept.append(Kept())

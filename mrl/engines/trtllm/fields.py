@@ -1,13 +1,13 @@
 """What TensorRT-LLM's LLM API does with each field of `rollout`, and what it refuses; which launchers can hold it.
 
-Owns the declaration of `rollout.name=trtllm`; that of built engines is in `built_fields.py`. `preflight/` asks before
-anything starts. It imports no torch.
+Owns the declaration of `rollout.name=trtllm`; that of built engines is in `built_fields.py`. `trainer/validation/` asks
+before anything starts. It imports no torch.
 """
 
 from __future__ import annotations
 
-from mrl.config import RolloutConfig
-from mrl.engines._fields import (
+from mrl.config.config import RolloutConfig
+from mrl.engines._config_support import (
     ANOTHERS,
     ENGINE_DIR,
     WHOLE_RESPONSES,

@@ -1,6 +1,7 @@
 """FP8 weights in the LLM API's engine: whether it started with them, and what a refit gives beside weights and scales.
 
-Owns what is asked of the installed package and of the started model. The rules that need neither are in `blocks.py`.
+Owns what is asked of the installed package and of the started model. The rules that need neither are in
+`fp8_support.py`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from torch import Tensor
 from mrl.engines.base import EngineSpec
 from mrl.engines.trtllm.features import Features
 from mrl.errors import UserError
-from mrl.weights.fp8 import DTYPE, grids_of, in_fp8
-from mrl.weights.native import native_layout
-from mrl.weights.tensors import DTYPES
-from mrl.weights.trtllm_reads import activation_scale_of
+from mrl.resharding.dtypes import DTYPES
+from mrl.resharding.fp8 import DTYPE, grids_of, in_fp8
+from mrl.resharding.native import native_layout
+from mrl.resharding.trtllm_reads import activation_scale_of
 
 
 def check_features(features: Features) -> None:

@@ -1,4 +1,4 @@
-"""What is inside the started engines, for `mrl/acceptance/`: stored tensors, devices, and what the probe found.
+"""What is inside the started engines, for `tools/acceptance/`: stored tensors, devices, and what the probe found.
 
 Nothing here is used in a run. `python -m mrl.engines.trtllm.inspection` prints what is installed as JSON, in a process
 of its own, since importing TensorRT-LLM starts MPI.
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from mrl import __version__
 from mrl.engines.base import RolloutEngine
-from mrl.engines.trtllm.contract import Verdict
 from mrl.engines.trtllm.engine import LlmEngine
+from mrl.engines.trtllm.logprob_probe import Verdict
 from mrl.errors import first_line
 
 NO_IMPORT = "does not import"

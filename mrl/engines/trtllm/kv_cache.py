@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mrl.config import RolloutConfig
-from mrl.engines.trtllm.passed import given_by
+from mrl.config.config import RolloutConfig
+from mrl.engines.trtllm.engine_kwargs import given_by
 
 SECTION = "kv_cache_config"
 AUTO = "auto"

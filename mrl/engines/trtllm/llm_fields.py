@@ -2,8 +2,8 @@
 
 Owns the classes of the fields of 1.2.1's `TorchLlmArgs` and of the four classes inside it that mrl sets fields of
 (`llmapi/llm_args.py`): free, derived (another key decides it, or mrl itself does) or refused (what mrl counts on would
-not hold, or nothing would change). What the installed version has is asked when the engine starts (`passed.py`). It
-imports nothing.
+not hold, or nothing would change). What the installed version has is asked when the engine starts (`engine_kwargs.py`).
+It imports nothing.
 """
 
 from __future__ import annotations

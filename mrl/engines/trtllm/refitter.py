@@ -5,7 +5,7 @@ that the engine has gets exactly one buffer, and each tensor of the checkpoint g
 anything else is refused when the engine is loaded. Buffers exist from `begin` to `commit` only, so that a refit needs a
 second copy of the rank's weights and generation does not.
 
-What a weight of an engine is made of is `weights/trtllm.py`'s.
+What a weight of an engine is made of is `resharding/trtllm.py`'s.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from mrl.errors import UserError
-from mrl.weights.checksum import MODULUS, bit_sum
-from mrl.weights.layout import Layout
-from mrl.weights.regions import volume, whole
-from mrl.weights.tensors import DTYPES
-from mrl.weights.trtllm import is_shared_head, parts_in_engine
-from mrl.weights.weight_slice import WeightSlice
+from mrl.resharding.checksum import MODULUS, bit_sum
+from mrl.resharding.dtypes import DTYPES
+from mrl.resharding.layout import Layout
+from mrl.resharding.regions import volume, whole
+from mrl.resharding.trtllm import is_shared_head, parts_in_engine
+from mrl.resharding.weight_slice import WeightSlice
 
 
 class EngineWeights:

@@ -11,13 +11,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from mrl.algorithms.functional.sampling import stream_key
 from mrl.engines.base import EngineSpec, SamplingConfig
-from mrl.engines.trtllm import contract
-from mrl.engines.trtllm.contract import Answer, Verdict
-from mrl.engines.trtllm.llm import Host, refusal
+from mrl.engines.trtllm import logprob_probe
+from mrl.engines.trtllm.llm_runtime import Host, refusal
+from mrl.engines.trtllm.logprob_probe import Answer, Verdict
 from mrl.engines.trtllm.sampling import arguments, logits_of, logprobs_of
 from mrl.errors import UserError
-from mrl.functional.sampling import stream_key
 from mrl.types import Prompt
 
 POLL_S = 0.005
@@ -70,16 +70,16 @@ class Requests:
 
     def probe(self, prompt: Prompt) -> Generator[None, None, Verdict]:
         """Samples with log-probabilities and logits and compares them; then ends a response early."""
-        most = min(contract.PROBE_TOKENS, self._spec.config.response_length)
-        greedy = replace(contract.HOT, greedy=True, temperature=1.0)
-        probes = [replace(each, max_tokens=most) for each in (contract.HOT, contract.CUT, greedy)]
+        most = min(logprob_probe.PROBE_TOKENS, self._spec.config.response_length)
+        greedy = replace(logprob_probe.HOT, greedy=True, temperature=1.0)
+        probes = [replace(each, max_tokens=most) for each in (logprob_probe.HOT, logprob_probe.CUT, greedy)]
         hot, cut, straight = yield from self._answers(prompt, probes)
         tokens = straight.tokens
         end = next((index for index in range(1, len(tokens)) if tokens[index] not in tokens[:index]), 0)
         early = replace(greedy, max_tokens=most, ignore_eos=False, stop_token_ids=(tokens[end],))
         (ended,) = yield from self._answers(prompt, [early])
         has_logits = all(answer.logits_TV is not None for answer in (hot, cut, ended))
-        return Verdict(contract.judge([hot, cut]), has_logits)
+        return Verdict(logprob_probe.judge([hot, cut]), has_logits)
 
     def _answers(self, prompt: Prompt, probes: Sequence[SamplingConfig]) -> Generator[None, None, list[Answer]]:
         """One response to each probe, with all that can be had."""

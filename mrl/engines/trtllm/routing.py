@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mrl.config import RolloutConfig
+from mrl.config.config import RolloutConfig
+from mrl.engines.trtllm.engine_kwargs import KEY, given_by
 from mrl.engines.trtllm.features import Features
-from mrl.engines.trtllm.installed import is_installed, lacks
-from mrl.engines.trtllm.passed import KEY, given_by
+from mrl.engines.trtllm.package_signature import is_installed, lacks
 from mrl.errors import UserError
 
 ENGINE_ARGUMENT = "enable_return_routed_experts"

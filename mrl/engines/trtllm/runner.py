@@ -1,7 +1,7 @@
 """One rank's built engine under TensorRT-LLM's Python runtime.
 
 Owns loading it by `tensorrt_llm.runtime.ModelRunner`, one batch through it, and letting go of its KV cache. What is
-asked of it and what comes of the answers is the business of `built.py`.
+asked of it and what comes of the answers is the business of `trt_engine.py`.
 
 The runtime was read in NVIDIA's sources (`runtime/model_runner.py` and `runtime/generation.py` of the 1.x line), not
 run. What follows from them here:
@@ -28,10 +28,10 @@ from torch import Tensor
 
 from mrl.distributed import launch
 from mrl.engines.base import SamplingConfig
+from mrl.engines.trtllm.engine_dir import EngineFolder
+from mrl.engines.trtllm.mpi_env import adopt, communicator_of, hidden
 from mrl.engines.trtllm.replica import Replica
-from mrl.engines.trtllm.world import adopt, communicator_of, hidden
 from mrl.errors import UserError, first_line
-from mrl.formats.trtllm_engine import EngineFolder
 
 FIRST_VERSION, END_VERSION = (1, 2), (1, 3)
 """Of TensorRT-LLM: 1.3 took ModelRunner, trtllm-build and the rest of the TensorRT backend out."""

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.engines._strings import shortest_with
+from mrl.engines._stop_strings import shortest_with
 from mrl.engines.base import SamplingConfig
 from mrl.engines.trtllm.features import Features
 from mrl.engines.trtllm.routing import REQUEST_ARGUMENT
 from mrl.models.base import ArchSpec
+from mrl.resharding.dtypes import choice_dtype
 from mrl.types import FinishReason, Prompt, Rollout
-from mrl.weights.tensors import choice_dtype
 
 NO_TOKEN = -1
 """`end_id` that no token has, so that end tokens are found by `stop_token_ids` and stay part of the response, as verl

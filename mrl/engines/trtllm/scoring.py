@@ -1,6 +1,7 @@
 """Log-probabilities of sampled tokens under the sampling contract, and what truncation kept, from returned logits.
 
-Owns that formula; truncation is that of `functional/sampling.py`. When it is needed, `contract.py` says.
+Owns that formula; truncation is that of `algorithms/functional/sampling.py`. When it is needed, `logprob_probe.py`
+says.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrl.engines._kept import Kept, add_step
+from mrl.algorithms.functional.sampling import keep_threshold, truncates
+from mrl.engines._kept_tokens import Kept, add_step
 from mrl.engines.base import SamplingConfig
 from mrl.errors import UserError
-from mrl.functional.sampling import keep_threshold, truncates
 
 RAW = 1e-3
 """Relative: two passes of one prompt, whose logits differ by kernels at most; a doubled temperature halves them."""

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mrl.weights.checksum import bit_sum
-from mrl.weights.layout import Layout
-from mrl.weights.regions import slices, volume, whole
-from mrl.weights.tensors import DTYPES
-from mrl.weights.trtllm_reads import cut_dim, placed
-from mrl.weights.weight_slice import WeightSlice
+from mrl.resharding.checksum import bit_sum
+from mrl.resharding.dtypes import DTYPES
+from mrl.resharding.layout import Layout
+from mrl.resharding.regions import slices, volume, whole
+from mrl.resharding.trtllm_reads import cut_dim, placed
+from mrl.resharding.weight_slice import WeightSlice
 
 NAN_BYTE = 0xFF
 """All bits of an element set are not-a-number in every dtype of weights."""
@@ -88,7 +88,7 @@ class Assembler:
         return [name for name in self._layout if name not in self._begun or name in self._open]
 
     def bit_sum(self, name: str, tensor: Tensor) -> int:
-        """Of what this rank reads of a whole tensor (`weights/checksum.py`)."""
+        """Of what this rank reads of a whole tensor (`resharding/checksum.py`)."""
         return sum(bit_sum(tensor[slices(piece.src)]) for piece in self._layout[name].pieces)
 
     def _allocate(self, name: str) -> Tensor:

@@ -16,25 +16,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.engines._blocks import config_keys
-from mrl.engines._kept import Kept
-from mrl.engines._memory import kv_budget
-from mrl.engines._poll import Poll
-from mrl.engines._prompts import check_prompts
+from mrl.engines._abort_check import Poll
+from mrl.engines._fp8_support import config_keys
+from mrl.engines._kept_tokens import Kept
+from mrl.engines._kv_budget import kv_budget
+from mrl.engines._prompt_checks import check_prompts
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
-from mrl.engines.vllm import contract
-from mrl.engines.vllm.blocks import check_gpu, left_out
+from mrl.engines.vllm import logprob_probe
 from mrl.engines.vllm.fields import refusals_on_a_cpu
-from mrl.engines.vllm.host import Host
-from mrl.engines.vllm.process import same_numbers
+from mrl.engines.vllm.fp8_support import check_gpu, left_out
+from mrl.engines.vllm.llm_runtime import Host
+from mrl.engines.vllm.parameter_views import Storage
+from mrl.engines.vllm.process_state import same_numbers
 from mrl.engines.vllm.sampling import arguments, ends_in_text, to_rollout
-from mrl.engines.vllm.storage import Storage
 from mrl.errors import UserError
+from mrl.resharding.copy_op import num_bytes
+from mrl.resharding.layout import Layout
+from mrl.resharding.vllm import vllm_layout
+from mrl.resharding.weight_slice import WeightSlice
 from mrl.types import Prompt, Rollout
-from mrl.weights.copies import num_bytes
-from mrl.weights.layout import Layout
-from mrl.weights.vllm import vllm_layout
-from mrl.weights.weight_slice import WeightSlice
 
 PARTS = ("weights", "kv_cache")
 """vLLM's names of what sleeps."""
@@ -264,12 +264,12 @@ class VllmEngine(RolloutEngine):
     def _probe(self, prompt: Prompt) -> None:
         """Raises RuntimeError where vLLM's log-probabilities are not of what it samples from."""
         found: list[Tensor] = []
-        for setting in (contract.PLAIN, contract.CUT):
+        for setting in (logprob_probe.PLAIN, logprob_probe.CUT):
             self._drop_prefixes()  # both read the prompt in one way
             (name,) = self._add([prompt], [{**arguments(setting, prompt, 0), "logprobs": -1}], whole=True)
             outputs = []
             while self._host.engine.has_unfinished_requests():
                 outputs += self._host.engine.step()
             (answer,) = (output.outputs[0] for output in outputs if output.request_id == name)
-            found.append(contract.row(answer.logprobs[0], self.spec.arch.vocab_size))
-        contract.check(*found)
+            found.append(logprob_probe.row(answer.logprobs[0], self.spec.arch.vocab_size))
+        logprob_probe.check(*found)

@@ -1,11 +1,11 @@
-"""What vLLM does with each field of `rollout`, and what it refuses. `preflight/` asks; it imports no torch."""
+"""What vLLM does with each field of `rollout`, and what it refuses. `trainer/validation/` asks; it imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config import RolloutConfig
-from mrl.engines._fields import (
+from mrl.config.config import RolloutConfig
+from mrl.engines._config_support import (
     ANOTHERS,
     ENGINE_DIR,
     WHOLE_RESPONSES,

@@ -1,14 +1,14 @@
 """How large vLLM's KV cache is made: what the longest sequences take, within what the run allows.
 
-Owns that rule, for the engine's start and for `plan/`. It imports no torch and no vLLM.
+Owns that rule, for the engine's start and for `commands/plan/`. It imports no torch and no vLLM.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mrl.config import RolloutConfig
-from mrl.engines.vllm.passed import given_by
+from mrl.config.config import RolloutConfig
+from mrl.engines.vllm.engine_kwargs import given_by
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 

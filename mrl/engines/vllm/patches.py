@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from mrl.distributed.roles import group_among
+from mrl.distributed.subworld import group_among
 from mrl.engines.vllm.engine_fields import INSTALL
 from mrl.errors import UserError
 

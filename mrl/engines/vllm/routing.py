@@ -19,7 +19,7 @@ from torch import Tensor
 from mrl.engines.vllm.engine_fields import INSTALL
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec, MoeSpec
-from mrl.weights.tensors import choice_dtype
+from mrl.resharding.dtypes import choice_dtype
 
 CAPTURER = "vllm.model_executor.layers.fused_moe.routed_experts_capturer"
 

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mrl.engines._strings import shortest_with
+from mrl.algorithms.functional.sampling import stream_key
+from mrl.engines._stop_strings import shortest_with
 from mrl.engines.base import SamplingConfig
-from mrl.functional.sampling import stream_key
 from mrl.types import FinishReason, Prompt, Rollout
 
 

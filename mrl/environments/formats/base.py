@@ -4,7 +4,7 @@ A format is a file in this folder that defines `FORMAT`, a `Format` around a `Sc
 is written; `Format` walks over the message and leaves reasoning out. No text makes it raise, and the time it takes
 grows with the length of the text.
 
-Reasoning stands between the tags of `mrl/schema/reasoning.py`. A call inside reasoning is not made, and a tag that
+Reasoning stands between the tags of `mrl/config/reasoning.py`. A call inside reasoning is not made, and a tag that
 reasoning mentions is no error:
 
 - Reasoning without its closing tag goes on to the end of the message.
@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
+from mrl.config import reasoning, registry
 from mrl.environments.base import Action, Schema, ToolCall
-from mrl.schema import reasoning, registry
 
 _TAIL_TOKENS = 200
 """Tokens at the end of a prompt that are decoded: more than an opening tag and the white space after it have."""

@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mrl.config import reasoning
 from mrl.environments.base import Schema, ToolCall
 from mrl.environments.formats.base import Call, CallError, Format, Scanner, decoded, shown
 from mrl.environments.formats.hermes import END, START
-from mrl.schema import reasoning
 
 _FUNCTION, _PARAMETER = "<function=", "<parameter="
 _TAGS = re.compile(

@@ -2,7 +2,7 @@
 
 import torch
 
-from mrl.engines._feed import Feed, Work
+from mrl.engines._work_queue import Feed, Work
 from mrl.engines.base import SamplingConfig
 from tests.engines.native.tiny import make_prompts
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mrl.engines._talk import Talk
+from mrl.engines._multiturn_base import Talk
 from mrl.engines.base import SamplingConfig
 from tests.engines.native.test_engine import LOGPROB_ATOL, reference, score
 from tests.engines.native.tiny import make_checkpoint, make_engine, make_prompts

@@ -9,15 +9,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mrl.config import RolloutConfig
+from mrl.config.config import RolloutConfig
 from mrl.engines.base import SamplingConfig
-from mrl.engines.native import linear
+from mrl.engines.native import packed_linear
 from mrl.engines.native.cuda_graphs import MOST_PLACES, DecodeGraphs
 from mrl.engines.native.engine import NativeEngine
-from mrl.engines.native.linear import Linear
+from mrl.engines.native.packed_linear import Linear
 from mrl.models.presets import arch_from_preset
-from mrl.weights.regions import whole
-from mrl.weights.weight_slice import WeightSlice
+from mrl.resharding.regions import whole
+from mrl.resharding.weight_slice import WeightSlice
 from tests.engines.native.tiny import VOCAB, make_prompts
 from tests.engines.specs import spec_of
 
@@ -61,7 +61,7 @@ def capture(action):
 @pytest.fixture(autouse=True)
 def unpacked(monkeypatch):
     """Products as on CUDA: with the stored weights."""
-    monkeypatch.setattr(linear, "packs", lambda device: False)
+    monkeypatch.setattr(packed_linear, "packs", lambda device: False)
 
 
 def make_engine(graphs=True, **config):

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from mrl.config import RolloutConfig
+from mrl.algorithms.functional.sampling import keep_threshold
+from mrl.config.config import RolloutConfig
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native.engine import NativeEngine
 from mrl.errors import UserError
-from mrl.functional.sampling import keep_threshold
 from mrl.models.hf_config import arch_from_folder
+from mrl.resharding.regions import whole
+from mrl.resharding.weight_slice import WeightSlice
 from mrl.types import Prompt
-from mrl.weights.regions import whole
-from mrl.weights.weight_slice import WeightSlice
 from tests.engines.native.tiny import FAMILIES, VOCAB, make_checkpoint, make_engine, make_prompts, reference, refit
 from tests.engines.specs import spec_of
 from tests.ranks import run_ranks

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from mrl.config.speculative import SpeculativeConfig
 from mrl.engines.base import SamplingConfig
-from mrl.schema.speculative import SpeculativeConfig
 from tests.engines.native.streams import NARROW, PROMPTS, disturbed, exact, key_of
 from tests.engines.native.test_converse import conversations
 from tests.engines.native.test_engine import LOGPROB_ATOL, reference, score

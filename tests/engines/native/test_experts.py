@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native.experts import grouped, has_grouped_products, one_by_one
-from mrl.engines.native.linear import Linear
-from mrl.engines.native.operations import Operations
+from mrl.engines.native.packed_linear import Linear
+from mrl.engines.native.torch_ops import Operations
 from tests.engines.native.test_engine import (
     LENGTHS,
     LOGPROB_ATOL,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mrl.engines.native.memory_range import ALIGNED, MemoryRange, _TorchPages, tensors_in_range
-from mrl.kernels import cuda_memory
-from mrl.kernels.cuda_memory import AddressRange
+from mrl.models.kernels import cuda_memory
+from mrl.models.kernels.cuda_memory import AddressRange
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

@@ -11,18 +11,18 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mrl.config.speculative import SpeculativeConfig
 from mrl.engines.base import SamplingConfig
-from mrl.engines.native import drafting, streaming
-from mrl.engines.native.costs import ASSUMED, Costs, of
+from mrl.engines.native import drafting, partial_rollout
+from mrl.engines.native.decode_cost_model import ASSUMED, Costs, of
 from mrl.engines.native.drafting import NOT_HERE, Drafting
-from mrl.engines.native.history import SEQUENCES_PER_ROW, History
+from mrl.engines.native.ngram_history import SEQUENCES_PER_ROW, History
 from mrl.engines.native.speculation import Speculation
-from mrl.schema.speculative import SpeculativeConfig
 from mrl.types import Prompt
 from tests.engines.native.streams import ALL, NARROW, SAMPLING, Parts, disturbed, exact, undisturbed, work_of
 from tests.engines.native.test_experts import FAMILIES as EXPERTS
-from tests.engines.native.test_sessions import SAMPLING as TALKED
-from tests.engines.native.test_sessions import conversations
+from tests.engines.native.test_multiturn import SAMPLING as TALKED
+from tests.engines.native.test_multiturn import conversations
 from tests.engines.native.tiny import make_checkpoint, make_engine
 from tests.observed import course
 from tests.ranks import run_ranks
@@ -161,7 +161,7 @@ def test_a_stream_gives_the_same_bits_and_the_same_order_every_time(folder, cut)
 def test_samples_that_stop_and_go_on_are_a_function_of_config_and_seed(folder, monkeypatch):
     """As with `over_sample_rate`: a stream takes no costs that a clock has measured, and stops at the same tokens."""
     monkeypatch.setattr(Drafting, "_measured", lambda *_: pytest.fail("a stream's drafts depend on a clock"))
-    monkeypatch.setattr(streaming, "PULSE", 3)
+    monkeypatch.setattr(partial_rollout, "PULSE", 3)
     found, accepted = [], []
     for delay_s in (0.0, 0.003):
         engine = make_engine(folder, speculative=ON, **NARROW)
@@ -179,8 +179,8 @@ def test_samples_that_stop_and_go_on_are_a_function_of_config_and_seed(folder, m
 
 
 def _streams_on_ranks(folder):
-    usual = streaming.PULSE, drafting.ASSUMED
-    streaming.PULSE, drafting.ASSUMED = 3, {"steps": [[1, 1], [2, 1]], "slot": 0.0, "drafts": 0.0}
+    usual = partial_rollout.PULSE, drafting.ASSUMED
+    partial_rollout.PULSE, drafting.ASSUMED = 3, {"steps": [[1, 1], [2, 1]], "slot": 0.0, "drafts": 0.0}
     try:
         accepted, engine = [], make_engine(folder, tp_group=dist.group.WORLD, speculative=ON, **NARROW)
 
@@ -190,7 +190,7 @@ def _streams_on_ranks(folder):
         whole, left = disturbed(engine, LOW, last=4, between=between)
         plain = undisturbed(make_engine(folder, tp_group=dist.group.WORLD, **NARROW), LOW)
     finally:
-        streaming.PULSE, drafting.ASSUMED = usual
+        partial_rollout.PULSE, drafting.ASSUMED = usual
     told = [exact(one) for one in whole], [[exact_begun(one) for one in part] for part in left], accepted
     return told, [exact(one)[:3] for one in plain]
 

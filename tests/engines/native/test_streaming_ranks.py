@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from mrl.engines._feed import Feed
-from mrl.engines.native import streaming
+from mrl.engines._work_queue import Feed
+from mrl.engines.native import partial_rollout
 from mrl.types import Begun
 from tests.engines.native.streams import (
     ALL,
@@ -42,9 +42,9 @@ def engine(folder):
 
 def _on_ranks_of_a_replica(folder, sampling, settings):
     engine = make_engine(folder, tp_group=dist.group.WORLD, **settings)
-    streaming.pulse_steps, usual = (lambda max_tokens: 3), streaming.pulse_steps
+    partial_rollout.pulse_steps, usual = (lambda max_tokens: 3), partial_rollout.pulse_steps
     whole, left = disturbed(engine, sampling)
-    streaming.pulse_steps = usual
+    partial_rollout.pulse_steps = usual
     return whole, left
 
 
@@ -70,7 +70,7 @@ def test_all_ranks_of_a_replica_stop_where_one_is_told(folder):
     assert first == second
     begun, num_pulses, num_steps = first
     assert [(each.prompt.uid, each.sample_index) for each in begun] == sorted((prompt.uid, n) for prompt, n in ALL)
-    assert num_pulses == 9 and num_steps < 3 * streaming.pulse_steps(60)
+    assert num_pulses == 9 and num_steps < 3 * partial_rollout.pulse_steps(60)
 
 
 class Shared(Feed):
@@ -120,7 +120,7 @@ def _on_replicas(folder, seed):
         return decode(batch, length)
 
     engine._decode_eagerly = late
-    streaming.pulse_steps, usual = (lambda max_tokens: 1), streaming.pulse_steps
+    partial_rollout.pulse_steps, usual = (lambda max_tokens: 1), partial_rollout.pulse_steps
     whole, rounds, begun = [], [], []
     while len(whole) < len(ALL):
         known = {one[:2] for one in whole} | {key_of(one) for one in begun}
@@ -131,7 +131,7 @@ def _on_replicas(folder, seed):
         begun = sorted([one for left in lefts for one in left] + late_ones, key=key_of)
         whole += [one for heard in feed.log for found, _ in heard for one in found]
         rounds.append((feed.log, [[exact(one) for one in left] for left in lefts]))
-    streaming.pulse_steps = usual
+    partial_rollout.pulse_steps = usual
     return whole, rounds
 
 

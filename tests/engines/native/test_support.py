@@ -11,12 +11,12 @@ import math
 import pytest
 import torch
 
-from mrl.engines._kept import Kept, add_step
+from mrl.algorithms.functional.logprobs import Distribution, VocabShard, linear_logprobs
+from mrl.algorithms.functional.sampling import keep_threshold, stream_key
+from mrl.engines._kept_tokens import Kept, add_step
 from mrl.engines.base import SamplingConfig
-from mrl.engines.native.operations import Operations
 from mrl.engines.native.sampler import Sampler
-from mrl.functional.logprobs import Distribution, VocabShard, linear_logprobs
-from mrl.functional.sampling import keep_threshold, stream_key
+from mrl.engines.native.torch_ops import Operations
 from mrl.types import Prompt, Rollout
 
 TOKENS, KINDS, VOCAB = 2048, 64, 4096

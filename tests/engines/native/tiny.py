@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mrl.config import RolloutConfig
+from mrl.checkpoint.formats.hf import load_from_hf
+from mrl.config.config import RolloutConfig
 from mrl.engines.native.engine import NativeEngine
-from mrl.formats.hf import load_from_hf
 from mrl.models.hf_config import arch_from_folder
+from mrl.resharding.regions import whole
+from mrl.resharding.weight_slice import WeightSlice
 from mrl.types import Prompt
-from mrl.weights.regions import whole
-from mrl.weights.weight_slice import WeightSlice
 from tests.engines.specs import spec_of
 from tests.models.rope import both_spellings
 

@@ -1,0 +1,94 @@
+"""`.metadata` of a distributed checkpoint, read without running code.
+
+Owns the one way in which mrl reads that pickle: with an unpickler that knows the classes of metadata and nothing else,
+so that a folder from elsewhere cannot run code. What the metadata means is the reader's business
+(`checkpoint/formats/torch_dist.py`, `megatron/checkpoint.py`).
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import metadata as dcp
+
+from mrl.distributed.pickled_enums import member_getter
+from mrl.errors import UserError
+
+METADATA = ".metadata"
+"""Its name."""
+
+_CLASSES = frozenset(
+    {
+        ("torch", "Size"),
+        ("torch", "device"),
+        ("torch.serialization", "_get_layout"),
+        ("torch.distributed.checkpoint.metadata", "Metadata"),
+        ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+        ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+        ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
+        ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+        ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+        ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+        ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        # a rank's cached plan of what it wrote
+        ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+        ("torch.distributed.checkpoint.planner", "SavePlan"),
+        ("torch.distributed.checkpoint.planner", "WriteItem"),
+        ("torch.distributed.checkpoint.planner", "WriteItemType"),
+        ("torch.distributed.checkpoint.planner", "TensorWriteData"),
+        ("torch.distributed.checkpoint.planner", "BytesIOWriteData"),
+        ("collections", "OrderedDict"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "Path"),
+    }
+)
+_DTYPES = frozenset({"float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"})
+
+
+def read_metadata(file: Path) -> dcp.Metadata:
+    """Reads a metadata pickle with an unpickler that builds metadata classes only.
+
+    Raises:
+        UserError: The file is missing or unreadable, or asks for any other class or function.
+    """
+    if not file.is_file():
+        raise UserError(f"'{file.parent}' is not a Megatron checkpoint: it has no {file.name}.")
+    try:
+        metadata = _MetadataOnly(io.BytesIO(file.read_bytes())).load()
+    except UserError:
+        raise
+    except Exception as error:  # a broken pickle raises anything
+        raise UserError(f"'{file}' cannot be read: {type(error).__name__}: {error}.") from error
+    if not isinstance(metadata, dcp.Metadata):
+        raise UserError(f"'{file}' holds a {type(metadata).__name__}, not the metadata of a distributed checkpoint.")
+    return metadata
+
+
+class _MegatronMetadata(dcp.Metadata):
+    """Stands for what megatron-core 0.15 derived from torch's class."""
+
+
+class _MegatronPlan:
+    """Stands for what megatron-core 0.15 cached of a rank's plan."""
+
+
+_STAND_INS = {"MCoreMetadata": _MegatronMetadata, "MCoreSavePlan": _MegatronPlan}
+
+
+class _MetadataOnly(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _CLASSES or (module == "torch" and name in _DTYPES):
+            return super().find_class(module, name)
+        if module == "megatron.core.dist_checkpointing.strategies.torch" and name in _STAND_INS:
+            return _STAND_INS[name]
+        refusal = UserError(
+            f"the checkpoint's metadata asks for '{module}.{name}', which is not data. It was not written by mrl or "
+            "Megatron, and is not loaded."
+        )
+        if (module, name) == ("builtins", "getattr"):
+            return member_getter(refusal)
+        raise refusal

@@ -1,0 +1,42 @@
+"""Which format a folder has, from the names of its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mrl.checkpoint.formats.base import Source
+from mrl.checkpoint.formats.hf import INDEX, SINGLE, HfSource
+from mrl.checkpoint.formats.megatron import CONFIG, MegatronSource
+from mrl.checkpoint.formats.trtllm import RANK_FILES, TrtllmSource
+from mrl.config.did_you_mean import did_you_mean_path
+from mrl.errors import UserError
+from mrl.models.base import ArchSpec
+
+
+def open_source(folder: str | Path, arch: ArchSpec | None = None) -> Source:
+    """Opens a checkpoint of any format.
+
+    Args:
+        folder: A Hugging Face folder, a TensorRT-LLM checkpoint, or a distributed checkpoint of Megatron, mrl or this
+            package's converters.
+        arch: The model, for a Megatron checkpoint without a config.json; None: what is in the folder.
+
+    Raises:
+        UserError: It is none of these, or broken.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise UserError(f"checkpoint folder '{folder}' does not exist.{did_you_mean_path(path)}")
+    if (path / SINGLE).is_file() or (path / INDEX).is_file():
+        return HfSource(path)
+    if any(path.glob(RANK_FILES)):
+        return TrtllmSource(path)
+    try:
+        return MegatronSource(path, arch)
+    except UserError as error:
+        if not (path / CONFIG).is_file() or any(path.glob("*.distcp")):
+            raise
+        raise UserError(
+            f"'{folder}' has a {CONFIG}, but neither {SINGLE} nor {INDEX} (Hugging Face), nor {RANK_FILES} "
+            f"(TensorRT-LLM), and as a Megatron checkpoint: {error}"
+        ) from error

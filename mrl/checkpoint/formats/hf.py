@@ -1,0 +1,365 @@
+"""Hugging Face folders: config.json, safetensors (one file or shards with an index), tokenizer.
+
+Owns their reading, for conversions and for the ranks of a job, and everything of their writing that is not the moving
+of weights: which tensor is in which file, the index, config.json, the files that come along.
+`mrl/commands/convert/convert.py` and `mrl/trainer/hf_export.py` write folders with it. No reader holds the whole model:
+tensors are views of mapped files.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.checkpoint.formats.base import OutFile, Source, Target
+from mrl.checkpoint.formats.safetensors_file import Header, SafetensorsFile, write_safetensors
+from mrl.errors import UserError, first_line, shown
+from mrl.models.base import ArchSpec, critic_of
+from mrl.models.hf_config import TOKENIZER_FILES, arch_from_folder, family_of, read_config
+from mrl.resharding.copy_op import ITEM_BYTES, num_bytes
+from mrl.resharding.dtypes import check_tensors
+from mrl.resharding.hf import EMBEDDINGS, HEAD, VALUE_BIAS, VALUE_HEAD, hf_layout
+from mrl.resharding.hf_names import locate, unwrapped
+from mrl.resharding.layout import Layout, Region
+from mrl.resharding.regions import slices
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_ROWS_AT_ONCE = 4096
+"""Rows of the vocabulary that are compared at a time, so that no copy of a whole matrix is made."""
+
+_ADAPTER = "adapter_config.json"
+
+MAX_FILE_BYTES = 5 << 30
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class HfSource(Source):
+    """A Hugging Face folder, open for reading by parts."""
+
+    def __init__(self, folder: str | Path, arch: ArchSpec | None = None) -> None:
+        """Finds which file holds which tensor and checks the headers of all files.
+
+        Args:
+            folder: With safetensors, single or sharded.
+            arch: The model; None: what config.json says, a critic where the folder has a value head.
+
+        Raises:
+            UserError: The folder has no config.json, no safetensors or two sets of them, its index is broken, or a file
+                is missing or cut short.
+        """
+        self.folder = Path(folder)
+        self.arch = arch_from_folder(folder) if arch is None else arch
+        self._open_files: dict[str, SafetensorsFile] = {}
+        self._file_of = self._find()
+        if arch is None and any(unwrapped(name) == VALUE_HEAD for name in self._file_of):
+            self.arch = critic_of(self.arch)
+        shapes = {name: self._open(file).headers[name].shape for name, file in self._file_of.items()}
+        try:
+            self._tensors = locate(self.arch, shapes)
+        except UserError as error:
+            raise UserError(f"model folder '{folder}': {error}") from error
+        names = (*sorted(set(self._file_of.values())), INDEX, "config.json")
+        self.files = tuple(name for name in names if (self.folder / name).is_file())
+
+    def dtype(self, hf_name: str) -> str:
+        """See `Source`."""
+        return self._header(hf_name).dtype
+
+    def read(self, hf_name: str, region: Region) -> Tensor:
+        """See `Source`; a view of a private map of the file, which goes with it."""
+        return self._tensor(hf_name)[slices(region)]
+
+    def check(self) -> None:
+        """See `Source`; rotary frequencies may be there, and a tied head that equals the embeddings."""
+        arch = self.arch
+        expected = hf_layout(arch, "float32")
+        missing = [name for name in expected if name not in self._tensors]
+        unknown = [name for name in self._tensors if name not in expected and not self._is_optional(name)]
+        if arch.value_head and VALUE_BIAS in map(unwrapped, unknown):
+            raise UserError(
+                f"model folder '{self.folder}': its value head has a bias, '{VALUE_BIAS}' (a token classification "
+                "model's, as verl's critics), and mrl's has none. Where it is 0, remove the tensor; else give a model "
+                "without one."
+            )
+        if missing == [HEAD] and not unknown:
+            raise UserError(
+                f"model folder '{self.folder}' has no '{HEAD}': these are the weights of a model without a head, as "
+                "transformers' AutoModel saves them. Save it with AutoModelForCausalLM, or set tie_word_embeddings to "
+                "true in config.json if the head is the embeddings."
+            )
+        lacks = f"lacks {len(missing)} tensors, first {shown(missing[0])}" if missing else ""
+        has = f"has {len(unknown)} unknown tensors, first {shown(unknown[0])}" if unknown else ""
+        if missing or unknown:
+            raise UserError(
+                f"model folder '{self.folder}' {' and '.join(filter(None, (lacks, has)))}: config.json describes a "
+                f"{arch.family} model with {arch.num_layers} layers. Give the weights that belong to config.json, "
+                "under the names that transformers' save_pretrained writes."
+            )
+        for name, stored in expected.items():
+            header, located = self._header(name), self._tensors[name]
+            if header.shape != located.shape:
+                vocab = (
+                    "; config.json says vocab_size=" + str(arch.vocab_size) if arch.vocab_size in stored.shape else ""
+                )
+                raise UserError(
+                    f"model folder '{self.folder}': '{located.stored}' has shape {list(header.shape)}, but config.json "
+                    f"asks for {list(located.shape)}{vocab}."
+                )
+            if header.dtype not in _DTYPES:
+                raise UserError(
+                    f"model folder '{self.folder}': '{located.stored}' is stored as {header.dtype}; expected one of "
+                    f"{', '.join(_DTYPES)}. Use a release of the model that is not quantized."
+                )
+        if arch.tie_word_embeddings and HEAD in self._tensors:
+            self._check_tied_head()
+
+    def describe(self) -> dict[str, Any]:
+        """See `Source`."""
+        tensors = {
+            name: {"shape": list(located.part_of(header.shape)), "dtype": header.dtype, "file": file}
+            for name, located in self._tensors.items()
+            for file, header in [(self._file_of[located.stored], self._header(name))]
+        }
+        return {
+            "format": "huggingface",
+            "family": self.arch.family,
+            "num_layers": self.arch.num_layers,
+            "num_bytes": sum(self._open(file).num_bytes for file in set(self._file_of.values())),
+            "tensors": tensors,
+        }
+
+    def close(self) -> None:
+        """See `Source`; maps go with the tensors that were read, so nothing is left to let go of."""
+        self._open_files.clear()
+
+    def fill(self, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
+        """Copies what `layout` says into `tensors`, with a cast to each tensor's dtype; padding becomes zero.
+
+        Raises:
+            UserError: A file ends early or cannot be read.
+        """
+        check_tensors(layout, tensors, dtypes=False)
+        with torch.no_grad():
+            for name, stored in layout.items():
+                for region in stored.padding:
+                    tensors[name][slices(region)] = 0
+                for piece in stored.pieces:
+                    tensors[name][slices(piece.dst)].copy_(self.read(piece.hf_name, piece.src))
+
+    def _check_tied_head(self) -> None:
+        """Versions of transformers differ on a head of its own in a tied model: some take it, some drop it."""
+        head, embeddings = (self._tensor(name) for name in (HEAD, EMBEDDINGS))
+        same = head.shape == embeddings.shape and all(
+            torch.equal(ours.float(), theirs.float())
+            for ours, theirs in zip(
+                torch.split(head, _ROWS_AT_ONCE), torch.split(embeddings, _ROWS_AT_ONCE), strict=True
+            )
+        )
+        if not same:
+            raise UserError(
+                f"model folder '{self.folder}': config.json says tie_word_embeddings=true, but '{HEAD}' differs "
+                f"from '{EMBEDDINGS}'. Set tie_word_embeddings to false where the head in the file is meant, or "
+                "remove the head from the file."
+            )
+
+    def _is_optional(self, name: str) -> bool:
+        return name.endswith("rotary_emb.inv_freq") or (name == HEAD and self.arch.tie_word_embeddings)
+
+    def _find(self) -> dict[str, str]:
+        index, single = self.folder / INDEX, self.folder / SINGLE
+        if (self.folder / _ADAPTER).is_file():
+            raise UserError(
+                f"model folder '{self.folder}' has {_ADAPTER}: it is an adapter of another model, which mrl does not "
+                "apply. Merge the two first (peft's merge_and_unload, then save_pretrained)."
+            )
+        found = self._read_index(index) if index.is_file() else None
+        if single.is_file() and (found is None or set(found.values()) == {SINGLE}):
+            return dict.fromkeys(self._open(SINGLE).headers, SINGLE)
+        if single.is_file():
+            raise UserError(
+                f"model folder '{self.folder}' has two sets of weights: {SINGLE}, which transformers reads, and the "
+                f"shards of {INDEX}. Remove {SINGLE}, or the index with its shards."
+            )
+        if found is not None:
+            return found
+        raise UserError(
+            f"model folder '{self.folder}' has neither {SINGLE} nor {INDEX}. mrl reads safetensors; convert other "
+            "formats with transformers' save_pretrained."
+        )
+
+    def _read_index(self, path: Path) -> dict[str, str]:
+        try:
+            weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            found = {str(name): str(file) for name, file in weight_map.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            reason = f"{type(error).__name__}: {first_line(error)[:300]}"
+            raise UserError(f"'{path}' is not a safetensors index: {reason}") from error
+        if not found:
+            raise UserError(f"'{path}' is not a safetensors index: it names no tensor.")
+        here = {entry.name for entry in self.folder.iterdir()}
+        for file in sorted(set(found.values())):
+            if file not in here or not (self.folder / file).is_file():
+                raise UserError(
+                    f"'{path}' names the file {shown(file)}, which is not in the folder. Download it again."
+                )
+            inside = self._open(file).headers
+            lacking = [name for name, where in found.items() if where == file and name not in inside]
+            if lacking:
+                raise UserError(f"'{path}' says that {shown(lacking[0])} is in '{file}', but it is not.")
+        return found
+
+    def _header(self, hf_name: str) -> Header:
+        """Returns the header of the stored tensor that holds this one."""
+        stored = self._tensors[hf_name].stored
+        return self._open(self._file_of[stored]).headers[stored]
+
+    def _tensor(self, hf_name: str) -> Tensor:
+        located = self._tensors[hf_name]
+        return self._open(self._file_of[located.stored]).tensor(located.stored)[located.index]
+
+    def _open(self, file: str) -> SafetensorsFile:
+        if file not in self._open_files:
+            self._open_files[file] = SafetensorsFile(self.folder / file)
+        return self._open_files[file]
+
+
+def load_from_hf(folder: str | Path, arch: ArchSpec, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
+    """Fills one rank's tensors from a Hugging Face folder; no collective: ranks read what they store.
+
+    Args:
+        folder: With safetensors, single or sharded.
+        arch: What config.json says.
+        layout: What this rank stores (`megatron_layout`, `native_layout`, `hf_layout`).
+        tensors: Name -> tensor to fill in place, each name of the layout; dtypes may differ from the files'.
+
+    Raises:
+        UserError: The files are missing or corrupt, or do not fit `arch`.
+    """
+    with closing(HfSource(folder, arch)) as weights:
+        weights.check()
+        weights.fill(layout, tensors)
+
+
+class HfTarget(Target):
+    """A Hugging Face folder that is to be written.
+
+    Attributes:
+        layout: All tensors, in the order of the model.
+    """
+
+    def __init__(
+        self,
+        arch: ArchSpec,
+        dtype: str | Mapping[str, str],
+        *,
+        like: str | Path | None = None,
+        max_file_bytes: int = MAX_FILE_BYTES,
+    ) -> None:
+        """Assigns tensors to files.
+
+        Args:
+            arch: The model.
+            dtype: Of every tensor, or of each by its name.
+            like: Model folder whose tokenizer, generation settings and further config.json keys are copied; None: none.
+            max_file_bytes: Largest safetensors file, unless one tensor is larger.
+        """
+        self.arch = arch
+        if isinstance(dtype, str):
+            self.layout = hf_layout(arch, dtype)
+        else:
+            by_dtype = {each: hf_layout(arch, each) for each in set(dtype.values())}
+            self.layout = {name: by_dtype[dtype[name]][name] for name in hf_layout(arch, "float32")}
+        self._like = None if like is None else Path(like)
+        self.files = tuple(OutFile(name, part) for name, part in assign_files(self.layout, max_file_bytes).items())
+
+    def write(self, path: Path, file: OutFile, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
+        """See `Target`."""
+        shapes = {name: (stored.shape, stored.dtype) for name, stored in file.layout.items()}
+        return write_safetensors(path, shapes, tensors, {"format": "pt"})
+
+    def finish(self, folder: Path, records: Mapping[str, Mapping[str, Any]]) -> None:
+        """See `Target`."""
+        write_companions(folder, self.arch, {file.name: file.layout for file in self.files}, self._like)
+
+    def describe(self) -> dict[str, Any]:
+        """See `Target`."""
+        dtypes = Counter(stored.dtype for stored in self.layout.values())
+        return {
+            "format": "huggingface",
+            "family": self.arch.family,
+            "dtypes": dict(sorted(dtypes.items())),
+            "num_files": len(self.files),
+        }
+
+
+def assign_files(layout: Layout, max_file_bytes: int) -> dict[str, Layout]:
+    """File name -> its tensors: the layout's order, cut before a file would grow above `max_file_bytes`.
+
+    Inside a file, wider dtypes come first, as the format's alignment wants.
+    """
+    parts: list[Layout] = []
+    room = 0
+    for name, stored in layout.items():
+        size = num_bytes(stored)
+        if size > room:
+            parts.append({})
+            room = max_file_bytes
+        parts[-1][name] = stored
+        room -= size
+    parts = [dict(sorted(part.items(), key=lambda item: -ITEM_BYTES[item[1].dtype])) for part in parts]
+    if len(parts) == 1:
+        return {SINGLE: parts[0]}
+    return {f"model-{index:05}-of-{len(parts):05}.safetensors": part for index, part in enumerate(parts, 1)}
+
+
+def write_companions(
+    folder: Path,
+    arch: ArchSpec,
+    files: Mapping[str, Layout],
+    like: Path | None,
+    further: Mapping[str, Any] | None = None,
+) -> None:
+    """Everything of a folder that is not a weight: the index, what comes along, and last config.json.
+
+    Args:
+        folder: Where; it exists.
+        arch: The model.
+        files: What `assign_files` returned.
+        like: Model folder whose tokenizer, generation settings and further config.json keys are copied; None: none.
+        further: Keys of config.json besides; None: none.
+
+    Raises:
+        UserError: `like` has no readable config.json.
+        OSError: The disk refuses.
+    """
+    config = family_of(arch).arch_to_hf(arch)
+    if like is not None:
+        config = {**read_config(like), **config}
+        config.pop("quantization_config", None)
+        if len(config.get("layer_types") or ()) != arch.num_layers:
+            config.pop("layer_types", None)  # of a deeper model: without it each layer is as the family has it
+        for name in TOKENIZER_FILES:
+            if (like / name).is_file():
+                shutil.copyfile(like / name, folder / name)
+    if len(files) > 1:
+        sizes = [num_bytes(stored) for content in files.values() for stored in content.values()]
+        weight_map = {name: file for file, content in files.items() for name in content}
+        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    dtypes: Counter[str] = Counter()
+    for content in files.values():
+        for stored in content.values():
+            dtypes[stored.dtype] += num_bytes(stored)
+    dtype = dtypes.most_common(1)[0][0]
+    config |= {"dtype": dtype, "torch_dtype": dtype, **(further or {})}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,167 @@
+"""Models that are named as on the Hugging Face hub, `organisation/name`: their folders in the hub's cache.
+
+Owns what such a name is, which files of a repository a run needs, and that one process of a host downloads them. Cache,
+endpoint, token and offline mode are huggingface_hub's own (HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN,
+HF_HUB_OFFLINE).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os.path
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from mrl.checkpoint.formats.hf import INDEX, SINGLE
+from mrl.config.config import Config
+from mrl.config.did_you_mean import did_you_mean_path
+from mrl.errors import UserError, first_line
+from mrl.models.hf_config import TOKENIZER_FILES, read_json
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+TEACHERS = "distillation.teacher_models"
+_WEIGHTS = ("*.safetensors", INDEX)
+_FILES = ("config.json", *TOKENIZER_FILES)
+
+
+def local_models(config: Config, *, download: bool = False) -> Config:
+    """The config with a local folder for each name of the hub.
+
+    Ranks of a host that call it at once wait for one of them to download; hosts that share the cache do so too.
+
+    Args:
+        config: `model.path`, `model.tokenizer`, `reference.path`, `critic.path`, `reward.model.path` and teachers'
+            `model_path` may be names of the hub; a folder that is there always wins.
+        download: What the cache lacks is downloaded; otherwise it is refused.
+
+    Raises:
+        UserError: The cache lacks the model, and it is not to be or cannot be downloaded.
+    """
+    model, reference, critic = config.model, config.reference, config.critic
+    path = local_folder("model.path", model.path, download=download)
+    tokenizer = local_folder("model.tokenizer", model.tokenizer, download=download, weights=False)
+    model = replace(model, path=path, tokenizer=tokenizer)
+    reference = replace(reference, path=local_folder("reference.path", reference.path, download=download))
+    critic = replace(critic, path=local_folder("critic.path", critic.path, download=download))
+    scorer = config.reward.model
+    scorer = replace(scorer, path=local_folder("reward.model.path", scorer.path, download=download))
+    teachers = [
+        replace(
+            teacher, model_path=local_folder(f"{TEACHERS}[{index}].model_path", teacher.model_path, download=download)
+        )
+        for index, teacher in enumerate(config.distillation.teacher_models)
+    ]
+    distillation = replace(config.distillation, teacher_models=teachers)
+    reward = replace(config.reward, model=scorer)
+    return replace(config, model=model, reference=reference, critic=critic, distillation=distillation, reward=reward)
+
+
+def local_folder(key: str, text: str | None, *, download: bool = False, weights: bool = True) -> str | None:
+    """One of the paths of `local_models`; what is no name of the hub is given back as it is.
+
+    Args:
+        key: Of the config, for messages.
+        text: Its value.
+        download: As in `local_models`.
+        weights: False: only the tokenizer is needed.
+
+    Raises:
+        UserError: As `local_models`.
+    """
+    if text is None or not is_hub_name(text):
+        return text
+    return str(_folder(key, text, weights=weights, download=download))
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether a path may be a name of the hub: two words with one slash between them, and no such folder here."""
+    return _NAME.fullmatch(text) is not None and not os.path.exists(text)
+
+
+def check_same_models(config: Config) -> None:
+    """Collective over the job: hosts with caches of their own may hold other states of a model.
+
+    Raises:
+        UserError: The ranks' folders have other names; those in the hub's cache are named after the state.
+    """
+    import torch
+
+    from mrl.distributed.collectives import all_gather_ragged, everyone
+
+    paths = [config.model.path, config.model.tokenizer, config.reference.path, config.critic.path]
+    paths.append(config.reward.model.path)
+    paths += [teacher.model_path for teacher in config.distillation.teacher_models]
+    folders = [Path(path).name for path in paths if path]
+    digest = int.from_bytes(hashlib.sha256("\n".join(folders).encode()).digest()[:7], "big")
+    found = all_gather_ragged(torch.tensor([digest]), everyone()).tolist()
+    other = [rank for rank, value in enumerate(found) if value != found[0]]
+    if other:
+        error = UserError(
+            f"rank {other[0]} has another state of the model from the Hugging Face hub than rank 0 (model.path, "
+            "model.tokenizer, reference.path, critic.path, reward.model.path or a teacher's). Download it anew on "
+            "every host, or name a folder that all hosts share."
+        )
+        error.everywhere = True
+        raise error
+
+
+def _folder(key: str, name: str, *, weights: bool, download: bool) -> Path:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.utils import WeakFileLock
+
+    if not download:
+        cached = _cached(name, weights=weights)
+        if cached is None:
+            raise _refusal(key, name, "it is not, or not whole, in the cache")
+        return cached
+    try:
+        lock = Path(constants.HF_HUB_CACHE) / ".locks" / f"mrl--{name.replace('/', '--')}.lock"
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(lock):  # who comes second finds what the first one has downloaded
+            folder = _cached(name, weights=weights)
+            if folder is None:
+                folder = Path(snapshot_download(name, allow_patterns=_patterns(weights=weights)))
+    except Exception as error:  # the hub's client raises many kinds: its own, its HTTP library's, the disk's
+        raise _refusal(key, name, f"its download failed: {first_line(error)[:300].rstrip('.')}") from error
+    if not _is_whole(folder, weights=weights):
+        raise _refusal(key, name, f"it came without {'config.json or safetensors' if weights else 'a tokenizer'}")
+    return folder
+
+
+def _patterns(*, weights: bool) -> list[str]:
+    return [*_FILES, *(_WEIGHTS if weights else ())]
+
+
+def _cached(name: str, *, weights: bool) -> Path | None:
+    """The newest snapshot that the cache knows, where it has all files; None: there is none such."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=_patterns(weights=weights), local_files_only=True))
+    except Exception:  # noqa: BLE001 -- as in `_folder`; what is wrong with the cache, a download tells
+        return None
+    return folder if _is_whole(folder, weights=weights) else None
+
+
+def _is_whole(folder: Path, *, weights: bool) -> bool:
+    if not weights:
+        return any((folder / file).is_file() for file in TOKENIZER_FILES)
+    return (folder / "config.json").is_file() and ((folder / SINGLE).is_file() or _has_all_parts(folder))
+
+
+def _has_all_parts(folder: Path) -> bool:
+    if not (folder / INDEX).is_file():
+        return False
+    parts = read_json(folder / INDEX).get("weight_map")
+    return isinstance(parts, dict) and all((folder / str(part)).is_file() for part in parts.values())
+
+
+def _refusal(key: str, name: str, reason: str) -> UserError:
+    from huggingface_hub import constants
+
+    return UserError(
+        f"{key}: the folder '{name}' does not exist.{did_you_mean_path(name)} As a name on the Hugging Face hub, "
+        f"{reason}. Run `hf download {name}` where the hub can be reached, with this cache "
+        f"({constants.HF_HUB_CACHE}; HF_HUB_CACHE names another one), or give a local folder that holds the model."
+    )

@@ -1,0 +1,303 @@
+"""config.json of a TensorRT-LLM 1.x checkpoint, both ways.
+
+Owns the keys that TensorRT-LLM's `PretrainedConfig`, `LLaMAConfig` and `QWenConfig` read, and how they translate into
+an `ArchSpec`: by way of Hugging Face's keys, so that each family checks its own. What is read is written again and
+compared, so that no setting that mrl does not build goes unnoticed. Two keys are mrl's own: `mrl.family`, for a family
+that shares its architecture with another one, and `tie_word_embeddings` where TensorRT-LLM's class has no such key;
+TensorRT-LLM keeps unknown keys as attributes and warns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import UserError
+from mrl.models.base import ArchSpec, MoeSpec
+from mrl.models.hf_config import arch_from_config, families, family_of, read_json
+from mrl.resharding.trtllm import TrtllmMapping
+
+CONFIG = "config.json"
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+EXCLUDED = (
+    "*lm_head",
+    "*router",
+    "*vocab_embedding",
+    "*position_embedding",
+    "*block_embedding",
+    "*shared_expert_gate",
+)
+"""Modules that are not quantised: what TensorRT-LLM's `quantization/quantize.py` leaves out by itself."""
+
+_HF_KEYS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "num_hidden_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads",
+    "head_size": "head_dim",
+    "max_position_embeddings": "max_position_embeddings",
+    "norm_epsilon": "rms_norm_eps",
+    "rotary_base": "rope_theta",
+    "rotary_scaling": "rope_scaling",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "attn_bias": "qkv_bias",
+    "moe_intermediate_size": "moe_intermediate_size",
+    "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
+}
+"""TensorRT-LLM's key -> Hugging Face's."""
+
+_RENORMALIZE = 1
+"""`MoeConfig.ExpertScaleNormalizationMode.RENORMALIZE`; 0 is NONE."""
+
+_FREE = (
+    "logits_dtype",
+    "rotary_scaling",
+    "seq_length",
+    "disable_weight_only_quant_plugin",
+    "quantization",
+    "mapping",
+    "mrl",
+)
+"""Written keys that need not be as mrl would write them: without influence on the weights, or checked by themselves."""
+
+
+@dataclass(frozen=True)
+class TrtllmConfig:
+    """What config.json says.
+
+    Attributes:
+        arch: The model.
+        mapping: The ranks.
+        dtype: Of the weights that are not quantised, routers aside.
+        fp8: Linear layers are float8_e4m3fn with one scale per tensor (`quant_algo` FP8).
+        gpus_per_node: Which ranks share a node; TensorRT-LLM chooses its all-reduce by it.
+    """
+
+    arch: ArchSpec
+    mapping: TrtllmMapping
+    dtype: str
+    fp8: bool = False
+    gpus_per_node: int = 8
+
+    def __post_init__(self) -> None:
+        """Raises UserError where a value is wrong, TensorRT-LLM has no such model, or it cannot be spread so."""
+        if self.dtype not in DTYPES:
+            raise UserError(f"dtype is {self.dtype!r}; a TensorRT-LLM checkpoint has one of {', '.join(DTYPES)}.")
+        if type(self.gpus_per_node) is not int or self.gpus_per_node < 1:
+            raise UserError(f"gpus_per_node is {self.gpus_per_node!r}; expected a whole number above 0.")
+        if family_of(self.arch).trtllm_architecture is None:
+            known = sorted(name for name, family in families().items() if family.trtllm_architecture)
+            raise UserError(
+                f"mrl cannot write '{self.arch.family}' models for TensorRT-LLM; it can write {', '.join(known)}."
+            )
+        self.mapping.check(self.arch)
+
+
+def read_config(folder: str | Path) -> TrtllmConfig:
+    """config.json of a checkpoint folder.
+
+    Raises:
+        UserError: It is missing, not a checkpoint's, or describes a model that mrl does not build; the file is named.
+    """
+    path = Path(folder) / CONFIG
+    if not path.is_file():
+        raise UserError(
+            f"'{folder}' has no {CONFIG}. A TensorRT-LLM checkpoint holds it and a rank{{N}}.safetensors for each rank."
+        )
+    config = read_json(path)
+    if "pretrained_config" in config:
+        raise UserError(f"'{path}' belongs to a built engine. Give the checkpoint folder that it was built from.")
+    try:
+        return from_json(config)
+    except UserError as error:
+        raise UserError(f"'{path}': {error}") from error
+
+
+def from_json(config: Mapping[str, Any]) -> TrtllmConfig:
+    """The parsed file -> TrtllmConfig.
+
+    Raises:
+        UserError: A key is missing or wrong, or describes something that mrl does not build; it is named.
+    """
+    ranks = _object(config, "mapping")
+    for key, expected in (("cp_size", 1), ("moe_cluster_size", 1), ("attn_cp_size", 1), ("auto_parallel", False)):
+        if ranks.get(key, expected) not in (expected, -1):
+            raise UserError(f"mapping.{key} is {ranks[key]!r}; mrl reads {expected!r} only.")
+    mapping = TrtllmMapping(
+        tp_size=ranks.get("tp_size", 1),
+        pp_size=ranks.get("pp_size", 1),
+        moe_tp_size=_unset(ranks.get("moe_tp_size")),
+        moe_ep_size=_unset(ranks.get("moe_ep_size")),
+        use_parallel_embedding=config.get("use_parallel_embedding", False) is True,
+        embedding_sharding_dim=config.get("embedding_sharding_dim", 0),
+    )
+    if ranks.get("world_size", mapping.world_size) != mapping.world_size:
+        raise UserError(
+            f"mapping.world_size is {ranks['world_size']!r}, but tp_size x pp_size is {mapping.world_size}."
+        )
+    found = TrtllmConfig(
+        arch=_arch(config),
+        mapping=mapping,
+        dtype=_value(config, "dtype"),
+        fp8=_is_fp8(_object(config, "quantization")),
+        gpus_per_node=ranks.get("gpus_per_node", 8),
+    )
+    for key, value in to_json(found).items():
+        given = config.get(key)
+        if key.startswith("moe"):
+            differs = found.arch.moe is not None and not _agrees(given, value)
+        else:
+            differs = key not in _FREE and not _agrees(given, value)
+        if differs:
+            raise UserError(f"{key} is {given!r}; mrl's '{found.arch.family}' has {value!r} there.")
+    return found
+
+
+def to_json(config: TrtllmConfig) -> dict[str, Any]:
+    """TrtllmConfig -> the file."""
+    arch, mapping = config.arch, config.mapping
+    architecture = family_of(arch).trtllm_architecture
+    qwen = str(architecture).startswith("Qwen")
+    scaling = arch.rope_scaling
+    return {
+        "architecture": architecture,
+        "dtype": config.dtype,
+        "logits_dtype": "float32",
+        "vocab_size": arch.vocab_size,
+        "hidden_size": arch.hidden_size,
+        "intermediate_size": arch.intermediate_size,
+        "num_hidden_layers": arch.num_layers,
+        "num_attention_heads": arch.num_heads,
+        "num_key_value_heads": arch.num_kv_heads,
+        "head_size": arch.head_dim,
+        "hidden_act": "swiglu" if arch.moe else "silu",
+        "norm_epsilon": arch.rms_norm_eps,
+        "position_embedding_type": "rope_gpt_neox",
+        "max_position_embeddings": arch.max_position_embeddings,
+        "rotary_embedding_dim": arch.head_dim,
+        "rotary_base": arch.rope_theta,
+        "rotary_scaling": {"type": "llama3", "rope_type": "llama3", **vars(scaling)} if scaling else None,
+        "qk_layernorm": arch.qk_norm,
+        "attn_bias": arch.qkv_bias,
+        "mlp_bias": False,
+        "use_parallel_embedding": mapping.use_parallel_embedding,
+        "embedding_sharding_dim": mapping.embedding_sharding_dim,
+        "disable_weight_only_quant_plugin": False,
+        "tie_word_embeddings": arch.tie_word_embeddings,
+        "moe": _moe_keys(arch.moe, renormalizes=arch.moe.norm_topk_prob if arch.moe else not qwen),
+        **(_qwen_keys(arch) if qwen else {"residual_mlp": False, "remove_duplicated_kv_heads": False}),
+        "mapping": {
+            "world_size": mapping.world_size,
+            "gpus_per_node": config.gpus_per_node,
+            "cp_size": 1,
+            "tp_size": mapping.tp_size,
+            "pp_size": mapping.pp_size,
+            "moe_tp_size": mapping.moe_tp_size,
+            "moe_ep_size": mapping.moe_ep_size,
+        },
+        "quantization": {
+            "quant_algo": "FP8" if config.fp8 else None,
+            "kv_cache_quant_algo": None,
+            "group_size": 128,
+            "smoothquant_val": 0.5,
+            "clamp_val": None,
+            "has_zero_point": False,
+            "pre_quant_scale": False,
+            "exclude_modules": list(EXCLUDED) if config.fp8 else None,
+        },
+        "mrl": {"family": arch.family},
+    }
+
+
+def _moe_keys(moe: MoeSpec | None, *, renormalizes: bool) -> dict[str, Any]:
+    """What the file of a dense model says too."""
+    return {
+        "num_experts": moe.num_experts if moe else 0,
+        "top_k": moe.top_k if moe else 0,
+        "normalization_mode": _RENORMALIZE if renormalizes else 0,
+        "sparse_mixer_epsilon": 0.01,
+        "tp_mode": 0,
+    }
+
+
+def _qwen_keys(arch: ArchSpec) -> dict[str, Any]:
+    return {
+        "qwen_type": arch.family,
+        "use_logn_attn": False,
+        "num_labels": 1,
+        "moe_intermediate_size": arch.moe.intermediate_size if arch.moe else 0,
+        "moe_shared_expert_intermediate_size": arch.moe.shared_intermediate_size if arch.moe else 0,
+        "seq_length": arch.max_position_embeddings,
+    }
+
+
+def _arch(config: Mapping[str, Any]) -> ArchSpec:
+    """By way of Hugging Face's keys; the family checks them."""
+    architecture = _value(config, "architecture")
+    fitting = {name: family for name, family in families().items() if family.trtllm_architecture == architecture}
+    if not fitting:
+        known = sorted(
+            {str(family.trtllm_architecture) for family in families().values() if family.trtllm_architecture}
+        )
+        raise UserError(f"architecture is {architecture!r}; mrl has {', '.join(known)}.")
+    named = _object(config, "mrl").get("family")
+    family = fitting.get(str(named)) or next(
+        family for family in fitting.values() if family.hf_architecture == architecture
+    )
+    moe = {key: config.get(f"moe_{key}", 0) for key in ("num_experts", "top_k", "normalization_mode")}
+    moe |= _object(config, "moe")
+    hf: dict[str, Any] = {"head_dim": None, "num_key_value_heads": None, "rms_norm_eps": 1e-5}
+    hf |= {hf_key: config[key] for key, hf_key in _HF_KEYS.items() if key in config}
+    hf |= {
+        "num_experts": moe["num_experts"],
+        "num_local_experts": moe["num_experts"],
+        "num_experts_per_tok": moe["top_k"],
+        "norm_topk_prob": moe["normalization_mode"] == _RENORMALIZE,
+    }
+    read = {key: value for key, value in hf.items() if key in family.keys.all}  # of others transformers would be asked
+    return arch_from_config({**read, "model_type": family.hf_model_type})
+
+
+def _is_fp8(quantization: Mapping[str, Any]) -> bool:
+    algorithm = quantization.get("quant_algo")
+    if algorithm not in (None, "FP8") or quantization.get("kv_cache_quant_algo") is not None:
+        raise UserError(
+            f"quantization.quant_algo is {algorithm!r} and kv_cache_quant_algo "
+            f"{quantization.get('kv_cache_quant_algo')!r}; mrl reads checkpoints without quantisation, and FP8 weights."
+        )
+    excluded = quantization.get("exclude_modules") or list(EXCLUDED)
+    if algorithm and (not isinstance(excluded, list) or {*map(str, excluded)} - {"*fused_a"} != set(EXCLUDED)):
+        raise UserError(
+            f"quantization.exclude_modules is {excluded!r}; mrl reads FP8 checkpoints that leave out {list(EXCLUDED)}."
+        )
+    return algorithm == "FP8"
+
+
+def _agrees(given: Any, value: Any) -> bool:
+    """Whether what a file says is what mrl would write; what it leaves out is TensorRT-LLM's default."""
+    if isinstance(given, dict) and isinstance(value, dict):
+        return all(_agrees(given.get(key), each) for key, each in value.items())
+    return given is None or bool(given == value)
+
+
+def _unset(size: Any) -> Any:
+    return 0 if size in (None, -1) else size
+
+
+def _object(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
+        raise UserError(f"{key} is {value!r}; expected an object.")
+    return value
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    if key not in config:
+        raise UserError(f"'{key}' is missing.")
+    return config[key]

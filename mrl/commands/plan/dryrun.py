@@ -1,0 +1,216 @@
+"""What a run would be, without starting it: `mrl train CONFIG --dry-run`.
+
+Owns the text. The same checks refuse the same mistakes as in a real run; no process group exists, no weight is read and
+no folder is made.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from mrl.commands.launch import start_words
+from mrl.commands.plan.engine_weights import engine_layouts
+from mrl.commands.plan.memory import num_parameters, stage_memory
+from mrl.config.config import Config, TrainConfig, to_yaml
+from mrl.config.megatron_fields.defaults import ddp_defaults, overlaps_gradients, transformer_defaults
+from mrl.engines.trtllm import fields as trtllm
+from mrl.engines.trtllm import package_signature as trtllm_package
+from mrl.engines.trtllm.fields import needs_mpi
+from mrl.engines.vllm import fields as vllm
+from mrl.engines.vllm import package_signature as vllm_package
+from mrl.errors import to_install
+from mrl.models.base import ArchSpec
+from mrl.models.transformer_engine import asked_for
+from mrl.parallel_layout import Grid
+from mrl.resharding.megatron import megatron_layouts
+from mrl.resharding.plan import Plan, make_plan
+from mrl.trainer.resolve import Resolved, check_run, check_run_folder
+from mrl.trainer.validation.critic import critic_config
+from mrl.trainer.validation.megatron import changes, forced
+from mrl.trainer.validation.world_size import WorldSize
+
+MIB = 1 << 20
+MAX_ROWS = 32
+"""Ranks that are listed."""
+
+
+def describe(config: Config, size: WorldSize, *, launcher: str | None = None) -> str:
+    """A summary, who sits where, the cost of a refit, and the resolved config.
+
+    Args:
+        config: What was asked for.
+        size: Ranks to look at.
+        launcher: Who starts them, as `Environment.launcher` has it; None: not known yet.
+
+    Raises:
+        UserError: The run would be refused.
+    """
+    found = check_run(config, size.ranks, launcher=launcher)
+    check_run_folder(config)
+    config, grid = found.config, found.grid
+    context = f" x cp {grid.cp}" if grid.cp > 1 else ""
+    stages = f" x pp {grid.rollout_pp}" if grid.rollout_pp > 1 else ""
+    own = f" + {grid.rollout_ranks} that only sample" if grid.has_roles else ""
+    shown = range(min(grid.world_size, MAX_ROWS))
+    lines = [
+        f"dry run of {grid.world_size} rank(s) ({size.why}), nothing was started",
+        "",
+        *(f"{name:<10} {words}" for name, words in _summary(found)),
+        *(f"{'WARNING':<10} {warning}" for warning in found.warnings),
+        "",
+        f"# ranks: {grid.world_size} = tp {grid.tp}{context} x dp {grid.dp} x pp {grid.pp}{own}"
+        f" (model chunks per stage {grid.vpp}); {grid.num_replicas} rollout replica(s) of tp {grid.rollout_tp}{stages}",
+        "rank    tp    dp    pp replica",
+        *(_row(grid, rank) for rank in shown),
+        *([f"... and {grid.world_size - len(shown)} more"] if len(shown) < grid.world_size else []),
+        "",
+        *(_refit(config, found.arch, grid) if found.needs_engine else ()),
+        *_megatron(found),
+        "# config, every field as the run would have it",
+        to_yaml(config).rstrip(),
+    ]
+    return "\n".join(lines)
+
+
+def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
+    config, arch, grid = found.config, found.arch, found.grid
+    model, train, rollout = config.model, config.train, config.rollout
+    yield "start", start_words(grid.world_size, mpi=needs_mpi(rollout))
+    yield "engine", _engine(rollout.name) if found.needs_engine else "none: nothing is sampled"
+    yield (
+        "model",
+        f"{model.path or model.preset} ({arch.family}): {arch.num_layers} layers, hidden {arch.hidden_size}, "
+        f"vocabulary {arch.vocab_size:,}: {num_parameters(arch):,} parameters, {model.dtype}",
+    )
+    warm = train.warm_start.num_steps
+    yield "steps", f"{_steps(train)} of {config.algorithm.name}" + (f" after {warm} supervised" if warm else "")
+    each = config.rollout.longest
+    supervised = found.algorithm.supervised
+    num_samples = train.batch_size * found.algorithm.num_samples
+    product = {
+        "samples": f"prompts x {rollout.n} samples = {num_samples:,} sequences",
+        "responses": "examples",
+        "pairs": f"pairs = {num_samples:,} sequences",
+    }[found.algorithm.learns_from]
+    yield (
+        "each step",
+        f"{train.batch_size} {product} of at most {each:,} tokens: at most {num_samples * each:,} tokens",
+    )
+    prompts = train.batch_size if supervised else train.minibatch_size or train.batch_size
+    in_minibatch = prompts * (num_samples // train.batch_size)
+    per_rank = -(-in_minibatch // grid.dp)
+    yield (
+        "update",
+        f"{train.batch_size // prompts} minibatch(es) of {in_minibatch:,} sequences"
+        + (f", {config.actor.ppo_epochs} times" if config.actor.ppo_epochs > 1 and not supervised else "")
+        + f"; {per_rank:,} for each of {grid.dp} data-parallel rank(s), in about {_num_microbatches(found, per_rank)} "
+        f"microbatch(es) of {config.actor.max_tokens_per_microbatch:,} tokens if all are of full length",
+    )
+    yield from _memory(found)
+
+
+def _memory(found: Resolved) -> Iterator[tuple[str, str]]:
+    config, arch, grid = found.config, found.arch, found.grid
+    fullest = max(stage_memory(config, arch, grid), key=lambda one: one.total)
+    fullest = fullest if found.needs_engine else replace(fullest, engine=0)
+    parts = {
+        "weights": fullest.weights,
+        "gradients": fullest.gradients,
+        "optimizer": fullest.optimizer,
+        **({"engine's weights": fullest.engine} if found.needs_engine else {}),
+    }
+    of_engine = parts.pop("engine's weights") if grid.has_roles else 0
+    yield (
+        "memory",
+        " + ".join(f"{name} {size / MIB:,.1f}" for name, size in parts.items())
+        + f" = {sum(parts.values()) / MIB:,.1f} MiB on the fullest rank{' that trains' if grid.has_roles else ''}, by "
+        "the shapes of the tensors",
+    )
+    if grid.has_roles:
+        yield "", f"engine's weights {of_engine / MIB:,.1f} MiB on a rank that samples"
+    if found.critic is not None:
+        own = max(stage_memory(critic_config(config), found.critic, grid), key=lambda one: one.total)
+        yield (
+            "critic",
+            f"weights {own.weights / MIB:,.1f} + gradients {own.gradients / MIB:,.1f} + optimizer "
+            f"{own.optimizer / MIB:,.1f} = {own.total / MIB:,.1f} MiB on its fullest rank",
+        )
+    more = ", the reference's weights in host memory" if found.algorithm.needs_reference else ""
+    more += f", the weights of {len(found.teachers)} teacher(s) in host memory" if found.teachers else ""
+    more += ", the reward model's weights in host memory" if found.reward is not None else ""
+    cache = ", the engine's KV cache" if found.needs_engine else ""
+    yield "", f"besides: activations, logits, buffers of collectives{cache}{more}"
+
+
+def _engine(name: str) -> str:
+    """What samples, and what of its package is on this machine."""
+    if name == vllm.NAME:
+        return f"{name}: {vllm_package.described()}"
+    if name in trtllm.ENGINES and not trtllm_package.is_installed():
+        advice = f"Install it: {to_install('trtllm')}; or use rollout.name=native."
+        return f"{name}: TensorRT-LLM is not installed here. {advice}"
+    return name
+
+
+def _megatron(found: Resolved) -> Iterator[str]:
+    """What Megatron is told that it would not be told without `megatron`, and what is on by itself on GPUs."""
+    config, moe, te = found.config, found.arch.moe is not None, asked_for(found.config)
+    given = config.megatron.transformer
+    on = [f"transformer.{name}" for name in transformer_defaults(given, te=te, moe=moe)]
+    on += [f"ddp.{name}" for name in ddp_defaults(config.actor, config.megatron, te=te)]
+    on += ["ddp.overlap_grad_reduce"] if overlaps_gradients(config.actor, te=te) else []
+    yield "# Megatron's own fields"
+    for section, name, before, after in changes(config.megatron):
+        yield f"megatron.{section}.{name}: {_value(before)} -> {_value(after)}"
+    where = "where TransformerEngine is in use" if te else "without TransformerEngine, as the config has it"
+    yield f"on {where}: {', '.join(on) or 'nothing'}"
+    yield from (f"WARNING {warning}" for warning in forced(config, found.arch, found.grid))
+    yield ""
+
+
+def _value(value: Any) -> str:
+    """As the config writes it."""
+    return json.dumps(value, default=str)
+
+
+def _steps(train: TrainConfig) -> str:
+    """How long the run is, in the config's own terms."""
+    epochs = [] if train.num_epochs is None else [f"{train.num_epochs:g} pass(es) over the data"]
+    return ", or ".join([*([] if train.num_steps is None else [str(train.num_steps)]), *epochs])
+
+
+def _num_microbatches(found: Resolved, num_sequences: int) -> int:
+    """Of the longest sequences, whole ones in each; an interleaved pipeline needs a multiple of its stages."""
+    together = found.config.actor.max_tokens_per_microbatch // found.config.rollout.longest
+    count = math.ceil(num_sequences / max(1, together))
+    multiple = found.grid.pp if found.grid.vpp > 1 else 1
+    return -(-count // multiple) * multiple
+
+
+def _refit(config: Config, arch: ArchSpec, grid: Grid) -> Iterator[str]:
+    cost = refit_plan(config, arch, grid)
+    bucket_bytes = config.rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB
+    yield "# refit, each time the weights change"
+    yield f"copied inside ranks    {cost.bytes_local / MIB:.2f} MiB"
+    bound = f"lower bound {cost.lower_bound_bytes / MIB:.2f} MiB"
+    yield f"sent between ranks     {cost.bytes_moved / MIB:.2f} MiB ({bound})"
+    yield f"staging of a rank      {cost.peak_staging_bytes(bucket_bytes) / MIB:.2f} MiB"
+    yield ""
+
+
+def refit_plan(config: Config, arch: ArchSpec, grid: Grid) -> Plan:
+    """The copies of a refit between all ranks of a grid."""
+    dtype = config.model.dtype
+    sources = megatron_layouts(arch, grid, dtype=dtype, te=False)
+    return make_plan(sources, engine_layouts(config, arch, grid))
+
+
+def _row(grid: Grid, rank: int) -> str:
+    at = grid.coords(rank) if rank in grid.trainers else None
+    places = ["-"] * 3 if at is None else [at.tp, at.dp, at.pp]
+    replica = grid.replica(rank) if rank in grid.samplers else "-"
+    return f"{rank:4d} {places[0]:>5} {places[1]:>5} {places[2]:>5} {replica:>7}"

@@ -1,0 +1,208 @@
+"""What a run would cost on a cluster of any size, without running it: `mrl plan CONFIG --world-size N`.
+
+Owns the text. Memory comes from `memory.py` and is refused by `fit.py`, times come from `durations.py` and `refits.py`,
+all of it from shapes (`resharding/transfer_cost.py`) and stated figures (`observability/hardware.py`): nothing is
+measured. Which ranks should train and which sample is `splits.py`'s answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrl.commands.launch import start_words
+from mrl.commands.plan.durations import predict_durations, step_time
+from mrl.commands.plan.engine_weights import weight_bytes
+from mrl.commands.plan.fit import check_fits, device_of, words
+from mrl.commands.plan.memory import StageMemory, memory_by_stage, not_counted, num_parameters
+from mrl.commands.plan.refits import RefitPrediction, predict_refit
+from mrl.commands.plan.splits import Splits, find_splits, rows_of, splits_text
+from mrl.config.config import Config
+from mrl.engines.trtllm.fields import needs_mpi
+from mrl.errors import UserError
+from mrl.observability.hardware import Hardware
+from mrl.observability.text_format import counted
+from mrl.rollout.async_schedule import Schedule
+from mrl.trainer.resolve import Resolved, check_run
+from mrl.trainer.validation.megatron import forced
+from mrl.trainer.validation.roles import key_of
+
+GB = 1e9
+
+
+def describe(config: Config, world_size: int, hardware: Hardware) -> str:
+    """Memory of a rank of each stage, seconds of each phase, and the refit's bytes by link.
+
+    Args:
+        config: What was asked for.
+        world_size: Ranks to plan for.
+        hardware: Figures of the cluster.
+
+    Raises:
+        UserError: The run would be refused, or would run out of memory; the message says what would fit.
+    """
+    notes: list[str] = []
+    found = check_run(config, world_size, tell=notes.append)
+    device = device_of(hardware, found.grid)
+    refit = predict_refit(found.config, found.arch, found.grid, hardware)
+    # a rank may send more than it gets: without knowing who sends, the bound is all of an engine's weights
+    stages = memory_by_stage(found, device, moved_bytes=None if refit.staging_bytes else 0)
+    splits, overlaps = None, Schedule.of(found.config).lead > 0
+    if not found.algorithm.supervised:
+        splits = find_splits(found, hardware, refit)
+    try:
+        check_fits(found, hardware, stages)
+    except UserError as error:
+        raise _with_split(error, splits, overlaps=overlaps) from error
+    return "\n".join(
+        [
+            *_layout(found, hardware),
+            "",
+            *_memory(found, stages, device.capacity or 0, hardware),
+            "",
+            *_times(found, hardware, refit, rows_of(stages), overlaps=overlaps),
+            "",
+            *(_refit(refit) if found.needs_engine else ["no engine: nothing is sampled"]),
+            *(() if splits is None else ["", *splits_text(splits, found.grid, overlaps=overlaps)]),
+            *(f"\nnote: {note}" for note in [*notes, *_passed(found)]),
+        ]
+    )
+
+
+def _with_split(error: UserError, splits: Splits | None, *, overlaps: bool) -> UserError:
+    """The refusal, and the fastest split of the same ranks that fits, if there is one."""
+    ranked = [] if splits is None else splits.ranked(overlaps=overlaps)
+    if not ranked:
+        return error
+    best = ranked[0]
+    return UserError(f"{error} So does another split of the ranks, where {best.described}: {words(best.overrides)}")
+
+
+def _layout(found: Resolved, hardware: Hardware) -> Iterator[str]:
+    arch, grid = found.arch, found.grid
+    nodes = -(-grid.world_size // hardware.gpus_per_node)
+    yield f"{counted(grid.world_size, 'rank')} on {counted(nodes, 'node')} of {hardware.gpus_per_node}"
+    if grid.has_roles:
+        train, sample = (f"{ranks.start}-{ranks.stop - 1}" for ranks in (grid.trainers, grid.samplers))
+        yield f"roles     ranks {train} train, ranks {sample} only sample ({key_of(found.config.rollout)})"
+    yield f"start     {start_words(grid.world_size, mpi=needs_mpi(found.config.rollout))}"
+    yield f"model     {num_parameters(arch) / GB:.2f} x 10^9 parameters, {found.config.model.dtype}"
+    if found.critic is not None:
+        yield f"critic    {num_parameters(found.critic) / GB:.2f} x 10^9 parameters, in the actor's layout"
+    for teacher in found.teachers:
+        own = "the student's layers" if teacher == arch else "layers of its own"
+        yield f"teacher   {num_parameters(teacher) / GB:.2f} x 10^9 parameters, {own}, in the actor's layout"
+    if found.reward is not None:
+        yield f"reward    model of {num_parameters(found.reward) / GB:.2f} x 10^9 parameters, in the actor's layout"
+    yield f"actor     tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}" + (
+        f", experts ep {grid.ep} x etp {grid.expert_tp}" if arch.moe else ""
+    )
+    stages = f" x pp {grid.rollout_pp}" if grid.rollout_pp > 1 else ""
+    if not found.needs_engine:
+        return
+    yield f"rollout   {grid.num_replicas} replica(s) of tp {grid.rollout_tp}{stages}" + (
+        f", experts ep {grid.rollout_ep} x tp {grid.rollout_moe_tp}" if arch.moe else ""
+    )
+
+
+def _memory(found: Resolved, stages: list[StageMemory], capacity: int, hardware: Hardware) -> Iterator[str]:
+    """The fullest stage term by term, the others by their peak; likewise a rank that only samples."""
+    trainers = [stage for stage in stages if stage.stage is not None]
+    yield (
+        f"memory of a rank, GB, if every response has its full length; {capacity / GB:.1f} of "
+        f"{hardware.memory_bytes / GB:.0f} GB can be filled"
+    )
+    yield from _terms(trainers)
+    fullest = _fullest(trainers)
+    if fullest.host:
+        yield f"  host memory: {fullest.host / GB:.2f} GB, what waits there of models and engine"
+        sleeps = found.config.rollout.free_cache_engine and not found.grid.has_roles
+        if found.needs_engine and found.config.rollout.name == "trtllm" and sleeps:
+            less = weight_bytes(found.config, found.arch, found.grid)
+            yield f"  of it {less / GB:.2f} GB the engine's weights asleep, which TensorRT-LLM 1.3 discards instead"
+        if fullest.replayed:
+            yield f"  of it {fullest.replayed / GB:.2f} GB the experts to replay"
+    samplers = [stage for stage in stages if stage.stage is None]
+    if samplers:
+        yield from _terms(samplers)
+        if samplers[0].host:
+            yield f"  host memory: {samplers[0].host / GB:.2f} GB"
+    if found.needs_engine and (rows := rows_of(stages)):
+        yield f"  the KV cache has room for {rows} sequence(s) of {_longest(found)} tokens in each replica"
+
+
+def _terms(stages: list[StageMemory]) -> Iterator[str]:
+    fullest = _fullest(stages)
+    phases = list(fullest.phases)
+    yield f"  {_name_of(fullest):<26}" + "".join(f"{phase:>10}" for phase in phases)
+    for term in dict.fromkeys(term for phase in phases for term in fullest.phases[phase]):
+        sizes = (fullest.phases[phase].get(term) for phase in phases)
+        yield f"  {term:<26}" + "".join(f"{'-' if size is None else f'{size / GB:.2f}':>10}" for size in sizes)
+    for stage in stages:
+        name = f"all of it, {_name_of(stage)}" if len(stages) > 1 else "all of it"
+        yield f"  {name:<26}" + "".join(f"{stage.total(phase) / GB:>10.2f}" for phase in phases)
+
+
+def _fullest(stages: list[StageMemory]) -> StageMemory:
+    return max(stages, key=lambda stage: stage.total(stage.peak))
+
+
+def _name_of(stage: StageMemory) -> str:
+    return "a rank that samples" if stage.stage is None else f"stage {stage.stage}"
+
+
+def _passed(found: Resolved) -> Iterator[str]:
+    """What Megatron's own fields change that the figures above do not know."""
+    yield from forced(found.config, found.arch, found.grid)
+    if names := not_counted(found.config):
+        yield f"not counted: {', '.join(names)}"
+
+
+def _longest(found: Resolved) -> int:
+    return found.config.rollout.prompt_length + found.config.rollout.response_length
+
+
+def _times(
+    found: Resolved, hardware: Hardware, refit: RefitPrediction, kv_rows: int, *, overlaps: bool
+) -> Iterator[str]:
+    times = predict_durations(found, hardware, kv_rows)
+    yield "a step, s, if every response has its full length, at assumed parts of the peak rates (--hardware)"
+    rows = [] if found.algorithm.supervised else [("refit", refit.seconds, "links and memory at their peak")]
+    if times.decode_steps:
+        part = f"{hardware.decode_frac:.0%} of memory and FLOP rate"
+        note = f"{times.decode_steps:,} passes, bound by {times.bound_by}; {part}"
+        rows += [("rollout, prompts", times.prefill, f"{hardware.prefill_flops_frac:.0%} of {_rate(hardware)}")]
+        rows += [("rollout, responses", times.decode, note)]
+    if times.score:
+        rows += [("score", times.score, f"{hardware.train_flops_frac:.0%} of {_rate(hardware)}")]
+    bubble = f", {times.bubble_frac:.0%} pipeline bubble" if times.bubble_frac else ""
+    rows += [("update", times.update, f"{hardware.train_flops_frac:.0%} of {_rate(hardware)}{bubble}")]
+    refit_s = 0.0 if found.algorithm.supervised else refit.seconds
+    whole, note = step_time(times, refit_s, has_roles=found.grid.has_roles, overlaps=overlaps), ""
+    if found.grid.has_roles:
+        note = "rollouts and training at the same time; " if overlaps else ""
+        note += f"ranks that train wait {whole.idle_trainers:.0%} of it, those that sample {whole.idle_samplers:.0%}"
+    rows += [("all of it", whole.step, note)]
+    for name, seconds, note in rows:
+        yield f"  {name:<24} {seconds:12.4f}  {note}".rstrip()
+
+
+def _rate(hardware: Hardware) -> str:
+    return f"{hardware.bf16_flops / 1e12:.0f} TFLOP/s"
+
+
+def _refit(refit: RefitPrediction) -> Iterator[str]:
+    total = refit.traffic.total
+    moved = total.intra_node + total.inter_node
+    yield "refit, each time the weights change (bytes over all ranks)"
+    yield f"  copied inside ranks      {total.local / GB:12.3f} GB"
+    yield f"  sent inside nodes        {total.intra_node / GB:12.3f} GB"
+    yield f"  sent between nodes       {total.inter_node / GB:12.3f} GB"
+    yield f"  a gather of full tensors {refit.traffic.full_gather_bytes / GB:12.3f} GB" + (
+        f", {refit.traffic.full_gather_bytes / moved:.1f} times what is sent" if moved else ""
+    )
+    yield f"  sent to a rank           {refit.received_bytes / GB:12.3f} GB at most"
+    yield f"  staging of a rank        {refit.staging_bytes / GB:12.3f} GB at most"
+    yield (
+        f"  predicted time           {refit.seconds:12.4f} s from peak figures; bound {refit.bound_s:.4f} s, "
+        f"full gather {refit.full_gather_s:.4f} s"
+    )

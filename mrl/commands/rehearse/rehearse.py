@@ -1,0 +1,404 @@
+"""`mrl rehearse CONFIG`: a production run, small but whole, on this machine's CPU.
+
+Owns the order of the stages and what each one shows. The full config goes through the checks of a real run at its real
+world size; then `mrl train` itself runs on the shrunk config (`layout.py`, `model.py`, `settings.py`), is resumed at
+another layout, and its checkpoint is converted.
+
+    check -> build -> refit -> rollout -> reward -> update -> checkpoint -> resume -> conversion
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+
+from mrl.checkpoint.run_dir.run_dir import RunDir, flat
+from mrl.commands.launch import start_words
+from mrl.commands.rehearse.check import check_real_run
+from mrl.commands.rehearse.conversion import to_hugging_face, to_trtllm
+from mrl.commands.rehearse.engine import NATIVE, engine_for
+from mrl.commands.rehearse.layout import sizes, smallest_like
+from mrl.commands.rehearse.model import shrunk_model
+from mrl.commands.rehearse.report import ALL, FILE, Report, Stage
+from mrl.commands.rehearse.settings import (
+    NUM_VAL,
+    VARIETY,
+    Sizes,
+    other_layout,
+    shrunk_config,
+    small_teacher,
+    with_steps,
+)
+from mrl.commands.rehearse.shrunk_files import with_first_rows, write_model
+from mrl.commands.rehearse.stages import STAGES, spent_in, stage_of
+from mrl.config.config import Config, load, to_yaml
+from mrl.data.synthetic_tasks import make_task
+from mrl.data.tokenizer import HFTokenizer
+from mrl.distributed.local_ranks import TOKENIZERS, TRAINING, Ran, RankError, run_ranks
+from mrl.engines.trtllm.fields import needs_mpi
+from mrl.errors import UserError
+from mrl.models.base import ArchSpec, critic_of
+from mrl.observability.hardware import Hardware
+from mrl.observability.text_format import counted
+from mrl.parallel_layout import Grid
+from mrl.trainer.resolve import Resolved, resolve
+from mrl.trainer.validation.megatron import fitting, forced
+from mrl.trainer.validation.parallel import grid_of
+
+FIRST, RESUME = "first.yaml", "resume.yaml"
+"""The shrunk configs of the two runs, in the rehearsal's folder."""
+SAMPLING = "only sample"
+"""Of a report's layout: ranks of their own for rollouts."""
+MAX_RANKS = 8
+RANK_BYTES = 500_000_000
+"""A rank with a vocabulary of a few tokens; measured 0.25 to 0.4 GB."""
+TOKEN_BYTES = 5_000
+"""What an id of the vocabulary adds to a rank: embedding, head, their gradients and moments, and logits."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says beside the config.
+
+    Attributes:
+        world_size: Ranks of the real run; None: by the rule of `trainer/validation/world_size.py`.
+        max_ranks: Ranks that are started here at most; None: what the memory holds, up to MAX_RANKS.
+        output_dir: The rehearsal's folder; None: beside the runs, by the config's name.
+        hardware: The real run's GPUs.
+        stand_ins: Whether something may take the place of files that are not here.
+        timeout_s: For everything.
+        dry_run: Check and shrink; start nothing.
+    """
+
+    hardware: Hardware
+    world_size: int | None = None
+    max_ranks: int | None = None
+    output_dir: str | None = None
+    stand_ins: bool = False
+    timeout_s: float = 600.0
+    dry_run: bool = False
+
+
+def rehearse(file: str, overrides: list[str], options: Options, console: Console) -> Report:
+    """Runs every stage; the report is shown and written in any case.
+
+    Args:
+        file: The config.
+        overrides: Of the command line.
+        options: How to rehearse.
+        console: Where the report is shown.
+
+    Raises:
+        UserError: A stage failed: its name, the cause, and what to do.
+    """
+    folder = Path(options.output_dir or f"runs/rehearse-{Path(file).stem}")
+    _fresh(folder)
+    rehearsal = _Rehearsal(file, overrides, options, folder, console)
+    try:
+        rehearsal.run()
+    finally:
+        rehearsal.report.seconds = time.monotonic() - rehearsal.began
+        rehearsal.report.write(folder)
+        rehearsal.report.show(console)
+        console.print(f"report in {folder / FILE}", soft_wrap=True)
+    return rehearsal.report
+
+
+def train_on_rank(config: Config) -> None:
+    """What a rank of a rehearsal does: `mrl train` with the shrunk config."""
+    from mrl.train import train
+
+    train(config)
+
+
+class _Rehearsal:
+    def __init__(self, file: str, overrides: list[str], options: Options, folder: Path, console: Console) -> None:
+        self.began = time.monotonic()
+        self.report = Report(file)
+        self._file, self._overrides, self._options = file, overrides, options
+        self._folder, self._console = folder, console
+        self._run = RunDir(folder / "run")
+        self._preload: tuple[str, ...] = (*TRAINING, __name__)
+
+    def run(self) -> None:
+        options, report = self._options, self.report
+        with self._stage("check"):
+            config = load(self._file, self._overrides)
+            real = check_real_run(
+                config, self._file, options.world_size, options.hardware, report, stand_ins=options.stand_ins
+            )
+            if isinstance(real.found.tokenizer, HFTokenizer):
+                self._preload += (TOKENIZERS,)
+            self._done("check", f"{real.ranks}, as mrl train and mrl plan check them")
+        self._console.print("making the config and its models small ...", highlight=False, soft_wrap=True)
+        small, tokens = self._shrink(real.config, real.found, real.prompt_length)
+        changed, world_size = other_layout(
+            small.config, small.arch, small.grid, tokens, learns_from=real.found.algorithm.learns_from
+        )
+        (self._folder / FIRST).write_text(to_yaml(small.config), encoding="utf-8")
+        (self._folder / RESUME).write_text(to_yaml(with_steps(changed, 2)), encoding="utf-8")
+        if not options.dry_run:
+            self._first_run(small)
+            self._resume(with_steps(changed, 2), world_size)
+            self._convert(small)
+        report.finished = True
+
+    def _shrink(self, config: Config, found: Resolved, prompt_length: int) -> tuple[_Small, int]:
+        """The small run; what it is not like the real one is noted."""
+        report = self.report
+        experts = found.arch.moe is not None
+        tokens = found.tokenizer.vocab_size
+        max_ranks = self._options.max_ranks or _ranks_that_fit(tokens)
+        grid = smallest_like(found.grid, max_ranks, experts=experts)
+        engine = engine_for(config.rollout, grid)
+        arch, grid = shrunk_model(found.arch, found.grid, grid, tokens=tokens, engine=engine)
+        small = shrunk_config(config, found, Sizes(arch, grid, prompt_length, engine), self._folder)
+        report.engine = engine.name
+        small = replace(small, data=_few_rows(small.data, self._folder / "data"))
+        small, left_out = fitting(small, arch, grid)
+        report.not_covered += left_out
+        report.warnings += forced(config, found.arch, found.grid)
+        asked, used = sizes(found.grid, experts=experts), sizes(grid, experts=experts)
+        report.layout = {
+            ALL: (found.grid.world_size, grid.world_size),
+            **({SAMPLING: (found.grid.rollout_ranks, grid.rollout_ranks)} if grid.has_roles else {}),
+            **{name: (asked[name], used[name]) for name in asked if asked[name] > 1},
+        }
+        stages = ("vpp", "first_stage_layers", "last_stage_layers")
+        report.model = _differences(flat(asdict(found.arch)), flat(asdict(arch))) | {
+            name: (getattr(found.grid, name), getattr(grid, name))
+            for name in stages
+            if getattr(found.grid, name) not in (None, 1)
+        }
+        report.settings = _differences(flat(asdict(config)), flat(asdict(small)))
+        report.warnings += [
+            f"{name} {asked[name]} is not rehearsed: {counted(max_ranks, 'rank')} cannot hold it beside the rest "
+            "(--max-ranks)"
+            for name in asked
+            if asked[name] > 1 and used[name] == 1
+        ]
+        if engine.why:
+            in_its_place = f"the {engine.name} engine sampled in its place, since {engine.why}"
+            report.not_covered.insert(0, f"the engine {config.rollout.name}: {in_its_place}")
+        elif engine.name != NATIVE:
+            report.not_covered.insert(0, f"{engine.name} on GPUs: its build for CPUs sampled")
+        if needs_mpi(config.rollout):
+            start = start_words(found.grid.world_size, mpi=True)
+            report.not_covered.insert(1, f"MPI: mrl started the ranks itself. The real ones: {start}")
+        if config.actor.moe_token_dispatcher_type != small.actor.moe_token_dispatcher_type:
+            report.not_covered.append("the flex dispatcher: tokens reached their experts by alltoall")
+        if config.rollout.multi_turn.enable:
+            report.not_covered.append("tool calls: a random model writes none that can be read")
+        if config.observe.wandb_project is not None:
+            report.not_covered.append("Weights & Biases: nothing was sent")
+        if VARIETY in small.reward.functions:
+            report.not_covered.append(
+                f"your reward alone: {VARIETY.weight} x {VARIETY.name} was added to it, so that samples of a random "
+                "model differ and the update has a gradient"
+            )
+        self._write_models(config, found, arch)
+        try:
+            resolve(small, grid.world_size)
+        except UserError as error:
+            raise RuntimeError(f"mrl shrank the config into one that it refuses itself: {error}") from error
+        return _Small(small, arch, grid), tokens
+
+    def _write_models(self, config: Config, found: Resolved, arch: ArchSpec) -> None:
+        """Small models in the place of those that the config names."""
+        like, critic = config.critic.path, found.critic
+        if critic is not None and critic.family != arch.family:
+            self.report.not_covered.append(f"the critic's layers ({critic.family}): it had the actor's")
+            like = config.model.path or like
+        folders = [("model", config.model.path, arch), ("reference", config.reference.path, arch)]
+        folders += [("critic", like if config.critic.path else None, critic_of(arch))]
+        for index, (teacher, its) in enumerate(zip(config.distillation.teacher_models, found.teachers, strict=False)):
+            folders.append((f"teacher{index}", teacher.model_path, small_teacher(its, found.arch, arch)))
+        if found.reward is not None:
+            scorer = replace(
+                critic_of(small_teacher(found.reward, found.arch, arch)), vocab_size=found.reward.vocab_size
+            )
+            folders.append(("reward", config.reward.model.path, scorer))
+        for seed, (name, source, small) in enumerate(folders):
+            if source is not None:
+                write_model(self._folder / name, small, dtype=config.model.dtype, seed=seed, like=Path(source))
+
+    def _first_run(self, small: _Small) -> None:
+        observe = replace(small.config.observe, report=False)  # the resumed run writes it
+        ran = self._train("first", replace(small.config, observe=observe), small.grid.world_size, resumes=False)
+        rows = _rows(self._run.timings)
+        spent = spent_in(rows)
+        spent["build"] = max(0.0, ran.seconds - sum(spent.values()))
+        metrics = self._metrics()
+        for name in STAGES:
+            if name in spent:
+                detail = self._shown(name, metrics, small)
+                self.report.stages.append(Stage(name, "passed", spent[name], detail))
+            else:
+                self.report.stages.append(Stage(name, "not covered", 0.0, "the run itself has no such phase"))
+
+    def _resume(self, config: Config, world_size: int) -> None:
+        grid = grid_of(config, world_size)
+        ran = self._train("resume", config, world_size, resumes=True)
+        self._metrics()
+        steps = self._run.committed_steps()
+        self.report.stages.append(
+            Stage("resume", "passed", ran.seconds, f"{_layout(grid)}; step 2 done, checkpoints of steps {steps}")
+        )
+
+    def _train(self, name: str, config: Config, world_size: int, *, resumes: bool) -> Ran:
+        """`mrl train` on ranks of this machine."""
+        logs = self._folder / f"logs-{name}"
+        began = time.monotonic()
+        left = max(1.0, self._options.timeout_s - (began - self.began))
+        layout = _layout(grid_of(config, world_size))
+        self._console.print(f"{name} run: {world_size} rank(s), {layout}", highlight=False, soft_wrap=True)
+        try:
+            ran = run_ranks(
+                train_on_rank, [config], size=world_size, logs=logs, time_limit_s=left, preload=self._preload
+            )
+        except RankError as error:
+            stage = "resume" if resumes else stage_of(error)
+            log = logs / f"rank{error.rank}.log"
+            where = "" if error.is_mistake else f"\nThe rank's whole output is in '{log}'."
+            at = f" ({error.at})" if error.at else ""
+            self._fail(stage, f"{error}{at}{where}", time.monotonic() - began)
+        self.report.ranks.append(world_size)
+        self.report.cpu_s += ran.cpu_s
+        self.report.peak_bytes = max(self.report.peak_bytes, ran.peak_bytes)
+        return ran
+
+    def _convert(self, small: _Small) -> None:
+        steps = self._run.committed_steps()
+        checkpoint = self._run.checkpoints / f"step-{steps[-1]:08d}"
+        dtype = small.config.model.dtype
+        hugging_face = self._folder / "converted" / "hugging_face"
+        hugging_face.parent.mkdir()
+        with self._stage("to Hugging Face"):
+            self._done("to Hugging Face", to_hugging_face(checkpoint, hugging_face, small.arch, dtype))
+        with self._stage("to TensorRT-LLM"):
+            found = to_trtllm(hugging_face, hugging_face.with_name("tensorrt_llm"), small.arch, dtype, small.grid)
+            if found is None:
+                reason = f"TensorRT-LLM has no {small.arch.family} model"
+                self.report.stages.append(Stage("to TensorRT-LLM", "not covered", self._since(), reason))
+            else:
+                self._done("to TensorRT-LLM", found)
+        self.report.not_covered.append("TensorRT-LLM itself: its checkpoint files were written and read, not run")
+
+    def _metrics(self) -> dict[str, float]:
+        """Of the last step; a value that is no number fails the update."""
+        last = {key: value for key, value in _rows(self._run.metrics)[-1].items() if isinstance(value, (int, float))}
+        broken = [key for key, value in last.items() if not math.isfinite(value)]
+        if broken:
+            self._fail("update", f"{', '.join(broken)} of step {last['step']:.0f} is not a finite number.", 0.0)
+        if last.get("refit/bytes_moved", 0.0) != last.get("refit/bytes_lower_bound", 0.0):
+            self._fail("refit", "it moved more bytes than its lower bound.", 0.0)
+        if failed := last.get("reward/failed_frac", 0.0):
+            self.report.warnings.append(f"reward functions failed on {failed:.0%} of the samples (see samples.jsonl)")
+        if last.get("actor/grad_norm") == 0.0:
+            self.report.warnings.append("the update had a gradient of zero: its numbers say little")
+        self.report.metrics = last
+        return last
+
+    def _shown(self, stage: str, metrics: dict[str, float], small: _Small) -> str:
+        """What a stage of the first run showed, in words."""
+        if stage == "build":
+            return f"{counted(small.grid.world_size, 'rank')}: {_layout(small.grid)}"
+        if stage == "refit" and "refit/bytes_moved" in metrics:
+            local, moved = metrics["refit/bytes_local"], metrics["refit/bytes_moved"]
+            return f"{moved:.0f} bytes between ranks = lower bound; {local:.0f} inside them"
+        if stage == "rollout" and "response_length/mean" in metrics:
+            apart = metrics.get("training/rollout_probs_diff_max", 0.0)
+            mean, turns = metrics["response_length/mean"], metrics.get("num_turns/mean")
+            of_turns = "" if turns is None else f" in {turns:.1f} turns of at most {metrics['num_turns/max']:.0f}"
+            said = f"{mean:.1f} tokens{of_turns} on average"
+            return f"{self.report.engine}: {said}; actor and engine differ by {apart:.1g}"
+        if stage == "reward" and "critic/score/mean" in metrics:
+            parts = [key for key in metrics if re.fullmatch(r"reward/.+/mean", key)]
+            return ", ".join(f"{key.split('/')[1]} {metrics[key]:.2g}" for key in parts)
+        if stage == "update":
+            return f"{len(metrics)} metrics finite, grad_norm {metrics.get('actor/grad_norm', 0.0):.2g}"
+        return f"steps {self._run.committed_steps()}" if stage == "checkpoint" else ""
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        """A stage of this process: its mistakes get its name."""
+        self._stage_began = time.monotonic()
+        self._console.print(f"{name} ...", highlight=False, soft_wrap=True)
+        try:
+            yield
+        except UserError as error:
+            self._fail(name, str(error), self._since())
+
+    def _since(self) -> float:
+        return time.monotonic() - self._stage_began
+
+    def _done(self, name: str, detail: str) -> None:
+        self.report.stages.append(Stage(name, "passed", self._since(), detail))
+
+    def _fail(self, stage: str, cause: str, seconds: float) -> None:
+        self.report.stages.append(Stage(stage, "failed", seconds, cause.splitlines()[0]))
+        raise UserError(f"the rehearsal failed in its stage '{stage}': {cause}")
+
+
+@dataclass(frozen=True)
+class _Small:
+    config: Config
+    arch: ArchSpec
+    grid: Grid
+
+
+def _fresh(folder: Path) -> None:
+    """An empty folder; an earlier rehearsal's is emptied, anything else is not touched."""
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / FILE).is_file():
+        raise UserError(f"'{folder}' is there and is not an earlier rehearsal's. Choose another --output-dir.")
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        Report("").write(folder)
+    except OSError as error:
+        raise UserError(f"--output-dir {folder} cannot be written: {error.strerror}. Choose another folder.") from error
+
+
+def _ranks_that_fit(tokens: int) -> int:
+    available = int(psutil.virtual_memory().available)
+    return max(1, min(MAX_RANKS, available // (RANK_BYTES + TOKEN_BYTES * tokens)))
+
+
+def _few_rows(data: Any, folder: Path) -> Any:
+    """The same data with fewer rows, where there is a way."""
+    if data.task is None:
+        return with_first_rows(data, folder)
+    fewer = {**data.task_kwargs, "num_val": NUM_VAL}
+    try:
+        make_task(data.task, fewer)
+    except UserError:  # a task of the user's need not have this argument
+        return data
+    return replace(data, task_kwargs=fewer)
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def _differences(asked: dict[str, Any], used: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {key: (asked.get(key), used[key]) for key in used if asked.get(key) != used[key]}
+
+
+def _layout(grid: Grid) -> str:
+    named = {"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "vpp": grid.vpp, "dp": grid.dp, "ep": grid.ep}
+    rollout = {"tp": grid.rollout_tp, "ep": grid.rollout_ep}
+    actor = " x ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "one rank"
+    replica = " x ".join(f"{name} {size}" for name, size in rollout.items() if size > 1) or "tp 1"
+    own = f" on {counted(grid.rollout_ranks, 'rank')} of their own" if grid.has_roles else ""
+    return f"actor {actor}, {grid.num_replicas} replica(s) of {replica}{own}"

@@ -1,0 +1,357 @@
+"""A config shrunk to a small model and a small layout: every feature stays on, every amount becomes small.
+
+Owns what each field becomes, and the second layout that a rehearsal resumes at. A field that is not named here keeps
+its value, so that a new feature is rehearsed as soon as it exists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from mrl.commands.rehearse.engine import Engine
+from mrl.config.config import (
+    CheckpointEngineConfig,
+    Config,
+    CriticConfig,
+    DataConfig,
+    LearnsFrom,
+    ModelConfig,
+    ParallelConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from mrl.config.distillation import TOP_K, DistillationConfig
+from mrl.errors import UserError
+from mrl.models._keys import DECODER_KEYS
+from mrl.models.base import ArchSpec
+from mrl.models.hf_config import family_of
+from mrl.models.presets import PRESETS
+from mrl.parallel_layout import Grid
+from mrl.trainer.num_steps import minibatches_of_a_step, optimizer_steps
+from mrl.trainer.resolve import Resolved
+from mrl.trainer.validation import validate
+from mrl.trainer.validation.critic import critic_config
+from mrl.trainer.validation.megatron import fitting
+from mrl.trainer.validation.parallel import grid_of
+
+SAMPLES = 4
+"""Of a prompt, where the config has at least as many."""
+RESPONSE_LENGTH = 8
+EPISODE_LENGTH = 160
+"""Of all tokens of a conversation after its prompt."""
+TURNS = 3
+"""Of the policy in a conversation."""
+TURN_ENDS = (*"13579aeiost",)
+"""Strings that end a turn too: a random model would go on until no tokens are left."""
+MAX_PROMPT_LENGTH = 64
+NUM_SEQS = 4
+CHUNK_TOKENS = 32
+ROUNDS = 3
+"""Of dynamic sampling."""
+NUM_VAL = 2
+"""Held-out prompts."""
+UTILIZATION = 0.05
+"""Of the host's free memory, for all engines' caches together."""
+
+VARIETY = RewardFunctionConfig(name="regex", weight=0.1, kwargs={"pattern": r"[02468acegikmoqsuwyACEGIKMOQSUWY]\W*$"})
+"""A small reward for what the random model does about half of the time: without it all samples of a prompt would have
+the same reward, and the update nothing to learn from."""
+
+_ROPE = ("rope_parameters", "rope_theta", "rope_scaling")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the small run is like.
+
+    Attributes:
+        arch: The small model.
+        grid: Its layout.
+        prompt_length: Longest prompt of the data that the run will see, tokens.
+        engine: What samples.
+    """
+
+    arch: ArchSpec
+    grid: Grid
+    prompt_length: int
+    engine: Engine
+
+
+def shrunk_config(config: Config, found: Resolved, sizes: Sizes, folder: Path) -> Config:
+    """The config of the small run, before its first step.
+
+    Args:
+        config: What was asked for, the algorithm's nulls not filled.
+        found: The same, resolved.
+        sizes: Of the small run.
+        folder: Where the run's folder goes; where the config has `model.path`, also the small model's (`model/`) and
+            those that `reference/`, `critic/`, `reward/` and `teacher0/` ... are named after.
+    """
+    rollout = _rollout(config.rollout, sizes)
+    actor, observe = config.actor, config.observe
+    train = _train(config, sizes.grid, rollout)
+    longest, rounds = rollout.longest, config.algorithm.max_sampling_rounds
+    several = config.actor.max_tokens_per_microbatch >= 2 * config.rollout.longest
+    shrunk = replace(
+        config,
+        run=replace(
+            config.run,
+            output_dir=str(folder / "run"),
+            resume="auto",
+            device="cpu",
+            num_threads=1,
+            max_time_s=0.0,
+            collective_timeout_s=min(config.run.collective_timeout_s, 300.0),
+        ),
+        train=train,
+        model=_model(config.model, found.arch, sizes.arch, folder),
+        parallel=_parallel(config.parallel, sizes.grid),
+        actor=replace(
+            actor,
+            ppo_epochs=min(actor.ppo_epochs, 2),
+            transformer_impl="auto",
+            max_tokens_per_microbatch=longest + (longest // 2 if several else 0),
+            logprob_chunk_tokens=min(actor.logprob_chunk_tokens, CHUNK_TOKENS),
+            moe_token_dispatcher_type=_dispatcher(actor.moe_token_dispatcher_type),
+        ),
+        reference=replace(
+            config.reference,
+            path=None if config.reference.path is None else str(folder / "reference"),
+            update_interval=min(config.reference.update_interval, 1),
+        ),
+        critic=_critic(config.critic, folder),
+        distillation=_distillation(config.distillation, found.teachers, found.arch, sizes.arch, folder),
+        rollout=rollout,
+        algorithm=replace(
+            config.algorithm,
+            loss_norm_length=_scaled(config.algorithm.loss_norm_length, rollout, config.rollout),
+            max_sampling_rounds=min(rounds, ROUNDS) if found.config.algorithm.dynamic_sampling else rounds,
+            overlong=replace(
+                config.algorithm.overlong,
+                buffer_length=_scaled(config.algorithm.overlong.buffer_length, rollout, config.rollout) or 0,
+            ),
+        ),
+        reward=_reward(config.reward, folder, samples=not found.algorithm.supervised),
+        data=_data(config, rollout, imitates=found.algorithm.supervised or config.train.warm_start.num_steps > 0),
+        checkpoint=replace(config.checkpoint, interval=min(config.checkpoint.interval, 1)),
+        observe=replace(observe, console="plain", wandb_project=None, num_samples=min(observe.num_samples, 2)),
+    )
+    return with_steps(shrunk, 1)
+
+
+def _critic(critic: CriticConfig, folder: Path) -> CriticConfig:
+    return replace(
+        critic,
+        path=None if critic.path is None else str(folder / "critic"),
+        ppo_epochs=None if critic.ppo_epochs is None else min(critic.ppo_epochs, 2),
+    )
+
+
+def _distillation(
+    distilled: DistillationConfig, found: Sequence[ArchSpec], arch: ArchSpec, small: ArchSpec, folder: Path
+) -> DistillationConfig:
+    loss = distilled.distillation_loss
+    teachers = [
+        replace(teacher, overrides={**teacher.overrides, **_sizes_of(teacher.preset, small_teacher(own, arch, small))})
+        if teacher.preset is not None
+        else replace(teacher, model_path=str(folder / f"teacher{index}"))
+        for index, (teacher, own) in enumerate(zip(distilled.teacher_models, found, strict=False))
+    ]
+    topk = min(loss.topk, small.vocab_size) if loss.loss_mode == TOP_K else loss.topk
+    return replace(distilled, teacher_models=teachers, distillation_loss=replace(loss, topk=topk))
+
+
+def small_teacher(teacher: ArchSpec, student: ArchSpec, small: ArchSpec) -> ArchSpec:
+    """Of the small student's sizes: the same layers where it has the student's, else its own family's, and wider."""
+    if teacher == student:
+        return small
+    sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "moe")
+    own = {name: getattr(small, name) for name in sizes}
+    return replace(teacher, **own, intermediate_size=2 * small.intermediate_size)
+
+
+def _dispatcher(name: Literal["alltoall", "allgather", "flex"]) -> Literal["alltoall", "allgather"]:
+    return "alltoall" if name == "flex" else name
+
+
+def with_steps(config: Config, num_steps: int) -> Config:
+    """The small run with so many steps, its warm-up not longer than they are."""
+    alone = min(config.train.critic_warmup, num_steps - 1)
+    train = replace(config.train, num_steps=num_steps, num_epochs=None, critic_warmup=alone)
+    changed = replace(config, train=train)
+    warmup = min(config.actor.lr_warmup_steps, (optimizer_steps(changed) or 1) - 1)
+    of_critic = min(config.critic.lr_warmup_steps, (optimizer_steps(critic_config(changed)) or 1) - 1)
+    return replace(
+        changed,
+        actor=replace(config.actor, lr_warmup_steps=warmup),
+        critic=replace(config.critic, lr_warmup_steps=of_critic),
+    )
+
+
+def other_layout(
+    config: Config, arch: ArchSpec, used: Grid, tokenizer_size: int, *, learns_from: LearnsFrom
+) -> tuple[Config, int]:
+    """The small run at a layout of at most two ranks that differs from its own, and its ranks.
+
+    Args:
+        config: Of the small run.
+        arch: Its model.
+        used: Its layout.
+        tokenizer_size: Ids that the tokenizer can give.
+        learns_from: What its algorithm learns from.
+    """
+    for parallel, world_size, own in _others(config, arch, used):
+        for rollout_tp in (2, 1) if used.rollout_tp == 1 else (1,):
+            changed = replace(
+                config,
+                parallel=parallel,
+                rollout=replace(
+                    _with_ranks(config.rollout, own),
+                    tensor_model_parallel_size=rollout_tp,
+                    expert_parallel_size=1,
+                    moe_tensor_parallel_size=None,
+                ),
+            )
+            changed, _ = fitting(changed, arch, grid_of(changed, world_size))
+            try:
+                validate.check(changed, arch, world_size, tokenizer_size, learns_from=learns_from)
+            except UserError:
+                continue
+            return changed, world_size
+    raise RuntimeError(f"no other layout of the small model is allowed than {used}")
+
+
+def _others(config: Config, arch: ArchSpec, used: Grid) -> Iterator[tuple[ParallelConfig, int, int]]:
+    """(layout of the actor, ranks, of which so many only sample)."""
+    if used.has_roles and used.world_size > 2:
+        yield ParallelConfig(), 2, 1
+    if arch.moe is not None and used.ep == 1:
+        yield ParallelConfig(expert_model_parallel_size=2), 2, 0
+    if used.pp == 1:
+        yield ParallelConfig(pipeline_model_parallel_size=2), 2, 0
+    if used.tp == 1:
+        yield ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=arch.moe is not None), 2, 0
+    yield ParallelConfig(), 2 if used.world_size != 2 or used.dp != 2 else 1, 0
+    yield ParallelConfig(), 1, 0
+
+
+def _train(config: Config, grid: Grid, rollout: RolloutConfig) -> TrainConfig:
+    """Two minibatches where there are several; two samples for each data-parallel rank, a prompt for each replica."""
+    train, warm = config.train, config.train.warm_start
+    minibatches = min(2, minibatches_of_a_step(config))
+    minibatch = max(2, math.ceil(2 * grid.dp / rollout.n), math.ceil(grid.num_replicas / minibatches))
+    return replace(
+        train,
+        batch_size=minibatches * minibatch,
+        minibatch_size=None if train.minibatch_size is None else minibatch,
+        eval_interval=min(train.eval_interval, 1),
+        warm_start=replace(
+            warm,
+            num_steps=min(warm.num_steps, 1),
+            batch_size=min(warm.batch_size, 2 * grid.dp),
+            lr_warmup_steps=min(warm.lr_warmup_steps, 1),
+        ),
+    )
+
+
+def _parallel(parallel: ParallelConfig, grid: Grid) -> ParallelConfig:
+    return replace(
+        parallel,
+        tensor_model_parallel_size=grid.tp,
+        pipeline_model_parallel_size=grid.pp,
+        virtual_pipeline_model_parallel_size=grid.vpp if grid.vpp > 1 else None,
+        sequence_parallel=parallel.sequence_parallel and grid.tp > 1,
+        context_parallel_size=grid.cp,
+        expert_model_parallel_size=grid.ep,
+        expert_tensor_parallel_size=grid.etp,
+        num_layers_in_first_pipeline_stage=grid.first_stage_layers,
+        num_layers_in_last_pipeline_stage=grid.last_stage_layers,
+    )
+
+
+def _rollout(rollout: RolloutConfig, sizes: Sizes) -> RolloutConfig:
+    grid = sizes.grid
+    prompt = min(rollout.prompt_length, sizes.prompt_length, MAX_PROMPT_LENGTH)
+    response = min(rollout.response_length, EPISODE_LENGTH if rollout.multi_turn.enable else RESPONSE_LENGTH)
+    longer = (rollout.max_model_len or 0) > rollout.prompt_length + rollout.response_length
+    chunked = rollout.max_num_batched_tokens < rollout.prompt_length
+    num_seqs = min(rollout.max_num_seqs, NUM_SEQS)
+    whole = prompt if rollout.enable_chunked_prefill else prompt + response + longer  # vLLM wants room for a sequence
+    if rollout.multi_turn.enable:
+        rollout = _episodes(rollout)
+    return replace(
+        _with_ranks(rollout, grid.rollout_ranks),
+        name=sizes.engine.name,
+        engine_dir=None,
+        engine_kwargs={},
+        n=min(rollout.n, SAMPLES),
+        prompt_length=prompt,
+        response_length=response,
+        max_model_len=None if rollout.max_model_len is None else prompt + response + longer,
+        tensor_model_parallel_size=grid.rollout_tp,
+        pipeline_model_parallel_size=1,
+        expert_parallel_size=grid.rollout_ep,
+        moe_tensor_parallel_size=None if rollout.moe_tensor_parallel_size is None else grid.rollout_moe_tp,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=max(num_seqs, prompt // 2 if chunked else whole),
+        gpu_memory_utilization=min(rollout.gpu_memory_utilization, UTILIZATION),
+        val_kwargs=replace(rollout.val_kwargs, n=min(rollout.val_kwargs.n, 2)),
+        checkpoint_engine=CheckpointEngineConfig(update_weights_bucket_megabytes=1),
+    )
+
+
+def _with_ranks(rollout: RolloutConfig, count: int) -> RolloutConfig:
+    """With so many ranks of their own."""
+    return replace(rollout, num_ranks=count, nnodes=0, n_gpus_per_node=RolloutConfig.n_gpus_per_node)
+
+
+def _episodes(rollout: RolloutConfig) -> RolloutConfig:
+    """Short turns, few of them, and one worker for their environments."""
+    turns = rollout.multi_turn
+    return replace(
+        rollout,
+        stop=[*rollout.stop, *(end for end in TURN_ENDS if end not in rollout.stop)],
+        multi_turn=replace(turns, max_assistant_turns=min(turns.max_assistant_turns or TURNS, TURNS)),
+        agent=replace(rollout.agent, num_workers=1),
+    )
+
+
+def _scaled(length: int | None, small: RolloutConfig, full: RolloutConfig) -> int | None:
+    """A number of response tokens, in proportion; 0 and null stay what they are."""
+    return None if length is None else math.ceil(length * small.response_length / full.response_length)
+
+
+def _reward(reward: RewardConfig, folder: Path, *, samples: bool) -> RewardConfig:
+    if reward.model.path is not None:
+        reward = replace(reward, model=replace(reward.model, path=str(folder / "reward")))
+    return replace(reward, functions=[*reward.functions, VARIETY], num_workers=1) if samples else reward
+
+
+def _data(config: Config, rollout: RolloutConfig, *, imitates: bool) -> DataConfig:
+    """Rows cut to the lengths of the small run, where its steps are given their responses these too."""
+    data = config.data
+    if rollout.prompt_length < config.rollout.prompt_length:
+        data = replace(data, overlong_prompts="truncate_left")
+    if imitates and rollout.response_length < config.rollout.response_length:
+        data = replace(data, overlong_responses="truncate_right")
+    return data
+
+
+def _model(model: ModelConfig, arch: ArchSpec, small: ArchSpec, folder: Path) -> ModelConfig:
+    """The same preset with other sizes, or the folder of the small model."""
+    if model.path is not None:
+        return replace(model, path=str(folder / "model"), tokenizer=model.tokenizer or model.path)
+    return replace(model, overrides={**model.overrides, **_sizes_of(model.preset or "", small)})
+
+
+def _sizes_of(preset: str, small: ArchSpec) -> dict[str, Any]:
+    """The keys of a preset's config.json that make it the small model."""
+    known = {*DECODER_KEYS, *PRESETS[preset]} - {"model_type", "tie_word_embeddings", *_ROPE}
+    as_json: dict[str, Any] = family_of(small).arch_to_hf(small)
+    return {key: value for key, value in as_json.items() if key in known}

@@ -1,0 +1,112 @@
+"""Dotted keys of a schema of dataclasses: list them, and open nested values into them.
+
+Owns names: a key that does not exist is refused, and the nearest one is named. Types of values are checked by
+`config.load`, ranges and rules between them by `trainer/validation/`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any, get_args, get_origin, get_type_hints
+
+from mrl.config.did_you_mean import nearest
+from mrl.config.verl_keys.foreign_names import elsewhere
+from mrl.errors import UserError
+
+NEAR = 0.75
+"""As `nearest.NEAR`, of keys: there are hundreds, and one of another section is often half like it."""
+
+
+def dotted_keys(schema: type, prefix: str = "") -> dict[str, Any]:
+    """Every dotted key of the schema, in order, with its type; sections are opened, lists of sections are not."""
+    keys: dict[str, Any] = {}
+    for name, kind in _members(schema).items():
+        if is_dataclass(kind):
+            keys |= dotted_keys(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
+        else:
+            keys[f"{prefix}{name}"] = kind
+    return keys
+
+
+def nested(key: str, value: Any) -> Any:
+    """The value under a dotted key, as nested dicts: `a.b[0].c` -> {"a": {"b": {0: {"c": value}}}}."""
+    for part in reversed(re.findall(r"[^.\[\]]+", key)):
+        value = {int(part) if part.isdecimal() else part: value}
+    return value
+
+
+def is_key(key: str, schema: type) -> bool:
+    """Whether a dotted key names a field or a section of the schema; what is inside a list or a mapping is neither."""
+    return any(known == key or known.startswith(f"{key}.") for known in dotted_keys(schema))
+
+
+def leaves(raw: Any, schema: type) -> list[tuple[str, Any, Any]]:
+    """The dotted key, value and type of every field that `raw`, nested dicts and lists, sets; sections are opened.
+
+    A list of sections comes first as a list of empty ones, then field by field.
+
+    Raises:
+        UserError: A key is unknown; the message names the nearest one. Or a section is not a mapping.
+    """
+    return list(_walk(raw, schema, "", schema))
+
+
+def _walk(raw: Any, kind: Any, path: str, schema: type) -> Iterator[tuple[str, Any, Any]]:
+    if is_dataclass(kind):
+        yield from _section(raw, _members(kind), path, schema)
+    elif get_origin(kind) is list and is_dataclass(item := get_args(kind)[0]) and isinstance(raw, (list, dict)):
+        if isinstance(raw, list):
+            yield path, [{} for _ in raw], kind
+        for index, value in enumerate(raw) if isinstance(raw, list) else raw.items():
+            yield from _section(value, _members(item), f"{path}[{index}]", schema)
+    else:
+        yield path, raw, kind
+
+
+def _section(raw: Any, known: dict[str, Any], path: str, schema: type) -> Iterator[tuple[str, Any, Any]]:
+    if not isinstance(raw, dict):
+        name = f"config key '{path}'" if path else "the config file"
+        came = "is empty" if raw is None else f"is {raw!r}"
+        raise UserError(f"{name} {came}, expected a section with keys: {', '.join(known)}.")
+    for key, value in raw.items():
+        full = f"{path}.{key}" if path else str(key)
+        if key not in known:
+            near = _nearest(str(key), path, list(known), schema)
+            where = f"Keys of '{path}'" if path else "Sections"
+            own = "" if near and near.rpartition(".")[0] == path else f"{where}: {', '.join(known)}."
+            hint = " ".join(filter(None, [f"Did you mean '{near}'?" if near else "", own]))
+            raise UserError(f"config key '{full}' is unknown. {_foreign(full, value) or hint}")
+        yield from _walk(value, known[key], full, schema)
+
+
+def _foreign(key: str, value: Any) -> str:
+    """What the key, or the first one below it, is called here, where another trainer has it; "" where none has."""
+    while isinstance(value, dict) and value:
+        inner, value = next(iter(value.items()))
+        key = f"{key}.{inner}"
+    return elsewhere(key)
+
+
+def _nearest(key: str, path: str, siblings: list[str], schema: type) -> str | None:
+    """The known key most like `path.key`: in its own section, else the same name elsewhere, else a similar one."""
+    prefix = f"{path}." if path else ""
+    if near := nearest(key, siblings, NEAR):
+        return f"{prefix}{near}"
+    by_tail: dict[str, str] = {}
+    for full in dotted_keys(schema):
+        by_tail.setdefault(full.rpartition(".")[2], full)
+    near = nearest(key, by_tail, NEAR)
+    return by_tail[near] if near else None
+
+
+def _members(schema: Any) -> dict[str, Any]:
+    hints = _hints(schema)
+    return {item.name: hints[item.name] for item in fields(schema)}
+
+
+@cache
+def _hints(schema: Any) -> dict[str, Any]:
+    return get_type_hints(schema)

@@ -1,0 +1,232 @@
+"""Values for the fields of a schema: taken from files and overrides, typed, a mistake told in one line.
+
+Owns `Values` and what a field may be written as. Which keys exist is known to `keys.py`; the schema and its defaults
+are in `config.py`; ranges and rules between fields in `trainer/validation/`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from omegaconf import OmegaConf
+from omegaconf.errors import ValidationError
+
+from mrl.config.keys import is_key, leaves, nested
+from mrl.config.paths import IsPath, expanded, path_keys
+from mrl.config.user_code import located
+from mrl.config.verl_keys.foreign_names import called
+from mrl.config.yaml_file import MAX_DEPTH, UNREADABLE, check_events, reason
+from mrl.errors import UserError
+
+REFERENCE = re.compile(r"\$\{.*\}")
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+LARGEST_WHOLE = 1 << 64
+
+MAX_SHOWN = 200
+"""Characters of a value that a message quotes."""
+
+
+class Values:
+    """Every field of a schema of dataclasses, first at its default.
+
+    Each method raises UserError for an unknown key, with the nearest one, and for a value of another type.
+    """
+
+    def __init__(self, schema: type) -> None:
+        self._schema = schema
+        self._node: Any = _at_defaults(schema)
+        self._paths = path_keys(schema)
+
+    def update(self, raw: Any, where: str) -> None:
+        """Sets what nested dicts and lists give; `where` says in messages where they come from."""
+        with explained(where):
+            found = leaves(raw, self._schema)
+        for key, value, kind in found:
+            self._set(key, value, kind, where)
+
+    def override(self, item: str) -> None:
+        """`key=value` sets, as do Hydra's `+key=value` and `++key=value`; `~key` takes back. See `config.load`."""
+        key, equals, text = re.sub(r"^\+\+?(?=\w)", "", item).partition("=")
+        where = f"in override '{_cut(item)}'"
+        if item[:1] == "~" and len(item) > 1:
+            if equals:
+                raise UserError(f"override '{_cut(item)}' takes back and sets at once; write '{key}' or '{item[1:]}'.")
+            self._take_back(key[1:], where)
+            return
+        if not (key and equals):
+            raise UserError(f"override '{_cut(item)}' is not section.key=value, for example train.num_steps=10.")
+        with explained(where):
+            check_events(text)
+            parsed: Any = OmegaConf.from_dotlist([f"value={text}"])
+            value = OmegaConf.to_container(parsed, resolve=False)["value"]  # type: ignore[index, call-overload]
+            found = leaves(nested(key, value), self._schema)
+        if not found:
+            raise UserError(f"override '{_cut(item)}' sets nothing. Set its keys, or take it back with '~{key}'.")
+        for leaf, inner, kind in found:
+            if value == {} and _is_mapping(kind):
+                self._set(key, value, kind, where, merge=False)
+            else:
+                self._set(leaf, inner, kind, where)
+
+    def locate(self, keys: Sequence[str], folders: Sequence[Path]) -> None:
+        """Writes paths to code of a user's own out in full (`own_code.located`); `[*]` stands for each of a list."""
+        for key in keys:
+            above, _, rest = key.partition("[*]")
+            entries = range(len(OmegaConf.select(self._node, above))) if rest else ()
+            for each in [f"{above}[{index}]{rest}" for index in entries] if rest else [key]:
+                with explained(f"of '{each}'"):
+                    name = OmegaConf.select(self._node, each)
+                if isinstance(name, str):
+                    OmegaConf.update(self._node, each, located(name, folders))
+
+    def made(self, where: str) -> Any:
+        """The schema's dataclass, references between keys (`${run.seed}`) resolved."""
+        with explained(where):
+            return OmegaConf.to_object(self._node)
+
+    def _take_back(self, key: str, where: str) -> None:
+        """The default of a field or section; an item of a mapping is removed."""
+        if is_key(key, self._schema):
+            default = OmegaConf.select(_at_defaults(self._schema), key)
+            OmegaConf.update(self._node, key, default, merge=False)
+            self._open(key)
+            return
+        ((leaf, _, kind),) = leaves(nested(key, {}), self._schema) or [(key, None, None)]  # refuses an unknown key
+        above, _, last = key.rpartition(".")
+        if not _is_mapping(kind) or key == leaf or "[" in last:
+            raise UserError(f"'{key}' {where} is part of a list. Set it, or set or take back the whole list.")
+        mapping = OmegaConf.select(self._node, above)
+        if not OmegaConf.is_dict(mapping) or last not in mapping:
+            has = ", ".join(map(str, mapping)) if OmegaConf.is_dict(mapping) else ""
+            raise UserError(f"there is no '{key}' to take back, {where}; '{above}' has {has or 'nothing in it'}.")
+        del mapping[last]
+
+    def _set(self, key: str, value: Any, kind: Any, where: str, *, merge: bool = True) -> None:
+        entry = re.match(r"(.*)\[(\d+)\]", key)
+        if entry and int(entry[2]) >= (count := len(OmegaConf.select(self._node, entry[1]))):
+            raise UserError(f"config key '{key}' {where}: '{entry[1]}' has {count} entries, counted from 0.")
+        try:
+            _check_texts(value)
+            value = _with_paths(_meant(value, kind), self._paths.get(re.sub(r"\[\d+\]", "", key)))
+            OmegaConf.update(self._node, key, value, merge=merge)
+        except UserError as error:
+            raise UserError(f"config key '{key}' {where}: {error}.") from error
+        except UNREADABLE as error:
+            came = "null" if value is None else _cut(repr(value))
+            hint = called(key, value)
+            raise UserError(f"config key '{key}' {where}: {came} came, expected {expected(kind)}.{hint}") from error
+        self._open(key)
+
+    def _open(self, key: str) -> None:
+        """Makes the nodes writable that a change of this key made."""
+        node = self._node
+        for part in re.findall(r"[^.\[\]]+", key):
+            node = node._get_node(int(part) if OmegaConf.is_list(node) else part)
+            if not OmegaConf.is_config(node) or node._is_none():
+                return
+            if node._get_node_flag("readonly"):
+                break
+        _make_writable(node)
+
+
+def expected(kind: Any) -> str:
+    """What a field of this type takes, in words: "a whole number, or null"."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin is Union:
+        return f"{expected(inside[0])}, or null"
+    if origin is Literal:
+        return f"one of {', '.join(map(str, inside))}"
+    if _is_mapping(kind):
+        return "a mapping such as {key: value}"
+    if origin is list and is_dataclass(inside[0]):
+        return f"a list of sections with keys {', '.join(item.name for item in fields(inside[0]))}"
+    if origin is list:
+        return "a list such as [a, b], or one text"
+    return WORDS[kind]
+
+
+@contextmanager
+def explained(where: str) -> Iterator[None]:
+    """Turns what YAML and OmegaConf raise into one line that names the key."""
+    try:
+        yield
+    except UserError:
+        raise
+    except UNREADABLE as error:
+        key = getattr(error, "full_key", None)
+        raise UserError(
+            f"config key '{key}' {where}: {reason(error)}." if key else f"{reason(error)}, {where}."
+        ) from error
+
+
+def _cut(text: str) -> str:
+    return f"{text[:MAX_SHOWN]}... ({len(text)} characters)" if len(text) > MAX_SHOWN else text
+
+
+def _with_paths(value: Any, mark: IsPath | None) -> Any:
+    """The value of a field that is a path, or a list of them, written out."""
+    if mark is None:
+        return value
+    if isinstance(value, list):
+        return [_with_paths(item, mark) for item in value]
+    return expanded(value, mark) if isinstance(value, str) else value
+
+
+def _check_texts(value: Any, depth: int = 0) -> None:
+    """Refuses what a run could not write down again: texts that no file can hold, and what is too deep."""
+    if depth > MAX_DEPTH:
+        raise UserError(f"lists and mappings are more than {MAX_DEPTH} deep in each other")
+    if isinstance(value, str):
+        bad = next((character for character in value if character == "\0" or "\ud800" <= character <= "\udfff"), None)
+        if bad is not None:
+            raise UserError(f"{_cut(repr(value))} came, with the character {bad!r}, which no file or path can hold")
+    if isinstance(value, int) and abs(value) >= LARGEST_WHOLE:
+        raise UserError("a whole number of more than 64 bits came, which no field takes")
+    inside = [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    for inner in inside:
+        _check_texts(inner, depth + 1)
+
+
+def _is_mapping(kind: Any) -> bool:
+    return get_origin(kind) is dict
+
+
+def _meant(value: Any, kind: Any) -> Any:
+    """The value with what YAML makes of it put right: one text for a list of texts, `off` for a choice of words."""
+    if value is False and get_origin(kind) is Literal and "off" in get_args(kind):
+        return "off"
+    if kind != list[str] or (isinstance(value, str) and REFERENCE.fullmatch(value)):
+        return value
+    if isinstance(value, list) and any(isinstance(item, (list, dict)) for item in value):
+        raise ValidationError("a list in a list of texts")  # which OmegaConf would take
+    return [value] if isinstance(value, str) else value
+
+
+def _at_defaults(schema: type) -> Any:
+    """A writable node of a schema at its defaults."""
+    return pickle.loads(_defaults(schema))
+
+
+@cache
+def _defaults(schema: type) -> bytes:
+    """Pickled: a copy is made in a fifth of the time that `deepcopy` takes."""
+    node = OmegaConf.structured(schema)
+    _make_writable(node)
+    return pickle.dumps(node)
+
+
+def _make_writable(node: Any) -> None:
+    """Frozen dataclasses make read-only nodes; changing them needs writable ones."""
+    OmegaConf.set_readonly(node, False)
+    for key in range(len(node)) if OmegaConf.is_list(node) else node:
+        child = node._get_node(key)
+        if OmegaConf.is_config(child) and not child._is_none():
+            _make_writable(child)

@@ -1,0 +1,120 @@
+"""What other trainers call what mrl has: verl's keys, fields of TRL's configs, arguments of Megatron.
+
+Owns the sentences that an unknown key, or another trainer's value, is answered with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mrl.config.verl_keys.loss_names import VALUES
+from mrl.config.verl_keys.translated_keys import ROOT, Verdict, verdict
+from mrl.config.verl_keys.verl_rollout import section_of
+
+TRL = {
+    "num_generations": "rollout.n",
+    "num_generations_eval": "rollout.val_kwargs.n",
+    "max_completion_length": "rollout.response_length",
+    "max_prompt_length": "rollout.prompt_length",
+    "num_iterations": "actor.ppo_epochs",
+    "epsilon": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "delta": "algorithm.dual_clip",
+    "beta": "algorithm.kl_coef",
+    "loss_type": "algorithm.loss_aggregation",
+    "scale_rewards": "algorithm.advantage_std",
+    "mask_truncated_completions": "algorithm.overlong.mask_truncated",
+    "reward_weights": "reward.functions",
+    "reward_funcs": "reward.functions",
+    "vllm_gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "vllm_tensor_parallel_size": "rollout.tensor_model_parallel_size",
+    "vllm_max_model_length": "rollout.max_model_len",
+    "vllm_importance_sampling_correction": "algorithm.rollout_correction.rollout_is",
+    "vllm_importance_sampling_mode": "algorithm.rollout_correction.rollout_is",
+    "vllm_importance_sampling_cap": "algorithm.rollout_correction.rollout_is_threshold",
+    "vllm_importance_sampling_clip_max": "algorithm.rollout_correction.rollout_is_threshold",
+    "vllm_importance_sampling_clip_min": "algorithm.rollout_correction.rollout_is_threshold",
+    "off_policy_mask_threshold": "algorithm.rollout_correction.off_policy_mask_threshold",
+    "shuffle_dataset": "data.shuffle",
+    "learning_rate": "actor.lr",
+    "lr_scheduler_type": "actor.lr_schedule",
+    "warmup_steps": "actor.lr_warmup_steps",
+    "adam_beta1": "actor.adam_beta1",
+    "adam_beta2": "actor.adam_beta2",
+    "adam_epsilon": "actor.adam_eps",
+    "max_grad_norm": "actor.clip_grad",
+    "num_train_epochs": "train.num_epochs",
+    "max_steps": "train.num_steps",
+    "per_device_train_batch_size": "train.batch_size",
+    "gradient_accumulation_steps": "actor.max_tokens_per_microbatch",
+    "gradient_checkpointing": "actor.recompute",
+    "save_steps": "checkpoint.interval",
+    "save_total_limit": "checkpoint.keep_last",
+    "eval_steps": "train.eval_interval",
+    "report_to": "observe.wandb_project",
+    "assistant_only_loss": "data.train_on_turns",
+    "chat_template_path": "data.chat_template",
+}
+"""Field of TRL's GRPOConfig or SFTConfig, or argument of its GRPOTrainer -> mrl's key."""
+
+MEGATRON = {
+    "global_batch_size": "train.batch_size",
+    "micro_batch_size": "actor.max_tokens_per_microbatch",
+    "train_iters": "train.num_steps",
+    "lr_decay_style": "actor.lr_schedule",
+    "lr_warmup_iters": "actor.lr_warmup_steps",
+    "min_lr": "actor.min_lr",
+    "adam_eps": "actor.adam_eps",
+    "recompute_granularity": "actor.recompute",
+    "num_layers_per_virtual_pipeline_stage": "parallel.virtual_pipeline_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank": "parallel.virtual_pipeline_model_parallel_size",
+    "decoder_first_pipeline_num_layers": "parallel.num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "parallel.num_layers_in_last_pipeline_stage",
+    "moe_enable_routing_replay": "actor.router_replay",
+    "save_interval": "checkpoint.interval",
+    "eval_interval": "train.eval_interval",
+    "wandb_project": "observe.wandb_project",
+    "load": "model.path",
+    "save": "run.output_dir",
+}
+"""Argument of Megatron's training script or its config -> mrl's key."""
+
+
+def called(key: str, value: Any) -> str:
+    """What another trainer's value of a field is here; "" where it is none."""
+    found = VALUES.get((key, value)) if isinstance(value, str) else None
+    return f" '{value}' {found}." if found else ""
+
+
+BEFORE = {
+    "algorithm.proximal": "algorithm.rollout_correction.bypass_mode (recompute: false)",
+    "algorithm.tis_clip": "algorithm.rollout_correction.rollout_is_threshold, with rollout_is=token",
+}
+"""Key of an earlier mrl -> what has its meaning."""
+
+
+def elsewhere(key: str) -> str:
+    """What a key of another trainer, or of an earlier mrl, is called here, or why it is not; "" for no such key."""
+    if key in BEFORE:
+        return f"'{key}' is {BEFORE[key]}."
+    found = _of_verl(key)
+    if found.kind == "maps":
+        more = f" ({found.text})" if found.text else ""
+        return f"'{key}' is verl's name for {found.to}{more}; `mrl from-verl` translates a whole command line."
+    if found.kind in ("moot", "missing") and "." in key:
+        needs = "needs nothing" if found.kind == "moot" else "has no place"
+        return f"'{key}' of verl {needs} here: {found.text}."
+    name = key.rpartition(".")[2]
+    for table, owner in ((TRL, "TRL"), (MEGATRON, "Megatron")):
+        if name in table:
+            return f"'{name}' is {owner}'s name for {table[name]}."
+    return ""
+
+
+def _of_verl(key: str) -> Verdict:
+    """The verdict on a key of verl's, or on one of mrl's `rollout` by the name that a field has in verl's section."""
+    section, _, name = key.partition(".")
+    if section != "rollout" or not name:
+        return verdict(key)
+    found = verdict(f"{ROOT}{key}")
+    return verdict(f"{ROOT}rollout.{section_of(name)}") if found.kind == "unknown" and section_of(name) else found

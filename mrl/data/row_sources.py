@@ -1,0 +1,347 @@
+"""Rows by index: JSONL files, parquet files, a task, or several of these one after the other.
+
+Owns random access to data without holding it: JSONL keeps the offset of each line, parquet keeps recently used row
+groups within a budget. Every JSONL line is parsed when the file is opened, and of parquet one row of each kind
+(`parquet_values.py`), so that a bad row is found before a run starts. It knows no tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from array import array
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from mrl.config.did_you_mean import did_you_mean_path
+from mrl.config.user_code import label
+from mrl.data.parquet_values import columns_with_gaps, float_reader, kinds_of_gaps
+from mrl.data.synthetic_tasks import Task
+from mrl.errors import UserError, first_line
+
+PARQUET_CACHE_BYTES = 1 << 30
+"""Decoded parquet row groups that one file keeps, at least one; a file below this size is decoded once."""
+
+Row = dict[str, Any]
+Check = Callable[[Row, str], None]
+"""Raises UserError for a row, given with its source, that cannot be used."""
+
+
+class Rows(ABC):
+    """An immutable list of rows.
+
+    Attributes:
+        fingerprint: Hash of the content; equal for equal rows in equal order, wherever the files lie.
+    """
+
+    fingerprint: str
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    @abstractmethod
+    def row(self, index: int) -> Row:
+        """The columns of a row."""
+
+    @abstractmethod
+    def source(self, index: int) -> str:
+        """Where a row comes from, for messages: "train.jsonl:17"."""
+
+    @abstractmethod
+    def data_source(self, index: int) -> str:
+        """Name of the data set of a row that does not name its own: the file without its ending, or the task."""
+
+
+class JsonlRows(Rows):
+    """One JSON object per line; blank lines are skipped."""
+
+    def __init__(self, path: str, check: Check) -> None:
+        """Reads the file once and checks every row.
+
+        Raises:
+            UserError: The file is missing, a line is not a JSON object, or `check` refuses it.
+        """
+        self._path = path
+        self._offsets = array("q")
+        self._lines = array("q")
+        content = blake2b(digest_size=16)
+        offset = 0
+        with _open(path) as file:
+            _check_text(file, path)
+            for number, line in enumerate(file, start=1):
+                content.update(line)
+                if line.strip():
+                    source = f"{path}:{number}"
+                    check(_parse(line, source), source)
+                    self._offsets.append(offset)
+                    self._lines.append(number)
+                offset += len(line)
+        self._file = _open(path)
+        self.fingerprint = content.hexdigest()
+
+    def __len__(self) -> int:
+        """See `Rows`."""
+        return len(self._offsets)
+
+    def row(self, index: int) -> Row:
+        """See `Rows.row`."""
+        self._file.seek(self._offsets[index])
+        return _parse(self._file.readline(), self.source(index))
+
+    def source(self, index: int) -> str:
+        """See `Rows.source`; lines count from 1."""
+        return f"{self._path}:{self._lines[index]}"
+
+    def data_source(self, index: int) -> str:
+        """See `Rows.data_source`."""
+        return Path(self._path).stem
+
+
+class ParquetRows(Rows):
+    """A parquet file; nested columns become dicts and lists."""
+
+    def __init__(self, path: str, check: Check, cache_bytes: int = PARQUET_CACHE_BYTES) -> None:
+        """Hashes the file, reads its footer, and checks the first row and one of each kind of rows that lack something.
+
+        Raises:
+            UserError: The file is missing or not parquet, or `check` refuses a row.
+        """
+        import pyarrow
+        import pyarrow.parquet
+
+        content = blake2b(digest_size=16)
+        with _open(path) as file:
+            while block := file.read(1 << 22):
+                content.update(block)
+        self.fingerprint = content.hexdigest()
+        self._path = path
+        self._refusals = (pyarrow.ArrowException, OSError, ValueError, TypeError, ArithmeticError, LookupError)
+        try:
+            self._file = pyarrow.parquet.ParquetFile(path, memory_map=True)
+        except self._refusals as error:
+            raise UserError(
+                f"data: '{path}' is not a readable parquet file: {_reason(error)}. It may be cut short or of another "
+                "format; copy or download it again."
+            ) from error
+        metadata = self._file.metadata
+        self._starts = [0]
+        for group in range(metadata.num_row_groups):
+            self._starts.append(self._starts[-1] + metadata.row_group(group).num_rows)
+        self._cache: OrderedDict[int, Any] = OrderedDict()
+        self._cache_bytes = cache_bytes
+        readers = {column.name: float_reader(column.type) for column in self._file.schema_arrow}
+        self._float_readers = {name: reader for name, reader in readers.items() if reader is not None}
+        if len(self):
+            check(self.row(0), self.source(0))
+        for index in self._unlike_rows():
+            check(self.row(index), self.source(index))
+
+    def __len__(self) -> int:
+        """See `Rows`."""
+        return self._starts[-1]
+
+    def row(self, index: int) -> Row:
+        """See `Rows.row`."""
+        group = bisect_right(self._starts, index) - 1
+        try:
+            table = self._cache.pop(group, None)
+            if table is None:
+                table = self._file.read_row_group(group)
+            self._cache[group] = table
+            while len(self._cache) > 1 and sum(kept.nbytes for kept in self._cache.values()) > self._cache_bytes:
+                self._cache.popitem(last=False)
+            (row,) = table.slice(index - self._starts[group], 1).to_pylist()
+        except self._refusals as error:
+            raise UserError(
+                f"{self.source(index)}: the row cannot be read: {_reason(error)}. The file is damaged; copy or "
+                "download it again."
+            ) from error
+        return {**row, **{name: reader(row[name]) for name, reader in self._float_readers.items()}}
+
+    def _unlike_rows(self) -> Iterator[int]:
+        """Yields the index of the first row of each kind: rows of a kind lack the same parts."""
+        seen: set[tuple[str, ...]] = set()
+        for group, start in enumerate(self._starts[:-1]):
+            names = columns_with_gaps(self._file, group)
+            if not names:
+                continue
+            try:
+                kinds = list(kinds_of_gaps(self._file.read_row_group(group, columns=names)))
+            except self._refusals as error:
+                raise UserError(
+                    f"data: '{self._path}': rows {start} to {self._starts[group + 1] - 1} cannot be read: "
+                    f"{_reason(error)}. The file is damaged; copy or download it again."
+                ) from error
+            for row, kind in sorted(kinds):
+                if (key := (*names, kind.hex())) not in seen:
+                    seen.add(key)
+                    yield start + row
+
+    def source(self, index: int) -> str:
+        """See `Rows.source`; rows count from 0, as pandas and pyarrow count them."""
+        return f"{self._path}:{index}"
+
+    def data_source(self, index: int) -> str:
+        """See `Rows.data_source`."""
+        return Path(self._path).stem
+
+
+class TaskRows(Rows):
+    """One side of a task."""
+
+    def __init__(self, task: Task, name: str, kwargs: Mapping[str, Any], side: str) -> None:
+        """Args: side: "train" or "val"; name and kwargs: What made the task, for the fingerprint."""
+        self._size = task.num_train if side == "train" else task.num_val
+        self._make = task.train_row if side == "train" else task.val_row
+        self._name, self._side = label(name), side
+        described = json.dumps([self._name, side, dict(kwargs)], sort_keys=True, default=str)
+        self.fingerprint = blake2b(described.encode(), digest_size=16).hexdigest()
+
+    def __len__(self) -> int:
+        """See `Rows`."""
+        return self._size
+
+    def row(self, index: int) -> Row:
+        """See `Rows.row`."""
+        return self._make(index)
+
+    def source(self, index: int) -> str:
+        """See `Rows.source`."""
+        return f"{self._name} {self._side}:{index}"
+
+    def data_source(self, index: int) -> str:
+        """See `Rows.data_source`: the task, of a path its last part."""
+        return self._name.replace(":", ".").rpartition(".")[2]
+
+
+class ChainedRows(Rows):
+    """The rows of several lists, one after the other."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        """Args: parts: In order."""
+        self._parts = list(parts)
+        self._starts = [0]
+        for part in parts:
+            self._starts.append(self._starts[-1] + len(part))
+        self.fingerprint = "+".join(part.fingerprint for part in parts)
+
+    def __len__(self) -> int:
+        """See `Rows`."""
+        return self._starts[-1]
+
+    def _find(self, index: int) -> tuple[Rows, int]:
+        part = bisect_right(self._starts, index) - 1
+        return self._parts[part], index - self._starts[part]
+
+    def row(self, index: int) -> Row:
+        """See `Rows.row`."""
+        part, inner = self._find(index)
+        return part.row(inner)
+
+    def source(self, index: int) -> str:
+        """See `Rows.source`."""
+        part, inner = self._find(index)
+        return part.source(inner)
+
+    def data_source(self, index: int) -> str:
+        """See `Rows.data_source`."""
+        part, inner = self._find(index)
+        return part.data_source(inner)
+
+
+def open_files(files: Sequence[str], key: str, check: Check) -> Rows:
+    """The rows of JSONL (.jsonl, .json) and parquet (.parquet) files.
+
+    Args:
+        files: Paths, in order.
+        key: Config key that names them, for messages.
+        check: Called with every JSONL row, and with one row of each kind of a parquet file.
+
+    Raises:
+        UserError: A file is missing, of another kind, unreadable or without rows.
+    """
+    parts: list[Rows] = []
+    for name in files:
+        suffix = Path(name).suffix
+        if suffix not in (".jsonl", ".json", ".parquet"):
+            raise UserError(f"{key}: '{name}' ends in '{suffix}', expected .jsonl or .parquet.")
+        part = ParquetRows(name, check) if suffix == ".parquet" else JsonlRows(name, check)
+        if len(part) == 0:
+            raise UserError(f"{key}: '{name}' holds no rows.")
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else ChainedRows(parts)
+
+
+def _open(path: str) -> Any:
+    try:
+        return Path(path).open("rb")
+    except OSError as error:
+        hint = did_you_mean_path(path) or " Check the path."
+        raise UserError(f"data: '{path}' cannot be read: {error.strerror}.{hint}") from error
+
+
+def _reason(error: Exception) -> str:
+    return first_line(error).rstrip(".")
+
+
+EXCERPT_CHARS = 60
+"""Characters of a bad line that a message shows."""
+
+_BEGINNINGS = {
+    b"\xff\xfe": "text in UTF-16",
+    b"\xfe\xff": "text in UTF-16",
+    b"{\x00": "text in UTF-16 or UTF-32",
+    b"\x00": "text in UTF-16 or UTF-32, or no text",
+    b"\x1f\x8b": "compressed by gzip",
+    b"PAR1": "a parquet file",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+}
+"""First bytes of files of other kinds."""
+
+
+def _check_text(file: Any, path: str) -> None:
+    """Refuses a file that begins as no UTF-8 text does; a byte order mark of UTF-8 is passed over."""
+    first = file.read(4)
+    file.seek(0)
+    for beginning, what in _BEGINNINGS.items():
+        if first.startswith(beginning):
+            raise UserError(
+                f"data: '{path}' is {what}; expected UTF-8 text, one JSON object per line. Convert it (`iconv -f "
+                "UTF-16 -t UTF-8`, `gunzip`), or name a parquet file .parquet."
+            )
+
+
+def _excerpt(line: bytes, error: ValueError) -> str:
+    """Returns the part of a line in which its error is, quoted."""
+    text = line.strip().decode("utf-8", "replace")
+    place = error.pos if isinstance(error, json.JSONDecodeError) else 0
+    begin, end = max(0, place - EXCERPT_CHARS // 2), place + EXCERPT_CHARS // 2
+    return f"{'...' if begin else ''}{text[begin:end]!r}{'...' if end < len(text) else ''}"
+
+
+def _parse(line: bytes, source: str) -> Row:
+    try:
+        row = json.loads(line.strip())
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{source}: not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}. Save the file "
+            "as UTF-8."
+        ) from error
+    except ValueError as error:
+        array = " A JSON array is not read; write its objects one per line." if line.lstrip()[:1] == b"[" else ""
+        where = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        what = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise UserError(
+            f"{source}: not JSON: {what}{where}; the line is {_excerpt(line, error)}. Expected one JSON object per "
+            f"line.{array}"
+        ) from error
+    except RecursionError as error:
+        raise UserError(f"{source}: its lists and objects are too deep in each other.") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{source}: holds {type(row).__name__}, expected one JSON object per line.")
+    return row

@@ -1,0 +1,120 @@
+"""Measures what Linux does not limit for one process: threads, files, and memory of every kind.
+
+It is looked at while the program runs, so for a moment there can be more. A file that was removed takes room on the
+disk as long as it is open or mapped, and is in no folder then.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from mrl.distributed.worker_processes.folders import BLOCK_BYTES, measure
+
+_TOO_MANY_BYTES = "it wrote more than {} MiB of files"
+_MEMORY_SLACK_MB = 64  # Linux's own limit, which a program can handle as a MemoryError, should come first
+_STATUS = re.compile(r"^(Threads|RssAnon|RssShmem):\s+(\d+)", re.MULTILINE)
+_REMOVED_AND_MAPPED = re.compile(r"^\S+ \S+ \S+ \S+ ([1-9]\d*) .* \(deleted\)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Most:
+    """Bounds of what a program may take.
+
+    Attributes:
+        threads: Number of threads of a process.
+        memory_mb: Memory of all processes, MiB.
+        folder_mb: Files in its folder together and, of each process, removed ones together, MiB on the disk.
+        file_mb: Size of a file, MiB.
+        files: Number of files and folders in its folder.
+    """
+
+    threads: int
+    memory_mb: int
+    folder_mb: int
+    file_mb: int
+    files: int
+
+
+def process_problem(pid: int, most: Most, own_bytes: int = 0) -> str:
+    """Returns what a process and its descendants take too much of; "" where it is nothing, or they are gone.
+
+    Args:
+        pid: Number of the process.
+        most: What it may take.
+        own_bytes: Size of the removed files that it was started with, bytes on the disk.
+    """
+    threads = memory_kb = 0
+    pids = _with_descendants(pid)
+    for one in pids:
+        found = {name: int(value) for name, value in _STATUS.findall(_read(f"/proc/{one}/status"))}
+        threads = max(threads, found.get("Threads", 0))
+        memory_kb += found.get("RssAnon", 0) + found.get("RssShmem", 0)
+    if threads > most.threads:
+        return f"it started more than {most.threads} threads"
+    if memory_kb >> 10 > most.memory_mb + _MEMORY_SLACK_MB:
+        return f"it took more than {most.memory_mb} MiB of memory"
+    if max(map(partial(_removed_bytes, file_mb=most.file_mb), pids)) > (most.folder_mb << 20) + own_bytes:
+        return _TOO_MANY_BYTES.format(most.folder_mb)
+    return ""
+
+
+def folder_problem(folder: str, most: Most) -> str:
+    """Returns what is too much in a program's folder; "" where nothing is."""
+    num_bytes, num_files = measure(folder, most.files)
+    if num_files > most.files:
+        return f"it made more than {most.files} files and folders, or folders that cannot be read"
+    if num_bytes > most.folder_mb << 20:
+        return _TOO_MANY_BYTES.format(most.folder_mb)
+    return ""
+
+
+def _with_descendants(pid: int) -> list[int]:
+    found = [pid]
+    for one in found:
+        try:
+            children = Path(f"/proc/{one}/task/{one}/children").read_text(encoding="ascii")
+        except FileNotFoundError:  # the process is gone, or this kernel does not list children
+            return found if not Path(f"/proc/{one}").exists() else [pid, *_slowly(pid)]
+        except OSError:
+            continue
+        found += map(int, children.split())
+    return found
+
+
+def _slowly(pid: int) -> list[int]:
+    import psutil  # a program's own start should not wait for it
+
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.Error:
+        return []
+
+
+def _removed_bytes(pid: int, file_mb: int) -> int:
+    """Returns the size of the removed files that a process has open or mapped, bytes on the disk.
+
+    The size of one that is only mapped cannot be asked: `file_mb` is taken.
+    """
+    found: dict[int, int] = {}
+    with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
+        for entry in entries:
+            with suppress(OSError):
+                info = os.stat(entry.path)
+                if stat.S_ISREG(info.st_mode) and not info.st_nlink:
+                    found[info.st_ino] = info.st_blocks * BLOCK_BYTES
+    for inode in _REMOVED_AND_MAPPED.findall(_read(f"/proc/{pid}/maps")):
+        found.setdefault(int(inode), file_mb << 20)
+    return sum(found.values())
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,83 @@
+"""One sample of a conversation, as an engine keeps it between turns.
+
+Owns what of it is the prompt of its next turn, and that nothing of that depends on who else is in the batch: each turn
+has random numbers of its own, by its sample and its place in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from mrl.algorithms.functional.sampling import stream_key
+from mrl.engines._multiturn_base import Key, Stopped
+from mrl.types import FinishReason, Prompt, Rollout, Support
+
+LATER_UID = 1 << 62
+"""Above the uids of all prompts: random numbers of a later turn are those of a prompt of its own."""
+
+
+@dataclass
+class Conversation:
+    """One sample so far; `place` is that of its prompt in the call."""
+
+    place: int
+    prompt: Prompt
+    sample_index: int
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    supports: list[Support] = field(default_factory=list)
+    log_kept_mass: list[float] = field(default_factory=list)
+    finish_reason: FinishReason = "stop"
+    num_seen: int = 0
+    """Tokens that the model had read when the last turn ended: all but the newest."""
+
+    @property
+    def key(self) -> Key:
+        """Names it."""
+        return self.place, self.sample_index
+
+    def asked(self, seed: int) -> Prompt:
+        """The conversation so far as the prompt of its next turn."""
+        uid = LATER_UID + stream_key(seed, self.prompt.uid, self.sample_index) % LATER_UID
+        uid = LATER_UID + stream_key(uid, len(self.ids), 0) % LATER_UID
+        return replace(self.prompt, uid=uid, prompt_ids=(*self.prompt.prompt_ids, *self.ids))
+
+    def took(self, rollout: Rollout, room: int) -> Stopped:
+        """Takes in what was sampled, as much as there is room for."""
+        ids = rollout.response_ids[:room]
+        self.finish_reason = rollout.finish_reason if len(ids) == len(rollout.response_ids) else "length"
+        if len(ids) == room and rollout.finish_reason == "length":
+            self.finish_reason = "length"
+        self.ids += ids
+        self.logprobs += rollout.rollout_logprobs[: len(ids)]
+        self.mask += [True] * len(ids)
+        self.num_seen = len(self.prompt.prompt_ids) + len(self.ids) - 1
+        if rollout.support is not None:
+            self.supports += rollout.support.split([len(ids), len(rollout.response_ids) - len(ids)])[:1]
+            self.log_kept_mass += rollout.log_kept_mass[: len(ids)]
+        return Stopped(self.place, self.sample_index, tuple(ids), self.finish_reason)
+
+    def heard(self, ids: Sequence[int]) -> None:
+        """Takes in what was answered."""
+        self.ids += ids
+        self.logprobs += [0.0] * len(ids)
+        self.mask += [False] * len(ids)
+        if self.supports:
+            self.supports.append(Support.of_observed(len(ids)))
+            self.log_kept_mass += [0.0] * len(ids)
+
+    def ended(self, version: int) -> Rollout:
+        """The whole of it."""
+        return Rollout(
+            self.prompt,
+            self.sample_index,
+            self.ids,
+            self.logprobs,
+            self.finish_reason,
+            version,
+            sampled_mask=self.mask,
+            support=Support.join(self.supports) if self.supports else None,
+            log_kept_mass=self.log_kept_mass,
+        )

@@ -1,0 +1,197 @@
+"""What the device knows of each running sequence: its newest token, where it stands, and what it has sampled.
+
+Owns the per-row tensors of decoding. Their addresses stay the same, also while their memory is given back, so that a
+captured graph can read them.
+
+Shapes: S rows, T longest response, L layers, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mrl.config.config import RolloutConfig
+from mrl.engines.native.memory_range import tensors_in_range
+from mrl.models.base import ArchSpec
+from mrl.resharding.dtypes import choice_dtype
+
+ADVANCING = slice(1, 3)
+"""Positions and counts, of the state of all rows."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is kept of each token's way through a mixture of experts.
+
+    Attributes:
+        num_layers: L.
+        top_k: K.
+        dtype: Of an expert's index.
+    """
+
+    num_layers: int
+    top_k: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token."""
+        return self.num_layers * self.top_k * self.dtype.itemsize
+
+
+def record_of(arch: ArchSpec, config: RolloutConfig) -> Record | None:
+    """What the config asks to keep; None: nothing."""
+    if not config.enable_rollout_routing_replay or arch.moe is None:
+        return None
+    return Record(arch.num_layers, arch.moe.top_k, choice_dtype(arch.moe.num_experts))
+
+
+class Rows:
+    """State of the cache's rows.
+
+    Attributes:
+        tokens_S: Newest token, not yet in the cache.
+        positions_S: Its position in its sequence.
+        counts_S: Response tokens so far.
+        keys_S: Random stream, from `stream_key`.
+        rooms_S: Response tokens at most.
+        response_ST: Sampled tokens.
+        logprobs_ST: Their log-probabilities, fp32.
+        routed_SLK: Receives the experts of each row's newest token; None where they are not recorded.
+    """
+
+    def __init__(self, num_rows: int, max_tokens: int, device: torch.device, record: Record | None = None) -> None:
+        """Allocates; `record`: of experts, where they are recorded."""
+        self.shape = (num_rows, max_tokens)
+        wanted = [
+            ((5, num_rows), torch.int64),
+            ((num_rows,), torch.int64),
+            ((num_rows, max_tokens), torch.int64),
+            ((num_rows, max_tokens), torch.float32),
+        ]
+        if record is not None:
+            shape_LK = (record.num_layers, record.top_k)
+            wanted += [((num_rows, *shape_LK), record.dtype), ((num_rows, max_tokens, *shape_LK), record.dtype)]
+        self._range, (self._state_5S, self._index_S, self.response_ST, self.logprobs_ST, *routed) = tensors_in_range(
+            wanted, device
+        )
+        self.tokens_S, self.positions_S, self.counts_S, self.keys_S, self.rooms_S = self._state_5S.unbind()
+        self.routed_SLK: Tensor | None = None
+        if record is not None:
+            self.routed_SLK, self._routed_STLK = routed
+        self._number()
+
+    def _number(self) -> None:
+        torch.arange(self.shape[0], out=self._index_S)
+
+    def wake(self) -> None:
+        """Takes the memory that `sleep` gave back; all rows are empty then."""
+        if self._range.take(self._range.num_bytes):
+            self._number()
+
+    def sleep(self) -> None:
+        """Gives the memory back; the rows must not be used until `wake`."""
+        self._range.release()
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Address and shape of the rows, on which captured graphs depend."""
+        return self._state_5S.data_ptr(), *self.shape
+
+    def begin(
+        self, rows: Sequence[int], prompt_lens: Sequence[int], keys: Sequence[int], rooms: Sequence[int]
+    ) -> Tensor:
+        """Rows in which a response begins; returns them as an index. `positions_S` is the last prompt token's."""
+        device = self.tokens_S.device
+        index = torch.tensor(rows, device=device)
+        self.positions_S[index] = torch.tensor(prompt_lens, device=device) - 1
+        self.counts_S[index] = 0
+        self.keys_S[index] = torch.tensor(keys, device=device)
+        self.rooms_S[index] = torch.tensor(rooms, device=device)
+        return index
+
+    def restore(self, row: int, response: Sequence[int], logprobs: Sequence[float]) -> None:
+        """What was sampled before, of a row that begins after it."""
+        count, device = len(response), self.tokens_S.device
+        self.response_ST[row, :count] = torch.tensor(response, device=device)
+        self.logprobs_ST[row, :count] = torch.tensor(logprobs, dtype=torch.float32, device=device)
+        self.counts_S[row] = count
+
+    def take(self, index: Tensor | slice, tokens: Tensor, logprobs: Tensor) -> None:
+        """The next token of each of the given rows."""
+        counts = self.counts_S[index]
+        rows = self._index_S[index]
+        self.response_ST[rows, counts] = tokens
+        self.logprobs_ST[rows, counts] = logprobs
+        self.tokens_S[index] = tokens
+        if isinstance(index, slice):
+            self._state_5S[ADVANCING, index].add_(1)  # += would copy the result onto itself
+        else:
+            self._state_5S[ADVANCING, index] += 1
+
+    def put(
+        self, rows_P: Tensor, offsets_P: Tensor, tokens_P: Tensor, logprobs_P: Tensor, routed_PLK: Tensor | None
+    ) -> None:
+        """Tokens that may be the next ones of their rows; `take_several` says how many are.
+
+        Args:
+            rows_P: Of each token.
+            offsets_P: Its place among those of its row.
+            tokens_P: What was drawn.
+            logprobs_P: Their log-probabilities.
+            routed_PLK: Experts of the tokens that they were drawn after, where they are recorded.
+        """
+        counts_P = self.counts_S[rows_P] + offsets_P
+        self.response_ST[rows_P, counts_P] = tokens_P
+        self.logprobs_ST[rows_P, counts_P] = logprobs_P
+        if routed_PLK is not None:
+            self._routed_STLK[rows_P, counts_P - 1] = routed_PLK
+
+    def take_several(self, taken_B: Tensor) -> None:
+        """Of the tokens that were `put`, so many are the next ones of the first rows."""
+        batch = taken_B.numel()
+        self.counts_S[:batch] += taken_B
+        self.positions_S[:batch] += taken_B
+        self.tokens_S[:batch] = self.response_ST[self._index_S[:batch], self.counts_S[:batch] - 1]
+
+    def keep_routed(self, batch: int) -> None:
+        """Files the experts of the newest tokens of the first `batch` rows, before the next tokens are taken."""
+        if self.routed_SLK is not None:
+            self._routed_STLK[self._index_S[:batch], self.counts_S[:batch] - 1] = self.routed_SLK[:batch]
+
+    def move(self, source: int, target: int) -> None:
+        """Row `target` becomes row `source`."""
+        if self.routed_SLK is not None:
+            self._routed_STLK[target] = self._routed_STLK[source]
+        self._state_5S[:, target] = self._state_5S[:, source]
+        self.response_ST[target] = self.response_ST[source]
+        self.logprobs_ST[target] = self.logprobs_ST[source]
+
+    def response(self, row: int, start: int = 0, more: int = 0) -> list[int]:
+        """Sampled tokens of a row, from the `start`-th on; the last ones where `start` is negative.
+
+        With `more` as if so many of those that were `put` had been taken.
+        """
+        count = int(self.counts_S[row]) + more
+        found: list[int] = self.response_ST[row, max(0, count + start if start < 0 else start) : count].tolist()
+        return found
+
+    def routed(self, row: int) -> Tensor:
+        """Experts of a row's sampled tokens [count, L, K], on the CPU; -1 for the last one, which went nowhere."""
+        found: Tensor = self._routed_STLK[row, : int(self.counts_S[row])].to("cpu", copy=True)
+        found[-1] = -1
+        return found
+
+    def sampled(self, rows: Sequence[int]) -> list[tuple[list[int], list[float]]]:
+        """Sampled tokens of each of these rows, and their log-probabilities."""
+        if not rows:
+            return []
+        index = torch.tensor(rows, device=self.tokens_S.device)
+        counts = self.counts_S[index].tolist()
+        most = max(counts)
+        said = counts, self.response_ST[index, :most].tolist(), self.logprobs_ST[index, :most].tolist()
+        return [(tokens[:count], logprobs[:count]) for count, tokens, logprobs in zip(*said, strict=True)]

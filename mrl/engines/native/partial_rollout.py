@@ -1,0 +1,176 @@
+"""Work that comes in parts, in one loop: a feed hands samples out between decode steps, and may say stop there.
+
+Owns when the feed is asked, and what becomes of samples that are not whole. It is asked at the start, then once in
+`pulse_steps`, and at once when nothing runs and nothing waits: at logical times, so that what shares a batch
+follows from what was handed out, never from the clock.
+
+A sample that goes on is read again, prompt and response, under the weights of now, and draws its next token with the
+random number of its place: with the same weights it becomes what it would have become. What it had stays as it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from torch import Tensor
+
+from mrl.engines._kept_tokens import Kept
+from mrl.engines._multiturn_base import Key
+from mrl.engines._work_queue import Feed, Work
+from mrl.engines.base import SamplingConfig
+from mrl.engines.native.generation import Generation
+from mrl.engines.native.scheduler import Sample
+from mrl.types import Begun, Prompt, Rollout
+
+PULSE = 8
+"""Decode steps between two questions to the feed, at most."""
+PULSES = 8
+"""Questions while the longest response is sampled, at least: with one, no response would ever stop unfinished."""
+
+
+class Stream(Generation):
+    """One call's work, as it comes.
+
+    Args:
+        feed: Hands it out.
+        check: (prompts, tokens to come) -> raises where one does not fit.
+        sampling: As of `Generation`.
+        parts: The others of `Generation`; the scheduler has nothing to do yet.
+    """
+
+    def __init__(
+        self, feed: Feed, check: Callable[[Sequence[Prompt], int], None], sampling: SamplingConfig, **parts: Any
+    ) -> None:
+        super().__init__(sampling=sampling, **parts)
+        self._feed = feed
+        self._check = check
+        self._pulse_steps = pulse_steps(sampling.max_tokens)
+        self._whole: list[Rollout] = []
+        self.stats |= {"reread_tokens": 0.0, "waited_s": 0.0}
+
+    def until_stopped(self, policy_version: int) -> list[Begun]:
+        """Samples until the feed says stop; what is not whole then, ordered by (prompt uid, sample index).
+
+        Where the call was abandoned, between two tokens too, it samples no more, and asks the feed until that says
+        stop, since the other replicas ask with it.
+        """
+        abandoned = False
+        while (work := self._pulse()) is not None:
+            if not abandoned:
+                self._wait(work)
+                abandoned = self._advance(policy_version, self._pulse_steps)
+        running = self._rollouts(range(len(self._scheduler.running)), policy_version)
+        left = [_begun(found) for found in running]
+        return sorted([*self._unrecorded(left), *self._scheduler.not_resumed], key=_place_of)
+
+    def _pulse(self) -> Sequence[Work] | None:
+        finished, self._whole = sorted(self._whole, key=_place_of), []
+        began = time.perf_counter()
+        work = self._feed.pulse(finished, self._scheduler.num_waiting)
+        self.stats["waited_s"] += time.perf_counter() - began
+        return work
+
+    def _wait(self, work: Sequence[Work]) -> None:
+        """Puts it behind what waits; what is begun before what is new."""
+        self._check([one.prompt for one in work], self._sampling.max_tokens)
+        for begun in self._unrecorded([each for one in work for each in one.begun]):
+            check_begun(begun, self._sampling)
+            so_far = replace(begun.prompt, prompt_ids=(*begun.prompt.prompt_ids, *begun.response_ids))
+            self._check([so_far], self._sampling.max_tokens - len(begun.response_ids))
+            self._scheduler.wait(so_far, [begun.sample_index], begun)
+        for one in work:
+            if one.new:
+                self._scheduler.wait(one.prompt, one.new)
+
+    def _unrecorded(self, samples: Sequence[Begun]) -> Sequence[Begun]:
+        if samples and self._rows.routed_SLK is not None:
+            raise RuntimeError(
+                f"{len(samples)} samples are to stop and go on, and experts are recorded: those of tokens that are "
+                "read again under other weights are not. Set rollout.enable_rollout_routing_replay=false, or let each "
+                "response become whole"
+            )
+        return samples
+
+    def _place(self, rows: Sequence[int], samples: Sequence[Sample]) -> Tensor:
+        index = super()._place(rows, samples)
+        for row, sample in zip(rows, samples, strict=True):
+            begun = sample.group.begun
+            if begun is None:
+                continue
+            self._rows.restore(row, begun.response_ids, begun.rollout_logprobs)
+            if self._sampling.with_support and begun.support is not None:
+                support = begun.support
+                state = support.ids_K.numpy().tobytes(), support.counts_R.tolist(), list(begun.log_kept_mass)
+                sample.kept = Kept.of(state)
+            self.stats["reread_tokens"] += sample.group.prompt_len
+        return index
+
+    def _end(self, rollouts: Mapping[int, Rollout]) -> dict[int, Key]:
+        self._whole += rollouts.values()
+        return {}
+
+    def _rollout(self, row: int, sample: Sample, said: tuple[list[int], list[float]], policy_version: int) -> Rollout:
+        rollout, begun = super()._rollout(row, sample, said, policy_version), sample.group.begun
+        if begun is not None:
+            rollout.prompt = begun.prompt
+            own = len(rollout.response_ids) - len(begun.response_ids)
+            runs = merged((*begun.version_runs, (policy_version, own)))
+            rollout.version_runs = runs if len(runs) > 1 else ()
+        return rollout
+
+
+def _begun(found: Rollout) -> Begun:
+    """What a running sample has."""
+    return Begun(
+        found.prompt,
+        found.sample_index,
+        tuple(found.response_ids),
+        tuple(found.rollout_logprobs),
+        found.versions,
+        found.support,
+        tuple(found.log_kept_mass),
+    )
+
+
+def pulse_steps(max_tokens: int) -> int:
+    """Decode steps between two questions to the feed, where a response has at most so many tokens."""
+    return max(1, min(PULSE, max_tokens // PULSES))
+
+
+def merged(runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The same runs, those of equal versions one after the other as one."""
+    parts = groupby(runs, key=lambda run: run[0])
+    return tuple((version, sum(count for _, count in part)) for version, part in parts)
+
+
+def check_begun(begun: Begun, sampling: SamplingConfig) -> None:
+    """Returns where the sample can go on.
+
+    Raises:
+        RuntimeError: It has no token or no room for another, its parts do not belong together, or what was kept is
+            asked for and not known of it.
+    """
+    count = len(begun.response_ids)
+    name = f"sample {begun.sample_index} of prompt {begun.prompt.source or begun.prompt.uid}, which was begun,"
+    if not 0 < count < sampling.max_tokens:
+        raise RuntimeError(f"{name} has {count} tokens; it can go on from 1 to {sampling.max_tokens - 1}")
+    scored, versioned = len(begun.rollout_logprobs), sum(tokens for _, tokens in begun.version_runs)
+    if (scored, versioned) != (count, count):
+        raise RuntimeError(
+            f"{name} has {count} tokens, log-probabilities of {scored}, and versions of {versioned}; all must be equal"
+        )
+    if sampling.with_support:
+        kept = 0 if begun.support is None else begun.support.counts_R.numel()
+        if (kept, len(begun.log_kept_mass)) != (count, count):
+            raise RuntimeError(
+                f"{name} has {count} tokens, and what truncation kept is known of {kept} of them; it cannot go on "
+                "where that is asked for"
+            )
+
+
+def _place_of(one: Rollout | Begun) -> Key:
+    return one.prompt.uid, one.sample_index

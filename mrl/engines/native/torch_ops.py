@@ -1,0 +1,122 @@
+"""What a forward does between its products, in PyTorch's operators: on any device, and where nothing can be compiled.
+
+Owns the operations that `compiled` replaces on a CPU. Each computes every row alone.
+
+Shapes: P packed tokens, B decoding rows, H hidden, N heads and K KV heads of this rank, D head dim, I inner columns,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mrl.algorithms.functional.sampling import draw, uniforms
+from mrl.engines.native.attention import Chunk, DecodeAttention, PrefillAttention
+from mrl.engines.native.kv_cache import KVCache
+from mrl.engines.native.packed_linear import Linear
+
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q_PND, k_PKD, v_PKD) -> [P, N, D]; stores the keys and values in the cache."""
+
+HeadNorms = tuple[Tensor, Tensor]
+"""Weights [D] of the norms of queries and of keys."""
+
+Rotation = Callable[[Tensor, HeadNorms | None], tuple[Tensor, Tensor, Tensor]]
+"""(qkv [P, N + 2K, D], norms) -> queries and keys, normed where the model does and rotated; values."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of this rank, and what turns them.
+
+    Attributes:
+        num_heads: N.
+        num_kv_heads: K.
+        eps: Of the norms of queries and keys.
+        cos: [positions, D], in the dtype of activations.
+        sin: The same; the first half is negated.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    eps: float
+    cos: Tensor
+    sin: Tensor
+
+
+class Operations:
+    """In PyTorch's operators.
+
+    Attributes:
+        are_compiled: Whether the job compiles them, and so may compile products.
+    """
+
+    are_compiled: ClassVar[bool] = False
+
+    def norm(self, x_PH: Tensor, weight_H: Tensor, eps: float, delta_PH: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(x + delta, which may be x itself, and its root-mean-square norm); x without a delta."""
+        if delta_PH is not None:
+            x_PH = x_PH + delta_PH
+        return x_PH, F.rms_norm(x_PH, (x_PH.size(-1),), weight_H, eps)
+
+    def rotation(self, heads: Heads, positions_P: Tensor) -> Rotation:
+        """Of the queries and keys of one forward, all layers alike."""
+        cos, sin = heads.cos[positions_P][:, None], heads.sin[positions_P][:, None]
+        count = heads.num_heads
+        half = heads.cos.size(1) // 2
+
+        def rotate(qkv: Tensor, norms: HeadNorms | None) -> tuple[Tensor, Tensor, Tensor]:
+            qk, v_PKD = qkv[:, : -heads.num_kv_heads], qkv[:, -heads.num_kv_heads :]
+            if norms is not None:
+                parts = zip((qk[:, :count], qk[:, count:]), norms, strict=True)
+                qk = torch.cat([F.rms_norm(part, weight.shape, weight, heads.eps) for part, weight in parts], 1)
+            rotated = torch.cat([qk[..., half:], qk[..., :half]], -1).mul_(sin).addcmul_(qk, cos)
+            return rotated[:, :count], rotated[:, count:], v_PKD
+
+        return rotate
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) x up [P, I] of [gate; up] columns [P, 2I]."""
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    def mlp(self, x_PH: Tensor, gate_up: Linear, down: Linear) -> Tensor:
+        """The gated MLP of a dense layer [P, H]."""
+        return down(self.gate(gate_up(x_PH)))
+
+    def prefill_attention(self, cache: KVCache, chunks: Sequence[Chunk]) -> PrefillAttention:
+        """Of prompt chunks, sorted by `extent`."""
+        return PrefillAttention(cache, chunks)
+
+    def decode_attention(self, cache: KVCache, positions_B: Tensor, length: int, num_heads: int) -> Attention:
+        """Of one new token in each of the first B rows, whose longest has `length` slots."""
+        return DecodeAttention(cache, positions_B, length, num_heads)
+
+    def sample(
+        self, logits_NV: Tensor, keys_N: Tensor, counts_N: Tensor, temperature: float, *, greedy: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The next token of each row, int64, and its log-probability, fp32, of softmax(logits / temperature).
+
+        Args:
+            logits_NV: Any dtype; fp32 logits are overwritten.
+            keys_N: Random stream of each row.
+            counts_N: Response tokens that the row has already.
+            temperature: Above 0.
+            greedy: The most likely token.
+        """
+        logits = logits_NV.float()
+        if temperature != 1.0:
+            logits = logits.div_(temperature)
+        return self.sample_kept(logits, keys_N, counts_N, greedy=greedy)
+
+    def sample_kept(self, kept_NV: Tensor, keys_N: Tensor, counts_N: Tensor, *, greedy: bool) -> tuple[Tensor, Tensor]:
+        """As `sample`, of fp32 logits over the temperature, of which those that were dropped are -inf."""
+        probs_NV = kept_NV.softmax(1)
+        tokens_N = probs_NV.argmax(1) if greedy else draw(probs_NV, uniforms(keys_N, counts_N))
+        return tokens_N, probs_NV.gather(1, tokens_N[:, None]).squeeze(1).log()

@@ -1,0 +1,321 @@
+"""The engine behind `rollout.name=trtllm_engine`: engines built by tools/build_trtllm_engine.py, refitted in place.
+
+Owns the engine's life on one rank and the way from prompts to rollouts: samples are rows of static batches, as many as
+`rollout.max_num_seqs`, `rollout.max_num_batched_tokens` and the memory allow; a batch ends when its longest row does.
+The parts: `runner` (TensorRT-LLM's runtime), `refitter` (weights), `scoring` (what its log-probabilities mean).
+
+Ranks of a replica are TensorRT-LLM's: tensor-parallel rank first, then pipeline stage. Tokens are known on the first
+stage and log-probabilities on the last; both are told to the whole replica.
+
+Tested behind a stand-in for TensorRT-LLM; nothing of this has been run with TensorRT-LLM itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrl.algorithms.functional.sampling import stream_key
+from mrl.distributed.collectives import any_rank, from_rank, together
+from mrl.engines._kept_tokens import Kept
+from mrl.engines._kv_budget import kv_budget
+from mrl.engines._prompt_checks import check_prompts
+from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
+from mrl.engines.trtllm.engine_dir import read_engine_folder
+from mrl.engines.trtllm.logprob_probe import CUT, TOLERANCE, Answer, Scores, Verdict, is_trained_on, judge, needs_logits
+from mrl.engines.trtllm.mpi_env import start_beside
+from mrl.engines.trtllm.refitter import EngineWeights
+from mrl.engines.trtllm.replica import Replica
+from mrl.engines.trtllm.replica_threads import side_by_side
+from mrl.engines.trtllm.runner import Answers, Runner
+from mrl.engines.trtllm.scoring import check_raw, kept_steps, score_steps
+from mrl.engines.trtllm.trt_rollouts import Sample, end_rows, to_rollouts
+from mrl.errors import UserError
+from mrl.resharding.layout import Layout
+from mrl.resharding.trtllm import trtllm_layout
+from mrl.resharding.weight_slice import WeightSlice
+from mrl.types import Prompt, Rollout
+
+PROMPTS = ((1,), (1, 2))
+"""Of the probe: of different lengths, so that it sees too where the decoder puts a row's log-probabilities."""
+
+
+class BuiltEngine(RolloutEngine):
+    """One rank of a replica, in TensorRT-LLM's order of ranks."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Collective over the ranks that sample.
+
+        Args:
+            spec: Its dtype is the engines', as preflight made sure.
+
+        Raises:
+            UserError: There is no TensorRT-LLM that can run the engines, or they are not those of the model.
+        """
+        super().__init__(spec)
+        config, device = spec.config, spec.device
+        if config.engine_dir is None:
+            raise UserError("rollout.name=trtllm_engine needs rollout.engine_dir, a folder of built engines.")
+        replica = Replica(spec.tp_group)
+        folder = read_engine_folder(config.engine_dir)
+        mapping, name = folder.config.mapping, spec.dtype_name
+        if (mapping.world_size, folder.config.dtype) != (replica.size, name):
+            raise UserError(
+                f"rollout.engine_dir: the engines in '{folder.path}' are {mapping.world_size} ranks of "
+                f"{folder.config.dtype}, the replica is {replica.size} of {name}."
+            )
+        self._mapping = mapping
+        with self._together():
+            self._runner = Runner(folder, replica=replica, device=device)
+            layout = trtllm_layout(spec.arch, mapping, replica.rank, name)
+            where = f"'{folder.path}/rank{replica.rank}.engine'"
+            self._weights = EngineWeights(self._runner.engine, layout, device, where)
+        self._budget = kv_budget(device, config.gpu_memory_utilization, spec.tp_group)
+        self._verdict: Verdict | None = None
+        self._greedy_is_exact = False
+        self._asleep = False
+        self._whole = False
+        self._stats: dict[str, float] = {}
+
+    @classmethod
+    def start_beside(cls) -> None:
+        """Imports TensorRT-LLM where that takes all ranks."""
+        start_beside()
+
+    # weights ----------------------------------------------------------------------------------------------------------
+
+    def layout(self) -> Layout:
+        """The rank's tensors by TensorRT-LLM's names, in Hugging Face coordinates."""
+        return self._weights.layout
+
+    def begin_update(self) -> None:
+        """From here until `finish_update` the engine refuses to generate. It keeps no prefixes."""
+        self._whole = False
+        self._weights.begin()
+
+    def update_weights(self, bucket: Sequence[WeightSlice]) -> None:
+        """Copies a bucket into the refit's buffers.
+
+        Raises:
+            RuntimeError: No update was begun, or a slice does not fit.
+        """
+        self._weights.write(bucket)
+
+    def checksum(self) -> int:
+        """Order-free 64-bit sum over the bit patterns of all buffers of the refit."""
+        return self._weights.checksum()
+
+    def finish_update(self, policy_version: int) -> None:
+        """Refits the engine in place and opens it under the new version.
+
+        Raises:
+            RuntimeError: TensorRT refuses the weights.
+        """
+        self._weights.commit()
+        self.policy_version = policy_version
+        self._whole = True
+
+    # memory -----------------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Frees the KV cache until `wake`.
+
+        A built engine's weights and TensorRT's memory for activations cannot leave the device while it is loaded, and
+        loading it anew in every step would read it from disk only to replace its weights.
+        """
+        self._runner.release_cache()
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Lets the next `generate` allocate the KV cache."""
+        self._asleep = False
+
+    def close(self) -> None:
+        """Unloads the engine; it cannot be used again."""
+        self._whole = False
+        self._weights.discard()
+        self._runner.close()
+
+    def stats(self) -> dict[str, float]:
+        """Of the last `generate`: batches, prefill and decode tokens, generate_s, and whether it went by_logits."""
+        return dict(self._stats)
+
+    # generation -------------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
+        """Collective over the replica: `sampling.n` rollouts of each prompt, ordered by prompt, then sample index.
+
+        Raises:
+            RuntimeError: The engine sleeps, its weights are not whole, or a rank's runtime failed.
+            UserError: A prompt does not fit, or memory holds not even one.
+        """
+        if self._asleep:
+            raise RuntimeError("the engine sleeps: call wake before generate")
+        if not self._whole:
+            raise RuntimeError("the engine's weights are not whole: no update was finished since the last begin_update")
+        if not prompts:
+            return []
+        check_prompts(prompts, self.spec, sampling, longest=self.spec.config.prompt_length, in_parts=False)
+        began = time.perf_counter()
+        by_logits = self._goes_by_logits(sampling)
+        samples = [Sample(prompt, index) for prompt in prompts for index in range(sampling.n)]
+        rollouts: list[Rollout] = []
+        num_batches = 0
+        for batch in self._batches(samples, sampling.max_tokens, by_logits):
+            rollouts += self._run(batch, sampling, by_logits)
+            num_batches += 1
+            if self._told_to_stop():
+                break
+        self._stats = {
+            "batches": float(num_batches),
+            "prefill_tokens": float(sum(len(sample.prompt.prompt_ids) for sample in samples)),
+            "decode_tokens": float(sum(len(rollout.response_ids) for rollout in rollouts)),
+            "generate_s": time.perf_counter() - began,
+            "by_logits": float(by_logits),
+        }
+        return rollouts
+
+    def _run(self, batch: Sequence[Sample], sampling: SamplingConfig, by_logits: bool) -> list[Rollout]:
+        """The rollouts of one batch."""
+        seeds = [stream_key(sampling.seed, sample.prompt.uid, sample.index) for sample in batch]
+        prompts = [sample.prompt.prompt_ids for sample in batch]
+        answers, tokens_BT = self._call(prompts, sampling, seeds, by_logits)
+        ends = end_rows(batch, tokens_BT.tolist(), sampling, self.spec.arch.vocab_size, self.spec.decode)
+        lens = [end for end, _ in ends]
+        logprobs_BT = self._share(self._logprobs(answers, tokens_BT, lens, sampling), -1)
+        rollouts = to_rollouts(batch, tokens_BT.tolist(), logprobs_BT.tolist(), ends, self.policy_version)
+        if sampling.with_support:
+            told = self._share(self._kept(answers, tokens_BT, lens, sampling), -1)
+            for rollout, state in zip(rollouts, told, strict=True):
+                Kept.of(state).give(rollout)
+        return rollouts
+
+    def _call(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int], with_logits: bool
+    ) -> tuple[Answers, Tensor]:
+        """Collective over the replica: one batch; and what the first stage sampled, int64 [B, T]."""
+        answers = side_by_side(
+            lambda: self._runner.generate(prompts, sampling, seeds, with_logits=with_logits),
+            self.spec.tp_group,
+            self.spec.device,
+        )
+        tokens_BT: Tensor = self._share(None if answers.tokens_BT is None else answers.tokens_BT.long(), 0)
+        return answers, tokens_BT
+
+    def _logprobs(
+        self, answers: Answers, tokens_BT: Tensor, lens: Sequence[int], sampling: SamplingConfig
+    ) -> Tensor | None:
+        """On the last stage: fp32 [B, T]."""
+        if answers.logits is None:
+            return answers.decoder_logprobs_BT
+        return score_steps(answers.logits, tokens_BT, lens, self.spec.arch.vocab_size, sampling)
+
+    def _kept(
+        self, answers: Answers, tokens_BT: Tensor, lens: Sequence[int], sampling: SamplingConfig
+    ) -> list[tuple[bytes, list[int], list[float]]] | None:
+        """On the last stage: what truncation kept of each row, `Kept.state`."""
+        if answers.logits is None:
+            return None
+        found = kept_steps(answers.logits, tokens_BT, lens, self.spec.arch.vocab_size, sampling)
+        return [kept.state for kept in found]
+
+    def _batches(self, samples: Sequence[Sample], max_tokens: int, by_logits: bool) -> Iterator[Sequence[Sample]]:
+        """Rows that go through the runtime together.
+
+        Raises:
+            UserError: Memory holds not even one row.
+        """
+        config, first = self.spec.config, 0
+        while first < len(samples):
+            stop, longest, num_tokens = first, 0, 0
+            while stop < len(samples) and stop - first < config.max_num_seqs:
+                length = len(samples[stop].prompt.prompt_ids)
+                longest, num_tokens = max(longest, length), num_tokens + length
+                row_bytes = self._row_bytes(longest + max_tokens, max_tokens if by_logits else 0)
+                if num_tokens > config.max_num_batched_tokens or row_bytes * (stop + 1 - first) > self._budget:
+                    break
+                stop += 1
+            if stop == first:
+                raise UserError(
+                    f"the KV cache of one sequence takes {row_bytes} bytes, and rollout.gpu_memory_utilization="
+                    f"{config.gpu_memory_utilization} leaves {self._budget}. Raise it, or shorten the sequences."
+                )
+            yield samples[first:stop]
+            first = stop
+
+    def _row_bytes(self, length: int, num_logits: int) -> int:
+        """Bytes of one row: keys and values of this rank's layers; logits, twice while they are stacked."""
+        arch, mapping = self.spec.arch, self._mapping
+        heads = max(1, arch.num_kv_heads // mapping.tp_size)
+        cache = 2 * (arch.num_layers // mapping.pp_size) * heads * arch.head_dim * length * self.spec.dtype.itemsize
+        return cache + 2 * 4 * num_logits * arch.vocab_size
+
+    # what the decoder's log-probabilities mean ------------------------------------------------------------------------
+
+    def _goes_by_logits(self, sampling: SamplingConfig) -> bool:
+        """Collective over the replica: whether log-probabilities are computed from the logits of every step.
+
+        Raises:
+            UserError: They cannot be exact under this setting.
+        """
+        trained = self.spec.trains_on_logprobs and is_trained_on(sampling, self.spec.config)
+        if not (trained or sampling.with_support):
+            return False
+        if self._verdict is None or self._verdict.scores is Scores.UNKNOWN:  # other weights may tell more
+            self._verdict, self._greedy_is_exact = self._probe(sampling.seed)
+        return needs_logits(self._verdict, sampling, trained=trained) or (sampling.greedy and not self._greedy_is_exact)
+
+    def _probe(self, seed: int) -> tuple[Verdict, bool]:
+        """Collective over the replica: what the decoder scores when it samples, and whether it does so when greedy.
+
+        Raises:
+            UserError: The logits are not the model's.
+        """
+        prompts = PROMPTS[: self.spec.config.max_num_seqs]
+        max_tokens = min(CUT.max_tokens, self.spec.max_len - max(map(len, prompts)))
+        sampled = replace(CUT, max_tokens=max_tokens, seed=seed)
+        greedy = replace(sampled, greedy=True, temperature=2 * CUT.temperature, top_p=1.0)
+        seeds = list(range(len(prompts)))
+        first, tokens_BT = self._call(prompts, sampled, seeds, True)
+        second, greedy_BT = self._call(prompts, greedy, seeds, True)
+        found: tuple[Verdict, bool] | None = None
+        with self._together():
+            theirs, greedy_theirs = first.decoder_logprobs_BT, second.decoder_logprobs_BT
+            if first.logits and second.logits and theirs is not None and greedy_theirs is not None:
+                check_raw(first.logits[0], second.logits[0])
+                logits_BTV = torch.stack(first.logits, 1)[:, :, : self.spec.arch.vocab_size].cpu()
+                rows = [
+                    Answer(sampled, tokens.tolist(), reported.tolist(), logits_TV)
+                    for reported, logits_TV, tokens in zip(theirs, logits_BTV, tokens_BT, strict=True)
+                ]
+                lens = [max_tokens] * len(prompts)
+                ours = score_steps(second.logits, greedy_BT, lens, self.spec.arch.vocab_size, greedy)
+                is_exact = float((greedy_theirs - ours).abs().max()) <= TOLERANCE
+                found = (Verdict(judge(rows), has_logits=True), is_exact)
+        told: tuple[Verdict, bool] = self._share(found, -1)
+        return told
+
+    # the replica ------------------------------------------------------------------------------------------------------
+
+    def _together(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.spec.tp_group is None else together(self.spec.tp_group)
+
+    def _told_to_stop(self) -> bool:
+        """Collective over the replica: whether any of its ranks was told to stop."""
+        if self.spec.tp_group is None:
+            return self.told_to_stop()
+        return any_rank(self.told_to_stop(), self.spec.tp_group)
+
+    def _share(self, value: Any, stage: int) -> Any:
+        """Collective over the replica: the value of the first rank of a pipeline stage, 0 or -1."""
+        if self.spec.tp_group is None:
+            return value
+        position = 0 if stage == 0 else self._mapping.world_size - self._mapping.tp_size
+        return from_rank(dist.get_global_rank(self.spec.tp_group, position), value, self.spec.tp_group)

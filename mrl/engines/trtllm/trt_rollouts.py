@@ -1,0 +1,94 @@
+"""A row of the built engine's runtime as mrl knows it: where its response ends and why, and the `Rollout` of it.
+
+Owns the checks of what came back: the runtime must have ended each row by an end token or at its length, with tokens of
+the vocabulary and finite log-probabilities.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mrl.engines._stop_strings import shortest_with
+from mrl.engines.base import SamplingConfig
+from mrl.engines.trtllm.runner import NO_TOKEN
+from mrl.errors import UserError
+from mrl.types import FinishReason, Prompt, Rollout
+
+End = tuple[int, FinishReason]
+"""Tokens of the response, and why it ended."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row: a prompt and which of its samples."""
+
+    prompt: Prompt
+    index: int
+
+    @property
+    def where(self) -> str:
+        """In words."""
+        return f"response {self.index} to prompt {self.prompt.source or self.prompt.uid}"
+
+
+def end_rows(
+    samples: Sequence[Sample],
+    rows: Sequence[Sequence[int]],
+    sampling: SamplingConfig,
+    vocab_size: int,
+    decode: Callable[[Sequence[int]], str],
+) -> list[End]:
+    """The end of each row; a stop string cuts it, and stays part of it: the runtime went on behind it.
+
+    Raises:
+        RuntimeError: The runtime ended a row without an end token, or sampled what is no token; the prompt is named.
+    """
+    stops = () if sampling.ignore_eos else sampling.stop_token_ids
+    strings = () if sampling.ignore_eos else tuple(text for text in sampling.stop if text)
+    found: list[End] = []
+    for sample, tokens in zip(samples, rows, strict=True):
+        end = next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
+        strange = [token for token in tokens[:end] if not 0 <= token < vocab_size]
+        if strange:
+            what = "ended without an end token" if strange[0] == NO_TOKEN else f"has a token {strange[0]}"
+            raise RuntimeError(f"TensorRT-LLM's {sample.where} {what}; the vocabulary has {vocab_size}")
+        cut = shortest_with(tokens[:end], strings, decode)
+        if cut is not None:
+            found.append((cut, "stop"))
+        else:
+            found.append((end, "stop" if tokens[end - 1] in stops else "length"))
+    return found
+
+
+def to_rollouts(
+    samples: Sequence[Sample],
+    rows: Sequence[Sequence[int]],
+    logprobs: Sequence[Sequence[float]],
+    ends: Sequence[End],
+    policy_version: int,
+) -> list[Rollout]:
+    """The rows' rollouts.
+
+    Raises:
+        UserError: A token's log-probability is not finite; the prompt is named.
+    """
+    rollouts = []
+    for sample, tokens, scores, (end, reason) in zip(samples, rows, logprobs, ends, strict=True):
+        if not all(map(math.isfinite, scores[:end])):
+            raise UserError(
+                f"log-probabilities of {sample.where} are not finite; the weights are broken. Look at "
+                "actor/grad_norm in metrics.jsonl: lower actor.lr, or go on from an earlier checkpoint."
+            )
+        rollouts.append(
+            Rollout(
+                prompt=sample.prompt,
+                sample_index=sample.index,
+                response_ids=list(tokens[:end]),
+                rollout_logprobs=list(scores[:end]),
+                finish_reason=reason,
+                policy_version=policy_version,
+            )
+        )
+    return rollouts

@@ -1,0 +1,168 @@
+"""Which part of each Hugging Face tensor the modules of this rank read, asked of the modules themselves.
+
+Owns the comparison: what `resharding/trtllm_reads.py` expects holds where the module that reads a tensor says the same
+(its rank, how many share it, along which dimension, which experts it has); a tensor whose module does not is sent
+whole. And the proof after each refit: what was not sent is not-a-number, and none of it may be in the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from mrl.engines.base import EngineSpec
+from mrl.engines.trtllm.tensors import Assembler
+from mrl.errors import UserError
+from mrl.resharding.copy_op import num_bytes
+from mrl.resharding.dtypes import DTYPES
+from mrl.resharding.fp8 import DTYPE as FP8
+from mrl.resharding.fp8 import Grids, grids_of, in_fp8, scale_tables
+from mrl.resharding.hf import hf_layout
+from mrl.resharding.layout import Layout, StoredTensor
+from mrl.resharding.trtllm import TrtllmMapping
+from mrl.resharding.trtllm_reads import cut_dim, read_layout, reader_of
+
+FILLED = ("weight", "bias", "w3_w1_weight", "w2_weight")
+"""Parameters of a module that reads tensors which a refit fills (`UnquantizedLinearMethod`, `FusedMoEMethodBase`)."""
+
+FP8_NAN = 0x7F
+"""Bits of float8_e4m3fn's not-a-number, without its sign."""
+
+MODES = ("column", "row")
+"""`TensorParallelMode` of a module whose tensors are cut along dimension 0, and along 1."""
+
+
+class Parts:
+    """Of one rank.
+
+    Attributes:
+        layout: What it reads: name -> a part, or the whole where its module does not say which part.
+        notes: Says so, where there are such modules.
+    """
+
+    def __init__(self, model: Any, spec: EngineSpec, rank: int) -> None:
+        """Args: model: TensorRT-LLM's. spec: Of the replica. rank: In it."""
+        config = spec.config
+        size, spread = config.tensor_model_parallel_size, config.expert_parallel_size
+        self._full = hf_layout(spec.arch, spec.dtype_name)
+        self._device = spec.device
+        self._model = model
+        expected = read_layout(spec.arch, size, spread, rank, spec.dtype_name)
+        experts = TrtllmMapping(size, moe_ep_size=spread).experts(rank)
+        modules = dict(model.named_modules())
+        self._read: dict[str, Any] = {}
+        self.layout: Layout = {}
+        silent: list[str] = []
+        for name, full in self._full.items():
+            part, reader = expected.get(name), reader_of(name)
+            if part is not None and cut_dim(part, full) is None and reader.expert is None:
+                self.layout[name] = full
+                continue
+            module = modules.get(reader.path)
+            if reader.expert is not None:
+                agreed = _has_experts(module, reader.expert, wanted=part is not None) and (
+                    part is None or _is_cut(module, part, full, experts.cut.size, experts.cut.rank)
+                )
+            else:
+                agreed = part is not None and _is_cut(module, part, full, size, rank, has_mode=True)
+            if not agreed:
+                self.layout[name] = full
+                silent.append(reader.path)
+            elif part is not None:
+                self.layout[name] = part
+                self._read[reader.path] = module
+        self._quantise(grids_of(spec.arch, config.quantization))
+        self.notes: tuple[str, ...] = ()
+        if silent:
+            self.notes = (
+                f"{len(silent)} tensors go whole to each rank of a replica in a refit, since TensorRT-LLM's modules do "
+                f"not say which part of them they read; the first is '{silent[0]}'",
+            )
+
+    def _quantise(self, grids: Grids) -> None:
+        """Makes of what is quantised FP8, with the whole table of its scales, of which a module reads its part."""
+        self._full, self.layout = in_fp8(self._full, grids), in_fp8(self.layout, grids)
+        tables = scale_tables({name: self._full[name] for name in self.layout}, grids)
+        self._full, self.layout = {**self._full, **tables}, {**self.layout, **tables}
+
+    def assembler(self) -> Assembler:
+        """Staging of one refit."""
+        return Assembler(self.layout, self._full, self._device)
+
+    def not_brought(self) -> list[torch.Tensor]:
+        """Parameters that no refit fills: all but the weights of the modules that read tensors."""
+        readers = {reader_of(name).path for name in self._full}
+        filled = {f"{path}.{leaf}" for path in readers for leaf in FILLED}
+        filled |= {f"{path}.backend.{leaf}" for path in readers for leaf in FILLED}
+        return [weight for name, weight in self._model.named_parameters() if name not in filled]
+
+    def check_staging(self, weights: int, device_bytes: int) -> None:
+        """Returns where a model that is loaded in one call fits beside the weights.
+
+        Args:
+            weights: Bytes of the engine's own on this rank.
+            device_bytes: Of its device.
+
+        Raises:
+            UserError: It does not, so that no refit could ever pass.
+        """
+        staged = sum(num_bytes(self._full[name]) for name in self.layout)
+        if weights + staged > device_bytes:
+            raise UserError(
+                f"the installed TensorRT-LLM loads this model in one call only (its load_weights has no "
+                f"allow_partial_loading): a refit stages {staged / 1e9:.1f} GB of whole tensors beside "
+                f"{weights / 1e9:.1f} GB of weights, and the GPU has {device_bytes / 1e9:.1f} GB. Spread experts "
+                "(rollout.expert_parallel_size), or use rollout.name=native."
+            )
+
+    def check(self) -> None:
+        """Returns where every weight that was read of a part is a number; one pass over the weights.
+
+        Raises:
+            RuntimeError: A module has read what this rank did not get; the message names it.
+        """
+        named = list(self._weights())
+        if not named:
+            return
+        sums = torch.stack([_sum(weight.detach()) for _, weight in named])
+        if bool(sums.isfinite().all()):
+            return
+        wrong = next(name for (name, _), total in zip(named, sums.tolist(), strict=True) if total - total != 0.0)
+        raise RuntimeError(
+            f"'{wrong}' holds values that are not finite: the actor's weights do, or this version of TensorRT-LLM "
+            "reads more of a tensor than the part of its rank"
+        )
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters of the modules that read parts."""
+        for path, module in self._read.items():
+            for name, weight in module.named_parameters():
+                if weight.is_floating_point():
+                    yield f"{path}.{name}", weight
+
+
+def _sum(weight: torch.Tensor) -> torch.Tensor:
+    """Not-a-number where an element is; FP8, which has no sums, is asked by its bits."""
+    if weight.dtype != DTYPES[FP8]:
+        return weight.sum(dtype=torch.float32)
+    largest = (weight.view(torch.uint8) & FP8_NAN).max().float()
+    return torch.where(largest == FP8_NAN, torch.nan, largest)
+
+
+def _has_experts(module: Any, expert: int, *, wanted: bool) -> bool:
+    ids = getattr(module, "initial_local_expert_ids", None)
+    return ids is not None and (expert in ids) == wanted
+
+
+def _is_cut(
+    module: Any, part: StoredTensor, full: StoredTensor, size: int, rank: int, *, has_mode: bool = False
+) -> bool:
+    """Whether a module cuts a tensor for rank `rank` of `size`; a linear module says along which dimension."""
+    dim = cut_dim(part, full)
+    if dim is None:
+        return True
+    mode = getattr(module, "tp_mode", None)
+    named = getattr(mode, "value", mode) == MODES[dim] if has_mode else True
+    return named and getattr(module, "tp_size", None) == size and getattr(module, "tp_rank", None) == rank

@@ -1,0 +1,71 @@
+"""What `rollout.engine_kwargs.vllm` hands on to vLLM's `LLM`, and what it must not.
+
+Owns the rules of that section and its merging with the arguments that mrl makes; the names are in `engine_fields.py`.
+Values are vLLM's business: it refuses them when the engine starts. It imports vLLM in `merged` alone, and no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+from mrl.config.config import RolloutConfig
+from mrl.config.did_you_mean import did_you_mean
+from mrl.engines.vllm.engine_fields import INSTALL, NAMES, REFUSED, VERSION
+from mrl.engines.vllm.package_signature import installed, is_tried
+from mrl.errors import UserError
+
+ENGINE = "vllm"
+KEY = f"rollout.engine_kwargs.{ENGINE}"
+EXAMPLE = "{attention_backend: FLASH_ATTN}"
+
+
+def given_by(rollout: RolloutConfig) -> dict[str, Any]:
+    """What is to be handed on; {} where nothing is."""
+    found = rollout.engine_kwargs.get(ENGINE)
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def refusals(rollout: RolloutConfig) -> Iterator[str]:
+    """A message for each argument that is not handed on."""
+    for name in map(str, given_by(rollout)):
+        if name in REFUSED:
+            yield f"{KEY}.{name} is refused: {REFUSED[name]}."
+        elif name not in NAMES and _are_all(installed()):
+            yield _unknown(name, NAMES, VERSION)
+
+
+def _are_all(version: str | None) -> bool:
+    """Whether `NAMES` are all its arguments; where none is installed, they are those of the version that is wanted."""
+    return version is None or is_tried(version)
+
+
+def merged(derived: Mapping[str, Any], given: Mapping[str, Any], version: str) -> dict[str, Any]:
+    """The arguments of `LLM`: what mrl makes of `rollout`, and what is handed on beside it.
+
+    Args:
+        derived: mrl's.
+        given: `rollout.engine_kwargs.vllm`, which `refusals` has let through.
+        version: Of the installed vLLM, for messages.
+
+    Raises:
+        UserError: The installed version has no such argument.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {item.name for item in fields(EngineArgs)}
+    for name in given:
+        if name not in known:
+            raise UserError(_unknown(name, known, version))
+    lacking = derived.keys() - known
+    if lacking:
+        raise UserError(f"vLLM {version} has no argument {', '.join(sorted(lacking))}, which mrl needs. {INSTALL}")
+    return {**derived, **given}
+
+
+def _unknown(name: str, known: Collection[str], version: str) -> str:
+    return (
+        f"{KEY}.{name} is unknown to vLLM {version}."
+        f"{did_you_mean(name, known) or ' Look its arguments up in the documentation of EngineArgs.'}"
+    )

@@ -1,0 +1,415 @@
+"""Lets megatron-core 0.16 run where there is no CUDA device or no TransformerEngine.
+
+Owns every correction to the library itself. `prepare` puts a hook on the import of `megatron.*`; a module is corrected
+right after it ran, so nothing is imported early and modules of any later import are covered too. Other libraries see
+the torch they know: on a CPU the Megatron modules get a `torch` of their own, whose `cuda` namespace and tensor
+factories stay on the CPU. What mrl builds with Megatron is in `mrl/megatron`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.machinery
+import queue
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mrl.models import transformer_engine
+
+_CPU = torch.device("cpu")
+_FACTORIES = (
+    *("arange", "empty", "empty_like", "eye", "full", "full_like", "ones"),
+    *("ones_like", "rand", "randn", "tensor", "zeros", "zeros_like"),
+)
+_CUDA_TYPE_NAMES = {
+    "torch.FloatTensor": "torch.cuda.FloatTensor",
+    "torch.HalfTensor": "torch.cuda.HalfTensor",
+    "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
+}
+_UNUSED = ("wandb", "tensorboard")
+"""What Megatron imports where it can, for an inference engine and for timers that mrl has no use for."""
+_hidden: tuple[str, ...] = _UNUSED
+"""What Megatron does not find; with TransformerEngine where it cannot be used: Megatron would fail over a broken one,
+and take a sound one's optimizer on a CPU."""
+_prepared: str | None = None
+
+
+def prepare(device: str) -> None:
+    """Makes `import megatron.core` usable on this device; call it before the first such import.
+
+    Calling it again with the same device does nothing.
+
+    Args:
+        device: "cpu" or "cuda".
+
+    Raises:
+        RuntimeError: Megatron was imported before, or the process was prepared for another device.
+    """
+    global _prepared, _hidden  # noqa: PLW0603  (a process has one device)
+    if _prepared == device:
+        return
+    if _prepared is not None:
+        raise RuntimeError(f"this process was prepared for '{_prepared}', it cannot turn to '{device}'")
+    early = [name for name in sys.modules if name.startswith("megatron.core")]
+    if early:
+        raise RuntimeError(
+            f"{early[0]} was imported before mrl.megatron.cpu.import_patches.prepare; it cannot be corrected now"
+        )
+    if transformer_engine.why_unusable(device) is not None:
+        _hidden = (*_UNUSED, transformer_engine.NAME)
+    fixes = dict(_ANY_DEVICE_FIXES)
+    if device == "cpu":
+        own_torch = _cpu_torch()
+        fixes.update(_CPU_FIXES)
+        _patch_tensor_methods()
+        sys.meta_path.insert(0, _Finder(fixes, own_torch))
+    else:
+        fixes.update(_CUDA_FIXES)
+        sys.meta_path.insert(0, _Finder(fixes, None))
+    for name in ("all_reduce", "broadcast", "scatter"):
+        setattr(dist, name, _refuse_non_contiguous(name, getattr(dist, name)))
+    _prepared = device
+
+
+# ---- the import hook
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Runs a module's source, then corrects the module."""
+
+    def __init__(self, name: str, path: str, fix: Callable[[ModuleType], None] | None, own_torch: Any) -> None:
+        super().__init__(name, path)
+        self._fix = fix
+        self._own_torch = own_torch
+
+    def exec_module(self, module: ModuleType) -> None:
+        with _not_installed(*_hidden):
+            super().exec_module(module)
+        if self._own_torch is not None and module.__dict__.get("torch") is torch:
+            module.__dict__["torch"] = self._own_torch
+        if self._fix is not None:
+            self._fix(module)
+
+
+@contextlib.contextmanager
+def _not_installed(*names: str) -> Iterator[None]:
+    """Inside, an optional package cannot be imported."""
+    kept = {name: sys.modules[name] for name in names if name in sys.modules}
+    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+        sys.modules.update(kept)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds `megatron.*` as usual and gives it the correcting loader."""
+
+    def __init__(self, fixes: dict[str, Callable[[ModuleType], None]], own_torch: Any) -> None:
+        self._fixes = fixes
+        self._own_torch = own_torch
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not fullname.startswith("megatron."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            fix = self._fixes.get(fullname)
+            spec.loader = _Loader(spec.loader.name, spec.loader.path, fix, self._own_torch)
+        return spec
+
+
+# ---- a torch whose "cuda" is the CPU, for Megatron's modules only
+
+
+class _Overlay(ModuleType):
+    """A module that shows another one, some names replaced."""
+
+    def __init__(self, base: ModuleType, **replaced: Any) -> None:
+        super().__init__(base.__name__)
+        self.__dict__.update(replaced, _base=base)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_base"], name)
+
+
+class _NoStream:
+    """Stands in for a CUDA stream or event: a CPU runs everything in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> _NoStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def record_event(self, *args: Any) -> _NoStream:
+        return self
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: _NoStream) -> float:
+        return 0.0
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    wait_stream = wait_event = wait = record = record_stream = synchronize = _nothing
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _zero(*args: Any, **kwargs: Any) -> int:
+    return 0
+
+
+def _cpu_torch() -> ModuleType:
+    stream = _NoStream()
+    rng = {
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+    }
+    nothing = ("set_device", "synchronize", "empty_cache", "set_stream")
+    zero = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    types = ("FloatTensor", "HalfTensor", "BFloat16Tensor", "IntTensor", "LongTensor", "ByteTensor")
+    cuda = _Overlay(
+        torch.cuda,
+        is_available=lambda: False,
+        current_device=lambda: _CPU,  # used as `device=` and as a key of default_generators
+        device_count=lambda: 1,
+        current_stream=lambda *args: stream,
+        default_stream=lambda *args: stream,
+        stream=lambda wanted: contextlib.nullcontext(),
+        Stream=_NoStream,
+        Event=_NoStream,
+        default_generators={_CPU: torch.default_generator},
+        manual_seed=torch.manual_seed,
+        memory_stats=lambda *args: {},
+        nvtx=_Overlay(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing),
+        random=_Overlay(torch.cuda.random, **rng),
+        **rng,
+        **dict.fromkeys(nothing, _nothing),
+        **dict.fromkeys(zero, _zero),
+        **{name: getattr(torch, name) for name in types},
+    )
+    factories = {name: _cpu_factory(getattr(torch, name)) for name in _FACTORIES}
+    return _Overlay(torch, cuda=cuda, **factories)
+
+
+def _cpu_factory(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """The factory with device="cuda" read as the CPU, and nothing pinned."""
+
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _called_by_megatron() -> bool:
+    """Whether the caller of the caller is Megatron's code."""
+    name = sys._getframe(2).f_globals.get("__name__", "")
+    return isinstance(name, str) and name.startswith("megatron.")
+
+
+def _patch_tensor_methods() -> None:
+    """`Tensor.cuda`, `Tensor.type` and `Tensor.record_stream` do what Megatron needs, for Megatron's calls only."""
+    cuda, type_, record_stream = torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.record_stream
+
+    def stay(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self if _called_by_megatron() else cuda(self, *args, **kwargs)
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        named = type_(self, *args, **kwargs)
+        # Megatron's optimizers choose by the string 'torch.cuda.FloatTensor'
+        return _CUDA_TYPE_NAMES.get(named, named) if isinstance(named, str) and _called_by_megatron() else named
+
+    def no_record(self: torch.Tensor, stream: Any) -> None:
+        if not _called_by_megatron():
+            record_stream(self, stream)
+
+    for name, method in (("cuda", stay), ("type", type_name), ("record_stream", no_record)):
+        setattr(torch.Tensor, name, method)
+
+
+# ---- wrong bytes without an error
+
+
+def _refuse_non_contiguous(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+    """The collective, raising where gloo would move the wrong bytes: for a tensor that is not contiguous."""
+
+    @functools.wraps(collective)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        listed = (item for value in given if isinstance(value, (list, tuple)) for item in value)
+        for value in (*given, *listed):
+            if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_contiguous():
+                raise ValueError(
+                    f"torch.distributed.{name}: tensor of shape {tuple(value.shape)} and strides {value.stride()} is "
+                    "not contiguous; gloo would move the wrong bytes. Call .contiguous() first and use the result."
+                )
+        return collective(*args, **kwargs)
+
+    return guarded
+
+
+# ---- corrections, by module; each says what 0.16.1 does without it
+
+
+def _fix_mappings(module: Any) -> None:
+    # _reduce() reduces a contiguous copy of a non-contiguous input and returns the input, unreduced
+    reduce = module._reduce
+    module._reduce = lambda input_, group: reduce(input_.contiguous(), group)
+
+
+def _fix_mappings_cpu(module: Any) -> None:
+    _fix_mappings(module)
+    gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
+
+    # gloo gathers and scatters parts of equal size only; experts that are cut over ranks get parts of any size
+    def gather_any(
+        input_: torch.Tensor,
+        group: dist.ProcessGroup,
+        output_split_sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
+        size = group.size()
+        if output_split_sizes is None or size == 1:
+            gathered: torch.Tensor = gather(input_, group, output_split_sizes, use_global_buffer)
+            return gathered
+        parts = input_.new_empty((sum(output_split_sizes), *input_.shape[1:]))
+        copies = torch.cat([input_] * size)
+        dist.all_to_all_single(parts, copies, output_split_sizes, [input_.size(0)] * size, group=group)
+        return parts
+
+    def reduce_scatter_any(
+        input_: torch.Tensor,
+        group: dist.ProcessGroup,
+        input_split_sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
+        size = group.size()
+        if input_split_sizes is None or size == 1:
+            scattered: torch.Tensor = reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
+            return scattered
+        own = input_split_sizes[group.rank()]
+        parts = input_.new_empty((size, own, *input_.shape[1:]))
+        dist.all_to_all_single(
+            parts.view(size * own, *input_.shape[1:]), input_.contiguous(), [own] * size, input_split_sizes, group=group
+        )
+        return parts.sum(0)
+
+    module._gather_along_first_dim, module._reduce_scatter_along_first_dim = gather_any, reduce_scatter_any
+
+
+def _fix_moe_utils(module: Any) -> None:
+    # NameError in the router without TransformerEngine
+    if not hasattr(module, "te_general_gemm"):
+        module.te_general_gemm = None
+
+
+def _fix_moe_utils_cpu(module: Any) -> None:
+    _fix_moe_utils(module)
+    # split sizes become numpy arrays only where they come from a GPU; as tensors, collectives refuse them
+    module.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
+
+
+def _fix_random(module: Any) -> None:
+    # `fp8 is not None` with default False: NameError without TransformerEngine when norms are recomputed
+    if not module.HAVE_TE:
+        module.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+
+
+def _fix_random_cpu(module: Any) -> None:
+    _fix_random(module)
+    module._lazy_call = lambda callback, **kwargs: callback()  # it would wait for CUDA to be initialised
+
+
+def _fix_jit(module: Any) -> None:
+    # torch.compile of small fusions costs 19 s of inductor builds on a CPU and gains nothing there
+    module.disable_jit_fuser()
+
+
+def _fix_filesystem(module: Any) -> None:
+    # a synchronous save forks a writer for each file, which waits for ever when its rank is killed, and spawns a
+    # manager for their results, which runs __main__ again; here the files are written by threads of the rank
+    module._get_write_results_queue = queue.SimpleQueue
+    writer = module.FileSystemWriterAsync
+    writer.write_preloaded_data_multiproc = staticmethod(functools.partial(_write_files, writer.write_preloaded_data))
+
+
+def _write_files(
+    write: Callable[..., None],
+    transforms: list[Any],
+    use_msc: bool,
+    rank: int,
+    buckets: list[Any],
+    results: queue.SimpleQueue[Any],
+) -> None:
+    """Writes each bucket to its file; what came of it goes into `results` as Megatron reads it from there."""
+    written: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+    unfinished: queue.Queue[int] = queue.Queue()  # each writer takes one when it is done
+    with ThreadPoolExecutor(len(buckets), "write") as threads:
+        writers = []
+        for index, bucket in enumerate(buckets):
+            unfinished.put(index)
+            given = (transforms, index, bucket, written, unfinished)
+            writers.append(threads.submit(write, *given, use_fsync=True, use_msc=use_msc))
+        for each in writers:
+            each.result()
+    found = dict(written.get() for _ in buckets)
+    failed = [result for _, result in sorted(found.items()) if isinstance(result, Exception)]
+    results.put(failed[0] if failed else found)
+
+
+def total_l2_norm(chunk_size: int, noop_flag: Any, tensor_lists: list[list[torch.Tensor]], per_tensor: bool) -> Any:
+    """Returns the L2 norm of all tensors [1] and None, as Megatron's `local_multi_tensor_l2_norm`.
+
+    The host waits for nothing. The norm stays on the device of the first tensor.
+    """
+    return torch.nn.utils.get_total_norm(tensor_lists[0]).view(1), None
+
+
+def _fix_clip_grads(module: Any) -> None:
+    # without TransformerEngine and Apex the host waits for the device once for each gradient
+    if module.l2_norm_impl.__module__ == "megatron.core.utils":
+        module.l2_norm_impl = total_l2_norm
+
+
+_ANY_DEVICE_FIXES: dict[str, Callable[[ModuleType], None]] = {
+    "megatron.core.tensor_parallel.mappings": _fix_mappings,
+    "megatron.core.tensor_parallel.random": _fix_random,
+    "megatron.core.transformer.moe.moe_utils": _fix_moe_utils,
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": _fix_filesystem,
+}
+_CUDA_FIXES: dict[str, Callable[[ModuleType], None]] = {"megatron.core.optimizer.clip_grads": _fix_clip_grads}
+_CPU_FIXES: dict[str, Callable[[ModuleType], None]] = {
+    "megatron.core.jit": _fix_jit,
+    "megatron.core.tensor_parallel.mappings": _fix_mappings_cpu,
+    "megatron.core.tensor_parallel.random": _fix_random_cpu,
+    "megatron.core.transformer.moe.moe_utils": _fix_moe_utils_cpu,
+}

@@ -1,0 +1,35 @@
+"""A model on this rank that is only run forward: a teacher with layers of its own, or a reward model.
+
+Owns what is asked of one. All ranks call each method together.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from mrl.algorithms.functional.logprobs import Distribution
+from mrl.config.config import Config
+from mrl.megatron.actor import sampled_distribution
+from mrl.megatron.trainable import Trainable
+from mrl.types import RolloutBatch
+
+_NOTHING = Distribution(1.0, 1)
+"""What a head gives is of a state: no token is scored."""
+
+
+class Frozen(Trainable):
+    """Never trained."""
+
+    section: ClassVar[str] = "frozen"
+    loss_metric: ClassVar[str] = "frozen/loss"
+    trained: ClassVar[bool] = False
+
+    def logprobs(self, batch: RolloutBatch, config: Config) -> Tensor:
+        """Collective over the job: as `Policy.score`."""
+        return self._scored(batch, sampled_distribution(config), 2)[0]
+
+    def values(self, batch: RolloutBatch) -> Tensor:
+        """Collective over the job: of a value head before every response token, fp32 [R] on the CPU."""
+        return self._scored(batch, _NOTHING, 1)[0]

@@ -1,0 +1,194 @@
+"""The actor's forward by the functions of the native engine (`mrl/models/kernels`), for `rollout.true_on_policy`.
+
+Owns the modules of Megatron's local layer spec in which each operation gives a row the bits that it has in the engine,
+whatever rows are beside it: products, sums over tensor-parallel ranks, rotary angles with attention, and the
+log-probabilities at the end. Norms and the gated activation are those of `megatron/cpu/layers.py`, which have the same.
+Gradients are the ordinary ones at these values, and have no such order.
+
+Shapes: P packed tokens, I inputs, O outputs, N heads and K KV heads of this rank, D head dim, S slots, H hidden, C rows
+of a chunk, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+from mrl.distributed.collectives import sum_in_rank_order
+from mrl.megatron.attention import CoreAttention, PackedSequences
+from mrl.megatron.cpu.layers import GatedMlp, exchanged
+from mrl.models.base import ArchSpec
+from mrl.models.kernels.library import required
+from mrl.models.kernels.rotary import rotary_tables
+
+Tables = tuple[Tensor, Tensor]
+"""(cos, sin) of `rotary_tables`."""
+
+
+class Column(ColumnParallelLinear):  # type: ignore[misc]  # megatron.core has no types
+    """Megatron's layer whose outputs are cut over tensor-parallel ranks."""
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        if options["sequence_parallel"]:
+            input = gather_from_sequence_parallel_region(
+                input, tensor_parallel_output_grad=True, group=options["tp_group"]
+            )
+        elif options["allreduce_dgrad"]:
+            input = copy_to_tensor_model_parallel_region(input, group=options["tp_group"])
+        product: Tensor = _Product.apply(input, weight, options["bias"])  # type: ignore[no-untyped-call]
+        return product
+
+
+class Row(RowParallelLinear):  # type: ignore[misc]
+    """Megatron's layer whose inputs are cut over tensor-parallel ranks: partial products summed in rank order."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        """Collective over tensor-parallel: (the product, no bias)."""
+        partial = _Product.apply(input_, self.weight, None)  # type: ignore[no-untyped-call]
+        return _RankSum.apply(partial, self.tp_group, self.sequence_parallel), None  # type: ignore[no-untyped-call]
+
+
+class ExactMlp(GatedMlp):
+    """With the products of this file."""
+
+    linear = Column, Row
+
+
+class Attention(CoreAttention):
+    """Turns queries and keys by their positions, then attends: each token over the slots up to its own."""
+
+    def __init__(self, *args: Any, tables: Tables, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._tables = tables
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
+        """See `PackedAttention.forward`; queries and keys come without their angles."""
+        attended: Tensor = _Attended.apply(query, key, value, plan, self)  # type: ignore[no-untyped-call]
+        return attended
+
+    def turned(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
+        """[P, 1, N * D] by the engine's functions."""
+        compiled, heads = required(query.dtype), query.size(2)
+        qkv = torch.cat([query, key, value], 2).squeeze(1)
+        positions_P = plan.positions
+        q_PND, *kv = compiled.rotate(qkv, positions_P, self._tables, None, heads, 0.0)
+        if plan.keys is None:
+            raise ValueError("attention takes sequences from `pack`")
+        row_S = plan.keys.row_S
+        # head by head all slots: a sequence's are one after the other
+        keys, values = (x.transpose(0, 1).index_select(1, row_S).transpose(0, 1) for x in kv)
+        return compiled.attend_at(q_PND, plan.row_to_first, positions_P, keys, values).flatten(1)[:, None]
+
+    def ordinary(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
+        """The same by PyTorch's operators, with a gradient."""
+        positions_P = plan.positions
+        cos, sin = (table[positions_P][:, None, None] for table in self._tables)
+        query, key = (x * cos + x.roll(x.size(-1) // 2, -1) * sin for x in (query, key))
+        return super().attend(query, key, value, plan)
+
+
+class Head:
+    """Logits and log-probabilities of the true vocabulary, with this rank's part of the output weight.
+
+    Args:
+        weight_VH: Padding rows included.
+        vocab_size: V of all ranks together.
+        group: Tensor-parallel ranks.
+    """
+
+    def __init__(self, weight_VH: Tensor, vocab_size: int, group: dist.ProcessGroup) -> None:
+        self._compiled = required(weight_VH.dtype)
+        self._packed = self._compiled.pack(weight_VH.detach())
+        self._num_rows, self._vocab_size, self._group = weight_VH.size(0), vocab_size, group
+
+    def logits(self, hidden_CH: Tensor) -> Tensor:
+        """This rank's columns, padding included, in the dtype of the weight."""
+        return self._compiled.product(hidden_CH, self._packed, None, self._num_rows)
+
+    def whole(self, logits_CV: Tensor) -> Tensor:
+        """Collective over tensor-parallel: the columns of all ranks, without padding."""
+        size = dist.get_world_size(self._group)
+        if size > 1:
+            parts = [torch.empty_like(logits_CV) for _ in range(size)]
+            dist.all_gather(parts, logits_CV, group=self._group)
+            logits_CV = torch.cat(parts, 1)
+        return logits_CV[:, : self._vocab_size]
+
+    def logprobs(self, whole_CV: Tensor, targets_C: Tensor, temperature: float) -> Tensor:
+        """Of the targets, fp32 [C]: log softmax(logits / temperature)."""
+        return required(whole_CV.dtype).score(whole_CV, targets_C, temperature)
+
+
+def exact_layer(layer: ModuleSpec, tables: Tables, *, qk_norm: bool) -> ModuleSpec:
+    """Megatron's local layer spec of a dense model, its parts exchanged for those of this file."""
+    attention = ModuleSpec(module=Attention, params={"tables": tables})
+    return exchanged(layer, (Column, Row), attention, ExactMlp, qk_norm=qk_norm)
+
+
+def angles_of(arch: ArchSpec, num_positions: int, dtype: torch.dtype) -> Tables:
+    """The tables by which the engine turns."""
+    return rotary_tables(arch, num_positions, dtype, torch.device("cpu"))
+
+
+class _Product(torch.autograd.Function):
+    """x weight^T + bias of rows [..., I]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        compiled = required(x.dtype)
+        out = compiled.product(x.reshape(-1, x.size(-1)), compiled.pack(weight), bias, weight.size(0))
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad_PO = grads[0].reshape(-1, grads[0].size(-1))
+        grad_weight = grad_PO.T @ x.reshape(-1, x.size(-1))
+        return (grad_PO @ weight).view(x.shape), grad_weight, grad_PO.sum(0) if ctx.has_bias else None
+
+
+class _RankSum(torch.autograd.Function):
+    """Partial results -> their sum, or under sequence parallelism this rank's rows of it."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup, scatter: bool) -> Tensor:
+        ctx.group, ctx.scatter = group, scatter
+        total = sum_in_rank_order(partial, group)
+        return total.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone() if scatter else total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        grad = grads[0].contiguous()
+        if ctx.scatter:
+            parts = [torch.empty_like(grad) for _ in range(dist.get_world_size(ctx.group))]
+            dist.all_gather(parts, grad, group=ctx.group)
+            grad = torch.cat(parts)
+        return grad, None, None
+
+
+class _Attended(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences, attention: Attention
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.plan, ctx.attention = plan, attention
+        return attention.turned(query, key, value, plan)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            found = torch.autograd.grad(ctx.attention.ordinary(*inputs, ctx.plan), inputs, grads[0])
+        return *found, None, None

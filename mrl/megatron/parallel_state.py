@@ -1,0 +1,117 @@
+"""Megatron's parallel state for a `Grid`, as mrl's `ProcessGroups`.
+
+Owns the one call of Megatron's global initialisation and its undoing. Everything above takes groups from the returned
+bundle; Megatron itself reads its globals.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from mrl.distributed.groups import ProcessGroups, alone, make_role_groups, make_rollout_group
+from mrl.distributed.subworld import as_whole_job, level_names
+from mrl.parallel_layout import Grid
+
+MARGIN_MINUTES = 2
+"""NCCL's own timeout ends a process without a word, and its clock begins when a collective is enqueued."""
+
+_own_groups: list[dist.ProcessGroup] = []
+"""What `initialize` made beside Megatron's groups."""
+
+
+def initialize(grid: Grid, *, seed: int, timeout_s: float = 600.0, sampling_s: float = 600.0) -> ProcessGroups:
+    """Collective over the job: makes the groups of `grid`; a layout that was there before is destroyed.
+
+    Args:
+        grid: `world_size` is the job's.
+        seed: Of Megatron's random states; each tensor- and pipeline-parallel rank gets one of its own from it.
+        timeout_s: A collective that waits longer, by some minutes, fails, s; Megatron counts in minutes.
+        sampling_s: The same of ranks that only sample, among themselves.
+
+    Raises:
+        RuntimeError: The job has another size, or Megatron orders ranks differently from `grid`.
+    """
+    if dist.get_world_size() != grid.world_size:
+        raise RuntimeError(f"the job has {dist.get_world_size()} ranks, the grid {grid.world_size}")
+    destroy()
+    rank, more_s = dist.get_rank(), 60 * MARGIN_MINUTES
+    trainers, samplers = make_role_groups(grid, timeout_s + more_s, sampling_s + more_s)
+    rollout_tp = make_rollout_group(grid, rank)
+    _own_groups.append(rollout_tp)
+    role = trainers if rank in grid.trainers else samplers
+    if role is not None:
+        _own_groups.append(role)
+    if rank in grid.trainers:
+        with as_whole_job(trainers):
+            _make_megatrons(grid, seed, timeout_s)
+    if trainers is not None:
+        level_names()
+    if rank not in grid.trainers:
+        only = alone(rank)
+        _own_groups.append(only)
+        return ProcessGroups(rank, grid, only, only, only, only, only, rollout_tp, trainers, samplers)
+    groups = ProcessGroups(
+        rank=rank,
+        grid=grid,
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        cp=parallel_state.get_context_parallel_group(),
+        dp=parallel_state.get_data_parallel_group(),
+        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+        rollout_tp=rollout_tp,
+        trainers=trainers,
+        samplers=samplers,
+    )
+    _check_order(grid, rank)
+    return groups
+
+
+def _make_megatrons(grid: Grid, seed: int, timeout_s: float) -> None:
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=grid.tp,
+        pipeline_model_parallel_size=grid.pp,
+        virtual_pipeline_model_parallel_size=grid.vpp if grid.vpp > 1 else None,
+        context_parallel_size=grid.cp,
+        expert_model_parallel_size=grid.ep,
+        expert_tensor_parallel_size=grid.expert_tp,
+        distributed_timeout_minutes=math.ceil(timeout_s / 60) + MARGIN_MINUTES,
+    )
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def _check_order(grid: Grid, rank: int) -> None:
+    """Raises RuntimeError where Megatron orders ranks differently from the grid."""
+    coords, experts = grid.coords(rank), grid.expert_coords(rank)
+    expected = {
+        "tensor": (parallel_state.get_tensor_model_parallel_group(), coords.tp),
+        "context": (parallel_state.get_context_parallel_group(), coords.cp),
+        "data": (parallel_state.get_data_parallel_group(), coords.dp),
+        "pipeline": (parallel_state.get_pipeline_model_parallel_group(), coords.pp),
+        "expert tensor": (parallel_state.get_expert_tensor_parallel_group(), experts.etp),
+        "expert": (parallel_state.get_expert_model_parallel_group(), experts.ep),
+        "expert data": (parallel_state.get_expert_data_parallel_group(), experts.edp),
+    }
+    found = {name: dist.get_rank(group) for name, (group, _) in expected.items()}
+    if any(found[name] != index for name, (_, index) in expected.items()):
+        raise RuntimeError(f"rank {rank}: Megatron has it at {found}, the grid at {coords} and {experts}")
+
+
+def destroy() -> None:
+    """Collective over the job: closes the groups that `initialize` made and had Megatron make, if any."""
+    made = [*_own_groups]
+    if parallel_state.is_initialized():
+        made += parallel_state._global_process_group_list or []
+    if not made:
+        return
+    gc.collect()  # models and optimizers hold groups in reference cycles; a gloo group that is held keeps its threads
+    for group in dict.fromkeys(made):
+        if group is not None:  # None stands for the default group
+            dist.destroy_process_group(group)
+    _own_groups.clear()
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()

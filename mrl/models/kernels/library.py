@@ -1,0 +1,334 @@
+"""The compiled functions of `kernels.c`, `products.c`, `drafts.c`, called with tensors; `training.py` calls others.
+
+Owns how they are called; they are compiled for each dtype (`build.py`), and run on the threads of PyTorch's own OpenMP:
+two pools would fight for the cores.
+
+Every function computes each row by itself, in an order that follows from the row's own size: whoever calls it, with
+whatever rows beside, gets the same bits. So the native engine and the actor have the same log-probabilities where both
+compute with these alone (`rollout.true_on_policy`).
+
+Shapes: P rows, H columns, I inputs, O outputs, N heads and K KV heads, D head dim, B rows and T slots of a cache,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mrl.errors import UserError
+from mrl.models.kernels import build, machine
+
+HEADER, *SOURCES = (
+    Path(__file__).with_name(name) for name in ("vectors.h", "kernels.c", "products.c", "drafts.c", "training.c")
+)
+Packed = tuple[Tensor, Tensor | None]
+"""A weight from `Library.pack`, and the bias of its outputs."""
+
+DTYPES: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16: ("-DBF16",)}
+
+_P, _N, _F, _B = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_ARGUMENTS = {
+    "norm": [*[_P] * 4, *[_N] * 2, _F],
+    "rotate": [*[_P] * 6, *[_N] * 4, _F],
+    "gate": [*[_P] * 2, *[_N] * 2],
+    "attend": [*[_P] * 3, _N, *[_P] * 7, *[_N] * 6, _F],
+    "attend_at": [_P, _N, *[_P] * 5, *[_N] * 6, _F],
+    "sample": [_P, _N, *[_P] * 4, *[_N] * 2, _F, _B],
+    "score": [_P, _N, *[_P] * 2, *[_N] * 2, _F],
+    "draft": [_P, _N, *[_P] * 5, *[_N] * 4, *[_P] * 3],
+    "pack": [*[_P] * 2, *[_N] * 2],
+    "product": [_P, _N, *[_P] * 4, *[_N] * 3],
+    "mlp": [_P, _N, *[_P] * 6, *[_N] * 4],
+}
+_SIZES = {"packed_size": 2, "rows_size": 2, "mlp_rows": 3, "mlp_size": 3}
+"""Functions of so many numbers that return one."""
+
+
+class Library:
+    """For tensors of one dtype on a CPU; what it is given is contiguous where that is not said otherwise.
+
+    Attributes:
+        key: The same where sources, compiler, flags and processor are, and what the system lets them use.
+        functions: What was compiled.
+    """
+
+    def __init__(self, library: ctypes.CDLL, key: str) -> None:
+        library.by_tiles.restype = _N
+        self.key, self.functions = f"{key}-tiles" if library.by_tiles() else key, library
+        self._call: dict[str, Callable[..., None]] = {}
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+            self._call[name] = function
+        self._size: dict[str, Callable[..., int]] = {}
+        for name, count in _SIZES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = [_N] * count, _N
+            self._size[name] = function
+
+    def norm(self, x_PH: Tensor, weight_H: Tensor, eps: float, delta_PH: Tensor | None = None) -> Tensor:
+        """The root-mean-square norm of x + delta; the delta is added in place."""
+        out_PH = torch.empty_like(x_PH)
+        delta = None if delta_PH is None else delta_PH.data_ptr()
+        self._call["norm"](x_PH.data_ptr(), delta, weight_H.data_ptr(), out_PH.data_ptr(), *x_PH.shape, eps)
+        return out_PH
+
+    def rotate(
+        self,
+        qkv: Tensor,
+        positions_P: Tensor,
+        tables: tuple[Tensor, Tensor],
+        norms: tuple[Tensor, Tensor] | None,
+        num_heads: int,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, normed where there are norms and turned, in place; and values.
+
+        Args:
+            qkv: [P, N + 2K, D].
+            positions_P: int64.
+            tables: (cos, sin) [positions, D]; the first half of sin is negated.
+            norms: Weights [D] of the norms of queries and of keys.
+            num_heads: N.
+            eps: Of the norms.
+        """
+        cos, sin = tables
+        num, heads, dim = qkv.shape
+        kv_heads = (heads - num_heads) // 2
+        weights = (None, None) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
+        self._call["rotate"](
+            *(qkv.data_ptr(), positions_P.data_ptr(), cos.data_ptr(), sin.data_ptr(), *weights),
+            *(num, num_heads, kv_heads, dim, eps),
+        )
+        return qkv[:, :num_heads], qkv[:, num_heads : num_heads + kv_heads], qkv[:, num_heads + kv_heads :]
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) x up [P, I] of [gate; up] columns [P, 2I]."""
+        num, columns = gate_up.shape
+        out_PI = gate_up.new_empty(num, columns // 2)
+        self._call["gate"](gate_up.data_ptr(), out_PI.data_ptr(), num, columns // 2)
+        return out_PI
+
+    def attend(
+        self,
+        q_PND: Tensor,
+        k_PKD: Tensor,
+        v_PKD: Tensor,
+        positions_P: Tensor,
+        keys_BTD: Tensor,
+        values_BTD: Tensor,
+        firsts_B: Tensor | None = None,
+        alike: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Enters new tokens in the first rows of a cache; attention [P, N, D] of each over its row's slots up to it.
+
+        Args:
+            q_PND: Tokens may be apart, those of k and v as far.
+            k_PKD: Of the same tensor.
+            v_PKD: Of the same tensor.
+            positions_P: Slots of the new tokens, int64, one after the other in a row.
+            keys_BTD: The cache's [rows, K, T, D]; slots lie one after the other.
+            values_BTD: As the keys.
+            firsts_B: Index of each row's first token, and P at the end, int64; None: one token a row.
+            alike: For each row one whose first slots it has too, and how many these are, both int64; None: unknown.
+        """
+        num, num_heads, dim = q_PND.shape
+        homes, commons = (None, None) if alike is None else (alike[0].data_ptr(), alike[1].data_ptr())
+        rows = num if firsts_B is None else firsts_B.numel() - 1
+        firsts = None if firsts_B is None else firsts_B.data_ptr()
+        out_PND = q_PND.new_empty(num, num_heads, dim)
+        self._call["attend"](
+            *(q_PND.data_ptr(), k_PKD.data_ptr(), v_PKD.data_ptr(), q_PND.stride(0)),
+            *(positions_P.data_ptr(), firsts, homes, commons, keys_BTD.data_ptr(), values_BTD.data_ptr()),
+            *(
+                out_PND.data_ptr(),
+                rows,
+                num_heads,
+                k_PKD.size(1),
+                dim,
+                keys_BTD.stride(0),
+                keys_BTD.stride(1),
+                dim**-0.5,
+            ),
+        )
+        return out_PND
+
+    def attend_at(
+        self, q_PND: Tensor, rows_P: Tensor, positions_P: Tensor, keys_BKTD: Tensor, values_BKTD: Tensor
+    ) -> Tensor:
+        """Attention [P, N, D] of tokens whose keys and values are in a cache, each over its row's slots up to its own.
+
+        Args:
+            q_PND: Tokens may be apart.
+            rows_P: Row of each token, int64.
+            positions_P: Slot of each token, int64.
+            keys_BKTD: Slots lie one after the other.
+            values_BKTD: As the keys.
+        """
+        num, num_heads, dim = q_PND.shape
+        out_PND = q_PND.new_empty(num, num_heads, dim)
+        self._call["attend_at"](
+            *(q_PND.data_ptr(), q_PND.stride(0), rows_P.data_ptr(), positions_P.data_ptr()),
+            *(keys_BKTD.data_ptr(), values_BKTD.data_ptr(), out_PND.data_ptr(), num, num_heads, keys_BKTD.size(1)),
+            *(dim, keys_BKTD.stride(0), keys_BKTD.stride(1), dim**-0.5),
+        )
+        return out_PND
+
+    def sample(
+        self, logits_PV: Tensor, keys_P: Tensor, counts_P: Tensor, temperature: float, *, greedy: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The next token of each row, int64, and its log-probability, fp32, of softmax(logits / temperature).
+
+        Args:
+            logits_PV: Rows may be apart.
+            keys_P: Random stream of each row.
+            counts_P: Response tokens that the row has already.
+            temperature: Above 0.
+            greedy: The most likely token.
+        """
+        if logits_PV.stride(1) != 1:
+            logits_PV = logits_PV.contiguous()
+        keys_P, counts_P = keys_P.contiguous(), counts_P.contiguous()
+        num, size = logits_PV.shape
+        tokens_P = torch.empty(num, dtype=torch.int64)
+        logprobs_P = torch.empty(num, dtype=torch.float32)
+        self._call["sample"](
+            *(logits_PV.data_ptr(), logits_PV.stride(0), keys_P.data_ptr(), counts_P.data_ptr()),
+            *(tokens_P.data_ptr(), logprobs_P.data_ptr(), num, size, temperature, int(greedy)),
+        )
+        return tokens_P, logprobs_P
+
+    def score(self, logits_PV: Tensor, tokens_P: Tensor, temperature: float) -> Tensor:
+        """The log-probability of each row's token, fp32 [P], in the bits of `sample`; rows may be apart."""
+        if logits_PV.stride(1) != 1:
+            logits_PV = logits_PV.contiguous()
+        tokens_P = tokens_P.contiguous()
+        logprobs_P = torch.empty(len(tokens_P), dtype=torch.float32)
+        self._call["score"](
+            *(logits_PV.data_ptr(), logits_PV.stride(0), tokens_P.data_ptr(), logprobs_P.data_ptr()),
+            *(*logits_PV.shape, temperature),
+        )
+        return logprobs_P
+
+    def draft(
+        self,
+        tokens_HW: Tensor,
+        lengths_H: Tensor,
+        begins_H: Tensor,
+        next_H: Tensor,
+        slots_B: Tensor,
+        limits_B: Tensor,
+        lookup: range,
+        drafts_BK: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Drafts the next tokens of each row from its own history (`engines/native/ngram_history.py`).
+
+        Returns:
+            Of each row how many tokens `drafts_BK` received, and the length that was found, 0: none; int64.
+        """
+        counts_B, matched_B = torch.empty_like(slots_B), torch.empty_like(slots_B)
+        self._call["draft"](
+            *(tokens_HW.data_ptr(), tokens_HW.size(1), lengths_H.data_ptr(), begins_H.data_ptr(), next_H.data_ptr()),
+            *(slots_B.data_ptr(), limits_B.data_ptr(), slots_B.numel(), lookup.start, lookup.stop - 1),
+            *(drafts_BK.size(1), drafts_BK.data_ptr(), counts_B.data_ptr(), matched_B.data_ptr()),
+        )
+        return counts_B, matched_B
+
+    def pack(self, weight_OI: Tensor, packed: Tensor | None = None) -> Tensor:
+        """The weight as `product` takes it: a copy, in the place of an earlier one of its shape where that is given."""
+        weight_OI = weight_OI.contiguous()
+        if packed is None:
+            packed = weight_OI.new_empty(self._size["packed_size"](*weight_OI.shape))
+        self._call["pack"](weight_OI.data_ptr(), packed.data_ptr(), *weight_OI.shape)
+        return packed
+
+    def product(self, x_PI: Tensor, packed: Tensor, bias_O: Tensor | None, num_outputs: int) -> Tensor:
+        """X weight^T + bias [P, O]: each element one sum from the first input to the last, rounded once.
+
+        Args:
+            x_PI: Rows may be apart.
+            packed: From `pack`.
+            bias_O: In the dtype of x.
+            num_outputs: O.
+        """
+        if x_PI.stride(1) != 1:
+            x_PI = x_PI.contiguous()
+        num, inputs = x_PI.shape
+        out_PO = x_PI.new_empty(num, num_outputs)
+        scratch = torch.empty(self._size["rows_size"](num, inputs), dtype=torch.uint8)
+        bias = None if bias_O is None else bias_O.data_ptr()
+        self._call["product"](
+            *(x_PI.data_ptr(), x_PI.stride(0), packed.data_ptr(), bias, out_PO.data_ptr(), scratch.data_ptr()),
+            *(num, num_outputs, inputs),
+        )
+        return out_PO
+
+    def mlp(self, x_PH: Tensor, gate_up: Packed, down: Packed, inner: int) -> Tensor:
+        """The gated MLP [P, H] in the bits of `product`, `gate` and `product`, some rows after the other.
+
+        What is between the products then stays in a cache near the core.
+
+        Args:
+            x_PH: Rows may be apart.
+            gate_up: The weight [2I, H] from `pack`, and its bias.
+            down: The weight [H, I] from `pack`, and its bias.
+            inner: I.
+        """
+        if x_PH.stride(1) != 1:
+            x_PH = x_PH.contiguous()
+        num, columns = x_PH.shape
+        block = self._size["mlp_rows"](num, columns, inner)
+        out_PH = x_PH.new_empty(num, columns)
+        scratch = torch.empty(self._size["mlp_size"](block, columns, inner), dtype=torch.uint8)
+        weights = [None if each is None else each.data_ptr() for each in (*gate_up, *down)]
+        self._call["mlp"](
+            *(x_PH.data_ptr(), x_PH.stride(0), *weights, out_PH.data_ptr(), scratch.data_ptr()),
+            *(num, block, columns, inner),
+        )
+        return out_PH
+
+
+@cache
+def required(dtype: torch.dtype) -> Library:
+    """The library where nothing can stand in for it.
+
+    Raises:
+        UserError: It cannot be compiled here.
+    """
+    found, problem = library(dtype)
+    if found is None:
+        raise UserError(
+            f"rollout.true_on_policy=true computes with compiled functions, and this machine has none: {problem}. "
+            f"Install a C compiler ({', '.join(build.COMPILERS)}), or leave the mode off."
+        )
+    return found
+
+
+def check_alike(dtype: torch.dtype) -> None:
+    """Refuses a rank whose `required` library is another one than that of the job's first rank to ask.
+
+    Raises:
+        UserError: It is, or there is none here.
+    """
+    own = required(dtype).key
+    if machine.agreed(f"kernels/{dtype}", own) != own:
+        raise UserError(
+            "rollout.true_on_policy=true: this rank's compiled functions are not those of another rank, since their "
+            "processors, compilers or mrl differ. Sums would be rounded otherwise there. Take hosts of one kind, or "
+            "leave the mode off."
+        )
+
+
+@cache
+def library(dtype: torch.dtype) -> tuple[Library | None, str | None]:
+    """The compiled functions, or why there are none."""
+    if dtype not in DTYPES:
+        return None, f"there are none for {dtype}"
+    found, told = build.built(SOURCES, (HEADER,), DTYPES[dtype])
+    return (None, told) if found is None else (Library(found, told), None)

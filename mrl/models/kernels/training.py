@@ -1,0 +1,285 @@
+"""The compiled functions of `training.c`: norm, gated activation, rotation and attention, with gradients; and logits.
+
+Owns how tensors go in and out of them. Which modules compute with them is said by `mrl/megatron/cpu/layers.py`.
+
+Shapes: P packed tokens, H columns, N heads and K KV heads, D head dim, I inner columns, R runs of queries, F families.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrl.models.kernels.library import Library, required
+
+_P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_ARGUMENTS = {
+    "norm_backward": [*[_P] * 6, *[_N] * 2, _F],
+    "gate_backward": [*[_P] * 3, *[_N] * 2],
+    "turn_rows": [_P, *[_N] * 2, *[_P] * 3, *[_N] * 3, _F],
+    "attention": [*[_P] * 3, *[_N] * 4, *[_P] * 5, *[_N] * 6, _F, *[_P] * 3, _N],
+    "attention_backward": [*[_P] * 3, *[_N] * 4, *[_P] * 5, *[_N] * 6, _F, *[_P] * 7, _N],
+    "logit_sums": [*[_P] * 2, *[_N] * 2],
+    "logit_gradients": [*[_P] * 4, *[_N] * 2],
+}
+_SIZES = {"norm_room": 2, "attention_room": 5}
+
+
+Angles = tuple[Tensor, Tensor]
+"""(cos, sin) of each row, both [P, D / 2]."""
+
+
+@dataclass(frozen=True)
+class Families:
+    """Which keys each query sees, of packed tokens of which sequences may share the first ones.
+
+    Run r has the queries of the tokens `begin_R[r]` to `end_R[r] - 1`, and the keys of those from `first_R[r]` on; each
+    query sees its own key and all before it. Token t is row `row_P[t]` of keys and values, and row `row_P[t] - offset`
+    of queries; each row of queries is in one run. All int64.
+
+    Attributes:
+        row_P: See above.
+        first_R: See above.
+        begin_R: See above.
+        end_R: See above.
+        bound_F: Family f has the runs `bound_F[f]` to `bound_F[f + 1] - 1`; two families have no key in common.
+        offset: See above.
+        longest: Most keys of a run.
+    """
+
+    row_P: Tensor
+    first_R: Tensor
+    begin_R: Tensor
+    end_R: Tensor
+    bound_F: Tensor
+    offset: int
+    longest: int
+
+
+class Training:
+    """For tensors of one dtype on a CPU."""
+
+    def __init__(self, library: Library) -> None:
+        """Of the library's dtype."""
+        self._library = library
+        self._call: dict[str, Any] = {}
+        for name, arguments in _ARGUMENTS.items():
+            self._call[name] = getattr(library.functions, name)
+            self._call[name].argtypes, self._call[name].restype = arguments, None
+        for name, count in _SIZES.items():
+            self._call[name] = getattr(library.functions, name)
+            self._call[name].argtypes, self._call[name].restype = [_N] * count, _N
+
+    def norm(self, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        """The root-mean-square norm over the last dimension; differentiable."""
+        normed: Tensor = _Norm.apply(x, weight_H, eps, self)  # type: ignore[no-untyped-call]
+        return normed
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) x up [..., I] of [gate; up] columns [..., 2I]; differentiable."""
+        gated: Tensor = _Gate.apply(gate_up, self)  # type: ignore[no-untyped-call]
+        return gated
+
+    def turn(self, x_PND: Tensor, angles: Angles) -> Tensor:
+        """Heads turned by the angles of their row; differentiable.
+
+        Args:
+            x_PND: A head's numbers lie one after the other.
+            angles: (cos, sin) [P, D / 2] in the dtype of x.
+        """
+        turned: Tensor = _Turn.apply(x_PND, angles, self)  # type: ignore[no-untyped-call]
+        return turned
+
+    def attention(self, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor, families: Families, scale: float) -> Tensor:
+        """softmax(q k^T scale) v [P, N, D] of each query over what it sees; differentiable.
+
+        Args:
+            q_PND: Queries, dense.
+            k_PKD: A head's numbers lie one after the other; maybe of more rows.
+            v_PKD: As the keys.
+            families: Who sees what.
+            scale: Of the scores.
+        """
+        attended: Tensor = _Attention.apply(q_PND, k_PKD, v_PKD, families, scale, self)  # type: ignore[no-untyped-call]
+        return attended
+
+    # without a gradient
+
+    def normed(self, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        """As `norm`, of rows that lie one after the other."""
+        return self._library.norm(x.view(-1, x.size(-1)), weight_H, eps).view(x.shape)
+
+    def norm_gradients(self, x: Tensor, weight_H: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Of x and of the weight."""
+        cols = x.size(-1)
+        rows = x.numel() // cols
+        grad_x, grad_weight = torch.empty_like(x), torch.empty(cols, dtype=torch.float32)
+        room = torch.empty(self._call["norm_room"](rows, cols), dtype=torch.float32)
+        self._call["norm_backward"](
+            *(
+                x.data_ptr(),
+                weight_H.data_ptr(),
+                grad.contiguous().data_ptr(),
+                grad_x.data_ptr(),
+                grad_weight.data_ptr(),
+            ),
+            *(room.data_ptr(), rows, cols, eps),
+        )
+        return grad_x, grad_weight.to(weight_H.dtype)
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """As `gate`, of rows that lie one after the other."""
+        return self._library.gate(gate_up.view(-1, gate_up.size(-1))).view(*gate_up.shape[:-1], -1)
+
+    def gate_gradient(self, gate_up: Tensor, grad: Tensor) -> Tensor:
+        """Of `gate_up`."""
+        out = torch.empty_like(gate_up)
+        inner = gate_up.size(-1) // 2
+        self._call["gate_backward"](
+            *(gate_up.data_ptr(), grad.contiguous().data_ptr(), out.data_ptr(), out.numel() // (2 * inner), inner)
+        )
+        return out
+
+    def turned(self, x_PND: Tensor, angles: Angles, sign: float) -> Tensor:
+        """As `turn`; back again with sign -1."""
+        if x_PND.stride(2) != 1:
+            x_PND = x_PND.contiguous()
+        out_PND = torch.empty(x_PND.shape, dtype=x_PND.dtype)
+        self._call["turn_rows"](
+            *(x_PND.data_ptr(), x_PND.stride(0), x_PND.stride(1), angles[0].data_ptr(), angles[1].data_ptr()),
+            *(out_PND.data_ptr(), *x_PND.shape, sign),
+        )
+        return out_PND
+
+    def attend(
+        self, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor, families: Families, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """As `attention`; and [P, N], which the gradient needs."""
+        out_PND, lse_PN = torch.empty_like(q_PND), q_PND.new_empty(q_PND.shape[:2], dtype=torch.float32)
+        inputs, rooms, threads = self._attention_arguments(q_PND, k_PKD, v_PKD, families, scale, backward=False)
+        self._call["attention"](*inputs, out_PND.data_ptr(), lse_PN.data_ptr(), rooms.data_ptr(), threads)
+        return out_PND, lse_PN
+
+    def attention_gradients(
+        self,
+        q_PND: Tensor,
+        k_PKD: Tensor,
+        v_PKD: Tensor,
+        families: Families,
+        scale: float,
+        outcome: tuple[Tensor, Tensor],
+        grad_PND: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of queries, keys and values; `outcome` is from `attend`."""
+        out_PND, lse_PN = outcome
+        grad_q = torch.empty_like(q_PND)
+        grad_k, grad_v = (torch.zeros(x.shape, dtype=torch.float32) for x in (k_PKD, v_PKD))
+        inputs, rooms, threads = self._attention_arguments(q_PND, k_PKD, v_PKD, families, scale, backward=True)
+        self._call["attention_backward"](
+            *inputs,
+            *(out_PND.data_ptr(), lse_PN.data_ptr(), grad_PND.contiguous().data_ptr(), grad_q.data_ptr()),
+            *(grad_k.data_ptr(), grad_v.data_ptr(), rooms.data_ptr(), threads),
+        )
+        return grad_q, grad_k.to(k_PKD.dtype), grad_v.to(v_PKD.dtype)
+
+    # of logits: `Rows` of `algorithms/functional/logprobs.py`
+
+    def sums(self, logits_CV: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See `Rows`; nothing is taken away."""
+        logits_CV, sums = logits_CV.contiguous(), torch.empty(3, logits_CV.size(0))
+        self._call["logit_sums"](logits_CV.data_ptr(), sums.data_ptr(), *logits_CV.shape)
+        return sums, None
+
+    def gradient(self, logits_CV: Tensor, normalizer_C: Tensor, slope_C: Tensor, bend_C: Tensor | None) -> Tensor:
+        """See `Rows`."""
+        out_CV = logits_CV.contiguous()
+        bend = None if bend_C is None else bend_C.data_ptr()
+        self._call["logit_gradients"](
+            *(out_CV.data_ptr(), normalizer_C.data_ptr(), slope_C.data_ptr(), bend, *out_CV.shape)
+        )
+        return out_CV
+
+    def _attention_arguments(
+        self, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor, families: Families, scale: float, *, backward: bool
+    ) -> tuple[tuple[Any, ...], Tensor, int]:
+        """What both functions take first, a buffer, and how many threads share it."""
+        _, heads, dim = q_PND.shape
+        kv_heads, num_families = k_PKD.size(1), families.bound_F.numel() - 1
+        threads = min(torch.get_num_threads(), num_families * kv_heads)
+        room = self._call["attention_room"](families.longest, heads, kv_heads, dim, int(backward))
+        inputs = (
+            *(q_PND.data_ptr(), k_PKD.data_ptr(), v_PKD.data_ptr()),
+            *(k_PKD.stride(0), k_PKD.stride(1), v_PKD.stride(0), v_PKD.stride(1)),
+            *(families.row_P.data_ptr(), families.first_R.data_ptr(), families.begin_R.data_ptr()),
+            *(families.end_R.data_ptr(), families.bound_F.data_ptr(), num_families, families.offset, families.longest),
+            *(heads, kv_heads, dim, scale),
+        )
+        return inputs, torch.empty(room * threads, dtype=torch.float32), threads
+
+
+@cache
+def training(dtype: torch.dtype) -> Training:
+    """Of the library that is `required`."""
+    return Training(required(dtype))
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, training: Training) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.training = eps, training
+        return training.normed(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        return *ctx.training.norm_gradients(x, weight, grads[0], ctx.eps), None, None
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, training: Training) -> Tensor:
+        gate_up = gate_up.contiguous()
+        ctx.save_for_backward(gate_up)
+        ctx.training = training
+        return training.gated(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.training.gate_gradient(ctx.saved_tensors[0], grads[0]), None
+
+
+class _Turn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, angles: Angles, training: Training) -> Tensor:
+        ctx.angles, ctx.training = angles, training
+        return training.turned(x, angles, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.training.turned(grads[0], ctx.angles, -1.0), None, None
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, families: Families, scale: float, training: Training
+    ) -> Tensor:
+        q = q.contiguous()
+        k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+        out, lse = training.attend(q, k, v, families, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.families, ctx.scale, ctx.training = families, scale, training
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *outcome = ctx.saved_tensors
+        found = ctx.training.attention_gradients(q, k, v, ctx.families, ctx.scale, outcome, grads[0])
+        return *found, None, None, None

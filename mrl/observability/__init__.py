@@ -1,0 +1,1 @@
+"""Metrics, timers, loggers (one file each) and the HTML report."""

@@ -1,0 +1,190 @@
+"""Charts of the report, drawn by bokeh in the reader's browser: lines and stacked bars, with hover and zoom.
+
+Owns what a chart holds: which points are kept of a long run, the smoothed line, the scale, what is shown of values that
+are not finite. It knows no metric; `report.py` says what is drawn. A chart is a figure of HTML with bokeh's JSON in an
+attribute, which `html.py` draws when it is scrolled to. Names are written as HTML text: bokeh would read some as TeX.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bokeh.embed import json_item
+from bokeh.models import BasicTicker, ColumnDataSource, HoverTool, Range1d
+from bokeh.plotting import figure
+
+from mrl.observability.text_format import markup
+
+HEIGHT = 230
+MOST_POINTS = 1000
+MOST_BARS = 80
+SMOOTH_FROM = 30
+FLAT = 1e-3
+"""Values that differ by less than this part of their size make a flat line, not a magnified one."""
+COLOURS = ("#4a84e4", "#e07f2c", "#27a375", "#bd5bae", "#a3852f", "#7773dc", "#d6575c", "#4d9db4")
+"""Readable on a light and on a dark page, as are the two below."""
+TEXT, BAD = "#7f8a9a", "#d9453b"
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Series:
+    """A named line.
+
+    Attributes:
+        name: In the legend.
+        points: (x, y) in ascending x; a y that is not finite is drawn as a tick at the bottom.
+        dots: Draw each point, and no smoothed line.
+    """
+
+    name: str
+    points: Sequence[Point]
+    dots: bool = False
+
+
+def line_chart(title: str, series: Sequence[Series], *, x_label: str = "step", include: Sequence[float] = ()) -> str:
+    """A figure with one or more lines; "" where no series has a point. `include`: values that the scale must hold."""
+    series = [line for line in series if line.points]
+    if not series:
+        return ""
+    values = [y for line in series for _, y in line.points]
+    low, high = _range([*include, *filter(math.isfinite, values)])
+    xs = [x for line in series for x, _ in line.points]
+    plot = _plot(x_label, (min(xs), max(xs)), (low, high))
+    for index, line in enumerate(series):
+        _draw(plot, line, index, x_label if index == 0 else "", low)
+    lost = sum(not math.isfinite(y) for y in values)
+    caption = f'<p class="warn">{lost} values are not finite (red ticks).</p>' if lost else ""
+    return _figure(title, plot, [line.name for line in series], caption)
+
+
+def stacked_bars(
+    title: str, xs: Sequence[float], layers: Sequence[tuple[str, Sequence[float]]], *, y_label: str
+) -> str:
+    """A figure with one bar per x, the layers on top of each other; neighbours are averaged into at most 80 bars."""
+    if not xs or not layers:
+        return ""
+    size = math.ceil(len(xs) / MOST_BARS)
+    chunks = [range(first, min(first + size, len(xs))) for first in range(0, len(xs), size)]
+    columns = {
+        f"y{index}": [sum(values[i] for i in chunk) / len(chunk) for chunk in chunks]
+        for index, (_, values) in enumerate(layers)
+    }
+    highest = max(map(sum, zip(*columns.values(), strict=True))) or 1.0
+    plot = _plot("step", (xs[0] - 0.5, xs[-1] + 0.5), (0.0, highest * 1.05))
+    edges = {
+        "x": [(xs[chunk[0]] + xs[chunk[-1]]) / 2 for chunk in chunks],
+        "width": [0.92 * (xs[chunk[-1]] - xs[chunk[0]] + 1) for chunk in chunks],
+    }
+    colours = [colour(index) for index in range(len(layers))]
+    bars = plot.vbar_stack(
+        list(columns), x="x", width="width", color=colours, line_color=None, source=ColumnDataSource(columns | edges)
+    )
+    names = [name for name, _ in layers]
+    _hover(plot, bars[-1:], [("step", "@x{%.5g}"), *zip(names, [f"@{key}{{%.3g}}" for key in columns], strict=True)])
+    return _figure(f"{title}, {y_label}", plot, names, "")
+
+
+def colour(index: int) -> str:
+    """CSS colour of the index-th series."""
+    return COLOURS[index % len(COLOURS)]
+
+
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """Centred moving mean over a twentieth of the points, so that it does not lag; finite points only."""
+    finite = [(x, y) for x, y in points if math.isfinite(y)]
+    sums = [0.0, *itertools.accumulate(y for _, y in finite)]
+    half = max(1, len(finite) // 40)
+    result = []
+    for index, (x, _) in enumerate(finite):
+        low, high = max(0, index - half), min(len(finite), index + half + 1)
+        result.append((x, (sums[high] - sums[low]) / (high - low)))
+    return result
+
+
+def _plot(x_label: str, xs: tuple[float, float], ys: tuple[float, float]) -> Any:
+    """An empty plot with its scales; one of a single x is widened."""
+    margin = 0.02 * (xs[1] - xs[0]) or 0.5
+    plot = figure(
+        height=HEIGHT, sizing_mode="stretch_width", tools="box_zoom,xpan,reset,save", active_drag="box_zoom",
+        x_range=Range1d(xs[0] - margin, xs[1] + margin), y_range=Range1d(*ys), x_axis_label=x_label,
+        background_fill_color=None, border_fill_color=None, outline_line_color=None,
+    )  # fmt: skip
+    plot.toolbar.logo, plot.toolbar.autohide = None, True
+    plot.grid.grid_line_color, plot.grid.grid_line_alpha = TEXT, 0.25
+    plot.xgrid.visible = False
+    plot.xaxis.ticker = BasicTicker(min_interval=1)
+    for part in ("axis_label_text_color", "major_label_text_color", "axis_line_color", "major_tick_line_color"):
+        setattr(plot.axis, part, TEXT)
+    plot.axis.minor_tick_line_color = None
+    return plot
+
+
+def _draw(plot: Any, line: Series, index: int, x_label: str, bottom: float) -> None:
+    """A line, faint below a smoothed one where it is long; a value that is not finite breaks it and is marked."""
+    smoothed = not line.dots and len(line.points) >= SMOOTH_FROM
+    kept = list(line.points) if line.dots else _thin(line.points)
+    values = [y if math.isfinite(y) else math.nan for _, y in kept]
+    style = {"alpha": 0.35, "line_width": 1} if smoothed else {"line_width": 2}
+    raw = plot.line([x for x, _ in kept], values, color=colour(index), name="raw" if smoothed else "line", **style)
+    if smoothed:
+        xs, ys = zip(*_thin(smooth(line.points)) or [(math.nan, math.nan)], strict=True)
+        plot.line(xs, ys, color=colour(index), line_width=2, name="line")
+    if line.dots:
+        plot.scatter([x for x, _ in kept], values, color=colour(index), size=6, name="dots")
+    _hover(plot, [raw], [*([(x_label, "@x{%.5g}")] if x_label else []), (line.name, "@y{%.4g}")])
+    bad = [(x, str(y)) for x, y in line.points if not math.isfinite(y)]
+    if bad:
+        xs, words = zip(*bad[:MOST_POINTS], strict=True)
+        source = ColumnDataSource({"x": xs, "y": [bottom] * len(xs), "value": words})
+        marks = plot.scatter("x", "y", source=source, marker="dash", angle=math.pi / 2, size=18, color=BAD, name="bad")
+        _hover(plot, [marks], [(line.name, "@value")], mode="mouse")
+
+
+def _hover(plot: Any, renderers: list[Any], tooltips: list[tuple[str, str]], mode: str = "vline") -> None:
+    formatters = {f"@{key}": "printf" for _, text in tooltips for key in [text[1:].partition("{")[0]] if "{" in text}
+    plot.add_tools(
+        HoverTool(renderers=renderers, tooltips=tooltips, formatters=formatters, mode=mode, line_policy="nearest")
+    )
+
+
+def _thin(points: Sequence[Point]) -> list[Point]:
+    """About MOST_POINTS points at most: the lowest and the highest of each run of neighbours; no spike is lost."""
+    if len(points) <= MOST_POINTS:
+        return list(points)
+    size = math.ceil(2 * len(points) / MOST_POINTS)
+    kept: list[Point] = []
+    for first in range(0, len(points), size):
+        chunk = points[first : first + size]
+        finite = [point for point in chunk if math.isfinite(point[1])] or chunk[:1]
+        ends = {min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])}
+        kept += sorted(ends)
+    return kept
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    """The values with a margin; down to 0 where they are all positive and 0 is near."""
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    if low == high == 0:
+        return 0.0, 1.0
+    if 0 <= low < 0.6 * high:
+        low = 0.0
+    size = max(abs(low), abs(high))
+    margin = 0.06 * (high - low) if high - low > FLAT * size else FLAT * size
+    return (low if low == 0.0 and high > 0 else low - margin), high + margin
+
+
+def _figure(title: str, plot: Any, names: Sequence[str], caption: str) -> str:
+    legend = ""
+    if len(names) > 1:
+        keys = (f'<span><i style="background:{colour(i)}"></i>{markup(name)}</span>' for i, name in enumerate(names))
+        legend = f'<div class="legend">{"".join(keys)}</div>'
+    drawing = markup(json.dumps(json_item(plot)))
+    chart = f'<div class="chart" role="img" aria-label="{markup(title)}" data-chart="{drawing}"></div>'
+    return f"<figure><figcaption>{markup(title)}</figcaption>{legend}{chart}{caption}</figure>"

@@ -1,0 +1,154 @@
+"""The shell of the report: style, scripts and small pieces of HTML. Nothing is loaded from outside.
+
+Owns how the page looks. All text passes through `markup`: model output is never markup.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Sequence
+from hashlib import sha256
+
+from bokeh.resources import Resources
+
+from mrl.observability.text_format import markup
+
+STYLE = """
+:root { color-scheme:light dark; --bg:#f6f7f9; --card:#fff; --ink:#1b2330; --soft:#667085; --line:#e3e7ee;
+  --good:#0a7d4f; --bad:#c0352b; }
+@media screen and (prefers-color-scheme:dark) {
+  :root { --bg:#12151b; --card:#1b2029; --ink:#e6e9ef; --soft:#98a2b3; --line:#2c333f; --good:#4cc38a; --bad:#ff7b72 }
+}
+* { box-sizing:border-box }
+body { margin:0; background:var(--bg); color:var(--ink);
+  font:15px/1.5 system-ui,"Segoe UI",Roboto,"DejaVu Sans",sans-serif }
+main { max-width:1160px; margin:0 auto; padding:32px 24px 64px }
+h1 { font-size:26px; line-height:1.2; margin:0 0 4px; overflow-wrap:anywhere }
+h2 { font-size:18px; margin:40px 0 12px }
+p.lead, p.hint { color:var(--soft); margin:0 0 8px }
+p.hint { font-size:13px; margin-top:-8px }
+p.warn { color:var(--bad); font-size:12px; margin:4px 0 0 }
+.cards { display:grid; grid-template-columns:repeat(auto-fit,minmax(180px,1fr)); gap:12px; margin:20px 0 0 }
+.card, figure, .box { background:var(--card); border:1px solid var(--line); border-radius:10px }
+.card { padding:14px 16px }
+.card b { display:block; font-size:25px; line-height:1.25; font-weight:650; font-variant-numeric:tabular-nums }
+.card b small { color:var(--soft); font-weight:400; font-size:20px }
+.card span, .card em { color:var(--soft); font-size:13px; font-style:normal; display:block }
+.grid2, .grid3 { display:grid; gap:14px; align-items:start }
+.grid2 { grid-template-columns:repeat(2,minmax(0,1fr)) }
+.grid3 { grid-template-columns:repeat(3,minmax(0,1fr)) }
+.grid2 + .grid2 { margin-top:14px }
+figure { margin:0; padding:12px 12px 8px; position:relative; break-inside:avoid }
+figcaption { font-weight:600; font-size:14px; padding-left:4px; overflow-wrap:anywhere }
+.chart { min-height:230px }
+.legend { display:flex; flex-wrap:wrap; gap:2px 14px; font-size:12px; color:var(--soft); padding:2px 4px }
+.legend i, .key { display:inline-block; width:10px; height:10px; border-radius:3px; margin-right:6px }
+.box { overflow-x:auto }
+table { border-collapse:collapse; width:100%; font-size:13.5px }
+th { text-align:left; color:var(--soft); font-weight:500; font-size:12.5px }
+th, td { padding:7px 12px; border-bottom:1px solid var(--line); vertical-align:top }
+tr:last-child td { border-bottom:0 }
+td.num, th.num { width:1%; text-align:right; font-variant-numeric:tabular-nums; white-space:nowrap }
+td.num + td.text, th.num + th:not(.num) { padding-left:36px }
+td.when { width:1%; white-space:nowrap; color:var(--soft) }
+td.text { font:12.5px/1.5 ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mono",monospace; white-space:pre-wrap;
+  overflow-wrap:anywhere; min-width:90px }
+td.text p { margin:0 }
+td.text p.seen { color:var(--soft); padding-left:14px }
+.good { color:var(--good) }
+.poor { color:var(--bad) }
+.share { display:flex; height:18px; border-radius:5px; overflow:hidden; margin:14px 12px 4px }
+.share i { display:block; height:100% }
+details summary { cursor:pointer; color:var(--soft); margin:32px 0 12px }
+@media screen and (max-width:820px) { .grid2, .grid3 { grid-template-columns:minmax(0,1fr) } }
+@media print {
+  :root { --bg:#fff }
+  body { font-size:12px }
+  main { max-width:none; padding:0 }
+  h2, p.hint { break-after:avoid }
+  h2 { margin-top:24px }
+  .box { overflow:visible }
+  table { font-size:10px }
+  th, td { padding:4px 6px }
+  tr { break-inside:avoid }
+  * { print-color-adjust:exact }
+}
+"""
+
+SCRIPT = """
+const watch = new IntersectionObserver(entries => {
+  for (const entry of entries) if (entry.isIntersecting) draw(entry.target);
+}, { rootMargin: '400px' });
+function draw(chart) {
+  watch.unobserve(chart);
+  Bokeh.embed.embed_item(JSON.parse(chart.dataset.chart), chart);
+  delete chart.dataset.chart;
+}
+for (const chart of document.querySelectorAll('[data-chart]')) watch.observe(chart);
+addEventListener('beforeprint', () => document.querySelectorAll('[data-chart]').forEach(draw));
+"""
+"""A chart is drawn when it comes near the window: a page of a hundred is usable at once."""
+
+
+def page(title: str, body: str) -> str:
+    """A whole document; `body` is HTML. The browser runs no script in it but bokeh's and ours, and loads nothing."""
+    scripts = (Resources(mode="inline", components=["bokeh"]).js_raw[0], SCRIPT)
+    allowed = " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts)
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {allowed}"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f"<title>{markup(title)}</title><style>{STYLE}</style></head>\n<body><main>{body}</main>"
+        f"{''.join(f'<script>{script}</script>' for script in scripts)}</body></html>\n"
+    )
+
+
+def header(title: str, lead: str, cards: Sequence[str]) -> str:
+    """The top of the page: title, one line below, headline numbers."""
+    words = f'<h1>{markup(title)}</h1><p class="lead">{markup(lead)}</p>'
+    return f'<header>{words}<div class="cards">{"".join(cards)}</div></header>\n'
+
+
+def section(title: str, body: str, hint: str = "") -> str:
+    """A heading with what belongs to it; "" where there is no body."""
+    if not body:
+        return ""
+    note = f'<p class="hint">{markup(hint)}</p>' if hint else ""
+    return f"<section><h2>{markup(title)}</h2>{note}{body}</section>\n"
+
+
+def grid(figures: Sequence[str], columns: int = 2) -> str:
+    """Figures side by side; "" where all are empty."""
+    body = "".join(figures)
+    return f'<div class="grid{columns}">{body}</div>' if body else ""
+
+
+def card(name: str, value: str, more: str = "", before: str = "") -> str:
+    """A headline number, with what it was before and a line below."""
+    start = f"<small>{markup(before)} → </small>" if before else ""
+    below = f"<em>{markup(more)}</em>" if more else ""
+    return f'<div class="card"><span>{markup(name)}</span><b>{start}{markup(value)}</b>{below}</div>'
+
+
+def turns_cell(turns: Sequence[tuple[str, str]], more: str = "") -> str:
+    """A table cell of an episode, turn by turn: (who, text) in order, and what stands behind them."""
+    lines = "".join(f'<p class="{"seen" if by == "environment" else "said"}">{markup(text)}</p>' for by, text in turns)
+    return f'<td class="text">{lines}{markup(more)}</td>'
+
+
+def cell(text: str, kind: str = "") -> str:
+    """A table cell; kinds: "num", "text" (verbatim, monospaced), "when" (a time)."""
+    return f'<td class="{kind}">{markup(text)}</td>' if kind else f"<td>{markup(text)}</td>"
+
+
+def table(heads: Sequence[str], rows: Sequence[str]) -> str:
+    """A table of rows of cells; a head that begins with ">" is right-aligned; "" where there is no row."""
+    if not rows:
+        return ""
+    names = "".join(
+        f'<th class="num">{markup(head[1:])}</th>' if head.startswith(">") else f"<th>{markup(head)}</th>"
+        for head in heads
+    )
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f'<div class="box"><table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>'

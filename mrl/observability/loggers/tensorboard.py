@@ -1,0 +1,130 @@
+"""TensorBoard event files in the run folder: all metrics, samples as text.
+
+Owns the event files. Warm start and reinforcement learning count their own steps, so each is a TensorBoard run of its
+own (tensorboard/warm_start, tensorboard/train). On resume `purge_step` hides what lies beyond the resumed step.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mrl.checkpoint.io.atomic_files import append
+from mrl.config.config import Config
+from mrl.errors import UserError
+from mrl.observability.loggers.base import Logger, Opening, Phase, installed
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.event_pb2 import Event
+
+
+class TensorBoard(Logger):
+    """Wanted with `observe.tensorboard`."""
+
+    def __init__(self, opening: Opening) -> None:
+        """Opens no file before the first value."""
+        self._opening = opening
+        self._files: dict[str, EventFile] = {}
+
+    def record(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
+        """One scalar per metric, all in one event: each costs a checksum in Python."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._file(phase).add(step, [Summary(value=values)])
+
+    def samples(self, phase: Phase, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Prompt, response and reward as indented text, so that nothing in them is markup."""
+        from torch.utils.tensorboard.summary import text
+
+        blocks = [f"reward {row['reward']}\n{row['prompt']}{row['response']}" for row in rows]
+        words = "\n\n---\n\n".join("\n".join(f"    {line}" for line in block.splitlines()) for block in blocks)
+        self._file(phase).add(step, [text(f"samples/{phase}", words)])  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Closes the event files."""
+        for file in self._files.values():
+            file.close()
+
+    def _file(self, phase: Phase) -> EventFile:
+        name = "warm_start" if phase == "warm_start" else "train"
+        if name not in self._files:
+            resumed = self._opening.resume_step
+            folder = self._opening.run.tensorboard / name
+            self._files[name] = EventFile(folder, purge_step=0 if resumed is None else resumed + 1)
+        return self._files[name]
+
+
+class EventFile:
+    """Events, written when they are added: torch's SummaryWriter has a thread, which dies of a full disk in public."""
+
+    def __init__(self, folder: Path, purge_step: int) -> None:
+        """Opens a new file in a folder; events from `purge_step` on in older ones are hidden."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise UserError(
+                f"'{error.filename}' cannot be made: there is a file where TensorBoard's folder belongs. Move the "
+                "file away, or set observe.tensorboard=false."
+            ) from error
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        self._path = next(path for count in itertools.count() if not (path := folder / f"{name}.{count}").exists())
+        self._stream = self._path.open("xb", buffering=0)
+        self._write(
+            Event(wall_time=time.time(), step=purge_step, file_version="brain.Event:2"),
+            Event(wall_time=time.time(), step=purge_step, session_log=SessionLog(status=SessionLog.START)),
+        )
+
+    def add(self, step: int, summaries: Sequence[Any]) -> None:
+        """Adds a summary protobuf each.
+
+        Raises:
+            OSError: The disk does not take them; it names the file.
+        """
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._write(*(Event(wall_time=time.time(), step=step, summary=summary) for summary in summaries))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._stream.close()
+
+    def _write(self, *events: Event) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        content = io.BytesIO()
+        for event in events:
+            RecordWriter(content).write(event.SerializeToString())
+        append(self._stream.fileno(), content.getvalue(), self._path)
+
+
+def check(config: Config) -> None:
+    """Refuses event files without the package that writes them.
+
+    Raises:
+        UserError: With what to install.
+    """
+    if config.observe.tensorboard and not installed("tensorboard"):
+        raise UserError(
+            "observe.tensorboard is true, and the package 'tensorboard' is not installed. "
+            "Run `pip install tensorboard`, or set observe.tensorboard=false."
+        )
+
+
+def open_tensorboard(opening: Opening) -> TensorBoard | None:
+    """The logger where `observe.tensorboard` is set."""
+    if not opening.config.observe.tensorboard:
+        return None
+    check(opening.config)
+    return TensorBoard(opening)
+
+
+LOGGER = open_tensorboard

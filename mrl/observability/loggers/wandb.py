@@ -1,0 +1,88 @@
+"""Weights & Biases, where `observe.wandb_project` names a project and the extra `wandb` is installed.
+
+Owns the W&B run. Its x axes are our steps (`training/global_step`, `warm_start/step`), so a resumed run goes on under
+the same id; W&B keeps what lies beyond the resumed step and draws both.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from mrl.config.config import Config
+from mrl.errors import UserError
+from mrl.observability.loggers.base import Logger, Opening, Phase, installed
+
+
+class WandB(Logger):
+    """Wanted with `observe.wandb_project`."""
+
+    def __init__(self, opening: Opening, wandb: Any) -> None:
+        """Starts the W&B run, or takes up the one that this run folder had."""
+        self._wandb = wandb
+        marker = opening.run.root / "wandb_id"
+        resumed = opening.resume_step is not None and marker.is_file()
+        run_id = marker.read_text().strip() if resumed else secrets.token_hex(8)
+        try:
+            self._run = wandb.init(
+                project=opening.config.observe.wandb_project,
+                name=opening.run.root.name,
+                id=run_id,
+                resume="allow",
+                dir=str(opening.run.root),
+                config=asdict(opening.config),
+            )
+        except wandb.Error as error:
+            raise UserError(
+                f"observe.wandb_project is '{opening.config.observe.wandb_project}', and W&B did not start: {error} "
+                "Run `wandb login`, set WANDB_MODE=offline, or set observe.wandb_project=null."
+            ) from error
+        marker.write_text(run_id)
+        self._run.define_metric("training/global_step")
+        self._run.define_metric("warm_start/step")
+        self._run.define_metric("*", step_metric="training/global_step")
+        self._run.define_metric("warm_start/*", step_metric="warm_start/step")
+
+    def record(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
+        """All metrics of a step."""
+        axis = "warm_start/step" if phase == "warm_start" else "training/global_step"
+        self._run.log({**metrics, axis: step})
+
+    def samples(self, phase: Phase, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """A table per call."""
+        columns = ["prompt", "response", "answer", "reward", "finish_reason"]
+        table = self._wandb.Table(columns=columns, data=[[row[name] for name in columns] for row in rows])
+        self._run.log({f"samples/{phase}": table, "training/global_step": step})
+
+    def close(self) -> None:
+        """Waits for the upload."""
+        self._run.finish()
+
+
+def check(config: Config) -> None:
+    """Refuses a project without the package that sends to it.
+
+    Raises:
+        UserError: With what to install.
+    """
+    project = config.observe.wandb_project
+    if project is not None and not installed("wandb"):
+        raise UserError(
+            f"observe.wandb_project is '{project}', and the package 'wandb' is not installed. "
+            "Run `pip install wandb`, or set observe.wandb_project=null."
+        )
+
+
+def open_wandb(opening: Opening) -> WandB | None:
+    """The logger where `observe.wandb_project` is set."""
+    if opening.config.observe.wandb_project is None:
+        return None
+    check(opening.config)
+    import wandb
+
+    return WandB(opening, wandb)
+
+
+LOGGER = open_wandb

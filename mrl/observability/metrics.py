@@ -1,0 +1,304 @@
+"""Turns the facts of a step into metrics with the names of verl's dashboards.
+
+Owns the names and formulas of everything that the loop reports besides what the loss itself returns: rewards, lengths,
+groups, evaluation, throughput and model-FLOPs utilisation; memory is `memory_peaks.py`'s. All functions are pure; what
+they return is written by `run_log.py`.
+
+A sample is correct (`val/accuracy`) when the first function of `reward.functions` gives it more than 0.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mrl.config.did_you_mean import did_you_mean
+from mrl.errors import UserError
+from mrl.models.base import ArchSpec
+from mrl.observability.hardware import peak_bf16_flops
+from mrl.types import EPISODE_ENDS, Rollout, SampleTable
+
+WALL_CLOCK_PREFIXES = ("timing_s/", "timing_per_token_ms/", "perf/")
+CORRECT_ABOVE = 0.5
+
+
+def is_wall_clock(name: str) -> bool:
+    """Whether a metric differs between two identical runs: times, rates, memory (`timing_s/`, `perf/`, `..._s`)."""
+    return name.startswith(WALL_CLOCK_PREFIXES) or name.endswith("_s")
+
+
+def outcome_metrics(table: SampleTable, *, rewards_N: Tensor, advantages_N: Tensor) -> dict[str, float]:
+    """Rewards, lengths and groups of one step, over the samples of all ranks.
+
+    Args:
+        table: One row per sample that has a score, at least one; the same on every rank, so that every rank computes
+            the same numbers.
+        rewards_N: Reward after shaping (overlong penalty).
+        advantages_N: Outcome advantage of each sample.
+
+    Returns:
+        `critic/{score,rewards,advantages}/{mean,max,min}` (score: as the reward functions gave it), `prompt_length/*`,
+        `response_length/*` with `clip_ratio` (part of the responses that were cut), `reward/<function>/mean` over the
+        samples that the function scored, `rollout/token_checksum` (the same for two runs that sampled the same
+        responses, at whatever layout), `group_metrics` of the scores, and under truncation `kept_metrics`.
+    """
+    columns = {
+        "critic/score": table["reward"],
+        "critic/rewards": rewards_N,
+        "critic/advantages": advantages_N,
+        "prompt_length": table["prompt_len"],
+        "response_length": table["response_len"],
+    }
+    metrics: dict[str, float] = {}
+    for name, values in columns.items():
+        metrics |= spread(name, values)
+    metrics["response_length/clip_ratio"] = table["truncated"].mean().item()
+    for name in table.columns:
+        if name.startswith("reward/"):
+            metrics[f"{name}/mean"] = table[name].nanmean().item()
+    metrics["rollout/token_checksum"] = table["token_crc"].sum().item() % 2**32
+    kept = kept_metrics(table) if SampleTable.KEPT[0] in table.columns else {}
+    return metrics | kept | group_metrics(table["reward"], table["uid"].long())
+
+
+def kept_metrics(table: SampleTable) -> dict[str, float]:
+    """What truncation kept, over all sampled tokens.
+
+    Returns:
+        `rollout/kept_mass/{mean,min}` (the probability that the kept tokens had before the others were dropped) and
+        `rollout/kept_ids/{mean,max}` (how many they are; 4 bytes each travel with a sample).
+    """
+    tokens = table["sampled_len"].sum()
+    return {
+        "rollout/kept_mass/mean": (table["kept_mass"].sum() / tokens).item(),
+        "rollout/kept_mass/min": table["kept_mass/min"].min().item(),
+        "rollout/kept_ids/mean": (table["kept_ids"].sum() / tokens).item(),
+        "rollout/kept_ids/max": table["kept_ids/max"].max().item(),
+    }
+
+
+def scoring_metrics(table: SampleTable) -> dict[str, float]:
+    """How many samples failed, have no score, or were scored before.
+
+    Args:
+        table: One row per sample, with a score or without.
+
+    Returns:
+        `reward/failed_frac`; `reward/num_missing`, samples that count nowhere else; `perf/reward/num_cached`.
+    """
+    return {
+        "reward/failed_frac": table["failed"].mean().item(),
+        "reward/num_missing": float(len(table) - len(table.scored)),
+        "perf/reward/num_cached": table["cached"].sum().item(),
+    }
+
+
+def group_metrics(rewards_N: Tensor, group_id_N: Tensor) -> dict[str, float]:
+    """How much the groups can teach: a group whose rewards are all equal has no advantage.
+
+    Returns:
+        `group/zero_variance_frac` (groups with equal rewards), `group/reward_std/mean` (population deviation) and
+        `group/best/mean` (mean of each group's best reward).
+    """
+    groups = _groups(rewards_N, group_id_N)
+    stds = torch.stack([group.std(correction=0) for group in groups])
+    flat = torch.stack([group.max() == group.min() for group in groups])
+    best = torch.stack([group.max() for group in groups])
+    return {
+        "group/zero_variance_frac": flat.double().mean().item(),
+        "group/reward_std/mean": stds.mean().item(),
+        "group/best/mean": best.mean().item(),
+    }
+
+
+def is_correct(rollout: Rollout) -> bool:
+    """Whether the first reward function gave more than 0.5; a sample whose scoring failed is not correct."""
+    if rollout.reward_error is not None:
+        return False
+    first = next(iter(rollout.reward_parts.values()), rollout.reward)
+    return first > CORRECT_ABOVE
+
+
+def evaluation_metrics(table: SampleTable) -> dict[str, float]:
+    """Held-out results, over the samples of all ranks.
+
+    Args:
+        table: One row per sample, at least one with a score; the others count in `val/num_missing` only.
+
+    Returns:
+        `val/accuracy`, `val/reward/{mean,max,min}`, `val/response_length/{mean,max,min,clip_ratio}`, `val/num_prompts`,
+        `val/num_missing`; with n samples per prompt (n > 1, the same for all) also `val/{accuracy,reward}/best@n` (mean
+        over prompts of the best sample that has a score: for accuracy, pass@n) and `.../mean@n`; of episodes also
+        `episode_metrics` below `val/`.
+    """
+    sizes = set(torch.unique(table["uid"], return_counts=True)[1].tolist())
+    metrics = {"val/num_missing": scoring_metrics(table)["reward/num_missing"]}
+    metrics |= {f"val/{name}": value for name, value in episode_metrics(table).items()}
+    table = table.scored
+    metrics["val/accuracy"] = table["correct"].mean().item()
+    metrics |= spread("val/reward", table["reward"])
+    metrics |= spread("val/response_length", table["response_len"])
+    metrics["val/response_length/clip_ratio"] = table["truncated"].mean().item()
+    group_id_N = table["uid"].long()
+    groups = {"val/accuracy": _groups(table["correct"], group_id_N), "val/reward": _groups(table["reward"], group_id_N)}
+    metrics["val/num_prompts"] = float(len(groups["val/reward"]))
+    if len(sizes) == 1 and (n := sizes.pop()) > 1:
+        for name, members in groups.items():
+            metrics[f"{name}/mean@{n}"] = torch.stack([group.mean() for group in members]).mean().item()
+            metrics[f"{name}/best@{n}"] = torch.stack([group.max() for group in members]).mean().item()
+    return metrics
+
+
+def episode_metrics(table: SampleTable) -> dict[str, float]:
+    """What episodes were like, over the samples of all ranks; {} where samples are single answers.
+
+    Returns:
+        `num_turns/{mean,max,min}` (the policy's), `tool_calls/{mean,max,min}`, `tool_calls/unread_frac` (of all that
+        were meant as calls, those that could not be read or were too many), `episode/sampled_frac` (of the response
+        tokens) and `episode/<why it ended>_frac` for each of `EPISODE_ENDS`.
+    """
+    end_N = table["end"]
+    if not len(table) or (end_N < 0).any():
+        return {}
+    metrics = {**spread("num_turns", table["num_turns"]), **spread("tool_calls", table["tool_calls"])}
+    meant = (table["tool_calls"] + table["failed_calls"]).sum().item()
+    metrics["tool_calls/unread_frac"] = table["failed_calls"].sum().item() / max(meant, 1.0)
+    metrics["episode/sampled_frac"] = (table["sampled_len"].sum() / table["response_len"].sum().clamp(min=1)).item()
+    for place, name in enumerate(EPISODE_ENDS):
+        metrics[f"episode/{name}_frac"] = (end_N == place).double().mean().item()
+    return metrics
+
+
+def evaluation_names(num_samples: int, *, episodes: bool = False) -> list[str]:
+    """Names that `evaluation_metrics` gives where each held-out prompt has so many samples, maybe episodes."""
+    rows_NC = torch.zeros(num_samples, len(SampleTable.FACTS))
+    rows_NC[:, SampleTable.FACTS.index("sample_index")] = torch.arange(num_samples)
+    rows_NC[:, SampleTable.FACTS.index("end")] = 0 if episodes else -1
+    return sorted(evaluation_metrics(SampleTable(SampleTable.FACTS, rows_NC)))
+
+
+def check_is_given(best_metric: str, names: Iterable[str]) -> None:
+    """Raises UserError where `checkpoint.best_metric` is none of the names that an evaluation gives."""
+    given = sorted(names)
+    if best_metric not in given:
+        raise UserError(
+            f"checkpoint.best_metric={best_metric} is none that an evaluation of this run gives, so that "
+            f"checkpoint.keep_best could keep nothing.{did_you_mean(best_metric, given)} It gives: {', '.join(given)}."
+        )
+
+
+def combine(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One step's metrics from those of its optimizer steps: means, and extremes of names that end in max or min."""
+    names = dict.fromkeys(name for one in stats for name in one)
+    values = {name: [one[name] for one in stats if name in one] for name in names}
+    return {name: _reduced(name, found) for name, found in values.items()}
+
+
+def progress_metrics(*, global_step: int, epoch: float) -> dict[str, float]:
+    """`training/global_step` (reinforcement learning steps done) and `training/epoch` (passes over the prompts)."""
+    return {"training/global_step": float(global_step), "training/epoch": float(epoch)}
+
+
+def throughput_metrics(
+    timings: Mapping[str, float], *, num_tokens: int, num_response_tokens: int, world_size: int
+) -> dict[str, float]:
+    """Rates of one step.
+
+    Args:
+        timings: `Timers.metrics()` of the step.
+        num_tokens: Prompt and response tokens of all samples, over all ranks.
+        num_response_tokens: Response tokens alone.
+        world_size: Ranks.
+
+    Returns:
+        `perf/total_num_tokens`, `perf/time_per_step` (s), `perf/throughput` (tokens per second and rank, over the whole
+        step, as in verl), and where "gen" and "update_actor" were timed `perf/gen_tokens_per_s` (response tokens, all
+        ranks), `timing_per_token_ms/gen` and `timing_per_token_ms/update_actor`.
+    """
+    metrics = {"perf/total_num_tokens": float(num_tokens)}
+    step_s = timings.get("timing_s/step", 0.0)
+    if step_s > 0:
+        metrics["perf/time_per_step"] = step_s
+        metrics["perf/throughput"] = num_tokens / step_s / world_size
+    gen_s = timings.get("timing_s/gen", 0.0)
+    if gen_s > 0 and num_response_tokens:
+        metrics["perf/gen_tokens_per_s"] = num_response_tokens / gen_s
+        metrics["timing_per_token_ms/gen"] = 1000 * gen_s / num_response_tokens
+    update_s = timings.get("timing_s/update_actor", 0.0)
+    if update_s > 0 and num_tokens:
+        metrics["timing_per_token_ms/update_actor"] = 1000 * update_s / num_tokens
+    return metrics
+
+
+def forward_flops(arch: ArchSpec, seq_lens: Sequence[int]) -> float:
+    """Floating-point operations of one forward pass over sequences, without padding, recompute or sampling.
+
+    A multiply-add counts 2. Per token: 2 x the weights that it is multiplied with (q, k, v and output projections,
+    gate, up and down, and the output layer; the embedding is a look-up); with a mixture of experts those of the router,
+    of the experts that it goes to, and of the shared one with its gate. Per sequence of T tokens and layer: causal
+    attention has T (T + 1) / 2 pairs, each 2 x 2 x heads x head_dim (scores and values). Norms, softmax and activations
+    are left out.
+
+    Source: Narayanan et al. 2021 (arXiv 2104.04473, appendix), with only the causal half counted and a gated MLP.
+    """
+    heads_dim = arch.num_heads * arch.head_dim
+    kv_dim = arch.num_kv_heads * arch.head_dim
+    attention = arch.hidden_size * (2 * heads_dim + 2 * kv_dim)
+    moe = arch.moe
+    if moe is None:
+        mlp = 3 * arch.hidden_size * arch.intermediate_size
+    else:
+        experts = moe.top_k * moe.intermediate_size + moe.shared_intermediate_size
+        mlp = arch.hidden_size * (3 * experts + moe.num_experts + (moe.shared_intermediate_size > 0))
+    outputs = 1 if arch.value_head else arch.vocab_size
+    weights = arch.num_layers * (attention + mlp) + arch.hidden_size * outputs
+    num_tokens = sum(seq_lens)
+    pairs = sum(length * (length + 1) // 2 for length in seq_lens)
+    return 2.0 * num_tokens * weights + 4.0 * heads_dim * arch.num_layers * pairs
+
+
+def mfu_metrics(
+    arch: ArchSpec, seq_lens: Sequence[int], *, update_s: float, num_passes: int, world_size: int, device_name: str
+) -> dict[str, float]:
+    """`perf/mfu/actor`: model FLOPs of the update over what the devices could have done in its time; {} where unknown.
+
+    Args:
+        arch: The actor.
+        seq_lens: Tokens of every sequence of the step, over all ranks.
+        update_s: Seconds of the update.
+        num_passes: Times that each sequence was trained on (`actor.ppo_epochs`).
+        world_size: Devices.
+        device_name: `torch.cuda.get_device_name()`; bf16 rates only, so pass "" for an fp32 actor or a CPU.
+
+    Returns:
+        Forward and backward count 3 x `forward_flops`; recomputed activations count nothing (so MFU, not HFU).
+    """
+    peak = peak_bf16_flops(device_name)
+    if peak is None or update_s <= 0:
+        return {}
+    return {"perf/mfu/actor": 3 * num_passes * forward_flops(arch, seq_lens) / (update_s * world_size * peak)}
+
+
+def spread(name: str, values_N: Tensor) -> dict[str, float]:
+    """`<name>/{mean,max,min}`."""
+    values_N = values_N.double()
+    return {
+        f"{name}/mean": values_N.mean().item(),
+        f"{name}/max": values_N.max().item(),
+        f"{name}/min": values_N.min().item(),
+    }
+
+
+def _groups(values_N: Tensor, group_id_N: Tensor) -> list[Tensor]:
+    """Values of each group, fp64, groups in ascending order of their id."""
+    order = torch.argsort(group_id_N, stable=True)
+    _, counts = torch.unique_consecutive(group_id_N[order], return_counts=True)
+    return list(values_N.double()[order].tensor_split(counts.cumsum(0)[:-1]))
+
+
+def _reduced(name: str, values: Sequence[float]) -> float:
+    if name.endswith("max"):
+        return max(values)
+    return min(values) if name.endswith("min") else sum(values) / len(values)

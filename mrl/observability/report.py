@@ -1,0 +1,466 @@
+"""`mrl report RUN`: one self-contained page about a run, finished or not.
+
+Owns what the page says: which metrics are headlines, which charts stand together, what is compared. It reads only the
+run folder. Drawing is in `charts.py`, the look in `html.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from mrl.algorithms.base import resolve
+from mrl.checkpoint.io.atomic_files import replace_file
+from mrl.checkpoint.io.jsonl_log import Row, number, read_rows
+from mrl.checkpoint.run_dir.run_dir import RunDir, flat, read_facts
+from mrl.config import config as config_module
+from mrl.config import registry
+from mrl.config.config import AlgorithmConfig, Config
+from mrl.config.did_you_mean import did_you_mean_path
+from mrl.errors import UserError
+from mrl.observability.charts import Point, Series, colour, line_chart, stacked_bars
+from mrl.observability.data_sources import headlines
+from mrl.observability.html import card, cell, grid, header, page, section, table, turns_cell
+from mrl.observability.report_charts import ACCURACY, AGES, EPISODES, LEARNING, MISMATCH, POLICY, SPEED, Drawing
+from mrl.observability.text_format import clock, short
+
+EDGE_STEPS = 5
+"""Headline rewards are means over this many first and last steps."""
+
+FEWEST_DRAWN = 3
+"""Points of a metric that stands in no chart of its own: fewer are written, not drawn."""
+
+ROUNDING = 1e-6
+"""Two lines that are closer everywhere are drawn as one."""
+
+OVERLAP = 1.02
+"""Phases that are longer than their steps by more ran beside each other."""
+
+_BESIDE = " Ranks that sample and ranks that train worked at once: together their phases are longer than the steps."
+
+
+def write_report(run_dir: Path) -> Path:
+    """Writes report.html into a run folder and returns its path; a half-written last line of a file is left out.
+
+    Raises:
+        UserError: The folder does not exist or holds no metrics, a file is damaged, or the page cannot be written.
+    """
+    run = RunDir(Path(run_dir))
+    if not run.root.is_dir():
+        hint = did_you_mean_path(run_dir)
+        raise UserError(f"'{run_dir}' is not a folder.{hint} Give a run folder, the run.output_dir of a training run.")
+    history = History(run)
+    if not history.steps and not history.warm_start:
+        raise UserError(f"'{run_dir}' holds no metrics ({run.metrics.name} is missing or empty): nothing was trained.")
+    config = _config(run)
+    facts = _facts(run)
+    name = run.root.resolve().name
+    body = "".join(
+        (
+            _headline(name, history, config, facts, run.committed_steps()),
+            section("Learning", _drawings(history.steps, LEARNING)),
+            section("By data set", _drawings(history.steps, by_data_set(history.steps))),
+            section("Episodes", _drawings(history.steps, EPISODES), "Conversations with environments."),
+            section("Before and after", _samples(_sample_rows(run)), "The same held-out prompts."),
+            section("Policy", _drawings(history.steps, POLICY)),
+            section(
+                "Engine against actor",
+                _drawings(history.steps, MISMATCH),
+                "Probabilities of the sampled tokens: captured while sampling, and recomputed by the actor.",
+            ),
+            section(
+                "Ages",
+                _drawings(history.steps, AGES),
+                "Steps between the weights that sampled a token and those that it trains.",
+            ),
+            section("Warm start", _warm_start(history), "Supervised steps before reinforcement learning."),
+            section(
+                "Where the time went",
+                _timing(history) + _drawings(history.times, SPEED),
+                "Step 0 is what comes before the first step: evaluation and checkpoint. Start-up is not counted."
+                f"{_BESIDE if _overlaps(history) else ''}",
+            ),
+            section("Refit", _refit(history), "The actor's weights copied into the engine."),
+            section("Settings that differ from the defaults", _differences(config)),
+            section("Starts", _starts(facts)),
+            section("Settings changed on resume", _changes(facts)),
+            section("Notes", _notes(read_rows(run.notes, by_step=False))),
+            _rest(history),
+        )
+    )
+    try:
+        replace_file(run.report, page(f"mrl: {name}", body).encode())
+    except OSError as error:
+        raise UserError(f"the report '{run.report}' cannot be written: {error.strerror}.") from error
+    return run.report
+
+
+def report_at_end(run_dir: Path, *, announces: bool) -> None:
+    """Writes the report of a finished run; a report that cannot be written is a warning, since all steps are committed.
+
+    Args:
+        run_dir: Run folder.
+        announces: Print where the report is, or why there is none.
+    """
+    try:
+        words = f"report {write_report(run_dir)}"
+    except UserError as error:
+        words = f"WARNING no report: {error} All steps are done; `mrl report {run_dir}` tries again."
+    if announces:
+        Console().print(Text(words), soft_wrap=True)
+
+
+class History:
+    """All metrics of a run by step: {metric: [(step, value)]} for training, its times, and the warm start."""
+
+    def __init__(self, run: RunDir) -> None:
+        """Reads metrics.jsonl and timings.jsonl."""
+        metrics, times = read_rows(run.metrics), read_rows(run.timings)
+        self.steps = _columns(metrics, "train")
+        self.times = _columns(times, "train")
+        self.warm_start = _columns(metrics, "warm_start")
+        self.warm_start_times = _columns(times, "warm_start")
+
+    @property
+    def last_step(self) -> int:
+        """Reinforcement learning steps recorded."""
+        return int(max((points[-1][0] for points in self.steps.values()), default=0))
+
+
+def _columns(rows: Sequence[Row], phase: str) -> dict[str, list[Point]]:
+    columns: dict[str, list[Point]] = {}
+    for row in rows:
+        step = number(row.get("step"))
+        if row.get("phase") != phase or step is None:
+            continue
+        for name, value in row.items():
+            y = number(value)
+            if name not in ("step", "phase") and y is not None:
+                columns.setdefault(name, []).append((step, y))
+    return columns
+
+
+def _config(run: RunDir) -> Config | None:
+    """The run's config; None where config.yaml is missing or of another version of mrl."""
+    try:
+        return config_module.load(run.config)
+    except UserError:
+        return None
+
+
+def _facts(run: RunDir) -> dict[str, Any]:
+    """Returns run.json; {} where it is missing or damaged: the report shows the rest."""
+    try:
+        return read_facts(run)
+    except UserError:
+        return {}
+
+
+def _headline(
+    name: str, history: History, config: Config | None, facts: Mapping[str, Any], kept_steps: Sequence[int]
+) -> str:
+    cards = []
+    accuracy = history.steps.get(ACCURACY, [])
+    if accuracy:
+        best = max(accuracy, key=lambda point: (point[1], point[0]))
+        more = f"best {best[1]:.3f} after step {best[0]:.0f}"
+        if best[0] not in kept_steps:
+            more += ", of which no checkpoint is kept (checkpoint.interval, checkpoint.keep_best)"
+        before = f"{accuracy[0][1]:.3f}" if len(accuracy) > 1 else ""
+        cards.append(card("Held-out accuracy", f"{accuracy[-1][1]:.3f}", more, before))
+    reward = [y for _, y in history.steps.get("critic/score/mean", []) if math.isfinite(y)]
+    if reward:
+        edge = min(EDGE_STEPS, max(1, len(reward) // 2))
+        first, last = sum(reward[:edge]) / edge, sum(reward[-edge:]) / edge
+        cards.append(card("Reward", f"{last:.3f}", f"mean of {edge} first and last steps", f"{first:.3f}"))
+    total = config.train.num_steps if config else None
+    more = "finished" if total == history.last_step else (f"of {total}" if total else "")
+    cards.append(card("Steps", str(history.last_step), more))
+    seconds = [sum(y for _, y in times.get("timing_s/step", [])) for times in (history.times, history.warm_start_times)]
+    if any(seconds):
+        parts = f"of these warm start {clock(seconds[1])}" if seconds[1] else "sum over the steps"
+        cards.append(card("Time", clock(sum(seconds)), parts))
+    throughput = history.times.get("perf/throughput", [])
+    if throughput:
+        middle = sorted(y for _, y in throughput)[len(throughput) // 2]
+        cards.append(card("Throughput", short(middle), "tokens per second and rank, median"))
+    return header(name, _lead(config, facts), cards)
+
+
+def _lead(config: Config | None, facts: Mapping[str, Any]) -> str:
+    """What was trained, how and on what, in one line."""
+    words = []
+    if config:
+        words = [config.algorithm.name, f"model {config.model.path or config.model.preset}"]
+        words.append(f"data {config.data.task or ', '.join(config.data.train_files)}")
+        layout = config.parallel
+        sizes = {
+            "TP": layout.tensor_model_parallel_size,
+            "PP": layout.pipeline_model_parallel_size,
+            "VPP": layout.virtual_pipeline_model_parallel_size or 1,
+            "rollout TP": config.rollout.tensor_model_parallel_size,
+        }
+        words.append(" ".join(f"{key}={size}" for key, size in sizes.items() if size > 1))
+    if starts := facts.get("starts"):
+        last = starts[-1]
+        ranks = last.get("world_size", "?")
+        words += [
+            f"{ranks} {'rank' if ranks == 1 else 'ranks'} on {last.get('device', '?')}",
+            str(last.get("time", ""))[:16].replace("T", " "),
+        ]
+    return " · ".join(word for word in words if word)
+
+
+def _drawings(columns: Mapping[str, list[Point]], drawings: Sequence[Drawing]) -> str:
+    figures = []
+    for title, lines in drawings:
+        found = [
+            Series(legend, columns[name], dots=name.startswith("val/")) for legend, name in lines if name in columns
+        ]
+        if len(found) == 2 and _alike(found[0].points, found[1].points):
+            found.pop()
+        unit_interval = (0.0, 1.0) if any(name == ACCURACY for _, name in lines) else ()
+        figures.append(line_chart(title, found, include=unit_interval))
+    return grid(figures)
+
+
+def by_data_set(columns: Mapping[str, list[Point]]) -> tuple[Drawing, ...]:
+    """Held-out results and rewards with a line for each data set; none where there is only one."""
+    held_out = headlines(columns)
+    if not held_out:
+        return ()
+    trained = [re.fullmatch("train/(.+)/reward/mean", name) for name in sorted(columns)]
+    return (
+        ("Held out, mean over the samples", tuple(held_out.items())),
+        ("Reward", tuple((match[1], match[0]) for match in trained if match)),
+    )
+
+
+def _alike(one: Sequence[Point], other: Sequence[Point]) -> bool:
+    """Whether two lines differ by rounding only, and one of them is enough."""
+    return len(one) == len(other) and all(abs(a[1] - b[1]) <= ROUNDING for a, b in zip(one, other, strict=True))
+
+
+def _warm_start(history: History) -> str:
+    """Every metric of the warm start that moves, each once."""
+    kept: dict[str, list[Point]] = {}
+    for name, points in history.warm_start.items():
+        moves = len({y for _, y in points}) > 1
+        if moves and not any(_alike(points, other) for other in kept.values()):
+            kept[name.removeprefix("warm_start/")] = points
+    return grid([line_chart(name, [Series(name, points)], x_label="warm-start step") for name, points in kept.items()])
+
+
+def _timing(history: History) -> str:
+    """Seconds per phase: shares of the whole run, warm start included, then stacked over the steps."""
+    times = history.times
+    phases = {
+        name.removeprefix("timing_s/"): dict(points)
+        for name, points in times.items()
+        if name.startswith("timing_s/") and name.count("/") == 1 and name != "timing_s/step"
+    }
+    whole = dict(times.get("timing_s/step", []))
+    order = sorted(phases, key=lambda name: -sum(phases[name].values())) if whole else []
+    xs = sorted(whole)
+    layers = [(name, [phases[name].get(x, 0.0) for x in xs]) for name in order]
+    other = [max(0.0, whole[x] - sum(values[i] for _, values in layers)) for i, x in enumerate(xs)]
+    if sum(other) > 0.005 * sum(whole.values()):
+        layers.append(("other", other))
+    warm_start = [y for _, y in history.warm_start_times.get("timing_s/step", [])]
+    rows = [*layers, *([("warm start", warm_start)] if warm_start else [])]
+    bars = [stacked_bars("Time per step", xs, layers, y_label="s")] if layers else []
+    return grid([*bars, _shares(rows)]) if rows else ""
+
+
+def _overlaps(history: History) -> bool:
+    """Whether the phases of the steps take longer than the steps: some ran beside others."""
+    whole, parts = dict(history.times.get("timing_s/step", [])), dict[float, float]()
+    for name, points in history.times.items():
+        if name.startswith("timing_s/") and name.count("/") == 1 and name != "timing_s/step":
+            for step, seconds in points:
+                parts[step] = parts.get(step, 0.0) + seconds
+    return sum(parts[step] for step in parts if step in whole) > OVERLAP * sum(whole.values()) > 0
+
+
+def _shares(rows: Sequence[tuple[str, Sequence[float]]]) -> str:
+    """A bar of shares above a table: name and seconds of each step."""
+    total = sum(sum(values) for _, values in rows) or 1.0
+    lines, bar = [], []
+    for index, (name, values) in enumerate(rows):
+        share = sum(values) / total
+        bar.append(f'<i style="width:{100 * share:.3f}%;background:{colour(index)}"></i>')
+        key = f'<i class="key" style="background:{colour(index)}"></i>'
+        average, longest = sum(values) / len(values), max(values)
+        label = cell(name).replace("<td>", f"<td>{key}", 1)
+        numbers = (clock(sum(values)), f"{100 * share:.1f} %", f"{average:.3g}", f"{longest:.3g}")
+        lines.append(label + "".join(cell(word, "num") for word in numbers))
+    heads = ("phase", ">total", ">share", ">mean, s/step", ">longest, s")
+    return table(heads, lines).replace("<table>", f'<div class="share">{"".join(bar)}</div><table>', 1)
+
+
+def _refit(history: History) -> str:
+    """Every `refit/...` metric: first, median and last value, and the rate over the steps."""
+    columns = {name: points for name, points in (history.steps | history.times).items() if name.startswith("refit/")}
+    rows = []
+    for name, points in sorted(columns.items()):
+        values = [y for _, y in points]
+        trio = (values[0], sorted(values)[len(values) // 2], values[-1])
+        rows.append(cell(name) + "".join(cell(f"{y:,.0f}" if y == int(y) else f"{y:.4g}", "num") for y in trio))
+    rates = [line_chart(name, [Series(name, points)]) for name, points in columns.items() if "per_s" in name]
+    listing = table(("", ">first", ">median", ">last"), rows)
+    return grid([*rates, listing])
+
+
+def _sample_rows(run: RunDir) -> list[Row]:
+    """Returns the rows of samples.jsonl.
+
+    Raises:
+        UserError: A row's turns are not what `run_log.sample_rows` writes.
+    """
+    rows = read_rows(run.samples)
+    for number_, row in enumerate(rows, 1):
+        turns = row.get("turns") or []
+        if not isinstance(turns, list) or not all(
+            isinstance(turn, dict) and {"by", "text"} <= set(turn) for turn in turns
+        ):
+            raise UserError(
+                f'\'{run.samples}\', line {number_}: "turns" is not a list of objects with "by" and "text". '
+                "Restore the file or remove that line."
+            )
+    return rows
+
+
+def _samples(rows: Sequence[Row]) -> str:
+    """Held-out responses of the first and the last evaluation, side by side; training samples where there is none."""
+    held_out = [row for row in rows if row.get("phase") == "val"]
+    rows = held_out or list(rows)
+    steps = sorted({row["step"] for row in rows})
+    if not steps:
+        return ""
+    first, last = ({_identity(row): row for row in rows if row["step"] == step} for step in (steps[0], steps[-1]))
+    heads = ["prompt", "expected", f"after step {steps[-1]}", ">reward"]
+    if not held_out or len(steps) == 1:
+        return table(heads, [_prompt(row) + _answered(row) for row in last.values()])
+    heads[2:2] = [f"after step {steps[0]}", ">reward"]
+    both = [(first[key], last[key]) for key in first if key in last]
+    return table(heads, [_prompt(before) + _answered(before) + _answered(after) for before, after in both])
+
+
+def _identity(row: Row) -> tuple[Any, ...]:
+    return row.get("prompt"), row.get("answer"), row.get("sample_index")
+
+
+def _prompt(row: Row) -> str:
+    answer = row.get("answer")
+    return cell(str(row.get("prompt", "")), "text") + cell("" if answer is None else str(answer), "text")
+
+
+def _answered(row: Row) -> str:
+    reward = number(row.get("reward"))
+    cut = " ⋯ (cut at the length limit)" if row.get("finish_reason") == "length" else ""
+    tone = "good" if reward is not None and reward > 0 else "poor"
+    value = "" if reward is None else short(reward)
+    turns = [(str(turn["by"]), _said(turn)) for turn in row.get("turns") or ()]
+    said = turns_cell(turns, cut) if turns else cell(str(row.get("response", "")) + cut, "text")
+    return said + cell(value, f"num {tone}")
+
+
+def _said(turn: Row) -> str:
+    """A turn's text, and what the environment gave for it."""
+    reward = number(turn.get("reward"))
+    return f"{turn['text']}  [{short(reward)}]" if reward else str(turn["text"])
+
+
+def _defaults(algorithm: str) -> dict[str, Any]:
+    """What a run of this algorithm has where its config says nothing; code of a user's own is not run for a report."""
+    own = flat(asdict(Config()))
+    if algorithm not in registry.names("algorithms"):
+        return own
+    filled = replace(Config(), algorithm=resolve(AlgorithmConfig(name=algorithm)))
+    return flat(asdict(filled)) | {"algorithm.name": own["algorithm.name"]}
+
+
+def _differences(config: Config | None) -> str:
+    if config is None:
+        return ""
+    mine, default = flat(asdict(config)), _defaults(config.algorithm.name)
+    keys = [key for key in mine if mine[key] != default.get(key)]
+    rows = [
+        cell(key, "text") + cell(_value(mine[key]), "text") + cell(_value(default.get(key)), "text") for key in keys
+    ]
+    return table(("key", "this run", "default"), rows)
+
+
+def _value(value: Any) -> str:
+    return "" if value in ({}, None) else (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+
+
+def _starts(facts: Mapping[str, Any]) -> str:
+    rows = []
+    for start in facts.get("starts", []):
+        resumed = start.get("resume_step")
+        versions = ", ".join(f"{name} {number}" for name, number in start.get("versions", {}).items())
+        where = f"{start.get('world_size', '?')} x {start.get('device', '?')}, {start.get('num_cores', '?')} cores"
+        words = ("from the beginning" if resumed is None else f"from step {resumed}", where)
+        rows.append(_when(start) + "".join(cell(word) for word in (*words, versions)))
+    return table(("time", "began", "ranks", "versions"), rows)
+
+
+def _changes(facts: Mapping[str, Any]) -> str:
+    """What a resume changed of what the run computes."""
+    rows = []
+    for start in facts.get("starts", []):
+        for change in start.get("changes", []):
+            step = cell(f"from step {start.get('resume_step')}")
+            rows.append(_when(start) + step + cell(change, "text"))
+    return table(("time", "began", "setting: before -> now"), rows)
+
+
+def _notes(rows: Sequence[Row]) -> str:
+    return table(("time", "note"), [_when(row) + cell(str(row.get("text", ""))) for row in rows])
+
+
+def _when(row: Mapping[str, Any]) -> str:
+    return cell(str(row.get("time", ""))[:19].replace("T", " "), "when")
+
+
+def _rest(history: History) -> str:
+    """Every metric that no chart above shows, small, folded away; what does not move is a row of a table."""
+    drawn = (LEARNING, by_data_set(history.steps), POLICY, MISMATCH, AGES, SPEED)
+    shown = {name for part in drawn for _, lines in part for _, name in lines}
+    hidden = ("refit/", "timing_s/", "training/global_step")
+    columns = {
+        name: points
+        for name, points in sorted((history.steps | history.times).items())
+        if name not in shown and not name.startswith(hidden) and points
+    }
+    still = {name: points for name, points in columns.items() if _is_still(points)}
+    body = grid(
+        [
+            line_chart(name, [Series(name, points, dots=name.startswith("val/"))])
+            for name, points in columns.items()
+            if name not in still
+        ],
+        3,
+    )
+    if still:
+        rows = [cell(name) + cell(", ".join(_values(points))) for name, points in still.items()]
+        body += table(("metric", "value"), rows)
+    return f"<details><summary>All other metrics ({len(columns)})</summary>{body}</details>" if body else ""
+
+
+def _values(points: Sequence[Point]) -> list[str]:
+    """In order, each once."""
+    return list(dict.fromkeys(f"{y:.4g}" for _, y in points))
+
+
+def _is_still(points: Sequence[Point]) -> bool:
+    return len(points) < FEWEST_DRAWN or len(_values(points)) == 1

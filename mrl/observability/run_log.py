@@ -1,0 +1,146 @@
+"""The one object that the loop talks to about what it sees.
+
+Owns `RunLog` and the shape of sample rows. It computes no metric (`metrics.py`) and knows no format (`loggers/`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from mrl.checkpoint.run_dir.run_dir import RunDir
+from mrl.config import registry
+from mrl.config.config import Config
+from mrl.observability.loggers.base import Logger, Opening, Phase
+from mrl.types import Rollout
+
+
+class RunLog:
+    """Spreads metrics, samples and notes over the loggers. On every rank but 0 all methods do nothing."""
+
+    def __init__(self, config: Config, run: RunDir, resume_step: int | None, *, rank: int = 0) -> None:
+        """Opens every logger in `observability/loggers` that the config wants.
+
+        Args:
+            config: Resolved.
+            run: Its `start` was called (rank 0).
+            resume_step: Reinforcement learning steps in the checkpoint that the run goes on from: later lines are cut
+                off. None: a run from nothing; lines of a run that never reached a checkpoint are cut off.
+            rank: Global rank of this process.
+
+        Raises:
+            UserError: A wanted logger cannot work.
+        """
+        self._loggers: list[Logger] = []
+        if rank == 0:
+            opening = Opening(config, run, resume_step)
+            try:
+                for name in registry.names("observability.loggers"):
+                    logger = registry.find("observability.loggers", name, "LOGGER")(opening)
+                    if logger is not None:
+                        self._loggers.append(logger)
+            except BaseException:
+                self.close()
+                raise
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of reinforcement learning step `step` (1 is the first). Further calls for a step add to its line."""
+        for logger in self._loggers:
+            logger.record("train", step, metrics)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Held-out metrics after `step` steps (0: before the first); they join the line of that step."""
+        for logger in self._loggers:
+            logger.record("val", step, metrics)
+
+    def warm_start(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of supervised step `step` (1 is the first); `actor/...` becomes `warm_start/...`."""
+        renamed = {name.replace("actor/", "warm_start/", 1): value for name, value in metrics.items()}
+        for logger in self._loggers:
+            logger.record("warm_start", step, renamed)
+
+    def warm_start_resumed(self, step: int) -> None:
+        """The warm start goes on after supervised step `step`: what came later is cut off."""
+        for logger in self._loggers:
+            logger.warm_start_resumed(step)
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Sample generations of `step`, from `sample_rows`; their "phase" says from where."""
+        phases: tuple[Phase, ...] = ("train", "val")
+        for phase in phases:
+            chosen = [{key: row[key] for key in row if key != "phase"} for row in rows if row["phase"] == phase]
+            for logger in self._loggers if chosen else ():
+                logger.samples(phase, step, chosen)
+
+    def note(self, text: str) -> None:
+        """Something that happened, in one line (resumed from ..., checkpoint written ...)."""
+        for logger in self._loggers:
+            logger.note(text)
+
+    def phase(self, where: str) -> None:
+        """What runs now; give it to `Timers(on_phase=...)`."""
+        for logger in self._loggers:
+            logger.phase(where)
+
+    def sync(self) -> None:
+        """What was logged so far is on the disk."""
+        for logger in self._loggers:
+            logger.sync()
+
+    def close(self) -> None:
+        """Writes out and closes every logger, also after one that cannot."""
+        with ExitStack() as stack:
+            for logger in self._loggers:
+                stack.callback(logger.close)
+            self._loggers.clear()
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def sample_rows(rollouts: Sequence[Rollout], *, phase: str, num_samples: int) -> list[dict[str, Any]]:
+    """The first `num_samples` rollouts as rows of samples.jsonl.
+
+    Args:
+        rollouts: Scored; evaluations in the order of the held-out prompts, so that all show the same ones.
+        phase: "train" or "val".
+        num_samples: `observe.num_samples`.
+    """
+    return [
+        {
+            "phase": phase,
+            "uid": rollout.prompt.uid,
+            "sample_index": rollout.sample_index,
+            "prompt": rollout.prompt.text,
+            "response": rollout.response_text,
+            "answer": rollout.prompt.answer,
+            "reward": rollout.reward if math.isfinite(rollout.reward) else None,
+            "reward_parts": rollout.reward_parts,
+            "reward_error": rollout.reward_error,
+            "finish_reason": rollout.finish_reason,
+            "response_length": len(rollout.response_ids),
+            **_of_episode(rollout),
+        }
+        for rollout in rollouts[:num_samples]
+    ]
+
+
+def _of_episode(rollout: Rollout) -> dict[str, Any]:
+    """Why an episode ended, what its environment says, and its segments: who said what, and what it was worth."""
+    episode = rollout.episode
+    if episode is None:
+        return {}
+    rewards = iter(episode.turn_rewards)
+    turns = [
+        {"by": by, "text": text, "tokens": part.end - part.start, "reward": next(rewards) if by == "policy" else None}
+        for (by, text), part in zip(episode.turns, rollout.segments, strict=True)
+    ]
+    return {"episode_end": episode.end, "episode_facts": episode.facts, "turns": turns}

@@ -1,0 +1,113 @@
+"""Times the phases of a step, and knows which phase runs now.
+
+Owns `Timers`, which keep the ledger of memory too. Every rank has one; only rank 0's figures are logged. Error messages
+and the watchdog ask `where`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from mrl.observability.memory_peaks import MemoryLedger
+
+
+class Timers:
+    """Wall-clock seconds of named phases, summed over one step.
+
+    Names follow verl: gen, update_weights, reward, old_log_prob, ref, values, adv, update_critic, update_actor,
+    testing, save_checkpoint. Phases nest: the inner one is part of the outer one and is recorded as "outer/inner", so
+    that the phases without a slash add up.
+
+    Attributes:
+        ledger: Memory of the outermost phases.
+    """
+
+    def __init__(self, device: str | torch.device = "cpu", on_phase: Callable[[str], None] | None = None) -> None:
+        """Times on `device`: a CUDA device is synchronised where a phase begins and ends.
+
+        Args:
+            device: Where the work of the phases runs.
+            on_phase: Called with `where` whenever a phase begins (`RunLog.phase` shows it on the console).
+        """
+        self.ledger = MemoryLedger(device)
+        self._synchronize = torch.device(device).type == "cuda"
+        self._on_phase = on_phase
+        self._seconds: dict[str, float] = {}
+        self._stack: list[str] = []
+        self._failed: str | None = None
+        self._step: int | None = None
+        self._step_began: float | None = None
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """One step: forgets the phases of the step before; its own time is `timing_s/step`."""
+        self._seconds = {}
+        self.ledger.forget()
+        self._step = step
+        self._step_began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds["step"] = time.perf_counter() - self._step_began
+            self._step_began = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Times what runs inside; repeats in a step add up. After an error `where` names the phase that failed."""
+        self._stack.append(name)
+        self._failed = None
+        path = "/".join(self._stack)
+        if self._on_phase is not None:
+            self._on_phase(self.where)
+        outermost = len(self._stack) == 1
+        if outermost:
+            self.ledger.begin()
+        began = self._now()
+        try:
+            yield
+            self._seconds[path] = self._seconds.get(path, 0.0) + self._now() - began
+            if outermost:
+                self.ledger.end(path)
+        except BaseException:
+            self._fail(path)
+            raise
+        finally:
+            self._stack.pop()
+
+    def heard(self, timings: Mapping[str, float]) -> None:
+        """Takes over, from another rank's `metrics`, the phases that this one has not run in this step."""
+        for name, value in timings.items():
+            self._seconds.setdefault(name.removeprefix("timing_s/"), value)
+
+    def metrics(self) -> dict[str, float]:
+        """`timing_s/<phase>` of the step so far; `timing_s/step` is the time up to now while the step runs."""
+        seconds = dict(self._seconds)
+        if self._step_began is not None:
+            seconds["step"] = time.perf_counter() - self._step_began
+        return {f"timing_s/{name}": value for name, value in seconds.items()}
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step was begun."""
+        return self._step is not None
+
+    @property
+    def where(self) -> str:
+        """What runs now, for people: "step 12, update_actor/forward"; the failed phase after an error."""
+        phase = self._failed or "/".join(self._stack)
+        if self._step is None:
+            return phase or "the start"
+        return f"step {self._step}, {phase or 'between phases'}"
+
+    def _fail(self, path: str) -> None:
+        if self._failed is None:
+            self._failed = path
+
+    def _now(self) -> float:
+        if self._synchronize:
+            torch.cuda.synchronize()
+        return time.perf_counter()

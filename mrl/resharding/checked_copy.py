@@ -1,0 +1,182 @@
+"""Copies that are summed in the same pass over memory, and sums: `checked_copy.c`, or PyTorch where that cannot do it.
+
+Owns `copy_bits` and `sum_bits`; what the sums are is said in `resharding/checksum.py`. The compiled copy adds up what
+passes from the source to the target, so that both have one sum. PyTorch's, which does the casts, the copies of a GPU,
+and all where nothing can be compiled, goes block by block and reads each back while it is in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mrl.models.kernels import build
+from mrl.resharding.checksum import MODULUS, bits
+
+BLOCK_BYTES = 1 << 20
+"""What of a copy PyTorch makes, and reads back, at a time, for each thread."""
+
+THREAD_BYTES = 4 << 20
+"""From here on a compiled copy is shared by as many threads as PyTorch uses."""
+
+SOURCE = Path(__file__).with_name("checked_copy.c")
+
+_Call = Callable[..., int]
+
+
+@cache
+def compiled() -> tuple[_Call | None, str]:
+    """(the compiled function, its name), or (None, why there is none)."""
+    found, told = build.built([SOURCE])
+    if found is None:
+        return None, told
+    call: _Call = found.copy_rows
+    call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 5]  # type: ignore[attr-defined]
+    call.restype = ctypes.c_uint64  # type: ignore[attr-defined]
+    return call, told
+
+
+def copy_bits(target: Tensor, source: Tensor, *, both: bool = False) -> tuple[Tensor, Tensor]:
+    """Copies, and adds up what was copied.
+
+    Args:
+        target: Of the same shape.
+        source: Where its dtype differs it is cast.
+        both: Sum the source too; it has the target's dtype.
+
+    Returns:
+        (`bits` of the source, `bits` of what was written), int64; without `both` the latter twice.
+    """
+    if target.shape != source.shape:
+        raise RuntimeError(f"{list(source.shape)} cannot be copied into {list(target.shape)}")
+    target, source = target.detach(), source.detach()
+    if target.dtype == source.dtype and (total := _run(target, source)) is not None:
+        return total, total
+    return _copy_blocks(target, source, both=both)
+
+
+def sum_bits(values: Tensor) -> Tensor:
+    """`checksum.bits`, at the speed of memory where something is compiled."""
+    values = values.detach()
+    total = _run(None, values)
+    return bits(values) if total is None else total
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of elements that lie one after the other, in the coordinates of several tensors of one shape.
+
+    Attributes:
+        rows: How many.
+        count: Elements of each.
+        steps: Elements from a row to the next, for each tensor.
+        starts: Elements to the first row of each set of rows, for each tensor.
+    """
+
+    rows: int
+    count: int
+    steps: tuple[int, ...]
+    starts: tuple[tuple[int, ...], ...]
+
+
+@lru_cache(maxsize=4096)
+def _rows_of(shape: tuple[int, ...], *strides: tuple[int, ...]) -> _Rows | None:
+    """Rows of tensors of these strides; None where elements do not lie one after the other."""
+    axes: list[tuple[int, tuple[int, ...]]] = []  # extent, and stride in each tensor, of what is not one run
+    for extent, *steps in zip(shape, *strides, strict=True):
+        if extent == 1:
+            continue
+        if axes and all(last == extent * step for last, step in zip(axes[-1][1], steps, strict=True)):
+            extent *= axes.pop()[0]
+        axes.append((extent, tuple(steps)))
+    if axes and axes[-1][1] != (1,) * len(strides):
+        return None
+    count = axes.pop()[0] if axes else 1
+    rows, last_steps = axes.pop() if axes else (1, (0,) * len(strides))
+    places = product(*([(i, steps) for i in range(extent)] for extent, steps in axes))
+    starts = tuple(
+        tuple(sum(i * steps[which] for i, steps in place) for which in range(len(strides))) for place in places
+    )
+    return _Rows(rows, count, last_steps, starts)
+
+
+def _run(target: Tensor | None, source: Tensor) -> Tensor | None:
+    """The compiled copy, without a target the sum; None where it cannot be made so."""
+    tensors = [source] if target is None else [target, source]
+    if any(tensor.device.type != "cpu" for tensor in tensors) or not source.numel():
+        return None
+    call, _ = compiled()
+    rows = None if call is None else _rows_of(tuple(source.shape), *(tensor.stride() for tensor in tensors))
+    if call is None or rows is None:
+        return None
+    width = source.element_size()
+    first, into = source.data_ptr(), None if target is None else target.data_ptr()
+    from_step, into_step = rows.steps[-1] * width, 0 if into is None else rows.steps[0] * width
+
+    def part(start: tuple[int, ...], row: int, num_rows: int, at: int, count: int) -> int:
+        from_ = first + (start[-1] + at) * width + row * from_step
+        to = None if into is None else into + (start[0] + at) * width + row * into_step
+        return call(to, from_, num_rows, count, into_step, from_step, width)
+
+    threads = torch.get_num_threads()
+    if threads == 1 or rows.rows * rows.count * width < THREAD_BYTES:
+        total = sum(part(start, 0, rows.rows, 0, rows.count) for start in rows.starts)
+    else:
+        cuts = [
+            (start, row, num_rows, at, count)
+            for start in rows.starts
+            for row, num_rows in _cut(rows.rows, threads if rows.rows > 1 else 1)
+            for at, count in _cut(rows.count, threads if rows.rows == 1 else 1)
+        ]
+        total = sum(_pool(threads).map(lambda cut: part(*cut), cuts))
+    upper = (total << 64 - 8 * width) % MODULUS
+    return torch.tensor(upper - MODULUS if upper >= MODULUS // 2 else upper)
+
+
+def _cut(size: int, parts: int) -> list[tuple[int, int]]:
+    """(first, how many) of about equal parts."""
+    each = -(-size // parts)
+    return [(first, min(each, size - first)) for first in range(0, size, each)]
+
+
+@lru_cache(maxsize=1)
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """They sleep while they wait, which OpenMP's do not: on a busy machine that takes as long as a copy."""
+    return ThreadPoolExecutor(threads)
+
+
+def _copy_blocks(target: Tensor, source: Tensor, *, both: bool) -> tuple[Tensor, Tensor]:
+    """`copy_bits` with PyTorch."""
+    given = written = torch.zeros((), dtype=torch.int64, device=target.device)
+    for into, values in _blocks(target, source):
+        into.copy_(values)
+        written = written + bits(into)
+        if both:
+            given = given + bits(values)
+    return (given if both else written), written
+
+
+def _blocks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parts of both; all of them on a device that copies at once."""
+    if target.numel() == 0:
+        return
+    room = BLOCK_BYTES * torch.get_num_threads()
+    if target.device.type != "cpu" or target.nbytes <= room:
+        yield target, source
+        return
+    if target.is_contiguous() and source.is_contiguous():
+        target, source = target.view(-1), source.view(-1)
+    if target.nbytes // target.size(0) > room:  # a row is more than a block
+        for into, values in zip(target.unbind(), source.unbind(), strict=True):
+            yield from _blocks(into, values)
+        return
+    rows = room * target.size(0) // target.nbytes
+    yield from zip(torch.split(target, rows), torch.split(source, rows), strict=True)

@@ -1,0 +1,244 @@
+"""The tensors of Megatron's distributed checkpoint: their keys, and which region of them a rank's tensor is.
+
+Owns the way from a place in the model to (key, offsets in a global tensor). A checkpoint holds global tensors, in which
+tensor parallelism is undone, the layers are the first dimension and the experts the second; what a rank has is a box in
+one of them (two boxes for [gate; up], whose gate halves of all ranks come first). How a file holds a box is not known
+here. It imports no Megatron: keys and shapes are compared with real checkpoints in the tests.
+
+Sources, megatron-core 0.16.1: `transformer/transformer_block.py: sharded_state_dict` (layers stacked, or one key per
+layer), `transformer/moe/experts.py` (experts stacked, or one key each), `transformer/mlp.py:
+apply_swiglu_sharded_factory`, `models/gpt/gpt_layer_specs.py: sharded_state_dict_keys_map` (the local layer spec saves
+norms under the names of TransformerEngine's fused linears), `dist_checkpointing/mapping.py: ShardedObject.unique_key`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from mrl.models.base import ArchSpec, Kind, ParamSpec, Place, moe_of
+from mrl.parallel_layout import Grid
+from mrl.resharding.layout import Piece, Region, StoredTensor
+from mrl.resharding.megatron import RankTensor, rank_tensors
+from mrl.resharding.regions import intersect, translate, whole
+
+EXTRA_STATE = "_extra_state"
+"""What a module keeps beside its weights: TransformerEngine's fp8 scales, or nothing."""
+
+_FUSED_NORMS = (
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+)
+_GATED = (Kind.GATE_UP, Kind.EXPERT_GATE_UP)
+_HALVES = ("_w", "_v")
+_CORE_ATTENTION = "decoder.layers.self_attention.core_attention"
+
+
+class Spelling(Enum):
+    """How a checkpoint splits a row of the table into global tensors."""
+
+    STACKED = "layers and experts stacked"
+    PER_LAYER = "a tensor for each layer, experts stacked"
+    SINGLE = "a tensor for each layer and expert, gate and up apart"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank's box in a global tensor.
+
+    Attributes:
+        key: The global tensor.
+        global_shape: Its shape.
+        offsets: Where the box begins; it ends `stored.view` further.
+        stored: What the box holds.
+    """
+
+    key: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    stored: StoredTensor
+
+    @property
+    def name(self) -> str:
+        """The box's name in a layout."""
+        return f"{self.key}[{','.join(map(str, self.offsets))}]"
+
+
+def rank_shards(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str) -> Iterator[Shard]:
+    """What `rank` writes: its tensors that no lower data-, context- or tensor-parallel copy holds as well.
+
+    Keys are those of homogeneous layers (`Spelling.STACKED`). A norm whose key depends on the layer spec is written
+    under each of them, so that models of either spec load.
+
+    Raises:
+        UserError: A parallel size does not divide what it splits.
+    """
+    coords, experts = grid.coords(rank), grid.expert_coords(rank)
+    first_copy = coords.dp == 0 and coords.cp == 0
+    for tensor in rank_tensors(arch, grid, rank, dtype=dtype):
+        spec = tensor.spec
+        if spec.kind.is_expert:
+            is_writer, size, index = experts.edp == 0, grid.expert_tp, experts.etp
+        else:
+            is_writer, size, index = first_copy and not tensor.is_copy, grid.tp, coords.tp
+        if spec.kind is Kind.REPLICATED:
+            is_writer, size, index = is_writer and index == 0, 1, 0
+        if not is_writer:
+            continue
+        lead = _lead(tensor, Spelling.STACKED, arch)
+        parts = _halves(tensor.stored) if spec.kind in _GATED else [tensor.stored]
+        for number, part in enumerate(parts):
+            axis = 1 if spec.kind in (Kind.ROW, Kind.EXPERT_DOWN) else 0
+            shape, offsets = list(part.shape), [0] * len(part.shape)
+            shape[axis] *= size * len(parts)
+            offsets[axis] = (number * size + index) * part.shape[axis]
+            view = (1,) * len(lead) + part.shape
+            for stem in _written_stems(spec):
+                yield Shard(
+                    key=_key(stem, Spelling.STACKED),
+                    global_shape=(*(extent for _, extent in lead), *shape),
+                    offsets=(*(place for place, _ in lead), *offsets),
+                    stored=StoredTensor(part.shape, part.dtype, part.pieces, part.padding, view),
+                )
+
+
+@dataclass(frozen=True)
+class StackedPiece:
+    """A piece of one of the matrices (or vectors) that a global tensor stacks; `lead` says of which one."""
+
+    lead: tuple[int, ...]
+    piece: Piece
+
+    def outward(self, region: Region) -> Region:
+        """A region of the Hugging Face tensor, inside `piece.src`, in coordinates of the global tensor."""
+        return (*((index, index + 1) for index in self.lead), *translate(region, self.piece.src, self.piece.dst))
+
+    def inward(self, region: Region) -> Region:
+        """The way back."""
+        return translate(region[len(self.lead) :], self.piece.dst, self.piece.src)
+
+
+@dataclass
+class Stack:
+    """A global tensor, without vocabulary padding: its shape, and what it holds."""
+
+    shape: tuple[int, ...]
+    parts: list[StackedPiece] = field(default_factory=list)
+
+
+def global_tensors(arch: ArchSpec, keys: Collection[str]) -> dict[str, Stack]:
+    """The global tensors that hold the model: key -> tensor.
+
+    Args:
+        arch: The model.
+        keys: What the checkpoint has; each row of the table is looked for in every spelling. A row that it has in none
+            is listed under its usual key.
+    """
+    found: dict[str, Stack] = {}
+    chosen: dict[ParamSpec, tuple[str, Spelling]] = {}
+    for tensor in rank_tensors(arch, Grid(1), 0, dtype="float32"):
+        spec = tensor.spec
+        if spec not in chosen:
+            chosen[spec] = _spelled(spec, keys)
+        stem, spelling = chosen[spec]
+        apart = spelling is Spelling.SINGLE and spec.kind in _GATED
+        halves = zip(_HALVES, _halves(tensor.stored), strict=True) if apart else [("", tensor.stored)]
+        lead = _lead(tensor, spelling, arch)
+        for half, stored in halves:
+            key = _key(stem, spelling, tensor) + half
+            stack = found.setdefault(key, Stack((*(extent for _, extent in lead), *stored.shape)))
+            stack.parts += [StackedPiece(tuple(index for index, _ in lead), piece) for piece in stored.pieces]
+    return found
+
+
+def spellings(arch: ArchSpec, keys: Collection[str]) -> set[Spelling]:
+    """The spellings in which the layers of a checkpoint are found."""
+    rows = {tensor.spec for tensor in rank_tensors(arch, Grid(1), 0, dtype="float32")}
+    return {_spelled(spec, keys)[1] for spec in rows if spec.place is Place.LAYER}
+
+
+def known_keys(arch: ArchSpec) -> set[str]:
+    """Every key of `rank_shards`, at any layout."""
+    return {shard.key for shard in rank_shards(arch, Grid(1), 0, dtype="float32")}
+
+
+def extra_states(arch: ArchSpec) -> list[str]:
+    """Keys under which Megatron looks for the extra state of each module of the decoder, and of each expert.
+
+    The local layer spec has one for every linear; TransformerEngine also for the core attention and its norms.
+    """
+    found: dict[str, None] = {}
+    for tensor in rank_tensors(arch, Grid(1), 0, dtype="float32"):
+        if tensor.spec.place is Place.FIRST:
+            continue
+        lead = _lead(tensor, Spelling.STACKED, arch)
+        modules = [_key(stem, Spelling.STACKED).rpartition(".")[0] for stem in _written_stems(tensor.spec)]
+        if tensor.spec.kind is Kind.QKV:
+            modules.append(_CORE_ATTENTION)
+        for module in modules:
+            place = ".".join(str(index) for index, _ in lead) or "0"
+            extent = ".".join(str(extent) for _, extent in lead) or "1"
+            found[f"{module}.{EXTRA_STATE}/shard_{place}_{extent}"] = None
+    return list(found)
+
+
+def _stems(spec: ParamSpec) -> list[str]:
+    """Names of a row, with `{layer}` and `{expert}`: TransformerEngine's, the local spec's, and the module's own."""
+    if spec.kind.is_expert:
+        return [spec.megatron.replace(".local_experts.", ".experts.")]
+    local = spec.megatron
+    for own, fused in _FUSED_NORMS:
+        local = local.replace(f".{own}", f".{fused}")
+    return list(dict.fromkeys([spec.megatron_te or spec.megatron, local, spec.megatron]))
+
+
+def _written_stems(spec: ParamSpec) -> list[str]:
+    stems = _stems(spec)
+    return stems if spec.megatron_te is None else stems[:1]
+
+
+def _key(stem: str, spelling: Spelling, tensor: RankTensor | None = None) -> str:
+    if spelling is not Spelling.SINGLE:
+        stem = stem.replace(".{expert}", "")
+    if spelling is Spelling.STACKED:
+        stem = stem.replace(".{layer}", "")
+    return stem if tensor is None else stem.format(layer=tensor.layer, expert=tensor.expert)
+
+
+def _spelled(spec: ParamSpec, keys: Collection[str]) -> tuple[str, Spelling]:
+    """The first name and spelling under which the checkpoint has the row's first tensor."""
+    stems = _stems(spec)
+    for stem in stems:
+        for spelling in Spelling:
+            half = _HALVES[0] if spelling is Spelling.SINGLE and spec.kind in _GATED else ""
+            if _key(stem, spelling).format(layer=0, expert=0) + half in keys:
+                return stem, spelling
+    return stems[0], Spelling.STACKED
+
+
+def _lead(tensor: RankTensor, spelling: Spelling, arch: ArchSpec) -> list[tuple[int, int]]:
+    """(index, extent) of each dimension that stands before those of the tensor itself."""
+    lead = []
+    if tensor.layer is not None and spelling is Spelling.STACKED:
+        lead.append((tensor.layer, arch.num_layers))
+    if tensor.expert is not None and spelling is not Spelling.SINGLE:
+        lead.append((tensor.expert, moe_of(arch).num_experts))
+    return lead
+
+
+def _halves(stored: StoredTensor) -> list[StoredTensor]:
+    """The upper and the lower half of the rows."""
+    rows, *rest = stored.shape
+    half = rows // 2
+    found = []
+    for start in (0, half):
+        box = ((start, start + half), *whole(rest))
+        pieces = []
+        for piece in stored.pieces:
+            both = intersect(piece.dst, box)
+            if both is not None:
+                own = translate(both, box, whole((half, *rest)))
+                pieces.append(Piece(piece.hf_name, translate(both, piece.dst, piece.src), own))
+        found.append(StoredTensor((half, *rest), stored.dtype, tuple(pieces)))
+    return found

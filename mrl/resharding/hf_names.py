@@ -1,0 +1,108 @@
+"""The names under which a Hugging Face checkpoint may store the tensors of a model's table.
+
+Owns the forms of a checkpoint that differ from the table in names only, or in experts that are stored together:
+
+- transformers 5 with `save_original_format=False`: all experts of a layer in `experts.gate_up_proj` (experts,
+  2 * width, hidden; gate rows before up rows) and `experts.down_proj` (experts, hidden, width), and Mixtral's experts
+  under `mlp`.
+- The state of a base model (`AutoModel`), without the prefix `model.`.
+- The state of a model inside wrappers: `torch.compile`, FSDP, activation checkpointing, DDP.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from mrl.errors import UserError
+from mrl.models.base import ArchSpec, Kind
+from mrl.resharding.hf import hf_layout
+from mrl.resharding.shards import hf_tensors, table
+
+_WRAPPERS = re.compile(r"^module\.|(?:(?<=^)|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_PREFIX = "model."
+_FUSED = {Kind.EXPERT_GATE_UP: "gate_up_proj", Kind.EXPERT_DOWN: "down_proj"}
+_MIXTRAL_BLOCK, _MIXTRAL_BLOCK_OF_5 = ".block_sparse_moe.", ".mlp."
+
+
+@dataclass(frozen=True)
+class Located:
+    """Place of a tensor of the table in a checkpoint.
+
+    Attributes:
+        stored: Name of the stored tensor.
+        shape: Expected shape of the stored tensor.
+        index: Part of the stored tensor that is this one; empty: all of it.
+    """
+
+    stored: str
+    shape: tuple[int, ...]
+    index: tuple[int | slice, ...] = ()
+
+    def part_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of this tensor as a part of a stored tensor of that shape."""
+        rows = [
+            len(range(size)[part]) for size, part in zip(shape, self.index, strict=False) if isinstance(part, slice)
+        ]
+        return (*rows, *shape[len(self.index) :])
+
+
+def unwrapped(name: str) -> str:
+    """Returns a tensor's name without the names of modules that wrap others."""
+    return _WRAPPERS.sub("", name)
+
+
+def locate(arch: ArchSpec, stored: Mapping[str, tuple[int, ...]]) -> dict[str, Located]:
+    """Finds each tensor of the table among stored tensors; stored tensors that are none of it keep their names.
+
+    Args:
+        arch: The model.
+        stored: Name -> shape of each stored tensor.
+
+    Raises:
+        UserError: Two stored tensors are the same tensor of the table.
+    """
+    plain = {name: tensor.shape for name, tensor in hf_layout(arch, "float32").items()}
+    fused = _fused_experts(arch)
+    found: dict[str, Located] = {}
+    for name, shape in stored.items():
+        known = next((form for form in _forms(name) if form in plain or form in fused), name)
+        parts = fused.get(known) or {known: Located(name, plain.get(known, shape))}
+        for own, part in parts.items():
+            if own in found:
+                raise UserError(
+                    f"'{found[own].stored}' and '{name}' are both stored, and both are the tensor '{own}'. Remove the "
+                    "one that is not meant."
+                )
+            found[own] = replace(part, stored=name)
+    return found
+
+
+def _forms(name: str) -> list[str]:
+    """Returns the names that a stored tensor may have in the table, most likely first."""
+    bare = unwrapped(name)
+    forms = [bare, _PREFIX + bare]
+    return forms + [form.replace(_MIXTRAL_BLOCK_OF_5, _MIXTRAL_BLOCK, 1) for form in forms]
+
+
+def _fused_experts(arch: ArchSpec) -> dict[str, dict[str, Located]]:
+    """Returns the name of each tensor of all experts of a layer -> the tensors of the table that are its parts."""
+    fused: dict[str, dict[str, Located]] = {}
+    experts = range(arch.moe.num_experts if arch.moe else 0)
+    for spec in table(arch):
+        if spec.kind not in _FUSED:
+            continue
+        own = hf_tensors(spec, arch)
+        prefix = next(iter(own)).partition("{expert}")[0]
+        num_rows = [shape[0] for shape in own.values()]
+        shape = (len(experts), sum(num_rows), *next(iter(own.values()))[1:])
+        for layer in range(arch.num_layers):
+            parts = fused.setdefault(prefix.format(layer=layer) + _FUSED[spec.kind], {})
+            for expert in experts:
+                first = 0
+                for name, rows in zip(own, num_rows, strict=True):
+                    index = (expert, slice(first, first + rows))
+                    parts[name.format(layer=layer, expert=expert)] = Located("", shape, index)
+                    first += rows
+    return fused

@@ -1,0 +1,83 @@
+"""Random initial weights that do not depend on the parallel layout.
+
+Owns `random_init`. Each Hugging Face tensor is made of blocks of rows; a block's values follow from (seed, tensor name,
+block index) alone, so every rank makes the elements that it stores and nothing is sent. The distribution is Hugging
+Face's: matrices normal with `initializer_range`, norms one, biases zero.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mrl.models.base import ArchSpec, Kind
+from mrl.models.presets import INITIALIZER_RANGE
+from mrl.resharding.dtypes import check_tensors
+from mrl.resharding.hf import hf_layout
+from mrl.resharding.layout import Layout, Piece
+from mrl.resharding.regions import intersect, slices, translate, whole
+from mrl.resharding.shards import hf_tensors, table
+
+_BLOCK_ELEMENTS = 1 << 18
+"""About as many elements are made at a time; part of the definition of the values."""
+
+
+def random_init(
+    arch: ArchSpec, layout: Layout, tensors: Mapping[str, Tensor], seed: int, std: float = INITIALIZER_RANGE
+) -> None:
+    """Fills one rank's tensors with the model that belongs to `seed`; padding becomes zero.
+
+    Args:
+        arch: The model.
+        layout: What this rank stores.
+        tensors: Name -> tensor to fill in place; values are drawn in fp32 and cast.
+        seed: The same seed gives the same model under every layout.
+        std: Standard deviation of the matrices.
+    """
+    check_tensors(layout, tensors, dtypes=False)
+    constants = _constants(arch)
+    shapes = {name: stored.shape for name, stored in hf_layout(arch, "float32").items()}
+    matrices: dict[str, list[tuple[Piece, Tensor]]] = {}
+    with torch.no_grad():
+        for name, stored in layout.items():
+            target = tensors[name]
+            for region in stored.padding:
+                target[slices(region)] = 0
+            for piece in stored.pieces:
+                if piece.hf_name in constants:
+                    target[slices(piece.dst)] = constants[piece.hf_name]
+                else:
+                    matrices.setdefault(piece.hf_name, []).append((piece, target))
+        for name, wanted in matrices.items():
+            _draw(name, shapes[name], wanted, seed, std)
+
+
+def _constants(arch: ArchSpec) -> dict[str, float]:
+    """Vectors: norms are one, biases zero."""
+    found = {}
+    for spec in table(arch):
+        for name, shape in hf_tensors(spec, arch).items():
+            if len(shape) == 1:
+                for layer in range(arch.num_layers):
+                    found[name.format(layer=layer)] = 1.0 if spec.kind is Kind.REPLICATED else 0.0
+    return found
+
+
+def _draw(name: str, shape: tuple[int, ...], wanted: list[tuple[Piece, Tensor]], seed: int, std: float) -> None:
+    """Makes the blocks of one Hugging Face matrix that the pieces touch, each once, and copies the parts."""
+    rows, width = shape
+    step = max(1, _BLOCK_ELEMENTS // width)
+    touched = {block for piece, _ in wanted for block in range(piece.src[0][0] // step, -(-piece.src[0][1] // step))}
+    for block in sorted(touched):
+        region = ((block * step, min(rows, (block + 1) * step)), (0, width))
+        digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
+        values = torch.empty(region[0][1] - region[0][0], width).normal_(0.0, std, generator=generator)
+        for piece, target in wanted:
+            both = intersect(piece.src, region)
+            if both is not None:
+                part = values[slices(translate(both, region, whole(values.shape)))]
+                target[slices(translate(both, piece.src, piece.dst))] = part.to(target)

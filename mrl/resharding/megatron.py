@@ -1,0 +1,244 @@
+"""The layout of one Megatron-Core rank: tensor, expert, pipeline and virtual-pipeline parallel.
+
+Owns Megatron's names and its order of fused rows. It imports no Megatron: names and shapes are compared with a real
+GPTModel in the tests.
+
+Sources, megatron-core 0.16.1: `transformer/attention.py` (query heads of a group, its key, its value, then the next
+group; with more ranks than groups the same rows are cut evenly, in the middle of a group), `transformer/mlp.py` (a
+rank's gate rows, then its up rows), `transformer/moe/experts.py`, `transformer/transformer_layer.py:
+get_transformer_layer_offset`, `transformer/transformer_block.py: get_num_layers_to_build`,
+`models/common/language_module` (with tied embeddings the last of several stages holds its own copy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from mrl.errors import UserError
+from mrl.models.base import ArchSpec, Kind, ParamSpec, Place, moe_of
+from mrl.parallel_layout import Grid
+from mrl.resharding.hf import hf_layout
+from mrl.resharding.layout import Layout, Piece, StoredTensor
+from mrl.resharding.shards import (
+    ExpertShard,
+    Segment,
+    TensorShard,
+    check_divides,
+    check_experts_divide,
+    padded_rows,
+    shard_expert,
+    shard_row,
+    table,
+)
+
+OUTPUT = "output_layer.weight"
+"""What is behind the last norm: the rows of the vocabulary, or a critic's value head."""
+VOCABULARY = ("embedding.word_embeddings.weight", OUTPUT)
+"""Their rows are padded."""
+
+
+def padded_vocab(arch: ArchSpec, tp: int) -> int:
+    """Embedding rows over all tensor-parallel ranks: the vocabulary, up to a multiple of `tp`."""
+    return padded_rows(arch.vocab_size, tp)
+
+
+def stage_layers(arch: ArchSpec, grid: Grid) -> list[list[int]]:
+    """Layers that each pipeline stage holds, ascending.
+
+    Raises:
+        UserError: The stages and chunks do not divide the layers.
+    """
+    layers = chunk_layers(arch, grid)
+    return [[layer for chunk in range(grid.vpp) for layer in layers[stage, chunk]] for stage in range(grid.pp)]
+
+
+def chunk_layers(arch: ArchSpec, grid: Grid) -> dict[tuple[int, int], range]:
+    """(stage, chunk) -> the layers that it holds.
+
+    Raises:
+        UserError: The stages and chunks do not divide the layers.
+    """
+    ends = {0: grid.first_stage_layers, grid.pp - 1: grid.last_stage_layers}
+    fixed = {stage: count for stage, count in ends.items() if count is not None}
+    left, stages = arch.num_layers - sum(fixed.values()), grid.pp - len(fixed)
+    if left < 0 or left % max(1, stages * (1 if fixed else grid.vpp)) or (left and not stages):
+        sizes = {
+            "pipeline_model_parallel_size": grid.pp,
+            "virtual_pipeline_model_parallel_size": grid.vpp if grid.vpp > 1 else None,
+            "num_layers_in_first_pipeline_stage": grid.first_stage_layers,
+            "num_layers_in_last_pipeline_stage": grid.last_stage_layers,
+        }
+        given = "parallel." + " x ".join(f"{key}={size}" for key, size in sizes.items() if size is not None)
+        rest = f"; {left} layers are left for {stages} stages" if fixed else ""
+        raise UserError(f"{given} does not divide the model's {arch.num_layers} layers{rest}. Choose a divisor.")
+    found: dict[tuple[int, int], range] = {}
+    start = 0
+    for chunk in range(grid.vpp):
+        for stage in range(grid.pp):
+            count = fixed.get(stage, left // max(1, stages))
+            if count % grid.vpp or not count:
+                raise UserError(
+                    f"parallel.virtual_pipeline_model_parallel_size={grid.vpp} does not divide the {count} layers of "
+                    f"pipeline stage {stage}. Choose a divisor."
+                )
+            found[stage, chunk] = range(start, start + count // grid.vpp)
+            start += count // grid.vpp
+    return found
+
+
+@dataclass(frozen=True)
+class RankTensor:
+    """One tensor of a rank, with its place in the model.
+
+    Attributes:
+        spec: Its row in the family's table.
+        chunk: Virtual pipeline chunk.
+        local_layer: Layer index inside the chunk; None outside the layers.
+        layer: Layer index in the whole model.
+        local_expert: Expert index on the rank; None for all but experts.
+        expert: Expert index in the whole layer.
+        stored: What it holds.
+        is_copy: The last stage's copy of a tied embedding.
+    """
+
+    spec: ParamSpec
+    chunk: int
+    stored: StoredTensor
+    local_layer: int | None = None
+    layer: int | None = None
+    local_expert: int | None = None
+    expert: int | None = None
+    is_copy: bool = False
+
+
+def rank_tensors(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str) -> Iterator[RankTensor]:
+    """What `rank` holds, in the order of Megatron's chunks.
+
+    Raises:
+        UserError: A parallel size does not divide what it splits.
+    """
+    coords = grid.coords(rank)
+    shard = TensorShard(grid.tp, coords.tp, "parallel.tensor_model_parallel_size")
+    check_divides(arch, shard)
+    experts = expert_shard(grid, rank)
+    if arch.moe is not None:
+        check_experts_divide(arch.moe, experts)
+    layers = chunk_layers(arch, grid)
+    rows = table(arch)
+
+    def whole(spec: ParamSpec, layer: int | None) -> StoredTensor:
+        return shard_row(spec, arch, shard, layer=layer, dtype=dtype, qkv_rows=_interleaved_by_group)
+
+    for chunk in range(grid.vpp):
+        first = coords.pp == 0 and chunk == 0
+        last = coords.pp == grid.pp - 1 and chunk == grid.vpp - 1
+        for spec in rows:
+            if spec.place is not Place.LAYER:
+                if first if spec.place is Place.FIRST else last:
+                    yield RankTensor(spec, chunk, whole(spec, None))
+                continue
+            for local, layer in enumerate(layers[coords.pp, chunk]):
+                if not spec.kind.is_expert:
+                    yield RankTensor(spec, chunk, whole(spec, layer), local, layer)
+                    continue
+                for index, expert in enumerate(experts.experts(moe_of(arch))):
+                    stored = shard_expert(spec, arch, experts.cut, layer=layer, expert=expert, dtype=dtype)
+                    yield RankTensor(spec, chunk, stored, local, layer, index, expert)
+        if arch.tie_word_embeddings and last and not first:
+            embedding = next(spec for spec in rows if spec.kind is Kind.VOCAB)
+            yield RankTensor(embedding, chunk, whole(embedding, None), is_copy=True)
+
+
+def megatron_layout(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str, te: bool) -> Layout:
+    """What `rank` holds: "chunk{v}.{parameter name inside GPTModel}" -> tensor.
+
+    Args:
+        arch: The model.
+        grid: Ranks of the job.
+        rank: Global rank.
+        dtype: Of every tensor.
+        te: Names of TransformerEngine's layer spec, in which a norm is part of the linear that follows and the experts
+            of a layer are one grouped module.
+
+    Raises:
+        UserError: A parallel size does not divide what it splits.
+    """
+    layout: Layout = {}
+    for tensor in rank_tensors(arch, grid, rank, dtype=dtype):
+        spec = tensor.spec
+        name = spec.megatron_te if te and spec.megatron_te else spec.megatron
+        name = OUTPUT if tensor.is_copy else name.format(layer=tensor.local_layer, expert=tensor.local_expert)
+        layout[f"chunk{tensor.chunk}.{name}"] = tensor.stored
+    return layout
+
+
+def expert_shard(grid: Grid, rank: int) -> ExpertShard:
+    """A rank's experts, and its part of each."""
+    place = grid.expert_coords(rank)
+    return ExpertShard(
+        TensorShard(grid.ep, place.ep, "parallel.expert_model_parallel_size"),
+        TensorShard(grid.expert_tp, place.etp, "parallel.expert_tensor_parallel_size"),
+    )
+
+
+def _interleaved_by_group(arch: ArchSpec, shard: TensorShard) -> list[Segment]:
+    """An equal cut of [group 0: its queries, its key, its value; group 1: ...]."""
+    head, queries = arch.head_dim, arch.num_heads // arch.num_kv_heads * arch.head_dim
+    fused: list[Segment] = []
+    for group in range(arch.num_kv_heads):
+        fused.append((0, group * queries, (group + 1) * queries))
+        fused.append((1, group * head, (group + 1) * head))
+        fused.append((2, group * head, (group + 1) * head))
+    total = (arch.num_heads + 2 * arch.num_kv_heads) * head
+    if total % shard.size:
+        raise UserError(f"{shard.key}={shard.size} does not divide the {total} rows of the fused query, key and value.")
+    each = total // shard.size
+    return _cut(fused, shard.rank * each, (shard.rank + 1) * each)
+
+
+def _cut(segments: list[Segment], start: int, stop: int) -> list[Segment]:
+    """Rows start..stop of the stack of segments."""
+    found, offset = [], 0
+    for index, first, last in segments:
+        low, high = max(start, offset), min(stop, offset + last - first)
+        if low < high:
+            found.append((index, first + low - offset, first + high - offset))
+        offset += last - first
+    return found
+
+
+def megatron_layouts(arch: ArchSpec, grid: Grid, *, dtype: str, te: bool) -> dict[int, Layout]:
+    """Rank -> `megatron_layout`; data- and context-parallel copies share one object."""
+    shared: dict[tuple[int, ...], Layout] = {}
+    found = {}
+    for rank in grid.trainers:
+        coords, experts = grid.coords(rank), grid.expert_coords(rank)
+        place = (coords.tp, coords.pp, *((experts.ep, experts.etp) if arch.moe else ()))
+        if place not in shared:
+            shared[place] = megatron_layout(arch, grid, rank, dtype=dtype, te=te)
+        found[rank] = shared[place]
+    return found
+
+
+def output_name(names: Iterable[str]) -> str:
+    """Of a layout with the last norm the weight that makes logits, tied to the embedding or not."""
+    embedding, own = VOCABULARY
+    found = {name.partition(".")[2]: name for name in names}
+    return found.get(own) or found[embedding]
+
+
+def output_rows(own: StoredTensor, other: ArchSpec) -> StoredTensor:
+    """The rows of another model's output weight for the tokens that a rank holds of one's own.
+
+    Args:
+        own: The output weight of this rank; its first rows are tokens, the others padding.
+        other: A model with the same tokens, of which it may have fewer or more.
+    """
+    (rows,) = [piece.src[0] for piece in own.pieces] or [(0, 0)]
+    end = max(rows[0], min(rows[1], other.vocab_size))
+    shape = (end - rows[0], other.hidden_size)
+    whole = hf_layout(other, own.dtype)
+    (head,) = [name for name in ("lm_head.weight", "model.embed_tokens.weight") if name in whole][:1]
+    piece = Piece(head, ((rows[0], end), (0, shape[1])), ((0, shape[0]), (0, shape[1])))
+    return StoredTensor(shape, own.dtype, (piece,) if shape[0] else ())

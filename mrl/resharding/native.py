@@ -1,0 +1,127 @@
+"""The layout of one rank of the native engine.
+
+Owns its names and its order of fused rows: `qkv` holds the rank's query heads, then its key heads, then its value
+heads. With fewer key/value heads than ranks, neighbouring ranks hold the same head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mrl.models.base import ArchSpec, ParamSpec, Place, moe_of
+from mrl.parallel_layout import Grid
+from mrl.resharding.layout import Layout
+from mrl.resharding.shards import (
+    ExpertShard,
+    Segment,
+    TensorShard,
+    check_divides,
+    check_experts_divide,
+    pile,
+    shard_expert,
+    shard_row,
+    table,
+)
+
+
+def native_layout(arch: ArchSpec, tp_size: int, tp_rank: int, dtype: str, *, ep_size: int = 1) -> Layout:
+    """What a rank of a replica holds: `embed`, `layers.{i}.qkv`, ..., `final_norm`, `lm_head` (unless tied).
+
+    A layer's experts are one matrix: the rows of the rank's first expert, of its second, and so on. Of an expert
+    `experts_gate_up` holds [gate rows; up rows] and `experts_down` the columns of the rank's part.
+
+    Args:
+        arch: The model.
+        tp_size: Ranks of a replica.
+        tp_rank: Position in the replica.
+        dtype: Of every tensor.
+        ep_size: Parts in which the replica's ranks spread the experts; `tp_size / ep_size` ranks cut each of them.
+
+    Raises:
+        UserError: `tp_size` does not divide the model's heads or MLP, or `ep_size` its experts.
+    """
+    return replica_layout(arch, tp_size, tp_rank, dtype, ep_size=ep_size, name_of=_name)
+
+
+def _name(spec: ParamSpec, layer: int | None) -> str:
+    return spec.native if layer is None else spec.native.format(layer=layer)
+
+
+def replica_layout(
+    arch: ArchSpec,
+    tp_size: int,
+    tp_rank: int,
+    dtype: str,
+    *,
+    ep_size: int,
+    name_of: Callable[[ParamSpec, int | None], str],
+    vocab_multiple: int = 1,
+) -> Layout:
+    """What a rank of a replica holds where engines fuse alike, as `native_layout` has it.
+
+    Args:
+        arch: The model.
+        tp_size: Ranks of a replica.
+        tp_rank: Position in the replica.
+        dtype: Of every tensor.
+        ep_size: Parts in which the replica's ranks spread the experts.
+        name_of: The engine's name of a row in a layer; None: outside the layers.
+        vocab_multiple: To which the engine pads the vocabulary.
+
+    Raises:
+        UserError: As `native_layout`.
+    """
+    shard = TensorShard(tp_size, tp_rank, "rollout.tensor_model_parallel_size")
+    check_divides(arch, shard)
+    experts = expert_shard(tp_size, tp_rank, ep_size)
+    if arch.moe is not None:
+        check_experts_divide(arch.moe, experts)
+    layout: Layout = {}
+    for spec in table(arch):
+        for layer in range(arch.num_layers) if spec.place is Place.LAYER else (None,):
+            name = name_of(spec, layer)
+            if spec.kind.is_expert and layer is not None:
+                layout[name] = pile(
+                    [
+                        shard_expert(spec, arch, experts.cut, layer=layer, expert=expert, dtype=dtype)
+                        for expert in experts.experts(moe_of(arch))
+                    ]
+                )
+            else:
+                layout[name] = shard_row(
+                    spec,
+                    arch,
+                    shard,
+                    layer=layer,
+                    dtype=dtype,
+                    qkv_rows=by_projection,
+                    vocab_multiple=vocab_multiple,
+                )
+    return layout
+
+
+def expert_shard(tp_size: int, tp_rank: int, ep_size: int) -> ExpertShard:
+    """A replica's rank: the experts are spread over neighbours first, as in TensorRT-LLM's `Mapping`."""
+    cut_rank, spread_rank = divmod(tp_rank, ep_size)
+    return ExpertShard(
+        TensorShard(ep_size, spread_rank, "rollout.expert_parallel_size"),
+        TensorShard(tp_size // ep_size, cut_rank, "rollout.tensor_model_parallel_size / rollout.expert_parallel_size"),
+    )
+
+
+def by_projection(arch: ArchSpec, shard: TensorShard) -> list[Segment]:
+    """Fused rows of a rank of an engine: [queries; keys; values] of the rank's heads."""
+    queries = arch.num_heads // shard.size * arch.head_dim
+    kv_heads = max(1, arch.num_kv_heads // shard.size)
+    first = shard.rank * arch.num_kv_heads // shard.size
+    keys = (first * arch.head_dim, (first + kv_heads) * arch.head_dim)
+    return [(0, shard.rank * queries, (shard.rank + 1) * queries), (1, *keys), (2, *keys)]
+
+
+def native_layouts(arch: ArchSpec, grid: Grid, dtype: str) -> dict[int, Layout]:
+    """Rank -> `native_layout`; the replicas share their objects."""
+    shared = [
+        native_layout(arch, grid.rollout_tp, position, dtype, ep_size=grid.rollout_ep)
+        for position in range(grid.rollout_tp)
+    ]
+    return {rank: shared[grid.rollout_tp_rank(rank)] for rank in grid.samplers}

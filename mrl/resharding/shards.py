@@ -1,0 +1,241 @@
+"""How one row of a family's table is cut over tensor-parallel ranks, and spread over expert-parallel ones.
+
+Owns the rules that the layouts share: a rule says which rows (or columns) of which Hugging Face tensors a rank stores,
+in order; `shard_row` and `shard_expert` turn them into a `StoredTensor`. Only the order of fused query, key and value
+rows differs between Megatron and the engines, so it is an argument. Pure arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mrl.errors import UserError
+from mrl.models.base import ArchSpec, Kind, MoeSpec, ParamSpec, Place, dims
+from mrl.models.hf_config import family_of
+from mrl.resharding.layout import Piece, Region, StoredTensor
+
+Segment = tuple[int, int, int]
+"""(index of the part, first row, row after the last): a run of rows along the split dimension."""
+
+
+@dataclass(frozen=True)
+class TensorShard:
+    """One rank's place in a tensor-parallel group; `key` is the config key that error messages name."""
+
+    size: int
+    rank: int
+    key: str
+
+
+@dataclass(frozen=True)
+class ExpertShard:
+    """One rank's experts: `spread` says which of them it holds, `cut` which part of each."""
+
+    spread: TensorShard
+    cut: TensorShard
+
+    def experts(self, moe: MoeSpec) -> range:
+        """The experts of the rank, as indices in the whole layer."""
+        each = moe.num_experts // self.spread.size
+        return range(self.spread.rank * each, (self.spread.rank + 1) * each)
+
+
+def table(arch: ArchSpec) -> list[ParamSpec]:
+    """The rows of the family's table that exist for `arch`."""
+    return [spec for spec in family_of(arch).params if spec.when(arch)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the projections that a row stands for, and where it is in the Hugging Face checkpoint.
+
+    Attributes:
+        name: Hugging Face name, with `{layer}` and `{expert}`.
+        first_row: Its first row in that tensor.
+        shape: Its own.
+    """
+
+    name: str
+    first_row: int
+    shape: tuple[int, ...]
+
+
+def parts_of(spec: ParamSpec, arch: ArchSpec) -> list[Part]:
+    """The projections of a row, in Megatron's order; a row with one name and several shapes has them in one tensor."""
+    words = dims(arch)
+    parts, row = [], 0
+    for index, shape in enumerate(spec.shapes):
+        extents = tuple(words[word] for word in shape.split())
+        fused = len(spec.hf) == 1
+        parts.append(Part(spec.hf[0 if fused else index], row if fused else 0, extents))
+        row += extents[0]
+    return parts
+
+
+def hf_tensors(spec: ParamSpec, arch: ArchSpec) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each Hugging Face tensor of a row."""
+    found: dict[str, tuple[int, ...]] = {}
+    for part in parts_of(spec, arch):
+        found[part.name] = (part.first_row + part.shape[0], *part.shape[1:])
+    return found
+
+
+def padded_rows(num_rows: int, num_shards: int) -> int:
+    """`num_rows` rounded up to a multiple of `num_shards`."""
+    return -(-num_rows // num_shards) * num_shards
+
+
+def check_divides(arch: ArchSpec, shard: TensorShard) -> None:
+    """Raises UserError where `shard.size` ranks cannot share a layer of `arch`, its experts aside."""
+    sizes = [("attention heads", arch.num_heads)]
+    if arch.moe is None:
+        sizes.append(("intermediate_size", arch.intermediate_size))
+    elif arch.moe.shared_intermediate_size:
+        sizes.append(("shared_expert_intermediate_size", arch.moe.shared_intermediate_size))
+    for what, size in sizes:
+        _check_divides(what, size, shard)
+    kv = arch.num_kv_heads
+    if kv % shard.size and shard.size % kv:
+        raise UserError(
+            f"{shard.key}={shard.size} and the model's {kv} key/value heads: one must be a multiple of the other."
+        )
+
+
+def check_experts_divide(moe: MoeSpec, expert: ExpertShard) -> None:
+    """Raises UserError where the experts cannot be spread and cut as `expert` says."""
+    _check_divides("experts", moe.num_experts, expert.spread)
+    _check_divides("moe_intermediate_size", moe.intermediate_size, expert.cut)
+
+
+def _check_divides(what: str, size: int, shard: TensorShard) -> None:
+    if size % shard.size:
+        raise UserError(f"{shard.key}={shard.size} does not divide the model's {what} ({size}). Choose a divisor.")
+
+
+def shard_row(
+    spec: ParamSpec,
+    arch: ArchSpec,
+    shard: TensorShard,
+    *,
+    layer: int | None,
+    dtype: str,
+    qkv_rows: Callable[[ArchSpec, TensorShard], list[Segment]],
+    vocab_multiple: int = 1,
+) -> StoredTensor:
+    """What one rank stores of one row of the table that is not a row of experts.
+
+    Args:
+        spec: The row.
+        arch: The model.
+        shard: The rank's place.
+        layer: Layer index in the whole model; None outside the layers.
+        dtype: Stored dtype.
+        qkv_rows: The order of fused query, key and value rows on this rank.
+        vocab_multiple: To which the vocabulary is padded over all ranks, before each gets an equal part.
+    """
+    parts = parts_of(spec, arch)
+    padding = 0
+    dim = 1 if spec.kind is Kind.ROW else 0
+    size = parts[0].shape[dim]
+    if spec.kind is Kind.REPLICATED:
+        segments = [(0, 0, size)]
+    elif spec.kind is Kind.VOCAB:
+        each = padded_rows(padded_rows(size, vocab_multiple), shard.size) // shard.size
+        start = min(size, shard.rank * each)
+        stop = min(size, start + each)
+        segments = [(0, start, stop)]
+        padding = each - (stop - start)
+    elif spec.kind is Kind.QKV:
+        segments = qkv_rows(arch, shard)
+    else:  # COLUMN, ROW and GATE_UP
+        segments = equal_parts(len(parts), size, shard)
+    return stack(parts, segments, layer=layer, dim=dim, dtype=dtype, padding=padding)
+
+
+def equal_parts(count: int, size: int, shard: TensorShard) -> list[Segment]:
+    """The rank's equal part of each of `count` tensors, one after the other."""
+    each = size // shard.size
+    return [(index, shard.rank * each, (shard.rank + 1) * each) for index in range(count)]
+
+
+def shard_expert(
+    spec: ParamSpec, arch: ArchSpec, cut: TensorShard, *, layer: int, expert: int, dtype: str
+) -> StoredTensor:
+    """What one rank stores of one expert: [gate rows; up rows] of its part, or its columns of the projection back.
+
+    Args:
+        spec: A row of experts.
+        arch: The model.
+        cut: The rank's place among the ranks that share the expert.
+        layer: Layer index in the whole model.
+        expert: Expert index in the whole layer.
+        dtype: Stored dtype.
+    """
+    parts = parts_of(spec, arch)
+    dim = 1 if spec.kind is Kind.EXPERT_DOWN else 0
+    segments = equal_parts(len(parts), parts[0].shape[dim], cut)
+    return stack(parts, segments, layer=layer, expert=expert, dim=dim, dtype=dtype)
+
+
+def pile(parts: Sequence[StoredTensor]) -> StoredTensor:
+    """Stored matrices of equal shape as one, their rows one after the other."""
+    rows, *rest = parts[0].shape
+    pieces = [
+        Piece(piece.hf_name, piece.src, ((first + number * rows, last + number * rows), *others))
+        for number, part in enumerate(parts)
+        for piece in part.pieces
+        for (first, last), *others in [piece.dst]
+    ]
+    return StoredTensor((rows * len(parts), *rest), parts[0].dtype, tuple(pieces))
+
+
+def stack(
+    parts: Sequence[Part],
+    segments: Sequence[Segment],
+    *,
+    layer: int | None,
+    expert: int | None = None,
+    dim: int,
+    dtype: str,
+    padding: int = 0,
+) -> StoredTensor:
+    """Segments one after the other along `dim`, then `padding` empty rows."""
+    shape = parts[0].shape
+
+    def region(start: int, stop: int, offset: int = 0) -> Region:
+        """`start` to `stop` along `dim`, everything of the other dimension; `offset` rows further down."""
+        ends = [(start, stop) if axis == dim else (0, extent) for axis, extent in enumerate(shape)]
+        ends[0] = (ends[0][0] + offset, ends[0][1] + offset)
+        return tuple(ends)
+
+    pieces, end = [], 0
+    for index, start, stop in segments:
+        if stop > start:
+            part = parts[index]
+            name = part.name if layer is None else part.name.format(layer=layer, expert=expert)
+            pieces.append(Piece(name, region(start, stop, part.first_row), region(end, end + stop - start)))
+            end += stop - start
+    stored = tuple(end + padding if axis == dim else extent for axis, extent in enumerate(shape))
+    return StoredTensor(stored, dtype, tuple(pieces), (region(end, end + padding),) if padding else ())
+
+
+def copies_allowed(arch: ArchSpec) -> dict[str, tuple[str, int]]:
+    """Hugging Face name -> why elements may be stored several times, and from which row on."""
+    found: dict[str, tuple[str, int]] = {}
+    for spec in table(arch):
+        parts = parts_of(spec, arch)
+        if spec.kind is Kind.REPLICATED:
+            rows = {part.name: ("replicated", 0) for part in parts}
+        elif spec.kind is Kind.VOCAB:
+            rows = {part.name: ("embedding", 0) for part in parts}
+        elif spec.kind is Kind.QKV:
+            rows = {}
+            for part in reversed(parts[1:]):  # keys and values
+                rows[part.name] = ("key/value heads", part.first_row)
+        else:
+            continue
+        for name, reason in rows.items():
+            for layer in range(arch.num_layers) if spec.place is Place.LAYER else (None,):
+                found[name if layer is None else name.format(layer=layer)] = reason
+    return found

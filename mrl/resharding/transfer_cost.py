@@ -1,0 +1,141 @@
+"""What a refit sends, from the layouts alone: over all ranks and for the busiest one, by the kind of link.
+
+Owns `traffic`. It counts what `plan.make_plan` would send, without listing the copies: ranks that stand in the same
+place (same shard, same shards on their node, same wish) are counted once, so thousands of ranks take seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from mrl.resharding.copy_op import ITEM_BYTES
+from mrl.resharding.layout import Layout, Region
+from mrl.resharding.layout_index import distinct, item_bytes, regions_by_name
+from mrl.resharding.regions import union_volume, volume, without
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes that reach ranks, by where they come from.
+
+    Attributes:
+        local: From the rank itself.
+        intra_node: From another rank of its node.
+        inter_node: From another node.
+    """
+
+    local: int = 0
+    intra_node: int = 0
+    inter_node: int = 0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The bytes of one refit.
+
+    Attributes:
+        total: Over all ranks.
+        busiest: The ranks' different shares, each once: what any one rank receives.
+        full_gather_bytes: What would be sent if every full tensor came to every rank, as a gather of whole tensors
+            does.
+    """
+
+    total: Bytes
+    shares: tuple[Bytes, ...]
+    full_gather_bytes: int
+
+
+_Held = dict[str, list[Region]]
+"""Hugging Face name -> the regions that are there."""
+
+
+def traffic(
+    sources: Mapping[int, Layout],
+    targets: Mapping[int, Layout],
+    gpus_per_node: int,
+    *,
+    times: Mapping[str, int] | None = None,
+) -> Traffic:
+    """Counts the bytes of a refit.
+
+    Args:
+        sources: Rank -> what it holds; ranks with equal shards share one object.
+        targets: Rank -> what it wants; likewise.
+        gpus_per_node: Consecutive ranks that share a node.
+        times: Hugging Face name -> how many tensors it stands for, all of them cut and placed alike; 1 where it is
+            not there.
+
+    Raises:
+        RuntimeError: No rank holds an element that a target needs.
+    """
+    held = {id(layout): regions_by_name(layout) for layout in distinct(sources)}
+    widths = item_bytes(distinct(sources))
+    times = times or {}
+    on_node: dict[int, frozenset[int]] = {}
+    for rank in targets:
+        node = rank // gpus_per_node
+        if node not in on_node:
+            ranks = range(node * gpus_per_node, (node + 1) * gpus_per_node)
+            on_node[node] = frozenset(id(sources[other]) for other in ranks if other in sources)
+    layouts = {id(layout): layout for layout in targets.values()}
+    places = Counter(
+        (id(sources.get(rank)), on_node[rank // gpus_per_node], id(layout)) for rank, layout in targets.items()
+    )
+    everywhere = _merged(held.values())
+    nodes = {ids: _merged(held[one] for one in ids) for ids in set(on_node.values())}
+    shares = {
+        place: _share(layouts[place[2]], held.get(place[0], {}), nodes[place[1]], everywhere, widths, times)
+        for place in places
+    }
+    total = Bytes(
+        sum(shares[place].local * count for place, count in places.items()),
+        sum(shares[place].intra_node * count for place, count in places.items()),
+        sum(shares[place].inter_node * count for place, count in places.items()),
+    )
+    whole = sum(_num_bytes(everywhere, name, widths) * times.get(name, 1) for name in everywhere)
+    own = {
+        key: sum(_num_bytes(found, name, widths) * times.get(name, 1) for name in found) for key, found in held.items()
+    }
+    gathered = sum(whole - own.get(id(sources.get(rank)), 0) for rank in targets)
+    return Traffic(total, tuple(dict.fromkeys(shares.values())), gathered)
+
+
+def _merged(parts: Iterable[_Held]) -> _Held:
+    found: dict[str, dict[Region, None]] = defaultdict(dict)
+    for part in parts:
+        for name, regions in part.items():
+            found[name].update(dict.fromkeys(regions))
+    return {name: list(regions) for name, regions in found.items()}
+
+
+def _num_bytes(held: _Held, name: str, widths: Mapping[str, int]) -> int:
+    return union_volume(held[name]) * widths[name]
+
+
+def _share(
+    target: Layout,
+    own: _Held,
+    node: _Held,
+    everywhere: _Held,
+    widths: Mapping[str, int],
+    times: Mapping[str, int],
+) -> Bytes:
+    """What one rank receives, from the nearest holder of each element."""
+    counts = [0, 0, 0]
+    for name, stored in target.items():
+        for piece in stored.pieces:
+            size = ITEM_BYTES[stored.dtype]
+            width = min(widths.get(piece.hf_name, size), size) * times.get(piece.hf_name, 1)
+            missing = [piece.src]
+            for distance, near in enumerate((own, node, everywhere)):
+                before = sum(volume(region) for region in missing)
+                for region in near.get(piece.hf_name, ()):
+                    if not missing:
+                        break
+                    missing = [part for item in missing for part in without(item, region)]
+                counts[distance] += (before - sum(volume(region) for region in missing)) * width
+            if missing:
+                raise RuntimeError(f"'{name}' needs '{piece.hf_name}'{list(missing[0])}, which no rank holds")
+    return Bytes(*counts)

@@ -1,0 +1,116 @@
+"""What a rank of TensorRT-LLM's LLM API reads of each Hugging Face tensor when it loads weights.
+
+Owns `read_layout`, and which module reads which tensor. TensorRT-LLM wants whole tensors and cuts them itself, but each
+of its modules reads only its own part: the rows or columns of its rank, the heads of its rank, the experts that live
+there. So only these need to arrive; the rest of a tensor may hold anything, and other ranks' experts need not be there.
+
+Sources, NVIDIA/TensorRT-LLM: `_torch/modules/linear.py: load_weight_shard`, `_torch/modules/embedding.py`,
+`_torch/models/checkpoints/hf/weight_mapper.py`, `_torch/modules/fused_moe/interface.py` and `quantization.py:
+load_expert_weights_to_dst`. They cut as a checkpoint of built engines is cut, with the embedding shared by the ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from functools import cache
+
+from mrl.models.base import ArchSpec
+from mrl.resharding.hf import hf_layout
+from mrl.resharding.layout import Layout, Piece, Region, StoredTensor
+from mrl.resharding.regions import intersect, translate, whole
+from mrl.resharding.trtllm import TrtllmMapping, trtllm_layout
+
+WHOLE_ONLY = frozenset({"phi3"})
+"""Families whose `load_weights` was read to know no partial loading (`_torch/models/modeling_phi3.py`)."""
+
+_EXPERT = re.compile(r"^(?P<module>.+\.experts)\.(?P<number>\d+)\.")
+
+_FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The module of TensorRT-LLM's model that reads a tensor.
+
+    Attributes:
+        path: Its name in the model.
+        expert: Which of its experts the tensor belongs to; None: it has none.
+    """
+
+    path: str
+    expert: int | None = None
+
+
+def reader_of(name: str) -> Reader:
+    """The module that reads a Hugging Face tensor (`HfWeightMapper.map_weights`)."""
+    expert = _EXPERT.match(name)
+    if expert is not None:
+        return Reader(expert["module"], int(expert["number"]))
+    parent, _, last = name.rpartition(".")[0].rpartition(".")
+    return Reader(f"{parent}.{_FUSED.get(last, last)}".removeprefix("."))
+
+
+def activation_scale_of(name: str) -> str | None:
+    """The name of the activation scale beside the matrix that attention's output goes through; None for other names."""
+    stem = name.removesuffix("o_proj.weight")
+    return None if stem == name else f"{stem}o_proj.input_scale"
+
+
+@cache
+def read_layout(arch: ArchSpec, tp_size: int, ep_size: int, rank: int, dtype: str) -> Layout:
+    """What one rank of a replica reads: Hugging Face name -> the part of it, in the order of the checkpoint.
+
+    Args:
+        arch: The model.
+        tp_size: Ranks of the replica.
+        ep_size: Parts in which the experts are spread over them.
+        rank: In the replica.
+        dtype: Of every tensor.
+
+    Raises:
+        UserError: The sizes do not divide what they split.
+    """
+    mapping = TrtllmMapping(tp_size, moe_ep_size=ep_size, use_parallel_embedding=True)
+    needed: dict[str, set[Region]] = defaultdict(set)
+    for stored in trtllm_layout(arch, mapping, rank, dtype).values():
+        for piece in stored.pieces:
+            needed[piece.hf_name].add(piece.src)
+    full = hf_layout(arch, dtype)
+    return {name: _part(name, stored, sorted(needed[name])) for name, stored in full.items() if name in needed}
+
+
+def cut_dim(part: StoredTensor, full: StoredTensor) -> int | None:
+    """The dimension along which `part` is shorter than the whole tensor; None: it is whole."""
+    extents = zip(part.shape, full.shape, strict=True)
+    return next((dim for dim, (extent, whole_extent) in enumerate(extents) if extent < whole_extent), None)
+
+
+def placed(part: StoredTensor, region: Region) -> list[tuple[Region, Region]]:
+    """Where a region of a part is in the whole tensor: (region inside `region`, region of the whole) of each piece."""
+    found = []
+    for piece in part.pieces:
+        both = intersect(region, piece.dst)
+        if both is not None:
+            inside = translate(both, region, whole([stop - start for start, stop in region]))
+            found.append((inside, translate(both, piece.dst, piece.src)))
+    return found
+
+
+def _part(name: str, full: StoredTensor, regions: list[Region]) -> StoredTensor:
+    """The regions of a tensor, one behind the other along the dimension in which they are cut."""
+    dim = next((dim for dim, extent in enumerate(full.shape) if regions[0][dim] != (0, extent)), 0)
+    pieces, end = [], 0
+    for region in regions:
+        start, end = end, end + region[dim][1] - region[dim][0]
+        dst = tuple((start, end) if axis == dim else span for axis, span in enumerate(region))
+        pieces.append(Piece(name, region, dst))
+    shape = tuple(end if axis == dim else extent for axis, extent in enumerate(full.shape))
+    return full if shape == full.shape else replace(full, shape=shape, pieces=tuple(pieces))

@@ -1,0 +1,156 @@
+"""Reward functions that ask over a network: many samples at a time, in a thread of their own, beside the workers.
+
+Owns how many questions are on their way, and when asking ends: too many failed, the endpoint is down, or told to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Any
+
+from mrl.config import registry
+from mrl.errors import UserError
+from mrl.rewards._arguments import check_types
+from mrl.rewards._call import Outcome
+from mrl.rewards._endpoint import Endpoint, NoAnswerError
+from mrl.rewards._signatures import Sample
+from mrl.rewards.judge import Judge
+
+_LOOK_S = 0.2  # between two questions whether to stop
+DOWN_AFTER = 8
+"""Failures in a row, and at least as many as there are questions at a time: the others are not asked then."""
+
+
+def judge_of(name: str, kwargs: Mapping[str, Any], variables: Callable[..., Mapping[str, str]]) -> Judge:
+    """The judge that the config names.
+
+    Raises:
+        UserError: It does not take these arguments, or has no key.
+    """
+    try:
+        kind = registry.find("rewards", name, "REWARD")
+        for one in (*kind.__mro__[:-1], Endpoint):
+            check_types(one.__init__, kwargs)
+        judge: Judge = kind(**kwargs)
+        judge.endpoint.prepare(variables)
+        return judge
+    except UserError as error:
+        raise UserError(f"reward.functions: '{name}': {error}") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"reward.functions: '{name}' cannot be called with {dict(kwargs)}: {error}.") from error
+
+
+class Asking:
+    """A batch on its way; ends with the `with` block at the latest.
+
+    Attributes:
+        done: Index of each sample that was asked about -> one outcome for each judge.
+    """
+
+    def __init__(
+        self,
+        judges: Sequence[Judge],
+        samples: Mapping[int, Sample],
+        give_up_after: int,
+        tell: Callable[[int, list[Outcome]], None] = lambda index, outcomes: None,
+    ) -> None:
+        """Starts.
+
+        Args:
+            judges: At least one.
+            samples: By index.
+            give_up_after: Stop when more than this many samples have failed.
+            tell: Called in the thread with each sample that is done.
+        """
+        self.done: dict[int, list[Outcome]] = {}
+        self._judges, self._samples, self._give_up_after, self._tell = judges, samples, give_up_after, tell
+        self._error: BaseException | None = None
+        self._num_failed = 0
+        self._in_a_row: dict[int, int] = {}
+        self._loop = asyncio.new_event_loop()
+        self._task = self._loop.create_task(self._all())
+        self._thread = threading.Thread(target=self._run, name="mrl judges", daemon=True)
+        self._thread.start()
+
+    def wait(self, told_to_stop: Callable[[], bool] = lambda: False) -> dict[int, list[Outcome]]:
+        """`done`, once every sample is, or it gave up, or was told to stop."""
+        while self._thread.is_alive() and not told_to_stop():
+            self._thread.join(_LOOK_S)
+        self.end()
+        if self._error is not None:
+            raise self._error
+        return self.done
+
+    def end(self) -> None:
+        """Drops what is on its way."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Asking:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._loop.is_closed():
+            self.end()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._task)
+        except asyncio.CancelledError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - told in `wait`, by the thread that asked for it
+            self._error = error
+        finally:
+            left = asyncio.all_tasks(self._loop)  # the first that ended ended the waiting for all
+            for task in left:
+                task.cancel()
+            if left:
+                self._loop.run_until_complete(asyncio.wait(left))
+
+    async def _all(self) -> None:
+        async with AsyncExitStack() as stack:
+            ways = [
+                (
+                    judge,
+                    await stack.enter_async_context(judge.endpoint.client()),
+                    asyncio.Semaphore(judge.endpoint.concurrency),
+                )
+                for judge in self._judges
+            ]
+
+            async def one(index: int, sample: Sample) -> None:
+                outcomes = await asyncio.gather(*(self._ask(place, *way, sample) for place, way in enumerate(ways)))
+                self.done[index] = outcomes
+                self._tell(index, outcomes)
+                self._num_failed += any(outcome.error for outcome in outcomes)
+                if self._num_failed > self._give_up_after:
+                    self._task.cancel()
+
+            await asyncio.gather(*(one(index, sample) for index, sample in self._samples.items()))
+
+    async def _ask(self, place: int, judge: Judge, client: Any, turn: asyncio.Semaphore, sample: Sample) -> Outcome:
+        try:
+            messages = judge.messages(sample)
+        except Exception as error:  # noqa: BLE001 - rows hold anything
+            told = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            return Outcome(math.nan, f"nothing could be asked: {told}")
+        async with turn:
+            in_a_row = self._in_a_row.get(place, 0)
+            if in_a_row >= max(DOWN_AFTER, judge.endpoint.concurrency):
+                return Outcome(math.nan, f"not asked: {judge.endpoint.url} gave no score {in_a_row} times in a row")
+            try:
+                value, facts = await judge.endpoint.ask(client, messages, lambda reply: judge.read(reply, sample))
+            except NoAnswerError as error:
+                self._in_a_row[place] = self._in_a_row.get(place, 0) + 1
+                return Outcome(math.nan, f"the judge gave no score: {error}")
+            self._in_a_row[place] = 0
+            return Outcome(value, facts=facts)

@@ -1,0 +1,49 @@
+"""What is sampled: the distributions that the config asks for.
+
+Owns how the fields of `rollout` and `rollout.val_kwargs` become one `SamplingConfig`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mrl.algorithms.functional.sampling import truncates
+from mrl.config.config import Config
+from mrl.engines.base import SamplingConfig
+
+
+def training_sampling(config: Config, eos_ids: tuple[int, ...]) -> SamplingConfig:
+    """The distribution of training rollouts, which end with one of the `eos_ids`.
+
+    Where it drops tokens the rollouts tell which were kept: the actor scores under the same support.
+    """
+    rollout = config.rollout
+    return SamplingConfig(
+        n=rollout.n,
+        max_tokens=rollout.response_length,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        greedy=not rollout.do_sample,
+        ignore_eos=rollout.ignore_eos,
+        stop_token_ids=eos_ids,
+        stop=tuple(rollout.stop),
+        seed=config.run.seed,
+        with_support=truncates(rollout.top_k, rollout.top_p, rollout.min_p),
+    )
+
+
+def held_out_sampling(config: Config, eos_ids: tuple[int, ...]) -> SamplingConfig:
+    """The distribution of held-out rollouts."""
+    val = config.rollout.val_kwargs
+    return replace(
+        training_sampling(config, eos_ids),
+        n=val.n,
+        temperature=val.temperature or 1.0,
+        top_k=val.top_k,
+        top_p=val.top_p,
+        min_p=val.min_p,
+        greedy=val.greedy,
+        with_support=False,
+    )

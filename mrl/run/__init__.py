@@ -1,1 +1,0 @@
-"""One run put together: its job, warm start, the reference's weights, commit and resume, how far it has come."""

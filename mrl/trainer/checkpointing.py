@@ -1,0 +1,252 @@
+"""Commit points of a run: actor, critic, their optimizers and training state written together, and taken up again.
+
+Owns what goes into a commit's folder and the order in which it comes back. That a folder is whole or not there is
+`checkpoint/run_dir/checkpoint.py`'s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.checkpoint.run_dir.checkpoint import Checkpoints, Found, Unfinished
+from mrl.checkpoint.run_dir.manifest import STATE, read_object
+from mrl.config.config import CheckpointConfig
+from mrl.distributed.collectives import together
+from mrl.distributed.groups import ProcessGroups
+from mrl.errors import UserError
+from mrl.megatron import checkpoint as megatron_checkpoint
+from mrl.megatron.actor import Policy
+from mrl.megatron.critic import Critic
+from mrl.megatron.trainable import Trainable
+from mrl.observability.run_log import RunLog
+from mrl.observability.timers import Timers
+from mrl.trainer import inflight_samples
+from mrl.trainer.actor_weights import ActorWeights
+from mrl.trainer.preemption import Progress
+from mrl.trainer.rank_roles import on_trainers
+from mrl.trainer.training_state import Standing, TrainingState, not_of_a_run, resumed
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A commit that is being written.
+
+    Attributes:
+        standing: What it holds.
+        waited_s: What beginning it took, s.
+    """
+
+    standing: Standing
+    unfinished: Unfinished
+    writing: megatron_checkpoint.Writings
+    waited_s: float
+
+
+class Commits:
+    """Of one run; every rank holds one and calls each method together.
+
+    Attributes:
+        checkpoints: The run's folders.
+        found: The commit that the run goes on from; None: from nothing.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        checkpoints: Checkpoints,
+        found: Found | None,
+        *,
+        groups: ProcessGroups,
+        policy: Policy | None,
+        critic: Critic | None,
+        weights: ActorWeights,
+        state: TrainingState,
+        progress: Progress,
+        timers: Timers,
+        log: RunLog,
+    ) -> None:
+        """Args: config: What a commit has beside the actor. policy: None: not on this rank. The others: the run's."""
+        self.checkpoints, self.found = checkpoints, found
+        models = {"actor": policy, "critic": critic}
+        self._models: dict[str, Trainable] = {name: model for name, model in models.items() if model is not None}
+        self._groups = groups
+        self._config, self._weights, self._state = config, weights, state
+        self._progress, self._timers, self._log = progress, timers, log
+        self._savers = {name: megatron_checkpoint.Saver(model) for name, model in self._models.items()}
+        self._pending: _Pending | None = None
+
+    @property
+    def writing(self) -> megatron_checkpoint.Writings | None:
+        """What is being written of a commit; None: nothing is."""
+        return None if self._pending is None else self._pending.writing
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Collective over the job: everything that `resume` needs to go on after `step` as if nothing had happened.
+
+        Args:
+            step: Steps done.
+            metrics: Of that step; `checkpoint.best_metric` is looked up in it.
+        """
+        self._begin(self._progress.reached(step, metrics), beside=self._config.async_save)
+        if not self._config.async_save:
+            self.settle(wait=True)
+        self._log.step(step, self._timers.metrics())
+
+    def write_standing(self, standing: Standing) -> None:
+        """Collective over the job: what stands, and the weights of now; it is committed when this returns."""
+        if self._pending is None or self._pending.standing is not standing:
+            self._begin(standing, beside=False)
+        self.settle(wait=True)
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Collective over the job: a commit that is being written becomes one where all ranks have written.
+
+        Args:
+            wait: Until they have.
+        """
+        pending = self._pending
+        if pending is None or not (wait or self.checkpoints.is_written(pending.unfinished)):
+            return
+        self._pending = None
+        began = time.monotonic()
+        with self._timers.phase("save_checkpoint"):
+            path = self.checkpoints.finish(pending.unfinished)
+            if self.checkpoints.rank == 0:
+                self._drop_unused_references()
+        pending.standing.committed = True
+        waited_s, written_s = pending.waited_s + time.monotonic() - began, pending.writing.seconds
+        self._progress.took(commit_s=waited_s + written_s)
+        beside = (
+            f", written beside the training in {written_s:.1f} s, which waited {waited_s:.1f} s" if written_s else ""
+        )
+        self._log.note(f"checkpoint {path}{beside}")
+
+    def close(self) -> None:
+        """Drops a commit that is being written: the job ends without it, by an error or Ctrl-C."""
+        if self.writing is not None:
+            self.writing.drop()
+        self._pending = None
+
+    def _begin(self, standing: Standing, *, beside: bool) -> None:
+        """Collective over the job: a commit is on its way; the one before it is there first."""
+        self.settle(wait=True)
+        begun: list[megatron_checkpoint.Writings] = []
+
+        def write(folder: Path) -> megatron_checkpoint.Writings:
+            each = []
+            for name, saver in self._savers.items():
+                each.append(saver.begin(folder / name, beside=beside))
+                if len(self._savers) > 1:
+                    self._models[name].offload()
+            groups = self._groups
+            replica = groups.grid.replica(groups.rank) if groups.leads_replica else None
+            first = groups.rank == groups.grid.samplers.start
+            inflight_samples.write(folder, standing.samples, replica=replica, first=first)
+            begun.append(megatron_checkpoint.Writings(each))
+            if self._config.export_hf:
+                self._weights.export(folder / "hf")
+            return begun[0]
+
+        metric = standing.metrics.get(self._config.best_metric)
+        began = time.monotonic()
+        self._log.sync()
+        with self._timers.phase("save_checkpoint"):
+            unfinished = self.checkpoints.begin(standing.state["step"], write, standing.state, metric)
+        self._pending = _Pending(standing, unfinished, begun[0], time.monotonic() - began)
+        if beside:
+            self._progress.writes_beside()
+
+    def resume(self) -> int | None:
+        """Collective over the job: takes up the run's last commit, else the initial weights.
+
+        Returns:
+            Steps done, with their lines in the log; None: step 0 is still to be committed.
+        """
+        if self.found is None:
+            self._weights.load_initial()
+            return None
+        path = self.checkpoints.path(self.found.step)
+        began = time.monotonic()
+        self._progress.standing = resumed(self.found.state, path)
+        state = self._progress.standing.state
+        self._load(path, state)
+        loaded_s = self.found.compared_s + time.monotonic() - began
+        self._progress.took(commit_s=loaded_s)  # the best guess before the first commit
+        if state["warm_start"] is not None:
+            self._log.note(f"resumed from {path}, in the warm start")
+            return None
+        with together(), not_of_a_run(path):
+            record = self._state.restore(state)
+            again = self._restore_samples(path, state["in_flight"])
+        self._progress.standing.samples = self._state.kept_samples()
+        self._log.note(f"resumed from {path}{again}")
+        changed = self._state.reference.resume(state["step"], record)
+        if changed:
+            self._log.note(changed)
+        return int(state["step"]) - (state["unlogged"] is not None)
+
+    def _restore_samples(self, path: Path, state: Mapping[str, Any] | None) -> str:
+        """Takes up what was in flight; what there is to tell of it."""
+        flight, groups = self._state.in_flight, self._groups
+        if state is None:
+            return ""
+        replica = groups.grid.replica(groups.rank) if groups.samples else None
+        number = groups.grid.num_replicas
+        kept = inflight_samples.read(path, replica=replica, num_replicas=number, prompt_at=self._state.source.at)
+        flight.follow(state, kept.columns, kept.tables)
+        start, size = groups.grid.samplers.start, groups.grid.rollout_size
+        flight.hold(kept.rollouts, kept.begun, {replica: start + replica * size for replica in range(number)})
+        if state["schedule"] == flight.state_dict()["schedule"]:
+            return ""
+        flight.begin_again()
+        return "; the prompts that were in flight begin again: how far sampling runs ahead has changed"
+
+    def load_for_evaluation(self, which: str | None) -> str:
+        """Collective over the job: the weights of a checkpoint; returns what was loaded, in words.
+
+        Args:
+            which: A step of this run, a checkpoint folder, or None: the run's newest, else the initial weights.
+
+        Raises:
+            UserError: There is no such checkpoint.
+        """
+        if which is None:
+            found = self.checkpoints.newest(mends=False)
+            if found is None:
+                self._weights.load_initial()
+                return "the initial model"
+            path, state = self.checkpoints.path(found.step), found.state
+        else:
+            is_step = which.isascii() and which.isdigit()
+            path = self.checkpoints.path(int(which)) if is_step else Path(which)
+            if is_step and not path.is_dir():
+                raise UserError(
+                    f"there is no checkpoint of step {which} in '{self.checkpoints.folder}'; it has "
+                    f"{', '.join(map(str, self.checkpoints.steps())) or 'none'}."
+                )
+            state = self.checkpoints.read(path)
+        self._load(path, resumed(state, path).state)
+        return str(path)
+
+    def _load(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Models and optimizers of a commit, whose state and hashes were read."""
+        with on_trainers(self._groups):
+            for name, model in self._models.items():  # none on the others
+                with together():
+                    megatron_checkpoint.load(path / name, model)
+                if len(self._models) > 1:
+                    model.offload()
+        self._state.policy_version = int(state["policy_version"])
+
+    def _drop_unused_references(self) -> None:
+        """Deletes the references that no commit needs any more."""
+        try:
+            used = {read_object(self.checkpoints.path(step), STATE)["reference"] for step in self.checkpoints.steps()}
+        except (UserError, KeyError):
+            return  # a commit that was changed since: what it needs is not known
+        used.add(self._state.reference.record)  # maybe newer than any commit
+        self._state.reference.drop_unused(used, self.checkpoints.discard)

@@ -1,0 +1,404 @@
+"""What a run will be, known before any process group exists.
+
+Owns reading and checking everything that needs no other rank: config, model folder, data, rewards, run folder. A
+mistake found here costs no GPU minute. `check_run` is the one refusal: `mrl train`, its dry run, `launch`, `plan` and
+`rehearse` all call it. What only a run that begins can know is in `prepare`. `trainer.py` brings the job up from it.
+"""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mrl.algorithms import base as algorithms
+from mrl.algorithms.base import PROXIMAL, Algorithm
+from mrl.checkpoint.formats.hf import HfSource
+from mrl.checkpoint.formats.hub import local_models
+from mrl.checkpoint.run_dir.manifest import has_record
+from mrl.checkpoint.run_dir.run_dir import RunDir
+from mrl.config.config import AlgorithmConfig, Config, DataConfig, ModelConfig
+from mrl.config.registry import find, names
+from mrl.data.assistant_mask import end_token_warning
+from mrl.data.prompts import PromptSource, load_training, load_validation
+from mrl.data.tokenizer import Tokenizer, load_tokenizer
+from mrl.distributed import launch
+from mrl.engines.base import RolloutEngine
+from mrl.engines.trtllm import fields as trtllm
+from mrl.engines.vllm import fields as vllm
+from mrl.engines.vllm import package_signature as vllm_package
+from mrl.errors import UserError, shown
+from mrl.models import transformer_engine
+from mrl.models.base import ArchSpec, critic_of
+from mrl.models.hf_config import arch_from_folder
+from mrl.models.presets import arch_from_preset
+from mrl.observability.metrics import check_is_given, evaluation_names
+from mrl.parallel_layout import Grid
+from mrl.rewards.scorer import Scorer
+from mrl.rollout.episodes.episodes import Schema, check_environment
+from mrl.trainer.num_steps import with_num_steps
+from mrl.trainer.reward_model_inputs import Reader, reader_of
+from mrl.trainer.supervised import examples
+from mrl.trainer.validation import validate
+from mrl.trainer.validation.critic import check_critic
+from mrl.trainer.validation.distillation import check_distillation, check_named, teacher_of
+from mrl.trainer.validation.megatron import SWITCHES, check_switches
+from mrl.trainer.validation.off_policy import corrected_ahead
+from mrl.trainer.validation.parallel import grid_of
+from mrl.trainer.validation.reward_model import check_reward_model, reward_arch
+from mrl.trainer.validation.true_on_policy import check_device
+from mrl.types import Prompt
+
+PEEKED_PROMPTS = 256
+"""Training prompts that are encoded before a run begins: a mistake in all rows is found in the first ones."""
+
+CHECKED_ROWS = 32
+"""Training and held-out rows that reward functions are tried on before a run begins."""
+
+Tell = Callable[[str], None]
+"""Takes what could not be looked at on this machine, in words."""
+
+
+@dataclass
+class Resolved:
+    """A config that fits its model and its ranks.
+
+    Attributes:
+        config: The algorithm's nulls are filled.
+        grid: Who sits where.
+        critic: Its structure; None: the algorithm has none.
+        teachers: Their structures, in the order of `distillation.teacher_models`; none without distillation.
+        reward: The reward model's; None: there is none.
+        reader: What the reward model reads.
+    """
+
+    config: Config
+    arch: ArchSpec
+    tokenizer: Tokenizer
+    algorithm: Algorithm
+    grid: Grid
+    critic: ArchSpec | None
+    teachers: tuple[ArchSpec, ...]
+    reward: ArchSpec | None
+    reader: Reader | None
+
+    @property
+    def needs_engine(self) -> bool:
+        """Whether anything is sampled: to train on, or from held-out prompts."""
+        return not self.algorithm.supervised or self.config.data.task is not None or bool(self.config.data.val_files)
+
+    @property
+    def scores_proximal(self) -> bool:
+        """Whether a step has a pass for the proximal log-probabilities: asked for, and given by no update."""
+        train, by_update = self.config.train, PROXIMAL not in self.algorithm.reads_early
+        by_update = by_update and train.minibatch_size in (None, train.batch_size)
+        return self.algorithm.needs_proximal and not (by_update and self.config.actor.router_replay != "recompute")
+
+
+@dataclass
+class Checked(Resolved):
+    """A run that nothing on this machine refuses.
+
+    Attributes:
+        source: Training prompts, from the first one.
+        validation: Held-out prompts, maybe none.
+        peeked: The first training prompts.
+        tools: What the environment of episodes offers to the model.
+        warnings: Mistakes that are likely, but not certain.
+    """
+
+    source: PromptSource
+    validation: list[Prompt]
+    peeked: list[Prompt]
+    tools: list[Schema]
+    warnings: list[str]
+
+
+@dataclass
+class Plan(Checked):
+    """What a job will be, known before any process group exists."""
+
+    run: RunDir
+
+
+def prepare(config: Config, *, resumes: bool = True) -> Plan:
+    """Reads and checks everything that needs no other rank, of a run that begins now.
+
+    Args:
+        config: What was asked for.
+        resumes: Whether the run goes on in its folder, where `run.resume` says whether it may.
+
+    Raises:
+        UserError: A mistake in the config, the model folder, the data, the rewards or the run folder.
+    """
+    if not isinstance(config, Config):
+        raise UserError(f"{shown(config)} is no config. Give what `mrl.load_config` returns.")
+    here = launch.environment()
+    if config.rollout.name == "trtllm":
+        launch.see_own_device_only()  # before torch looks for devices
+    device = launch.choose_device(config.run.device)
+    check_switches(config, launch.variables(*SWITCHES))
+    found = check_run(local_models(config, download=True), here.world_size, launcher=here.launcher)
+    transformer_engine.check(found.config, found.arch, device)
+    check_device(found.config, device)
+    if config.rollout.name == vllm.NAME and vllm_package.installed() is None and found.needs_engine:
+        raise UserError(f"rollout.name=vllm needs vLLM, which is not installed. {vllm_package.ADVICE}")
+    if resumes:
+        check_run_folder(config)
+    return Plan(**vars(found), run=RunDir(Path(config.run.output_dir)))
+
+
+def check_run(config: Config, world_size: int, *, launcher: str | None = None, tell: Tell | None = None) -> Checked:
+    """The one refusal: everything that is wrong with a run wherever it is to be, and all that it names on this machine.
+
+    Args:
+        config: What was asked for.
+        world_size: Ranks that it is for.
+        launcher: Who starts them, as `Environment.launcher` has it; None: not known yet.
+        tell: Given where the run may be on another machine: takes what is not here and needs not be (weights, the
+            disk of the run folder). None: these are refused too.
+
+    Raises:
+        UserError: A mistake in the config, the model folder, the data, the rewards or the run folder.
+    """
+    if launcher is not None and config.rollout.name in trtllm.ENGINES:
+        trtllm.check_launcher(config.rollout, launcher)
+    config = local_models(config)
+    found = resolve(config, world_size)
+    _check_engine(config.rollout.name)
+    _check_loggers(config, tell)
+    _check_output_dir(config.run.output_dir, tell)
+    _check_models(config, found, tell)
+    tokenizer, prompt_length = found.tokenizer, config.rollout.prompt_length
+    tools = check_environment(config.rollout, tokenizer) if config.rollout.multi_turn.enable else []
+    source = load_training(config.data, tokenizer, prompt_length=prompt_length, seed=config.run.seed, tools=tools)
+    found.config, asked = with_num_steps(found.config, source.num_rows), found.config
+    if found.config.train.num_steps != asked.train.num_steps:
+        # again, with the steps that the epochs give
+        validate.check_config(found.config, world_size, learns_from=found.algorithm.learns_from)
+        check_critic(found.config, found.arch, found.critic, found.grid)
+    validation = load_validation(config.data, tokenizer, prompt_length=prompt_length, tools=tools)
+    best = config.checkpoint.best_metric
+    if config.checkpoint.keep_best and best.startswith("val/"):
+        check_is_given(best, evaluation_names(config.rollout.val_kwargs.n, episodes=config.rollout.multi_turn.enable))
+    peeked = source.peek(PEEKED_PROMPTS)
+    checked = replace(config.reward, num_workers=1)
+    with Scorer(checked, tokenizer.decode, tokenizer.eos_ids, variables=launch.variables) as scorer:
+        episodes = config.rollout.multi_turn.enable
+        try:
+            warnings = _check_training(config, found, tools, scorer, peeked)
+        except UserError:
+            # prompts come shuffled: a mistake in all rows is named in the first row of the file
+            _check_training(config, found, tools, scorer, source.first(len(peeked)))
+            raise
+        warnings += scorer.check_rows(validation[:CHECKED_ROWS], "held-out", episodes=episodes)
+    # Supervised steps refuse turns without an end token, row by row.
+    samples_chats = not found.algorithm.supervised and any(isinstance(prompt.question, list) for prompt in peeked)
+    warning = end_token_warning(tokenizer, tools) if samples_chats else None
+    return Checked(
+        **vars(found),
+        source=source,
+        validation=validation,
+        peeked=peeked,
+        tools=tools,
+        warnings=[*warnings, *([] if warning is None else [warning])],
+    )
+
+
+def _check_training(
+    config: Config, found: Resolved, tools: list[Schema], scorer: Scorer, prompts: list[Prompt]
+) -> list[str]:
+    """Refuses training prompts that the run cannot use; returns the warnings of reward functions.
+
+    Args:
+        config: What was asked for.
+        found: The config resolved.
+        tools: Of the environment.
+        scorer: Of the config's rewards.
+        prompts: Some of the training data.
+
+    Raises:
+        UserError: A teacher, the reward model, the supervised loss or a reward function cannot use a prompt.
+    """
+    for prompt in prompts if found.teachers else ():
+        teacher_of(config.distillation, prompt)
+    for prompt in prompts if found.reader is not None and found.reader.own is not None else ():
+        _check_rendered(found.reader, prompt)
+    if found.algorithm.supervised:
+        examples(prompts, found.tokenizer, config, tools, learns_from=found.algorithm.learns_from)
+    if config.train.warm_start.num_steps:
+        examples(prompts, found.tokenizer, config, tools)
+    scored = [] if found.algorithm.supervised else prompts[:CHECKED_ROWS]
+    return scorer.check_rows(scored, "training", episodes=config.rollout.multi_turn.enable)
+
+
+def resolve(config: Config, world_size: int) -> Resolved:
+    """Fills the algorithm's nulls, reads the model's structure and tokenizer, and checks every rule for so many ranks.
+
+    Raises:
+        UserError: A mistake in the config or the model folder.
+    """
+    algorithm = algorithms.build(config.algorithm, config.rollout)
+    if not algorithm.supervised and (corrected := corrected_ahead(config)) is not config:
+        config, algorithm = corrected, algorithms.build(corrected.algorithm, config.rollout)
+    config = local_models(replace(config, algorithm=algorithm.config))
+    arch, tokenizer = load_model_facts(config)
+    validate.check(config, arch, world_size, tokenizer.vocab_size, learns_from=algorithm.learns_from)
+    grid = grid_of(config, world_size)
+    critic = None
+    if algorithm.needs_values:
+        critic = critic_of(arch if config.critic.path is None else arch_from_folder(config.critic.path))
+    check_critic(config, arch, critic, grid)
+    teachers = _teachers(config, arch)
+    own = algorithms.resolve(AlgorithmConfig(name=config.algorithm.name))
+    check_distillation(
+        config, arch, teachers, grid, own, supervised=algorithm.supervised, critic=algorithm.needs_values
+    )
+    reward = reward_arch(config)
+    reader = None if reward is None else reader_of(config, tokenizer, reward)
+    check_reward_model(config, arch, reward, grid, retokenizes=reader is not None and reader.own is not None)
+    return Resolved(config, arch, tokenizer, algorithm, grid, critic, teachers, reward, reader)
+
+
+def _teachers(config: Config, arch: ArchSpec) -> tuple[ArchSpec, ...]:
+    check_named(config)
+    if not config.distillation.enabled:
+        return ()
+    found = []
+    for index, teacher in enumerate(config.distillation.teacher_models):
+        sizes = {"vocab_size": arch.vocab_size, **teacher.overrides}
+        try:
+            found.append(
+                arch_from_folder(str(teacher.model_path))
+                if teacher.preset is None
+                else arch_from_preset(teacher.preset, sizes, arch.vocab_size)
+            )
+        except UserError as error:
+            raise UserError(f"distillation.teacher_models[{index}]: {error}") from error
+    return tuple(found)
+
+
+def load_model_facts(config: Config) -> tuple[ArchSpec, Tokenizer]:
+    """Structure and tokenizer of the model that the config names."""
+    model = local_models(config).model
+    if model.path is not None:
+        arch = arch_from_folder(model.path)
+        return arch, load_tokenizer(model, config.data, arch.vocab_size)
+    tokenizer = load_tokenizer(model, config.data)
+    if model.preset is None:
+        raise UserError("model.path and model.preset are both null: there is no model. Set one of them.")
+    return arch_from_preset(model.preset, model.overrides, tokenizer.vocab_size), tokenizer
+
+
+def check_run_folder(config: Config) -> None:
+    """Looks whether `run.resume` allows to go on in the run folder as it is now, as far as the records tell.
+
+    Raises:
+        UserError: `run.resume` wants it otherwise.
+    """
+    run = RunDir(Path(config.run.output_dir))
+    steps = run.committed_steps()
+    if steps or not any(has_record(path) for path in run.checkpoints.glob("step-*")):  # else its damage is told later
+        check_resume(config, run, steps[-1] if steps else None)
+
+
+def check_resume(config: Config, run: RunDir, step: int | None) -> None:
+    """Holds `run.resume` against the step of the run's last whole commit; None: there is none.
+
+    Raises:
+        UserError: run.resume=must and there is none, run.resume=never and there is one.
+    """
+    if config.run.resume == "must" and step is None:
+        raise UserError(
+            f"run.resume=must, but '{run.checkpoints}' has no checkpoint. Use run.resume=auto to start from nothing."
+        )
+    if config.run.resume == "never" and step is not None and not launch.is_restart():
+        raise UserError(
+            f"run.resume=never, but '{run.checkpoints}' has a checkpoint of step {step}. Use another "
+            "run.output_dir, or run.resume=auto to continue."
+        )
+
+
+def _check_engine(name: str) -> None:
+    """Imports an engine of the user's; mrl's own import what a machine that only plans need not have."""
+    if name in names("engines"):
+        return
+    engine = find("engines", name, "ENGINE")
+    if not (isinstance(engine, type) and issubclass(engine, RolloutEngine)):
+        raise UserError(f"rollout.name={name} is {engine!r}, expected a subclass of mrl.engines.base.RolloutEngine.")
+
+
+def _check_loggers(config: Config, tell: Tell | None) -> None:
+    """The packages of the loggers; `tell` is given what is missing where the run may be on another machine."""
+    for name in names("observability.loggers"):
+        check = find("observability.loggers", name, "check", None)
+        try:
+            if check is not None:
+                check(config)
+        except UserError as error:
+            if tell is None:
+                raise
+            tell(f"on this machine {error}")
+
+
+def _check_output_dir(folder: str, tell: Tell | None) -> None:
+    """The run's folder, without making it; `tell` is given one that is on no disk of this machine."""
+    path = Path(folder).absolute()
+    there = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    if tell is not None and there == Path(path.anchor) != path:
+        tell(f"run.output_dir={folder} is on no disk of this machine: not checked")
+    else:
+        RunDir(Path(folder)).check_writable()
+
+
+def _check_models(config: Config, found: Resolved, tell: Tell | None) -> None:
+    """The weights of every model that the config names, and the teachers' tokens."""
+    for key, path, arch in (
+        ("model.path", config.model.path, found.arch),
+        ("reference.path", config.reference.path, found.arch),
+        ("critic.path", config.critic.path, None),
+        ("reward.model.path", config.reward.model.path, found.reward),
+    ):
+        if path is not None:
+            _check_weights(key, path, arch, tell)
+    for index, (teacher, arch) in enumerate(zip(config.distillation.teacher_models, found.teachers, strict=False)):
+        if teacher.model_path is not None:
+            key = f"distillation.teacher_models[{index}].model_path"
+            _check_weights(key, teacher.model_path, arch, tell)
+            _check_tokens(key, teacher.model_path, found.tokenizer)
+
+
+def _check_rendered(reader: Reader | None, prompt: Prompt) -> None:
+    """That the reward model can read a prompt's samples."""
+    try:
+        if reader is not None:
+            reader.render(prompt, "")
+    except UserError as error:
+        raise UserError(f"{prompt.source}: the reward model cannot read it: {error}") from error
+
+
+def _check_tokens(key: str, folder: str, tokenizer: Tokenizer) -> None:
+    """That a teacher reads the student's tokens."""
+    try:
+        theirs = load_tokenizer(ModelConfig(path=folder), DataConfig()).vocabulary
+    except UserError as error:
+        raise UserError(f"{key}={folder}: {error}") from error
+    own = tokenizer.vocabulary
+    if theirs != own:
+        token = min((set(own.items()) ^ set(theirs.items())), key=lambda item: (item[1], item[0]))[0]
+        told = [f"{ids[token]}" if token in ids else "none" for ids in (own, theirs)]
+        raise UserError(
+            f"{key}={folder} has another tokenizer than the student: the id of {token!r} is {told[0]} for the student "
+            f"and {told[1]} for the teacher, {len(own)} and {len(theirs)} tokens in all. A teacher scores the "
+            "student's token ids: give one with the same tokenizer."
+        )
+
+
+def _check_weights(key: str, folder: str, arch: ArchSpec | None, tell: Tell | None) -> None:
+    """Headers of the weights; `tell` is given a folder that holds only the config and the tokenizer."""
+    if tell is not None and not any(Path(folder).glob("*.safetensors")):
+        tell(f"{key}={folder} has no safetensors here: its weights were not looked at")
+        return
+    with HfSource(folder, arch) as weights:
+        weights.check()

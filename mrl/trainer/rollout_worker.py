@@ -1,0 +1,148 @@
+"""The engine in the run: built beside the actor or on ranks of its own, filled by refits, awake while it samples.
+
+Owns who has the device when: the actor is away while the engine generates, where it is on the same ranks. What is
+sampled is `rollout/`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from mrl.config.registry import find
+from mrl.distributed.collectives import together
+from mrl.distributed.groups import ProcessGroups
+from mrl.engines._null_engine import NoEngine
+from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
+from mrl.megatron.actor import Policy
+from mrl.resharding.dtypes import DTYPES, choice_dtype
+from mrl.resharding.fp8 import grids_of
+from mrl.resharding.megatron import stage_layers
+from mrl.resharding.weight_sync import Refit
+from mrl.rollout.dispatch import RoutingRecord
+from mrl.rollout.sampling_params import held_out_sampling, training_sampling
+from mrl.trainer import weight_sync_check
+from mrl.trainer.actor_weights import ActorWeights
+from mrl.trainer.rank_roles import of_samplers
+from mrl.trainer.resolve import Plan
+from mrl.types import Prompt, Rollout
+
+
+class Sampler:
+    """This rank's part of the engine, and its turns with the actor.
+
+    Attributes:
+        training: The distribution of training rollouts.
+        held_out: The distribution of held-out rollouts.
+        routing: What the engine keeps of its choices of experts, where it does.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        groups: ProcessGroups,
+        device: torch.device,
+        policy: Policy | None,
+        weights: ActorWeights,
+        tell: Callable[[str], None],
+    ) -> None:
+        """Collective over the job: builds the engine.
+
+        Args:
+            plan: The run's.
+            groups: Who sits where.
+            device: Of this rank.
+            policy: Offloaded, so that the engine sees how much memory is free; None: this rank does not train.
+            weights: Know the model's folder.
+            tell: Hears the engine's notes, and what the canary found.
+        """
+        config, rollout = plan.config, plan.config.rollout
+        self._groups = groups
+        self._rollout, self._arch, self._device, self._policy, self._tell = rollout, plan.arch, device, policy, tell
+        self._frees = rollout.free_cache_engine and not groups.grid.has_roles  # for nobody, on ranks of its own
+        engine = find("engines", rollout.name, "ENGINE") if plan.needs_engine else NoEngine
+        spec = EngineSpec(
+            config=replace(rollout, free_cache_engine=self._frees),
+            arch=plan.arch,
+            tp_group=groups.rollout_tp,
+            device=device,
+            dtype=DTYPES[rollout.dtype or config.model.dtype],
+            decode=plan.tokenizer.decode,
+            model_folder=weights.model_folder,
+            timeout_s=config.run.collective_timeout_s,
+            trains_on_logprobs=config.algorithm.rollout_correction.takes_sampled,
+        )
+        with together() if groups.grid.has_roles else nullcontext():  # else all ranks are in the start together
+            if not groups.samples:
+                engine.start_beside()
+            self.engine: RolloutEngine = (engine if groups.samples else NoEngine)(spec)
+        for note in of_samplers(groups, self.engine.notes):
+            tell(note)
+        try:
+            if self._frees:  # before the actor's weights come back
+                self.engine.sleep()
+                self.engine.release()
+            grids = grids_of(plan.arch, rollout.quantization)
+            held = (policy.layout(), policy.named_tensors()) if policy is not None else ({}, {})
+            self.refit = Refit(*held, self.engine, rollout.checkpoint_engine, grids)
+        except Exception:
+            self.engine.close()
+            raise
+        self._canary_is_due = weight_sync_check.is_wanted(rollout)
+        self.training = training_sampling(config, plan.tokenizer.eos_ids)
+        self.held_out = held_out_sampling(config, plan.tokenizer.eos_ids)
+        self.routing: RoutingRecord | None = None
+        moe = plan.arch.moe
+        if rollout.enable_rollout_routing_replay and moe is not None:
+            layers = stage_layers(plan.arch, groups.grid)
+            self.routing = RoutingRecord(plan.arch.num_layers, moe.top_k, choice_dtype(moe.num_experts), layers)
+
+    @contextmanager
+    def awake(self) -> Iterator[RolloutEngine]:
+        """Inside, the actor is away and the engine generates; then `rollout.free_cache_engine` frees its KV cache."""
+        if self._policy is not None:
+            self._policy.offload()
+        self.engine.wake()
+        yield self.engine
+        if self._frees:
+            self.engine.sleep()
+
+    def rest(self) -> None:
+        """All is sampled, and an update follows: with `rollout.free_cache_engine` the engine's weights go too."""
+        if self._frees:
+            self.engine.release()
+
+    def refit_if_stale(self, policy_version: int) -> dict[str, float]:
+        """Collective over the job: the engine holds the actor's weights of now; what a refit costs.
+
+        After an evaluation it held them already. A resumed run must log the same: bytes are told either way.
+
+        Args:
+            policy_version: Of the actor.
+        """
+        if self.engine.policy_version == policy_version:
+            return self.refit.cost()
+        cost = self._refit(policy_version)
+        if self._canary_is_due:
+            self._canary_is_due = False
+            moved = weight_sync_check.check(
+                partial(self._refit, policy_version), self._generate, self._arch, self._rollout, self._device
+            )
+            said = of_samplers(self._groups, None if moved is None else str(moved))
+            if said is not None:
+                self._tell(f"canary: a second refit of the same weights: {said}")
+        return cost
+
+    def _refit(self, policy_version: int) -> dict[str, float]:
+        if self._policy is not None:
+            self._policy.offload(keep=["weights"])
+            self._policy.bring("weights")
+        return self.refit(policy_version)
+
+    def _generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
+        with self.awake() as engine:
+            return engine.generate(prompts, sampling)

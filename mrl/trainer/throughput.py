@@ -1,0 +1,58 @@
+"""How fast the step that just ran was: its times, tokens per second, use of the device, and memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mrl.distributed import launch
+from mrl.distributed.collectives import from_rank
+from mrl.engines.base import RolloutEngine
+from mrl.observability import metrics as measure
+from mrl.observability.timers import Timers
+from mrl.trainer.resolve import Plan
+
+
+class Rates:
+    """Of one run.
+
+    Args:
+        plan: The run's.
+        device: Of this rank.
+        timers: Of the job.
+        engine: Tells what it did; of the first rank that samples.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device, timers: Timers, engine: RolloutEngine) -> None:
+        self._plan, self._device, self._timers, self._engine = plan, device, timers, engine
+        self._seq_lens: list[int] = []
+        self._num_response_tokens = 0
+
+    def trained(self, prompt_lens_N: Tensor, response_lens_N: Tensor) -> None:
+        """Notes the sequences of a step, over all ranks."""
+        self._seq_lens = (prompt_lens_N + response_lens_N).long().tolist()
+        self._num_response_tokens = int(response_lens_N.sum())
+
+    def metrics(self) -> dict[str, float]:
+        """Collective over the job: of the step that just ran."""
+        timings, config, grid = self._timers.metrics(), self._plan.config, self._plan.grid
+        rates = measure.throughput_metrics(
+            timings,
+            num_tokens=sum(self._seq_lens),
+            num_response_tokens=self._num_response_tokens,
+            world_size=grid.world_size,
+        )
+        known = self._device.type == "cuda" and config.model.dtype == "bfloat16"
+        rates |= measure.mfu_metrics(
+            self._plan.arch,
+            self._seq_lens,
+            update_s=timings.get("timing_s/update_actor", 0.0),
+            num_passes=config.actor.ppo_epochs,
+            world_size=len(grid.trainers),
+            device_name=launch.device_name(self._device) if known else "",
+        )
+        stats = self._engine.stats()
+        if grid.has_roles:
+            stats = from_rank(grid.samplers.start, stats)
+        engine = {f"perf/rollout/{name}": value for name, value in stats.items()}
+        return timings | rates | engine | self._timers.ledger.metrics()

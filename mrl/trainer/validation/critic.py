@@ -1,0 +1,86 @@
+"""The critic as an actor's config has it, and what is refused of it.
+
+Owns which fields of `critic` stand for the actor's: whatever is built or planned for an actor from a `Config` is so for
+a critic from `critic_config`. It imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+from mrl.config.config import ActorConfig, Config, CriticConfig
+from mrl.errors import UserError
+from mrl.models.base import ArchSpec
+from mrl.parallel_layout import Grid
+from mrl.resharding.megatron import expert_shard
+from mrl.resharding.shards import check_experts_divide
+from mrl.trainer.num_steps import optimizer_steps
+from mrl.trainer.validation.parallel import division_rules
+from mrl.trainer.validation.train import rate_rules
+
+SHARED = {item.name for item in fields(ActorConfig)} & {item.name for item in fields(CriticConfig)}
+"""Fields of `critic` that stand for the actor's of the same name."""
+
+
+def critic_config(config: Config) -> Config:
+    """The config with the critic in the actor's place; all steps train it."""
+    own = {name: getattr(config.critic, name) for name in SHARED}
+    own["ppo_epochs"] = config.critic.ppo_epochs or config.actor.ppo_epochs
+    actor = replace(config.actor, **own, router_replay="none")
+    return replace(config, actor=actor, train=replace(config.train, critic_warmup=0))
+
+
+def check_critic(config: Config, arch: ArchSpec, critic: ArchSpec | None, grid: Grid) -> None:
+    """Every rule of `critic` and `train.critic_warmup`.
+
+    Args:
+        config: What was asked for.
+        arch: The actor.
+        critic: The critic; None: the algorithm has none.
+        grid: Its layout.
+
+    Raises:
+        UserError: The first broken rule.
+    """
+    for message in _idle(config) if critic is None else _rules(config, arch, critic, grid):
+        raise UserError(message)
+
+
+def _idle(config: Config) -> Iterator[str]:
+    why = f"would have no effect because algorithm.name={config.algorithm.name} has no critic"
+    for item in fields(CriticConfig):
+        if getattr(config.critic, item.name) != item.default:
+            yield f"critic.{item.name} is set, but {why}. Remove it, or change that."
+    if config.train.critic_warmup:
+        yield f"train.critic_warmup is set, but {why}. Remove it, or change that."
+
+
+def _rules(config: Config, arch: ArchSpec, critic: ArchSpec, grid: Grid) -> Iterator[str]:
+    own, path = critic_config(config), config.critic.path
+    yield from rate_rules("critic", own.actor, optimizer_steps(own))
+    steps, warmup = config.train.num_steps, config.train.critic_warmup
+    if steps is not None and 0 < steps <= warmup:
+        yield f"train.critic_warmup={warmup} leaves none of train.num_steps={steps} to train the actor in."
+    if critic.vocab_size != arch.vocab_size:
+        yield (
+            f"critic.path={path} has a vocabulary of {critic.vocab_size} tokens, the actor of {arch.vocab_size}: the "
+            "critic must read the actor's tokens. Give a model with the same tokenizer, or leave critic.path null."
+        )
+    if (critic.moe is None) != (arch.moe is None):
+        yield (
+            f"critic.path={path}: of actor and critic one is a mixture of experts and the other is not, which share no "
+            "layout. Give a model of the actor's kind, or leave critic.path null."
+        )
+    if critic.max_position_embeddings < config.rollout.longest:
+        yield (
+            f"critic.path={path} has positions for {critic.max_position_embeddings} tokens, fewer than the "
+            f"{config.rollout.longest} of prompt and response."
+        )
+    for message in division_rules(critic, replace(grid, rollout_tp=1)):
+        yield f"critic.path={path}: {message}"
+    if critic.moe is not None:
+        try:
+            check_experts_divide(critic.moe, expert_shard(grid, 0))
+        except UserError as error:
+            yield f"critic.path={path}: {error}"

@@ -1,0 +1,44 @@
+"""Refuses data that is not there, and evaluations without any.
+
+Owns the rules of `data` and of what needs held-out prompts: evaluations, and checkpoints ranked by them. Rows are
+looked at in `data/`. It imports no torch.
+"""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Iterator
+
+from mrl.config.config import Config
+from mrl.config.did_you_mean import did_you_mean_path
+
+
+def data_rules(config: Config) -> Iterator[str]:
+    """A message for each broken rule about prompts and rewards."""
+    data = config.data
+    if data.task is None and not data.train_files:
+        yield "there are no prompts: set data.train_files, or data.task."
+    if data.task is not None and (data.train_files or data.val_files):
+        yield f"data.task={data.task} makes its own rows; data.train_files and data.val_files must be empty."
+    for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
+        for file in files:
+            if not os.path.isfile(file):
+                yield f"{key}: '{file}' does not exist.{did_you_mean_path(file)}"
+    if data.chat_template is not None and not os.path.isfile(data.chat_template):
+        yield f"data.chat_template='{data.chat_template}' does not exist.{did_you_mean_path(data.chat_template)}"
+    if not config.reward.functions and config.reward.model.path is None:
+        yield "reward.functions is empty and reward.model.path null: no response would have a reward."
+
+
+def evaluation_rules(config: Config) -> Iterator[str]:
+    """A message for each broken rule about evaluations."""
+    held_out = config.data.task is not None or bool(config.data.val_files)
+    if config.train.eval_interval and not held_out:
+        yield f"train.eval_interval={config.train.eval_interval} needs held-out prompts: set data.val_files."
+    if config.checkpoint.keep_best and not (held_out and config.train.eval_interval):
+        yield (
+            f"checkpoint.keep_best={config.checkpoint.keep_best} ranks checkpoints by evaluations: set "
+            "train.eval_interval, and data.val_files where there is no data.task."
+        )
+    if not config.checkpoint.best_metric.startswith(("val/", "val-")):
+        yield f"checkpoint.best_metric={config.checkpoint.best_metric} is no evaluation metric, such as val/accuracy."

@@ -1,0 +1,222 @@
+"""Teachers as a config has them: which prompt is whose, what is built for one, and what is refused.
+
+Owns the rules of `distillation`. It imports no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os.path
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING
+
+from mrl.config.config import AlgorithmConfig, Config
+from mrl.config.distillation import TOP_K, DistillationConfig, DistillationLossConfig
+from mrl.errors import UserError
+from mrl.models.base import ArchSpec
+from mrl.parallel_layout import Grid
+from mrl.trainer.validation.frozen_models import guest_rules
+
+if TYPE_CHECKING:
+    from mrl.types import Prompt
+
+DATA_SOURCE = "data_source"
+"""The default of `teacher_key`: the name of a row's data set, also where the row does not say it."""
+
+
+TASK = (
+    "policy_loss", "clip_low", "clip_high", "dual_clip", "sapo", "vespo", "dppo", "clip_cov", "kl_cov", "dro",
+    "advantage_std", "advantage_eps", "advantage_std_over",
+)  # fmt: skip
+"""Fields of `algorithm` that only its advantages and its loss read."""
+
+
+def teacher_of(config: DistillationConfig, prompt: Prompt) -> int:
+    """Which of the teachers scores this prompt's samples.
+
+    Raises:
+        UserError: None is named so.
+    """
+    if len(config.teacher_models) == 1:
+        return 0
+    key = prompt.data_source if config.teacher_key == DATA_SOURCE else prompt.row.get(config.teacher_key)
+    known = [teacher.key for teacher in config.teacher_models]
+    if key not in known:
+        raise UserError(
+            f"{prompt.source}: column '{config.teacher_key}' (distillation.teacher_key) holds {key!r}, which is no "
+            f"teacher's key; distillation.teacher_models has {', '.join(map(str, known))}."
+        )
+    return known.index(str(key))
+
+
+def check_distillation(
+    config: Config,
+    arch: ArchSpec,
+    teachers: Sequence[ArchSpec],
+    grid: Grid,
+    own: AlgorithmConfig,
+    *,
+    supervised: bool,
+    critic: bool,
+) -> None:
+    """Every rule of `distillation`.
+
+    Args:
+        config: What was asked for, the algorithm's nulls filled.
+        arch: The student.
+        teachers: Their structures, in the config's order; none where it is not enabled.
+        grid: The layout of all.
+        own: The algorithm's section with nothing asked for but its name.
+        supervised: The algorithm samples nothing.
+        critic: It has one.
+
+    Raises:
+        UserError: The first broken rule.
+    """
+    distilled = config.distillation
+    rules = (
+        [_enabled_rules(config, own, supervised=supervised, critic=critic), _loss_rules(distilled.distillation_loss)]
+        if distilled.enabled
+        else [_idle(distilled)]
+    )
+    for message in itertools.chain(*rules):
+        raise UserError(message)
+    loss, smallest = distilled.distillation_loss, min(each.vocab_size for each in (arch, *teachers))
+    if loss.loss_mode == TOP_K and loss.topk > smallest:
+        raise UserError(
+            f"distillation.distillation_loss.topk={loss.topk} is more than the {smallest} tokens of the vocabulary."
+        )
+    for index, teacher in enumerate(teachers):
+        named = distilled.teacher_models[index]
+        for message in _model_rules(config, arch, teacher, grid, preset=named.preset is not None):
+            name = f"preset={named.preset}" if named.model_path is None else f"model_path={named.model_path}"
+            raise UserError(f"distillation.teacher_models[{index}].{name}{message}")
+
+
+def check_named(config: Config) -> None:
+    """The rules that need no model: there are teachers, each with a key of its own where there are several.
+
+    Raises:
+        UserError: The first broken rule.
+    """
+    if not config.distillation.enabled:
+        return
+    teachers = config.distillation.teacher_models
+    if not teachers:
+        raise UserError(
+            "distillation.enabled is true, but distillation.teacher_models is empty. Give one, such as "
+            "distillation.teacher_models=[{model_path: FOLDER}]."
+        )
+    for index, teacher in enumerate(teachers):
+        where = f"distillation.teacher_models[{index}]"
+        if (teacher.model_path is None) == (teacher.preset is None):
+            came = "neither" if teacher.preset is None else "both"
+            raise UserError(f"{where}: {came} of model_path and preset set: give one, a Hugging Face folder best.")
+        if teacher.overrides and teacher.preset is None:
+            raise UserError(
+                f"{where}.overrides is set, but would have no effect because there is no preset. Remove it."
+            )
+        if teacher.model_path is not None and not os.path.isdir(teacher.model_path):
+            raise UserError(
+                f"{where}.model_path={teacher.model_path} is not a folder. Give a local Hugging Face folder."
+            )
+        if len(teachers) > 1 and teacher.key is None:
+            raise UserError(f"{where}.key is null: with several teachers each needs one, to be told which prompts.")
+    keys = [teacher.key for teacher in teachers]
+    if len(teachers) > 1 and len(set(keys)) < len(keys):
+        raise UserError(f"distillation.teacher_models: two teachers have the same key ({', '.join(map(str, keys))}).")
+
+
+def _idle(distilled: DistillationConfig) -> Iterator[str]:
+    default = DistillationConfig()
+    for item in fields(DistillationConfig):
+        if getattr(distilled, item.name) != getattr(default, item.name):
+            yield (
+                f"distillation.{item.name} is set, but would have no effect because distillation.enabled is false. "
+                "Remove it, or change that."
+            )
+
+
+def _enabled_rules(config: Config, own: AlgorithmConfig, *, supervised: bool, critic: bool) -> Iterator[str]:
+    distilled, algorithm = config.distillation, config.algorithm
+    if supervised:
+        yield (
+            f"distillation.enabled is true, but algorithm.name={algorithm.name} samples nothing: teachers score what "
+            "the student samples. Use another algorithm, such as grpo."
+        )
+    if len(distilled.teacher_models) == 1:
+        for name, ignored in (
+            ("teacher_key", distilled.teacher_key != DATA_SOURCE),
+            ("teacher_models[0].key", distilled.teacher_models[0].key is not None),
+        ):
+            if ignored:
+                yield (
+                    f"distillation.{name} is set, but would have no effect because there is one teacher, which has all "
+                    "prompts. Remove it, or add another teacher."
+                )
+    if not distilled.distillation_loss.use_task_rewards:
+        for name in _of_the_task(config, own, critic=critic):
+            yield (
+                f"algorithm.{name} belongs to a loss that is not minimised: "
+                "distillation.distillation_loss.use_task_rewards is false. Remove it, or change that."
+            )
+
+
+def _of_the_task(config: Config, own: AlgorithmConfig, *, critic: bool) -> Iterator[str]:
+    """What is asked of the algorithm's loss alone: fields of `algorithm`, and the name of one with a critic."""
+    algorithm, by_gradient = config.algorithm, config.distillation.distillation_loss.use_policy_gradient
+    correction = algorithm.rollout_correction.acting
+    for name, is_set in (
+        ("kl_in", algorithm.kl_in != "none"),
+        ("entropy_coef", algorithm.entropy_coef != 0),
+        ("entropy_ctrl.type", algorithm.entropy_ctrl.type != "fixed"),
+        ("positive_example_nll_weight", algorithm.positive_example_nll_weight != 0),
+        ("top_entropy_quantile", algorithm.top_entropy_quantile != 1),
+        ("rollout_correction.loss_type", correction.bypass_mode and correction.loss_type == "reinforce"),
+        ("rollout_correction.rollout_is", correction.rollout_is is not None and not by_gradient),
+        ("rollout_correction.off_policy_mask_threshold", correction.off_policy_mask_threshold is not None),
+        (f"name={algorithm.name}", critic),
+    ):
+        if is_set:
+            yield name
+    for name in TASK:
+        value = getattr(algorithm, name)
+        if value != getattr(own, name):
+            yield name if is_dataclass(value) else f"{name}={value}"
+
+
+def _loss_rules(loss: DistillationLossConfig) -> Iterator[str]:
+    mode, default, where = loss.loss_mode, DistillationLossConfig(), "distillation.distillation_loss"
+    if loss.use_policy_gradient and not loss.is_sampled:
+        yield (
+            f"{where}.use_policy_gradient is refused with loss_mode={mode}: its value is the same whichever token was "
+            "sampled, so that its policy gradient is 0 on average. Use k1, or set it to false."
+        )
+    if mode == "k1" and not loss.use_policy_gradient:
+        yield (
+            f"{where}.loss_mode=k1 has a gradient that does not depend on the teacher. Set "
+            f"{where}.use_policy_gradient=true, or use k2, k3 or an exact mode."
+        )
+    no_pg = "use_policy_gradient is false"
+    for name, ignored, why in (
+        ("topk", mode != TOP_K, f"loss_mode is {mode}"),
+        ("log_prob_min_clamp", mode != TOP_K, f"loss_mode is {mode}"),
+        ("beta", mode != "jsd", f"loss_mode is {mode}"),
+        ("distillation_loss_coef", not loss.use_task_rewards, "use_task_rewards is false"),
+        ("clip_ratio_low", not loss.use_policy_gradient, no_pg),
+        ("clip_ratio_high", not loss.use_policy_gradient, no_pg),
+    ):
+        value = getattr(loss, name)
+        if ignored and value != getattr(default, name):
+            yield f"{where}.{name}={value} would have no effect because {why}. Remove it, or change that."
+
+
+def _model_rules(config: Config, arch: ArchSpec, teacher: ArchSpec, grid: Grid, *, preset: bool) -> Iterator[str]:
+    if teacher == arch:
+        return
+    if preset and teacher.vocab_size != arch.vocab_size:
+        yield (
+            f" has {teacher.vocab_size} tokens, the student {arch.vocab_size}: give a preset no vocabulary of its own."
+        )
+    yield from guest_rules(config, arch, teacher, grid, host="student", name="teacher")

@@ -1,0 +1,75 @@
+"""The page of every field of `rollout` in every engine.
+
+    python -m mrl.trainer.validation.docs_engine_table > mrl/docs/engines.md
+
+Owns how the page is written. What an engine does with a field stands in its `FIELDS` (`engines/_config_support.py`),
+fields that take one value in `ranges.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from mrl.config import registry
+from mrl.config.config import RolloutConfig
+from mrl.config.keys import dotted_keys
+from mrl.engines._config_support import EVERYWHERE, Fields
+from mrl.trainer.validation.ranges import FIXED
+
+HEAD = """# Every field of `rollout` in every engine
+
+Written by `python -m mrl.trainer.validation.docs_engine_table` from what each engine declares (`FIELDS` in its folder
+of `mrl/engines/`); a test holds it against `mrl train`'s own checks. No field is ignored: an engine uses it, passes it
+on under the name that the other side has for it, or refuses it before anything starts. The reason after "refused" is a
+part of the message, which also says what to do. Types, defaults and ranges are in [every field of a config](config.md).
+Rules between fields, and with the model, are told by `mrl train CONFIG --dry-run`. """
+
+ALIKE = """
+## The same in each
+
+| `rollout.` | |
+|---|---|
+"""
+
+APART = """
+## By engine
+
+`trtllm` is [TensorRT-LLM's LLM API](trtllm.md), `trtllm_engine` [built engines](trtllm.md#built-engines), `vllm`
+[vLLM](vllm.md), `native` mrl's own. A bare name is an argument of the `LLM` of TensorRT-LLM or vLLM.
+
+"""
+
+
+def uses(engine: str) -> Fields:
+    """What an engine declares, and what holds in each that does not say otherwise."""
+    return {**EVERYWHERE, **registry.find("engines", engine, "FIELDS")}
+
+
+def cells(key: str) -> list[str]:
+    """What the page says of a field, engine by engine.
+
+    Raises:
+        KeyError: An engine does not say.
+    """
+    if f"rollout.{key}" in FIXED:
+        only, why = FIXED[f"rollout.{key}"]
+        return [f"must be {str(only).lower()}: {why}"] * len(registry.names("engines"))
+    return [uses(engine)[key].words for engine in registry.names("engines")]
+
+
+def page() -> str:
+    """All of it, as Markdown."""
+    names = registry.names("engines")
+    alike, apart = [], []
+    for key in dotted_keys(RolloutConfig):
+        found = cells(key)
+        if len(set(found)) == 1:
+            alike.append(f"| `{key}` | {found[0]} |\n")
+        else:
+            apart.append(f"| `{key}` | {' | '.join(found)} |\n")
+    heads = f"| `rollout.` | {' | '.join(f'`{name}`' for name in names)} |\n|---|{'---|' * len(names)}\n"
+    return "".join([HEAD, ALIKE, *alike, APART, heads, *apart])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

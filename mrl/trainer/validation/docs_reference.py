@@ -1,0 +1,75 @@
+"""Writes the page `mrl/docs/config.md`, every field of a config.
+
+    python -m mrl.trainer.validation.docs_reference > mrl/docs/config.md
+
+Owns how the page is written. Fields, defaults and their documentation are read from `mrl/config/config.py`, ranges
+where they are checked.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import json
+import sys
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, get_args, get_type_hints
+
+from mrl.algorithms.base import ranges
+from mrl.config.config import AlgorithmConfig, Config
+from mrl.config.values import expected
+from mrl.trainer.validation.ranges import RANGES, WEIGHTS
+
+HEAD = """# Every field of a config
+
+Written by `python -m mrl.trainer.validation.docs_reference` from `mrl/config/config.py`, which a test checks.
+How a config is written, and which fields are set most often: [configuring a run](configuring.md).
+"""
+
+
+def reference() -> str:
+    """The whole page, as Markdown."""
+    return HEAD + "".join(_section(item.name, get_type_hints(Config)[item.name]) for item in fields(Config))
+
+
+def _section(path: str, kind: Any) -> str:
+    """A heading with the section's fields; sections inside it, also those of a list, follow."""
+    rows, inner, hints, lines = [], [], get_type_hints(kind), _documentation(kind)
+    for item in fields(kind):
+        key, of_field = f"{path}.{item.name}", hints[item.name]
+        entries: Any = next(filter(is_dataclass, get_args(of_field)), None)
+        if is_dataclass(of_field):
+            inner.append(_section(key, of_field))
+            continue
+        if entries is not None:
+            inner.append(_section(f"{key}[*]", entries))
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        words = (f"`{key}`", expected(of_field), f"`{_yaml(default)}`", _range(key), lines.get(item.name, ""))
+        rows.append("| " + " | ".join(word.replace("|", "\\|") for word in words) + " |")
+    table = "\n".join(["| Key | Takes | Default | Range | |", "|---|---|---|---|---|", *rows])
+    return f"\n## {path}\n\n{inspect.getdoc(kind)}\n" + (f"\n{table}\n" if rows else "") + "".join(inner)
+
+
+def _documentation(kind: Any) -> dict[str, str]:
+    """The text under each field of a dataclass, on one line."""
+    body = ast.parse(inspect.getsource(kind)).body[0].body  # type: ignore[attr-defined]
+    return {
+        ast.unparse(above.target): " ".join(str(ast.literal_eval(below.value)).split())
+        for above, below in itertools.pairwise(body)
+        if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr)
+    }
+
+
+def _range(key: str) -> str:
+    of_algorithm = {f"algorithm.{name}": words for name, _, _, words in ranges(AlgorithmConfig())}
+    return (RANGES | of_algorithm | {"reward.functions[*].weight": WEIGHTS}).get(key, "")
+
+
+def _yaml(value: Any) -> str:
+    """A default as YAML would have it."""
+    return value if isinstance(value, str) and value else json.dumps(value, default=vars)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

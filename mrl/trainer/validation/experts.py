@@ -1,0 +1,140 @@
+"""Refuses layouts and settings of actor and engine that do not fit a mixture of experts, or a model without one.
+
+Owns the rules that `validate.py` asks about experts. It imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from mrl.config.config import ActorConfig, Config, ParallelConfig
+from mrl.engines.trtllm import engine_kwargs
+from mrl.errors import UserError
+from mrl.models.base import ArchSpec, MoeSpec
+from mrl.parallel_layout import Grid
+from mrl.resharding.megatron import expert_shard
+from mrl.resharding.native import expert_shard as rollout_expert_shard
+from mrl.resharding.shards import check_experts_divide
+from mrl.trainer.validation.megatron import te_possible
+
+
+def expert_rules(config: Config, arch: ArchSpec, grid: Grid, *, supervised: bool = False) -> Iterator[str]:
+    """Each broken rule, with the keys and what to do."""
+    if arch.moe is None:
+        yield from _idle(config)
+        yield from engine_kwargs.expert_refusals(config.rollout)
+    else:
+        yield from _experts(config, arch.moe, grid)
+        yield from _rollout(config, arch.moe, grid)
+        yield from _replay(config, supervised)
+
+
+def _idle(config: Config) -> Iterator[str]:
+    """Fields that mean nothing to a dense model."""
+    default = Config()
+    settings = (
+        *(("parallel", item.name) for item in fields(ParallelConfig) if item.name.startswith("expert_")),
+        ("rollout", "expert_parallel_size"),
+        ("rollout", "moe_tensor_parallel_size"),
+        ("rollout", "enable_rollout_routing_replay"),
+        *(("actor", item.name) for item in fields(ActorConfig) if item.name.startswith(("moe_", "router_"))),
+    )
+    for section, name in settings:
+        value = getattr(getattr(config, section), name)
+        if value != getattr(getattr(default, section), name):
+            yield f"{section}.{name}={value} is set, but would have no effect because the model has no experts."
+
+
+def _experts(config: Config, moe: MoeSpec, grid: Grid) -> Iterator[str]:
+    actor = config.actor
+    if grid.tp > 1 and not config.parallel.sequence_parallel:
+        yield (
+            f"parallel.tensor_model_parallel_size={grid.tp} with a mixture of experts needs "
+            "parallel.sequence_parallel=true: without it Megatron would route every token on each of these ranks, and "
+            "refuses to train."
+        )
+    if grid.ep == 1 and grid.expert_tp != grid.tp:
+        yield (
+            f"parallel.expert_tensor_parallel_size={grid.expert_tp} differs from "
+            f"parallel.tensor_model_parallel_size={grid.tp}, which needs parallel.expert_model_parallel_size above 1: "
+            "with 1 Megatron adds up the experts' gradients over the ranks of the other parameters."
+        )
+    try:
+        check_experts_divide(moe, expert_shard(grid, 0))
+    except UserError as error:
+        yield str(error)
+    if actor.moe_token_dispatcher_type == "allgather":
+        if grid.pp > 1:
+            yield (
+                f"actor.moe_token_dispatcher_type=allgather with parallel.pipeline_model_parallel_size={grid.pp}: "
+                "Megatron cannot pass microbatches of different lengths from stage to stage then. Use alltoall."
+            )
+        if grid.cp > 1:
+            yield (
+                f"actor.moe_token_dispatcher_type=allgather with parallel.context_parallel_size={grid.cp}: mrl does "
+                "not fill sequences that are cut over ranks to one length. Use alltoall."
+            )
+    if actor.moe_token_dispatcher_type == "flex":
+        yield from _flex(config, grid)
+    if (actor.moe_router_load_balancing_type == "aux_loss") != (actor.moe_aux_loss_coeff > 0):
+        yield (
+            f"actor.moe_router_load_balancing_type={actor.moe_router_load_balancing_type} with "
+            f"actor.moe_aux_loss_coeff={actor.moe_aux_loss_coeff} has no effect: set aux_loss and a coefficient above "
+            "0, or none and 0."
+        )
+
+
+def _flex(config: Config, grid: Grid) -> Iterator[str]:
+    if not te_possible(config):
+        yield "actor.moe_token_dispatcher_type=flex needs GPUs and DeepEP or HybridEP. Use alltoall."
+    if grid.ep * grid.expert_tp == 1:
+        yield (
+            "actor.moe_token_dispatcher_type=flex needs parallel.expert_model_parallel_size above 1: nothing is sent. "
+            "Use alltoall."
+        )
+    if config.actor.moe_router_dtype != "fp32":
+        yield "actor.moe_token_dispatcher_type=flex needs actor.moe_router_dtype=fp32: DeepEP sends float32."
+
+
+def _rollout(config: Config, moe: MoeSpec, grid: Grid) -> Iterator[str]:
+    rollout = config.rollout
+    tp, ep, moe_tp = grid.rollout_tp, grid.rollout_ep, rollout.moe_tensor_parallel_size
+    if tp % ep or (moe_tp is not None and ep * moe_tp != tp):
+        given = f" x rollout.moe_tensor_parallel_size={moe_tp}" if moe_tp is not None else ""
+        yield (
+            f"rollout.expert_parallel_size={ep}{given} does not make up rollout.tensor_model_parallel_size={tp}: all "
+            "ranks of a replica hold experts, spread by the first and cut by the second. Choose two factors of it, or "
+            "leave rollout.moe_tensor_parallel_size out."
+        )
+    else:
+        try:
+            check_experts_divide(moe, rollout_expert_shard(tp, 0, ep))
+        except UserError as error:
+            yield str(error)
+
+
+def _replay(config: Config, supervised: bool) -> Iterator[str]:
+    replay, records = config.actor.router_replay, config.rollout.enable_rollout_routing_replay
+    if replay != "none" and supervised:
+        yield (
+            f"actor.router_replay={replay} would have no effect because algorithm.name={config.algorithm.name} samples "
+            "nothing: no experts are chosen before the update. Remove it, or change that."
+        )
+    elif replay == "recompute" and config.algorithm.rollout_correction.acting.bypass_mode:
+        yield (
+            "actor.router_replay=recompute replays the experts of the pass that scores the samples at the rollout "
+            "weights, which algorithm.rollout_correction.bypass_mode=true leaves out. Set it to false, or "
+            "actor.router_replay=rollout for those that the engine chose."
+        )
+    if replay == "rollout" and not records:
+        yield (
+            "actor.router_replay=rollout needs rollout.enable_rollout_routing_replay=true. Where the engine cannot "
+            "tell its experts, actor.router_replay=recompute with algorithm.rollout_correction.bypass_mode=false "
+            "replays the actor's."
+        )
+    if records and replay != "rollout":
+        yield (
+            "rollout.enable_rollout_routing_replay=true is set, but would have no effect because actor.router_replay "
+            f"is {replay}. Set it to rollout."
+        )

@@ -1,0 +1,142 @@
+"""Refuses layouts that the ranks of the job, or the model, cannot make up.
+
+Owns how `parallel` and the sizes in `rollout` become a layout (`grid_of`) and what a layout must be. What a mixture of
+experts asks of it stands in `experts.py`. It imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+
+from mrl.config import user_code
+from mrl.config.config import Config
+from mrl.engines.trtllm.fields import needs_mpi
+from mrl.errors import UserError
+from mrl.models.base import ArchSpec
+from mrl.parallel_layout import Grid
+from mrl.resharding.megatron import chunk_layers
+from mrl.resharding.shards import TensorShard, check_divides
+from mrl.trainer.validation.ranges import value_at
+from mrl.trainer.validation.roles import key_of, own_ranks
+
+MAX_RANKS = 1 << 17
+"""More than any cluster has; what a layout costs is computed rank by rank."""
+
+
+def grid_of(config: Config, world_size: int) -> Grid:
+    """The parallel layout that the config asks for."""
+    return Grid(
+        world_size=world_size,
+        tp=config.parallel.tensor_model_parallel_size,
+        pp=config.parallel.pipeline_model_parallel_size,
+        vpp=config.parallel.virtual_pipeline_model_parallel_size or 1,
+        cp=config.parallel.context_parallel_size,
+        ep=config.parallel.expert_model_parallel_size,
+        etp=config.parallel.expert_tensor_parallel_size,
+        first_stage_layers=config.parallel.num_layers_in_first_pipeline_stage,
+        last_stage_layers=config.parallel.num_layers_in_last_pipeline_stage,
+        rollout_tp=config.rollout.tensor_model_parallel_size,
+        rollout_ep=config.rollout.expert_parallel_size,
+        rollout_pp=config.rollout.pipeline_model_parallel_size,
+        rollout_ranks=own_ranks(config.rollout),
+    )
+
+
+def check_ranks(config: Config, world_size: int) -> None:
+    """Refuses a number of ranks that the actor's layout does not divide: without it there is no grid.
+
+    Raises:
+        UserError: With the sizes, and how to start as many ranks as they need.
+    """
+    if world_size > MAX_RANKS:
+        raise UserError(f"{world_size} ranks are more than the {MAX_RANKS} that mrl counts with.")
+    names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    sizes = {name: getattr(config.parallel, name) for name in names}
+    num_ranks = math.prod(sizes.values())
+    own = own_ranks(config.rollout)
+    if own >= world_size > 0 and own:
+        raise UserError(
+            f"{key_of(config.rollout)} leaves none of this job's {world_size} rank(s) to train. Give rollouts fewer. "
+            f"{_how_many_ranks(config)}"
+        )
+    if (world_size - own) % num_ranks:
+        product = " x ".join(f"parallel.{name}={size}" for name, size in sizes.items() if size > 1)
+        equals = f" = {num_ranks}" if " x " in product else ""
+        of = f"the {world_size} rank(s) of this job"
+        if own:
+            of = f"the {world_size - own} rank(s) of this job's {world_size} that train ({key_of(config.rollout)})"
+        raise UserError(f"{product}{equals} does not divide {of}. {_how_many_ranks(config)}")
+
+
+def layout_rules(config: Config, grid: Grid) -> Iterator[str]:
+    """A message for each rule between the sizes of the layout that is broken."""
+    if grid.vpp > 1 and grid.pp == 1:
+        yield (
+            f"parallel.virtual_pipeline_model_parallel_size={grid.vpp} needs "
+            "parallel.pipeline_model_parallel_size above 1: chunks are interleaved over stages."
+        )
+    if config.parallel.sequence_parallel and grid.tp == 1:
+        yield "parallel.sequence_parallel=true needs parallel.tensor_model_parallel_size above 1."
+    stage = len(grid.trainers) // grid.pp
+    if grid.ep > 1 and stage % (grid.ep * grid.expert_tp):
+        yield (
+            f"parallel.expert_model_parallel_size={grid.ep} x parallel.expert_tensor_parallel_size={grid.expert_tp} = "
+            f"{grid.ep * grid.expert_tp} does not divide the {stage} rank(s) of a pipeline stage. "
+            f"{_how_many_ranks(config)}"
+        )
+    if grid.rollout_pp > 1 and config.rollout.name != "trtllm_engine":
+        if user_code.is_own(config.rollout.name):  # the others say so themselves
+            yield (
+                f"rollout.pipeline_model_parallel_size={grid.rollout_pp} is refused with rollout.name="
+                f"{config.rollout.name}: only built TensorRT-LLM engines (rollout.name=trtllm_engine) have a pipeline."
+            )
+    elif len(grid.samplers) % grid.rollout_size:
+        stages = f" x rollout.pipeline_model_parallel_size={grid.rollout_pp}" if grid.rollout_pp > 1 else ""
+        yield (
+            f"rollout.tensor_model_parallel_size={grid.rollout_tp}{stages} does not divide the {len(grid.samplers)} "
+            f"rank(s) of this job{' that sample' if grid.has_roles else ''}: replicas are equal groups of ranks. "
+            f"{_how_many_ranks(config)}"
+        )
+
+
+def division_rules(arch: ArchSpec, grid: Grid) -> Iterator[str]:
+    """A message for each way in which the layout does not divide the model."""
+    attempts: tuple[Callable[[], object], ...] = (
+        lambda: check_divides(arch, TensorShard(grid.tp, 0, "parallel.tensor_model_parallel_size")),
+        lambda: check_divides(arch, TensorShard(grid.rollout_tp, 0, "rollout.tensor_model_parallel_size")),
+        lambda: chunk_layers(arch, grid),
+    )
+    for attempt in attempts:
+        try:
+            attempt()
+        except UserError as error:
+            yield str(error)
+
+
+def _how_many_ranks(config: Config) -> str:
+    """How to start as many ranks as the layout needs, to look at it without them, and to do with one."""
+    parallel, rollout = config.parallel, config.rollout
+    num_ranks = grid_of(config, 1).fewest_ranks
+    names = {
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_parallel_size",
+        "num_ranks",
+        "nnodes",
+    }
+    defaults = {f"parallel.{item.name}": item.default for item in fields(parallel)}
+    defaults |= {f"rollout.{item.name}": item.default for item in fields(rollout) if item.name in names}
+    changed = {key: value for key, value in defaults.items() if value_at(config, key) != value}
+    alone = " ".join(f"{key}={'null' if value is None else str(value).lower()}" for key, value in changed.items())
+    start = f"torchrun --nproc-per-node {num_ranks} -m mrl ... (launch/torchrun.sh)"
+    if needs_mpi(rollout):
+        start = f"NPROC={num_ranks} launch/mpirun.sh ..."
+    how_many = f"a multiple of {num_ranks} ranks"
+    if own := own_ranks(rollout):
+        how_many = f"{num_ranks} ranks, {own} of them for rollouts, or more by {num_ranks - own} at a time"
+    return (
+        f"Start {how_many}: {start}; only look at it: mrl train ... --dry-run --world-size "
+        f"{num_ranks}; or do with one process: {alone}"
+    )

@@ -1,0 +1,117 @@
+"""Refuses a run that cannot work, before any process group exists: ranges, rules between fields, rules with the model.
+
+Each section of the config has its rules in a file of its own here: `ranges.py` `parallel.py` `roles.py` `train.py`
+`off_policy.py` `rollout.py` `true_on_policy.py` `model.py` `data.py`, then `megatron.py`, `experts.py`, `engine.py` and
+`unused_settings.py`, across sections. They need no tensor and no rank but this one. What a section alone decides stays
+with its owner: the algorithm's own fields in `algorithms/base.py`, rows of data in `data/`, values' types in
+`config/config.py`. All broken rules are told at once. It imports no torch.
+
+    check_config(config, world_size)                   # needs no model
+    check(config, arch, world_size, vocab_size, ...)   # the same rules, and those with model, tokenizer and algorithm
+"""
+
+from __future__ import annotations
+
+from mrl.config.config import Config, LearnsFrom
+from mrl.engines.trtllm import fp8_support
+from mrl.engines.vllm import fp8_support as vllm_blocks
+from mrl.errors import UserError
+from mrl.models.base import ArchSpec
+from mrl.trainer.validation.data import data_rules, evaluation_rules
+from mrl.trainer.validation.engine import engine_rules
+from mrl.trainer.validation.episodes import episode_rules
+from mrl.trainer.validation.experts import expert_rules
+from mrl.trainer.validation.megatron import megatron_rules, name_rules
+from mrl.trainer.validation.model import check_size, model_rules, token_rules
+from mrl.trainer.validation.off_policy import off_policy_rules
+from mrl.trainer.validation.parallel import check_ranks, division_rules, grid_of, layout_rules
+from mrl.trainer.validation.ranges import fixed_rules, range_rules
+from mrl.trainer.validation.roles import role_rules
+from mrl.trainer.validation.rollout import length_rules, position_rules, sampling_rules
+from mrl.trainer.validation.train import share_rules, step_rules
+from mrl.trainer.validation.true_on_policy import expert_rule, true_on_policy_rules
+from mrl.trainer.validation.unused_settings import idle_rules
+
+
+def check_config(
+    config: Config, world_size: int, *, learns_from: LearnsFrom = "samples", arch: ArchSpec | None = None
+) -> None:
+    """All rules that need no model.
+
+    Args:
+        config: What was asked for.
+        world_size: Ranks of the job.
+        learns_from: What the algorithm learns from.
+        arch: The model's structure, where it is known: a layout that does not divide it is not one to start ranks for.
+
+    Raises:
+        UserError: Each broken rule, with the keys and what to do.
+    """
+    _raise([*range_rules(config), *fixed_rules(config), *name_rules(config)])
+    grid = grid_of(config, world_size)
+    not_divided = [] if arch is None else list(division_rules(arch, grid))
+    try:
+        check_ranks(config, world_size)
+    except UserError:
+        _raise(not_divided)
+        raise
+    broken = [
+        *layout_rules(config, grid),
+        *role_rules(config, grid, supervised=learns_from != "samples"),
+        *off_policy_rules(config, supervised=learns_from != "samples"),
+        *true_on_policy_rules(config, grid, supervised=learns_from != "samples"),
+        *step_rules(config, grid),
+        *length_rules(config),
+        *sampling_rules(config),
+        *model_rules(config),
+        *data_rules(config),
+        *evaluation_rules(config),
+        *share_rules(config, grid, supervised=learns_from != "samples"),
+        *episode_rules(config),
+        *idle_rules(config, grid, learns_from=learns_from),
+    ]
+    _raise([*not_divided, *broken] if broken else [])
+
+
+def check(
+    config: Config,
+    arch: ArchSpec,
+    world_size: int,
+    tokenizer_vocab_size: int,
+    *,
+    learns_from: LearnsFrom = "samples",
+) -> None:
+    """All rules, those with the model and its tokenizer too.
+
+    Args:
+        config: What was asked for.
+        arch: The model's structure.
+        world_size: Ranks of the job.
+        tokenizer_vocab_size: One more than the largest id that the tokenizer gives.
+        learns_from: What the algorithm learns from.
+
+    Raises:
+        UserError: Each broken rule, with the keys and what to do.
+    """
+    check_size(arch)
+    check_config(config, world_size, learns_from=learns_from, arch=arch)
+    grid = grid_of(config, world_size)
+    broken = [
+        *division_rules(arch, grid),
+        *position_rules(config, arch),
+        *expert_rules(config, arch, grid, supervised=learns_from != "samples"),
+        *expert_rule(config, arch),
+        *engine_rules(config, arch),
+        *fp8_support.refusals(config, arch),
+        *vllm_blocks.refusals(config, arch),
+        *megatron_rules(config, arch, grid),
+        *token_rules(arch, tokenizer_vocab_size),
+    ]
+    _raise(broken)
+
+
+def _raise(broken: list[str]) -> None:
+    if len(broken) == 1:
+        raise UserError(broken[0])
+    if broken:
+        raise UserError(f"the config breaks {len(broken)} rules:" + "".join(f"\n  - {message}" for message in broken))

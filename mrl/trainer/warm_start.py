@@ -1,0 +1,35 @@
+"""The warm start's own parts: its algorithm, its learning rate, and its prompts. The loop is in `train.py`."""
+
+from __future__ import annotations
+
+from mrl.algorithms import base as algorithms
+from mrl.algorithms.base import Algorithm
+from mrl.config.config import AlgorithmConfig
+from mrl.data.prompts import PromptSource, load_training
+from mrl.distributed.collectives import together
+from mrl.trainer.learning_rate import warm_start_learning_rate
+from mrl.trainer.rank_roles import on_trainers
+from mrl.trainer.trainer import Job
+from mrl.trainer.training_state import not_of_a_run
+
+
+def begin_warm_start(job: Job) -> tuple[Algorithm, PromptSource, int]:
+    """The supervised algorithm, the training prompts in an order of their own, and the steps already done."""
+    config, rollout, rate = job.config, job.config.rollout, warm_start_learning_rate(job.config)
+    sft = algorithms.build(AlgorithmConfig(name="sft"), rollout)
+    seed = config.run.seed + 1
+    source = load_training(config.data, job.tokenizer, prompt_length=rollout.prompt_length, seed=seed, tools=job.tools)
+    standing = job.progress.standing
+    if standing is None:
+        with on_trainers(job.groups) as here:
+            if here:
+                job.policy.start_optimizer(rate)
+        return sft, source, 0
+    begun = standing.state["warm_start"]
+    with on_trainers(job.groups) as here:
+        if here:
+            job.policy.follow(rate)
+    with together(), not_of_a_run(job.commits.checkpoints.path(0)):
+        source.load_state_dict(begun["source"])
+    job.log.warm_start_resumed(begun["step"])
+    return sft, source, int(begun["step"])

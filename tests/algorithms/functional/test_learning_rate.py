@@ -1,0 +1,32 @@
+"""Warm-up, shapes, and what stands before and behind the last step."""
+
+import pytest
+
+from mrl.algorithms.functional.learning_rate import LearningRate
+
+EXACT = 1e-12  # fp64
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("constant", [2.5, 5.0, 7.5, 10.0, 10.0, 10.0, 10.0, 10.0]),
+        ("linear", [2.5, 5.0, 7.5, 10.0, 10.0, 7.0, 4.0, 1.0]),
+        ("cosine", [2.5, 5.0, 7.5, 10.0, 10.0, 7.75, 3.25, 1.0]),
+    ],
+)
+def test_warm_up_is_linear_and_the_last_step_has_the_minimum(shape, expected):
+    rate = LearningRate(10.0, 1.0, shape, warmup_steps=4, num_steps=8)
+    assert [rate.at(step) for step in range(8)] == pytest.approx(expected, rel=EXACT)
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine"])
+def test_behind_the_last_step_the_minimum_stays(shape):
+    rate = LearningRate(10.0, 1.0, shape, warmup_steps=0, num_steps=3)
+    assert rate.at(0) == 10.0
+    assert rate.at(2) == pytest.approx(1.0, rel=EXACT)
+    assert rate.at(50) == pytest.approx(1.0, rel=EXACT)
+
+
+def test_a_schedule_of_one_step_starts_at_the_peak():
+    assert LearningRate(10.0, 1.0, "linear", 0, 1).at(0) == 10.0

@@ -1,0 +1,210 @@
+"""Names of the Hugging Face hub: found in a cache, downloaded once for a host, refused with the way out."""
+
+import hashlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from mrl.checkpoint.formats.hub import check_same_models, is_hub_name, local_folder, local_models
+from mrl.config.config import Config, ModelConfig, ReferenceConfig
+from mrl.errors import UserError
+from mrl.models.hf_config import arch_from_folder
+from mrl.models.presets import arch_from_preset
+from mrl.trainer.resolve import load_model_facts
+from tests.checkpoint.formats.test_hf import write_folder
+from tests.data.folders import byte_bpe_folder
+from tests.ranks import run_ranks
+
+NAME = "acme/tiny-1.5"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    write_folder(arch_from_preset("qwen2_tiny", {"num_hidden_layers": 1}, 320), folder)
+    (folder / "README.md").write_text("no part of a run")
+    return byte_bpe_folder(folder)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The folder that huggingface_hub takes for its cache; nothing is downloaded."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+def fill(cache, model, *, without=()):
+    """The cache as a download leaves it."""
+    root = cache / f"models--{NAME.replace('/', '--')}"
+    snapshot = root / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text(COMMIT)
+    for path in model.iterdir():
+        if path.name not in without:
+            (snapshot / path.name).write_bytes(path.read_bytes())
+    return snapshot
+
+
+def named(**model):
+    return Config(model=ModelConfig(**model))
+
+
+@pytest.mark.parametrize("download", [False, True])
+def test_a_name_whose_model_is_in_the_cache_becomes_its_folder(download, cache, model):
+    snapshot = str(fill(cache, model))
+    config = Config(model=ModelConfig(path=NAME, tokenizer=NAME), reference=ReferenceConfig(path=NAME))
+    found = local_models(config, download=download)
+    assert (found.model.path, found.model.tokenizer, found.reference.path) == (snapshot,) * 3
+
+
+@pytest.mark.parametrize("download", [False, True])
+@pytest.mark.parametrize("without", [None, "model.safetensors", "config.json"])
+def test_what_the_cache_lacks_is_refused_with_the_command_that_downloads_it(without, download, cache, model):
+    if without is not None:
+        fill(cache, model, without=(without,))
+    with pytest.raises(UserError) as refusal:
+        local_models(named(path=NAME), download=download)
+    message = str(refusal.value)
+    assert message.startswith(f"model.path: the folder '{NAME}' does not exist.")
+    assert f"hf download {NAME}" in message and str(cache) in message
+
+
+def test_a_run_reads_structure_and_tokenizer_of_a_name(cache, model):
+    fill(cache, model)
+    arch, tokenizer = load_model_facts(named(path=NAME))
+    assert arch == arch_from_folder(model) and tokenizer.decode(tokenizer.encode("two")) == "two"
+
+
+def test_a_tokenizer_needs_no_weights(cache, model):
+    snapshot = fill(cache, model, without=("model.safetensors", "config.json"))
+    assert local_models(named(preset="qwen2_tiny", tokenizer=NAME)).model.tokenizer == str(snapshot)
+
+
+@pytest.mark.parametrize("text", ["char:0123/+", "models", "./acme/tiny", "/acme/tiny", "a/b/c", "acme/", "~/tiny"])
+def test_other_texts_are_no_names(text, cache):
+    assert not is_hub_name(text)
+
+
+def test_a_folder_that_is_there_is_no_name(tmp_path, monkeypatch):
+    (tmp_path / "acme" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert is_hub_name(NAME) and not is_hub_name("acme/tiny")
+
+
+def agree(names):
+    try:
+        check_same_models(named(path=names[dist.get_rank()]))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_states_of_a_model_are_refused_on_every_rank():
+    assert run_ranks(2, agree, ["/a/snapshots/01", "/b/snapshots/01"]) == ["", ""]
+    first, second = run_ranks(2, agree, ["/a/snapshots/01", "/a/snapshots/02"])
+    assert first == second and first.startswith("rank 1 has another state of the model")
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """What snapshot_download asks of a hub."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self._answer(body=True)
+
+    def do_HEAD(self):
+        self._answer(body=False)
+
+    def _answer(self, *, body):
+        files, path = self.server.files, self.path.split("?")[0]
+        if path.startswith(f"/api/models/{NAME}/tree"):
+            text = [
+                {"type": "file", "path": name, "size": len(data), "oid": etag(data)} for name, data in files.items()
+            ]
+            self._send(json.dumps(text).encode(), body=body)
+        elif path.startswith(f"/api/models/{NAME}"):
+            self._send(json.dumps({"id": NAME, "sha": COMMIT, "siblings": []}).encode(), body=body)
+        elif path.rsplit("/", 1)[1] in files:
+            name = path.rsplit("/", 1)[1]
+            if body:
+                self.server.sent.append(name)
+            self._send(files[name], body=body)
+        else:
+            self.send_error(404)
+
+    def _send(self, data, *, body):
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("ETag", f'"{etag(data)}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+def etag(data):
+    return hashlib.sha1(data, usedforsecurity=False).hexdigest()
+
+
+@pytest.fixture
+def hub(model):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.files = {path.name: path.read_bytes() for path in model.iterdir()}
+    server.sent = []
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+RANK = """
+from mrl.config.config import Config, ModelConfig
+from mrl.checkpoint.formats.hub import local_models
+print(local_models(Config(model=ModelConfig(path="acme/tiny-1.5")), download=True).model.path)
+"""
+
+
+def test_ranks_of_a_host_download_once_what_a_run_needs(hub, tmp_path):
+    asked = {
+        **os.environ,
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0",
+        "TRANSFORMERS_OFFLINE": "0",
+        "NO_PROXY": "127.0.0.1",
+    }
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANK], env=asked, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    folders = {rank.communicate()[0].strip() for rank in ranks}
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert len(folders) == 1 and COMMIT in folders.pop()
+    assert sorted(hub.sent) == sorted(set(hub.files) - {"README.md"})
+
+
+def test_a_mistyped_folder_is_said_not_to_exist_and_the_nearest_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "models" / "qwen2").mkdir(parents=True)
+    for name in ("models/qwn2", "modles/qwen2"):
+        with pytest.raises(UserError, match=rf"the folder '{name}' does not exist. Did you mean 'models/qwen2'\?"):
+            local_folder("model.path", name)

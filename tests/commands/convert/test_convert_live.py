@@ -1,0 +1,67 @@
+"""Converted weights in live models: Megatron's at another layout than the one that was written, and transformers'."""
+
+import pytest
+import torch
+import transformers
+
+from mrl.checkpoint.formats.hf import HfSource, HfTarget
+from mrl.checkpoint.formats.megatron import MegatronSource, MegatronTarget
+from mrl.commands.convert.convert import convert
+from mrl.megatron import checkpoint
+from mrl.parallel_layout import Grid
+from tests.megatron.actors import ARCHS, MIXTURES, make_batch, make_policy, scores, train
+from tests.megatron.test_model import PARITY, SIZES, TEMPERATURE, by_transformers
+from tests.ranks import run_ranks
+
+MODELS = {
+    "qwen2": {"model_type": "qwen2", **SIZES, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **SIZES,
+        "head_dim": 20,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+}
+WRITTEN = {"qwen2": Grid(4, tp=4), "qwen3_moe": Grid(4, pp=2, ep=2)}
+LIVE = {"qwen2": Grid(2, pp=2), "qwen3_moe": Grid(4, tp=2, ep=2, etp=1)}
+OPTIONS = {"rollout": {"temperature": TEMPERATURE}, "actor": {"max_tokens_per_microbatch": 150}}
+
+
+def scored(folder, arch, grid, batch):
+    policy = make_policy(arch, grid, seed=None, **OPTIONS)
+    checkpoint.load(folder, policy)
+    return scores(policy, batch)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_converted_checkpoint_scores_as_transformers_do_at_another_layout(name, tmp_path):
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**MODELS[name])).eval()
+    model.save_pretrained(tmp_path / "hf")
+    batch = make_batch(6, seed=7, longest=40)
+    with HfSource(tmp_path / "hf") as source:
+        arch = source.arch
+        convert(source, MegatronTarget(arch, WRITTEN[name], "float32"), tmp_path / "megatron")
+    expected = by_transformers(model, batch)
+    for found in run_ranks(LIVE[name].world_size, scored, tmp_path / "megatron", arch, LIVE[name], batch):
+        torch.testing.assert_close(found, expected, rtol=0, atol=PARITY)
+
+
+def trained(folder, arch, grid, batch):
+    policy = make_policy(arch, grid, **OPTIONS)
+    train(policy, 1)
+    checkpoint.save(folder, policy)
+    return scores(policy, batch)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_training_saved_scores_the_same_in_transformers(name, tmp_path):
+    arch, batch = {**ARCHS, **MIXTURES}[name], make_batch(6, seed=8, longest=40)
+    found = run_ranks(LIVE[name].world_size, trained, tmp_path / "actor", arch, LIVE[name], batch)[0]
+    with MegatronSource(tmp_path / "actor") as source:
+        convert(source, HfTarget(source.arch, "float32"), tmp_path / "hf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    torch.testing.assert_close(found, by_transformers(model, batch), rtol=0, atol=PARITY)

@@ -1,0 +1,96 @@
+"""verl's rewards: functions of lists, and reward models."""
+
+import pytest
+import yaml
+
+from mrl.commands.from_verl.line import read
+from mrl.commands.from_verl.translate import translate
+
+
+@pytest.mark.parametrize(
+    ("line", "section"),
+    [
+        ("reward.reward_model.enable=True reward.reward_model.model_path=rm", {"path": "rm", "retokenize": True}),
+        ("reward_model.enable=True reward_model.model.path=rm", {"path": "rm", "retokenize": True}),
+        (
+            "reward_model.enable=True reward_model.model.path=rm reward_model.model.input_tokenizer=null",
+            {"path": "rm", "retokenize": False},
+        ),
+        ("reward.reward_model.model_path=rm", None),
+    ],
+)
+def test_a_reward_model_takes_the_place_of_functions(line, section):
+    found = translate(read(["python3", "-m", "verl.trainer.main_ppo", "algorithm.adv_estimator=grpo", *line.split()]))
+    reward = yaml.safe_load(found.text)["reward"]
+    assert reward == ({"functions": [{"name": "math"}]} if section is None else {"functions": [], "model": section})
+    assert bool([one for one in found.missing if "custom_reward_function" in one]) == (section is None)
+
+
+def test_a_reward_model_that_a_function_asks_is_told():
+    line = "reward.reward_model.enable=True reward.reward_model.model_path=rm custom_reward_function.path=r.py"
+    found = translate(read(["python3", "-m", "verl.trainer.main_ppo", *line.split()]))
+    assert yaml.safe_load(found.text)["reward"] == {"functions": [{"name": "r.py:compute_score"}]}
+    assert [one for one in found.missing if one.startswith("reward.reward_model.enable=True: the function there asks")]
+
+
+@pytest.mark.parametrize("key", ["reward_model.reward_manager", "reward.reward_manager.name"])
+def test_a_function_of_the_batch_manager_gets_all_samples(key):
+    given = read(["python3", "-m", "verl.trainer.main_ppo", "custom_reward_function.path=r.py", f"{key}=batch"])
+    found = yaml.safe_load(translate(given).text)["reward"]
+    assert found == {"functions": [{"name": "r.py:compute_score", "batch": "replica"}]}
+
+
+DAPO = "python3 -m recipe.dapo.main_dapo algorithm.adv_estimator=grpo data.train_files=a.parquet "
+PENALTY = "".join(
+    f" +reward_model.reward_kwargs.overlong_buffer_cfg.{one}" for one in ("enable=True", "len=4", "penalty_factor=1.0")
+)
+FILTER = " algorithm.filter_groups.enable=True algorithm.filter_groups.metric="
+
+
+@pytest.mark.parametrize(
+    ("words", "is_listed"),
+    [
+        ("reward_model.reward_manager=dapo", True),
+        ("reward.reward_manager.name=dapo", True),
+        ("data.val_files=['gsm8k.parquet','aime-2024.parquet']", True),
+        ("data.train_files=DAPO-Math-17k.parquet", True),
+        ("reward_model.reward_manager=naive", False),
+        ("reward_model.reward_manager=dapo custom_reward_function.path=r.py", False),
+        ("reward_model.reward_manager=dapo reward_model.enable=True reward_model.model.path=rm", False),
+    ],
+)
+def test_scores_of_minus_one_are_listed_as_a_difference(words, is_listed):
+    found = translate(read((DAPO + words).split()))
+    assert bool([one for one in found.differs if "{wrong: -1.0}" in one]) == is_listed
+
+
+@pytest.mark.parametrize(
+    ("words", "is_listed"),
+    [
+        (f"{FILTER}acc{PENALTY}", False),
+        (f"{FILTER}score{PENALTY}", False),
+        (f"{FILTER}seq_reward{PENALTY}", True),
+        (f"{FILTER}seq_final_reward{PENALTY}", True),
+        (f"{FILTER}seq_reward", False),
+        (f"{FILTER}acc custom_reward_function.path=r.py", True),
+        (f"{FILTER}answer_len custom_reward_function.path=r.py", True),
+        ("algorithm.filter_groups.metric=seq_reward" + PENALTY, False),
+    ],
+)
+def test_a_metric_that_drops_other_groups_than_mrl_is_listed_as_a_difference(words, is_listed):
+    found = translate(read((DAPO + words).split()))
+    key = "algorithm.filter_groups.metric"
+    assert [bool([one for one in lines if one.startswith(key)]) for lines in (found.differs, found.moot)] == [
+        is_listed, not is_listed,
+    ]  # fmt: skip
+    assert not [one for one in found.missing if one.startswith(key)]
+
+
+@pytest.mark.parametrize("key", ["reward_model.reward_manager", "reward.reward_manager.name"])
+def test_a_reward_manager_that_mrl_does_not_have_is_listed(key):
+    for name, is_known in (("naive", True), ("dapo", True), ("batch", True), ("prime", True), ("mine", False)):
+        found = translate(read([*DAPO.split(), f"{key}={name}"]))
+        listed = [bool([one for one in lines if one.startswith(key)]) for lines in (found.missing, found.moot)]
+        assert listed == [not is_known, is_known], name
+    found = translate(read([*DAPO.split(), "reward.reward_manager.module.path=mine.py"]))
+    assert [one for one in found.missing if one.startswith("reward.reward_manager.module.path=mine.py")]

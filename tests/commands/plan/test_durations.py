@@ -1,0 +1,71 @@
+"""Predicted seconds are operations and bytes over rates, by hand."""
+
+import math
+from dataclasses import replace
+
+from mrl.commands.plan.durations import predict_durations
+from mrl.commands.plan.memory import stage_memory
+from mrl.config.config import load
+from mrl.observability.hardware import HARDWARE
+from mrl.observability.metrics import forward_flops
+from mrl.trainer.resolve import resolve
+from tests.source import ROOT
+
+H100 = HARDWARE["h100"]
+DENSE = ROOT / "configs" / "grpo_qwen3-8b_1x8_tp2.yaml"
+MIXTURE = ROOT / "configs" / "dapo_qwen3-30b-a3b_4x8_tp2ep8.yaml"
+STAGED = ROOT / "configs" / "grpo_llama3.1-70b_8x8_tp8pp4.yaml"
+
+
+def test_an_update_is_its_operations_over_the_rate_that_is_reached():
+    found = resolve(load(DENSE), 8)
+    times = predict_durations(found, H100, 54)
+    # three answers of 4096 tokens fit a microbatch with their prompt of 1024, which is computed once for them
+    prompt, whole = (forward_flops(found.arch, [length]) for length in (1024, 5120))
+    rate = 8 * H100.bf16_flops * H100.train_flops_frac
+    forward = (1024 * (whole - prompt) + math.ceil(1024 / 3) * prompt) / rate
+    assert math.isclose(times.update, 4 * forward)  # forward, backward of twice that, and once more recomputed
+    assert math.isclose(times.score, forward)  # the reference
+    assert times.bubble_frac == 0
+    assert math.isclose(
+        predict_durations(resolve(load(DENSE, ["actor.recompute=none"]), 8), H100, 54).update, 3 * forward
+    )
+    alone = predict_durations(resolve(load(DENSE, ["actor.use_prefix_grouper=false"]), 8), H100, 54)
+    assert math.isclose(alone.score, 1024 * whole / rate)
+
+
+def test_stages_wait_for_each_other():
+    found = resolve(load(STAGED), 64)
+    times = predict_durations(found, H100, 100)
+    # 128 prompts x 8 samples over 2, one sequence of 5120 tokens in a microbatch of 8192: 512 of them, 3 idle
+    assert math.isclose(times.bubble_frac, 3 / 515)
+
+
+def test_few_sequences_wait_for_weights_and_many_for_the_cache():
+    found = resolve(load(DENSE, ["rollout.tensor_model_parallel_size=2"]), 8)
+    few, many = (predict_durations(found, H100, rows) for rows in (1, 128))
+    assert (few.bound_by, many.bound_by) == ("weights", "KV cache")
+    assert (few.decode_steps, many.decode_steps) == (256 * 4096, 2 * 4096)
+    weights = stage_memory(found.config, found.arch, found.grid)[0].engine - 151936 * 4096 // 2 * 2  # no embedding
+    least = weights / (H100.memory_bytes_per_s * H100.decode_frac)
+    assert least < few.decode / few.decode_steps < 1.2 * least
+
+
+def test_one_token_reads_its_own_experts_only():
+    found = resolve(load(MIXTURE), 32)
+    one, many = (predict_durations(found, H100, rows) for rows in (1, 64))
+    assert one.decode / one.decode_steps < many.decode / many.decode_steps / 3
+
+
+def test_better_hardware_is_faster_and_assumptions_count():
+    found = resolve(load(DENSE), 8)
+    times = [predict_durations(found, HARDWARE[name], 54) for name in ("a100", "h100", "h200")]
+    assert times[0].decode > times[1].decode > times[2].decode and times[0].update > times[1].update
+    half = predict_durations(found, replace(H100, train_flops_frac=H100.train_flops_frac / 2), 54)
+    assert math.isclose(half.update, 2 * times[1].update)
+
+
+def test_supervised_steps_sample_nothing():
+    found = resolve(load(DENSE, ["algorithm.name=sft", "algorithm.kl_in=none", "~train.minibatch_size"]), 8)
+    times = predict_durations(found, H100, 0)
+    assert (times.prefill, times.decode, times.score) == (0, 0, 0) and times.update > 0

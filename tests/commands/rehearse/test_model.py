@@ -1,0 +1,81 @@
+"""A small model lies to its layout as the large one does to its own."""
+
+from dataclasses import replace
+
+import pytest
+
+from mrl.commands.rehearse.layout import compared, smallest_like
+from mrl.commands.rehearse.model import shrunk_model
+from mrl.models.presets import arch_from_preset
+from mrl.parallel_layout import Grid
+from mrl.resharding.megatron import chunk_layers, megatron_layout
+from mrl.resharding.native import native_layout
+
+TOKENS = 15
+MAX_ELEMENTS = 300_000  # of the largest small model; a rank of it takes no time
+
+CASES = {
+    "qwen2.5_0.5b": Grid(1),
+    "qwen2.5_7b": Grid(8, tp=4, rollout_tp=8),
+    "qwen3_8b": Grid(8, tp=2, rollout_tp=2),
+    "llama3.1_70b": Grid(64, tp=8, pp=4, vpp=5, rollout_tp=8),
+    "phi3_tiny": Grid(4, tp=2, rollout_tp=4),
+    "mixtral_tiny": Grid(16, tp=2, ep=4, rollout_tp=4, rollout_ep=2),
+    "qwen2_moe_tiny": Grid(8, tp=2, ep=4, etp=1, rollout_tp=2, rollout_ep=2),
+    "qwen3_235b_a22b": Grid(
+        256, tp=4, pp=8, ep=8, etp=1, rollout_tp=32, rollout_ep=32, first_stage_layers=11, last_stage_layers=11
+    ),
+}
+
+
+def shrunk(preset, **changes):
+    arch = replace(arch_from_preset(preset, {}, None), **changes)
+    asked = CASES[preset]
+    return arch, asked, *shrunk_model(arch, asked, smallest_like(asked, 8, experts=bool(arch.moe)), tokens=TOKENS)
+
+
+@pytest.mark.parametrize("preset", CASES)
+def test_structure_is_kept_and_every_rank_can_hold_its_part(preset):
+    arch, _, small, used = shrunk(preset)
+    kept = ("family", "tie_word_embeddings", "qkv_bias", "qk_norm", "rope_theta", "rope_scaling", "rms_norm_eps")
+    assert {name: getattr(small, name) for name in kept} == {name: getattr(arch, name) for name in kept}
+    layouts = [megatron_layout(small, used, rank, dtype="bfloat16", te=False) for rank in range(used.world_size)]
+    for rank in range(used.rollout_tp):
+        native_layout(small, used.rollout_tp, rank, "bfloat16", ep_size=used.rollout_ep)
+    elements = sum(stored.shape[0] * (*stored.shape, 1)[1] for stored in layouts[0].values())
+    assert elements < MAX_ELEMENTS
+
+
+@pytest.mark.parametrize("preset", CASES)
+def test_heads_lie_to_tensor_parallelism_as_before(preset):
+    arch, asked, small, used = shrunk(preset)
+    assert (small.num_heads > small.num_kv_heads) == (arch.num_heads > arch.num_kv_heads)
+    for before, after in ((asked.tp, used.tp), (asked.rollout_tp, used.rollout_tp)):
+        if (before > 1) == (after > 1):
+            assert compared(small.num_kv_heads, after) == compared(arch.num_kv_heads, before), (small, used)
+
+
+def test_experts_of_a_rank_stay_several_and_more_than_a_token_takes():
+    _, _, small, used = shrunk("qwen3_235b_a22b")
+    assert small.moe.num_experts == 8 and small.moe.num_experts // used.rollout_ep == 2 and small.moe.top_k == 2
+    _, _, small, _ = shrunk("qwen2_moe_tiny")
+    assert small.moe.shared_intermediate_size > 0 and not small.moe.norm_topk_prob
+
+
+def test_stages_stay_uneven():
+    arch, asked, small, used = shrunk("qwen3_235b_a22b")
+    stages = [len(layers) for layers in chunk_layers(small, used).values()]
+    assert (used.first_stage_layers, used.last_stage_layers) == (1, 2) and stages == [1, 2]
+    three, used = shrunk_model(arch, asked, Grid(3, pp=3, ep=1), tokens=TOKENS)
+    assert [len(layers) for layers in chunk_layers(three, used).values()] == [1, 2, 1]
+
+
+def test_every_chunk_of_a_virtual_pipeline_has_a_layer():
+    _, _, small, used = shrunk("llama3.1_70b")
+    assert used.vpp == 2 and {len(layers) for layers in chunk_layers(small, used).values()} == {1}
+
+
+@pytest.mark.parametrize(("vocab_size", "padded"), [(151936, False), (151937, True)])
+def test_the_vocabulary_needs_padding_where_it_did(vocab_size, padded):
+    _, _, small, used = shrunk("qwen3_8b", vocab_size=vocab_size)
+    assert TOKENS <= small.vocab_size < 2 * TOKENS and (small.vocab_size % used.tp != 0) is padded

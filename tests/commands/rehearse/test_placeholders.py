@@ -1,0 +1,47 @@
+"""What is on the cluster only is named, and something of the same kind takes its place."""
+
+import pytest
+
+from mrl.commands.rehearse.placeholders import CHARACTERS, missing_paths, with_stand_ins
+from mrl.config.config import load
+from mrl.errors import UserError
+from mrl.trainer.resolve import resolve
+from tests.source import ROOT
+
+CONFIG = ROOT / "configs" / "grpo_qwen3-8b_1x8_tp2.yaml"
+ELSEWHERE = ("~model", "model.path=/models/Qwen3-8B", "~data", "data.train_files=train.jsonl")
+
+
+def test_a_missing_model_becomes_its_preset_and_missing_data_become_sums():
+    config = load(CONFIG, [*ELSEWHERE, "data.system_prompt=Think."])
+    assert missing_paths(config) == {"model.path": "/models/Qwen3-8B", "data.train_files": "train.jsonl"}
+    changed, told = with_stand_ins(config)
+    assert (changed.model.preset, changed.model.tokenizer, changed.data.task) == ("qwen3_8b", CHARACTERS, "addition")
+    assert [line.split(" ")[0] for line in told] == ["model.path=/models/Qwen3-8B", "its", "data.train_files:"]
+    found = resolve(changed, 8)
+    assert found.arch.num_layers == 36 and found.arch.vocab_size == 151936
+
+
+@pytest.mark.parametrize(
+    ("folder", "preset"),
+    [
+        ("/m/Qwen2.5-0.5B-Instruct", "qwen2.5_0.5b"),
+        ("Llama-3.1-70B-Instruct", "llama3.1_70b"),
+        ("x/Qwen3-30B-A3B/", "qwen3_30b_a3b"),
+    ],
+)
+def test_the_preset_is_found_by_the_folders_name(folder, preset):
+    changed, _ = with_stand_ins(load(CONFIG, ["~model", f"model.path={folder}"]))
+    assert changed.model.preset == preset
+
+
+def test_a_model_of_no_preset_is_refused_with_what_to_do():
+    with pytest.raises(UserError, match="model.path=/models/Mystery-9B is not here, and no preset has its name"):
+        with_stand_ins(load(CONFIG, ["~model", "model.path=/models/Mystery-9B"]))
+
+
+def test_what_is_here_stays():
+    config = load(CONFIG)
+    assert with_stand_ins(config) == (config, [])
+    changed, told = with_stand_ins(load(CONFIG, ["algorithm.kl_in=loss", "reference.path=/models/other"]))
+    assert changed.reference.path is None and changed.model == config.model and len(told) == 1

@@ -1,0 +1,81 @@
+"""`mrl launch`: options become the scripts' variables, and what does not fit is refused."""
+
+import shlex
+import sys
+
+import pytest
+
+from mrl.commands.cli import main
+from mrl.commands.launch import FOLDER, Start, line
+from mrl.errors import UserError
+from tests.e2e.runs import arguments
+
+WORDS = ["train", "a config.yaml", "run.seed=1"]
+ME = {"PYTHON": sys.executable}
+
+
+def test_torchrun_on_one_host_and_on_several():
+    alone = line(Start("torchrun", ranks_per_node=8), WORDS)
+    assert alone.variables == ME | {"NPROC_PER_NODE": "8"}
+    assert alone.words == [str(FOLDER / "torchrun.sh"), *WORDS]
+    several = line(Start("torchrun", nodes=4, ranks_per_node=8, node_rank=3, master_addr="n0"), WORDS)
+    of_host = {"NPROC_PER_NODE": "8", "NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "n0"}
+    assert several.variables == ME | of_host
+
+
+def test_mpirun_starts_all_hosts_at_once():
+    job = line(Start("mpirun", nodes=2, ranks_per_node=8, arguments=["--host", "a:8,b:8"]), WORDS)
+    assert job.variables == ME | {"NPROC": "16", "MPIRUN_ARGS": "--host a:8,b:8"}
+    assert job.words == [str(FOLDER / "mpirun.sh"), *WORDS]
+
+
+def test_sbatch_asks_for_nodes_and_gpus():
+    script = str(FOLDER / "slurm.sbatch")
+    start = Start("sbatch", nodes=4, ranks_per_node=8, mode="srun", arguments=["--time=1:00:00"])
+    job = line(start, WORDS)
+    assert job.variables == ME | {"MODE": "srun", "NPROC_PER_NODE": "8"}
+    assert job.words == ["sbatch", "--nodes=4", "--gpus-per-node=8", "--time=1:00:00", script, *WORDS]
+    assert "--gpus-per-node=8" not in line(Start("sbatch", ranks_per_node=8, gpus=False), WORDS).words
+    assert line(start, WORDS, dry_run=True).words == [script, "--dry-run", *WORDS]
+
+
+def test_a_container_has_a_python_of_its_own():
+    job = line(Start("sbatch", container_image="/i.sqsh", container_mounts="/d:/d"), WORDS)
+    assert "PYTHON" not in job.variables
+    assert (job.variables["CONTAINER_IMAGE"], job.variables["CONTAINER_MOUNTS"]) == ("/i.sqsh", "/d:/d")
+
+
+def test_a_line_is_what_a_shell_reads():
+    job = line(Start("mpirun", arguments=["--host", "a:8,b:8"]), WORDS)
+    assert shlex.split(str(job)) == [f"{name}={value}" for name, value in job.variables.items()] + job.words
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [
+        (Start("torchrun", nodes=2), "on each host, with --master-addr FIRST_HOST and --node-rank 0 to 1"),
+        (Start("torchrun", nodes=2, node_rank=2, master_addr="n0"), "--node-rank 2 is not one of 0 to 1"),
+        (Start("torchrun", arguments=["-x"]), "--launcher-args are for --via mpirun or sbatch"),
+        (Start("torchrun", mode="srun"), "are for --via sbatch"),
+        (Start("mpirun", container_image="/i.sqsh"), "are for --via sbatch"),
+        (Start("sbatch", node_rank=1), "are for --via torchrun"),
+    ],
+    ids=["no rank of the host", "no such host", "torchrun's arguments", "mode", "container", "rank of the host"],
+)
+def test_options_that_do_not_fit_are_refused(start, said):
+    with pytest.raises(UserError, match=said):
+        line(start, WORDS)
+
+
+def test_a_layout_that_cannot_start_is_refused_before_it_is_submitted(tmp_path, capsys):
+    _, config, *overrides = arguments(tmp_path)
+    refused = ["launch", "--via", "sbatch", "--nodes", "3", config, *overrides, "parallel.tensor_model_parallel_size=2"]
+    assert main(refused) == 2
+    assert "3" in capsys.readouterr().err
+
+
+def test_a_launcher_that_is_not_there_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    _, config, *overrides = arguments(tmp_path)
+    assert main(["launch", "--via", "sbatch", config, *overrides]) == 2
+    assert "cannot run sbatch: No such file or directory." in capsys.readouterr().err

@@ -1,0 +1,67 @@
+"""Random models of every family that vLLM's kernels for CPUs can hold, and its engine in this process."""
+
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from mrl.config.config import RolloutConfig
+from mrl.models.hf_config import arch_from_folder
+from tests.engines.native.tiny import FAMILIES as NATIVE
+from tests.engines.native.tiny import ROPE, SHAPE, make_checkpoint
+from tests.engines.specs import spec_of
+from tests.models.rope import both_spellings
+
+# heads of 32 and experts of a multiple of 32 are the least that its kernels take
+SIZES = {"vocab_size": 99, "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 160, "head_dim": 32}
+EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MOE = {**SHAPE, **both_spellings(ROPE), "tie_word_embeddings": False, "mlp_only_layers": [], "decoder_sparse_step": 1}
+FAMILIES = {
+    **{name: {**given, **SIZES} for name, given in NATIVE.items()},
+    "qwen3_moe": {"model_type": "qwen3_moe", **MOE, **SIZES, **EXPERTS, "norm_topk_prob": True},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        **MOE,
+        **SIZES,
+        **EXPERTS,
+        "norm_topk_prob": False,
+        "shared_expert_intermediate_size": 96,
+    },
+    "mixtral": {
+        "model_type": "mixtral",
+        **SHAPE,
+        **both_spellings(ROPE),
+        **SIZES,
+        "intermediate_size": 128,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
+}
+del FAMILIES["phi3"]["head_dim"]  # it has none
+
+
+def save(folder, family):
+    """A random model of transformers; the folder."""
+    return make_checkpoint(folder, family, families=FAMILIES)
+
+
+@contextmanager
+def engine(folder, *, tp_group=None, dtype=torch.float32, arch=None, **settings):
+    """vLLM without weights, in this rank of a job; `arch`: mrl's word on the model."""
+    from mrl.engines.vllm.engine import VllmEngine
+
+    size = 1 if tp_group is None else dist.get_world_size(tp_group)
+    given = {
+        "prompt_length": 64, "response_length": 64, "gpu_memory_utilization": 0.02, "max_num_seqs": 16,
+        "max_num_batched_tokens": 128, "tensor_model_parallel_size": size, **settings,
+    }  # fmt: skip
+    spec = spec_of(
+        RolloutConfig(name="vllm", **given), arch or arch_from_folder(folder), tp_group=tp_group, dtype=dtype,
+        model_folder=lambda _: folder,
+    )  # fmt: skip
+    made = VllmEngine(spec)
+    try:
+        yield made
+    finally:
+        made.close()

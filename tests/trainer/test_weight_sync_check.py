@@ -1,0 +1,133 @@
+"""The canary over real ranks: silent with the native engine, loud with engines that do not keep what they are given."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from mrl.config.config import CheckpointEngineConfig, RolloutConfig
+from mrl.engines.native.engine import NativeEngine
+from mrl.parallel_layout import Grid
+from mrl.resharding.checksum import MODULUS, bit_sum
+from mrl.resharding.init import random_init
+from mrl.trainer import weight_sync_check
+from mrl.types import Rollout
+from tests.e2e import runs
+from tests.ranks import run_ranks
+from tests.resharding.archs import ARCHS
+from tests.resharding.test_weight_sync import Side
+
+NAME = "biases, tied"
+
+
+class Claims(NativeEngine):
+    """Like an engine that processes what it is given: its checksum is over that, not over what it holds."""
+
+    num_refits = 0
+    given = 0
+
+    def begin_update(self):
+        self.given = 0
+        super().begin_update()
+
+    def update_weights(self, bucket):
+        super().update_weights(bucket)
+        self.given += sum(bit_sum(item.data) for item in bucket)
+
+    def checksum(self):
+        return self.given % MODULUS
+
+    def finish_update(self, policy_version):
+        self.num_refits += 1
+        self.spoil()
+        super().finish_update(policy_version)
+
+    def spoil(self):
+        """What is wrong with this one."""
+
+
+class Drops(Claims):
+    """Its memory is new in every refit, and from the second on one tensor does not arrive there."""
+
+    def spoil(self):
+        if self.num_refits > 1:
+            self._weights["layers.0.qkv"].zero_()
+
+
+class Scales(Claims):
+    """A tensor that is skipped is processed once more."""
+
+    def spoil(self):
+        self._weights["layers.1.post_norm"].mul_(self.num_refits)
+
+
+def sing(engine, grid):
+    """What the canary says on this rank."""
+    side = Side(ARCHS[NAME], grid, engine=engine)
+    random_init(side.arch, side.layout, side.sources, 0)
+    rollout = RolloutConfig(name=engine.__name__, prompt_length=8, response_length=8)
+    side.refit(3)
+    try:
+        moved = weight_sync_check.check(
+            lambda: side.refit(3), side.engine.generate, side.arch, rollout, torch.device("cpu")
+        )
+    except RuntimeError as error:
+        return str(error)
+    return moved
+
+
+@pytest.mark.parametrize("grid", [Grid(2, 2, rollout_tp=2), Grid(2, 1, 2)], ids=["tp2", "pp2, two replicas"])
+def test_it_is_silent_where_nothing_moves(grid):
+    for moved in run_ranks(2, sing, NativeEngine, grid):
+        assert (moved.largest, moved.num_parted, moved.num_compared) == (0.0, 0, 4 * 8)
+
+
+@pytest.mark.parametrize("engine", [Drops, Scales])
+def test_it_names_what_moved_on_every_rank(engine):
+    first, second = run_ranks(2, sing, engine, Grid(2, 2, rollout_tp=2))
+    assert first == second
+    for said in ("under a refit of the very weights", "expected at most 0 nats", f"rollout.name={engine.__name__}"):
+        assert said in first
+
+
+def rollout(tokens, logprobs):
+    prompt = weight_sync_check.prompts_of(ARCHS[NAME], RolloutConfig())[1]
+    return Rollout(prompt, 0, tokens, logprobs, "length", 0)
+
+
+def test_rounding_may_part_tokens_that_are_equally_likely():
+    before = [rollout([1, 2, 3], [-1.0, -2.0, -3.0])] * 4
+    parted = rollout([1, 7, 9], [-1.0, -2.01, -9.0])  # what comes behind the other token is another text
+    moved = weight_sync_check.compare(before, [parted, *before[1:]])
+    assert (moved.num_compared, moved.num_parted) == (11, 1)
+    assert math.isclose(moved.largest, 0.01, rel_tol=1e-6) and "canary 1, token 1: -2.000000" in str(moved)
+    assert moved.within(weight_sync_check.ROUNDING) and not moved.within(weight_sync_check.EXACT)
+    assert not weight_sync_check.compare(before, [parted] * 3 + before[:1]).within(weight_sync_check.ROUNDING)
+    equally = rollout([1, 7, 9], [-1.0, -2.0, -3.0])
+    assert not weight_sync_check.compare(before, [equally, *before[1:]]).within(weight_sync_check.EXACT)
+    nan = rollout([1, 2, 3], [-1.0, math.nan, -3.0])
+    assert not weight_sync_check.compare(before, [nan, *before[1:]]).within(weight_sync_check.ROUNDING)
+
+
+def test_who_asks():
+    def with_canary(value, name="native"):
+        return RolloutConfig(name=name, checkpoint_engine=CheckpointEngineConfig(canary=value))
+
+    assert weight_sync_check.is_wanted(with_canary(None, "trtllm")) and weight_sync_check.is_wanted(
+        with_canary(None, "trtllm_engine")
+    )
+    assert not weight_sync_check.is_wanted(with_canary(None)) and not weight_sync_check.is_wanted(
+        with_canary(False, "trtllm")
+    )
+    assert weight_sync_check.is_wanted(with_canary(True))
+
+
+def test_a_run_asks_once_and_trains_on_the_same_numbers(tmp_path):
+    short = ["train.num_steps=1", "train.warm_start.num_steps=1"]
+    plain = runs.train_in_pool(tmp_path / "plain", short, 2)
+    asked = runs.train_in_pool(tmp_path / "asked", [*short, "rollout.checkpoint_engine.canary=true"], 2)
+    assert asked == plain
+    notes = [json.loads(line) for line in (tmp_path / "asked" / "run" / "notes.jsonl").read_text().splitlines()]
+    (said,) = [note for note in notes if "canary" in json.dumps(note)]
+    assert "moved by at most 0 nats" in json.dumps(said)

@@ -1,0 +1,253 @@
+"""What `megatron` may pass on, and what it may not: each refusal with its reason, before anything starts."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from mrl.commands.cli import main
+from mrl.config.megatron_fields.defaults import ddp_defaults, transformer_defaults
+from mrl.errors import UserError
+from mrl.megatron.config_passthrough import enums
+from mrl.megatron.model import GPTModel
+from mrl.models.presets import arch_from_preset
+from mrl.trainer.validation.megatron import BACKENDS, RULES, SWITCHES, changes, check_switches, forced
+from mrl.trainer.validation.parallel import grid_of
+from mrl.trainer.validation.validate import check
+from tests.source import ROOT
+from tests.trainer.validation.runs import ARCH, PP, TP, make, refusal
+
+MOE = arch_from_preset("qwen3_moe_tiny", {}, None)
+SHARED = arch_from_preset("qwen2_moe_tiny", {}, None)
+NORMED = arch_from_preset("qwen3_tiny", {}, None)
+T, D, O = "megatron.transformer", "megatron.ddp", "megatron.optimizer"  # noqa: E741
+VPP = "parallel.virtual_pipeline_model_parallel_size"
+FULL = "{recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
+
+
+def arch_of(overrides, said=""):
+    if "no experts" in said or not any("moe" in item for item in overrides):
+        return ARCH
+    return SHARED if "alltoall" in said else MOE
+
+
+REFUSED = [
+    # overrides, ranks, what the message says
+    ([f"{T}={{moe_permute_fuson: true}}"], 1, "Did you mean 'moe_permute_fusion'?"),
+    ([f"{T}={{overlap_param_gather: true}}"], 1, "It is a field of megatron.ddp."),
+    ([f"{D}={{overlap_param_gather: 1}}"], 1, "overlap_param_gather=1 came, expected true or false"),
+    ([f"{T}={{attention_backend: flash3}}"], 1, "expected one of flash, fused, unfused, local, auto"),
+    ([f"{T}={{quant_recipe: x}}"], 1, "an object of Python, which no config can give"),
+    ([f"{T}={{tensor_model_parallel_size: 2}}"], 1, "is refused: set parallel.tensor_model_parallel_size."),
+    ([f"{T}={{hidden_size: 8}}"], 1, "is refused: the model has it from model.path"),
+    ([f"{O}={{lr: 0.1}}"], 1, "is refused: set actor.lr."),
+    ([f"{T}={{activation_func: gelu}}"], 1, "is refused: the model has it"),
+    ([f"{T}={{window_size: [4, 0]}}"], 1, "the engine would sample from another model: it changes another attention"),
+    ([f"{T}={{hidden_dropout: 0.1}}"], 1, "it changes dropout"),
+    ([f"{T}={{hidden_dropout: 0.2}}"], 1, "megatron.unchecked=true lets it through"),
+    ([f"{T}={{fp8: hybrid}}"], 1, "in 8 bits and fewer the log-probabilities"),
+    ([f"{T}={{tp_comm_overlap: true}}"], 1, "it needs microbatches of one length"),
+    ([f"{D}={{use_megatron_fsdp: true}}"], 1, "Megatron-FSDP cuts every parameter"),
+    ([f"{O}={{use_precision_aware_optimizer: true}}", "actor.use_distributed_optimizer=false"], 1,
+     "set actor.use_distributed_optimizer=true"),
+    ([f"{O}={{use_precision_aware_optimizer: true}}", "model.dtype=float32"], 1, "only TransformerEngine has it"),
+    ([f"{O}={{exp_avg_dtype: bfloat16}}"], 1, "no effect without use_precision_aware_optimizer: true"),
+    ([f"{O}={{use_precision_aware_optimizer: true, exp_avg_sq_dtype: fp8}}"], 1, "moments of 8 bits"),
+    ([f"{O}={{use_precision_aware_optimizer: true, main_params_dtype: bf16}}"], 1, "in float32 or float16"),
+    ([f"{O}={{use_precision_aware_optimizer: true, main_grads_dtype: fp16}}"], 1, "the gradients' buffer is float32"),
+    ([f"{O}={{use_precision_aware_optimizer: true, main_grads_dtype: bf16}}"], 1, "give both, or neither"),
+    ([f"{O}={{use_precision_aware_optimizer: true, store_param_remainders: false, main_params_dtype: fp16}}"], 1,
+     "no effect without main_params_dtype: float32"),
+    ([f"{O}={{use_precision_aware_optimizer: true, optimizer_cpu_offload: true, exp_avg_dtype: bf16}}"], 1,
+     "no effect with optimizer_cpu_offload: true"),
+    ([f"{O}={{optimizer_cpu_offload: true}}"], 1, "it needs use_precision_aware_optimizer: true"),
+    ([f"{O}={{use_precision_aware_optimizer: true, optimizer_cpu_offload: true, decoupled_weight_decay: false}}"], 1,
+     "it needs decoupled_weight_decay: true"),
+    ([f"{O}={{use_precision_aware_optimizer: true, optimizer_cpu_offload: true, optimizer_offload_fraction: 0.0}}"], 1,
+     "above 0, at most 1"),
+    ([f"{O}={{use_precision_aware_optimizer: true, optimizer_cpu_offload: true, optimizer_offload_fraction: 0.5, "
+      "overlap_cpu_optimizer_d2h_h2d: true}", f"{D}={{grad_reduce_in_fp32: false}}"], 1, "in another stream"),
+    ([f"{O}={{overlap_cpu_optimizer_d2h_h2d: true}}"], 1, "no effect without optimizer_cpu_offload: true"),
+    ([f"{O}={{pin_cpu_grads: false}}"], 1, "no effect without optimizer_cpu_offload: true"),
+    ([f"{T}={{apply_rope_fusion: true}}", "run.device=cpu"], 1, "only TransformerEngine has it"),
+    ([f"{T}={{moe_permute_fusion: true}}"], 1, "because the model has no experts"),
+    ([f"{T}={{attention_backend: local}}"], 1, "attention is mrl's own or TransformerEngine's"),
+    ([f"{T}={{moe_router_fusion: true}}", "actor.router_replay=rollout",
+      "rollout.enable_rollout_routing_replay=true"], 1, "actor.router_replay would do nothing"),
+    ([f"{T}={{cpu_offloading_num_layers: 1}}"], 1, "no effect without cpu_offloading: true"),
+    ([f"{T}={{cpu_offloading: true}}", f"{PP}=2"], 2, "does not offload activations in a pipeline"),
+    ([f"{T}={{cpu_offloading: true}}", "actor.recompute=full"], 1, "actor.recompute must be none"),
+    ([f"{T}={{offload_modules: [core_attn]}}"], 1, "no effect without fine_grained_activation_offloading"),
+    ([f"{T}={{fine_grained_activation_offloading: true}}"], 1, "it needs offload_modules"),
+    ([f"{T}={FULL}", "actor.recompute=selective"], 1, "actor.recompute says already"),
+    ([f"{T}={{recompute_modules: [mlp]}}"], 1, "no effect without recompute_granularity"),
+    ([f"{T}={{recompute_granularity: full}}"], 1, "full needs recompute_method (uniform or block) and"),
+    ([f"{T}={{recompute_granularity: full, recompute_method: block}}"], 1, "and recompute_num_layers"),
+    ([f"{T}={{recompute_granularity: selective, recompute_num_layers: 1}}"], 1, "and no recompute_num_layers"),
+    ([f"{T}={{recompute_granularity: selective, recompute_modules: [mpl]}}"], 1, "takes some of core_attn, layernorm"),
+    ([f"{T}={{moe_shared_expert_overlap: true}}"], 1, "the model has no shared expert"),
+    ([f"{T}={{moe_shared_expert_overlap: true}}", "actor.moe_token_dispatcher_type=allgather"], 1,
+     "needs actor.moe_token_dispatcher_type=alltoall"),
+    ([f"{T}={{moe_shared_expert_overlap: true}}"], 1, "alltoall, and overlap_param_gather: false in megatron.ddp"),
+    ([f"{T}={{moe_flex_dispatcher_backend: hybridep}}"], 1, "no effect without actor.moe_token_dispatcher_type=flex"),
+    ([f"{T}={{cp_comm_type: a2a}}"], 1, "no effect without parallel.context_parallel_size above 1"),
+    ([f"{T}={{cp_comm_type: all_gather}}", "parallel.context_parallel_size=2"], 2, "TransformerEngine has p2p and a2a"),
+    ([f"{T}={{microbatch_group_size_per_vp_stage: 4}}", f"{PP}=2"], 2, f"no effect without {VPP}"),
+    ([f"{T}={{deallocate_pipeline_outputs: false}}"], 1, "no effect without a pipeline"),
+    ([f"{D}={{overlap_param_gather: true}}", "actor.overlap_grad_reduce=false"], 1,
+     "no effect without actor.overlap_grad_reduce=true"),
+    ([f"{D}={{align_param_gather: true}}"], 1, "no effect without overlap_param_gather: true"),
+    ([f"{D}={{bucket_size: 1000}}", "run.device=cpu"], 1, "there is one bucket"),
+    ([f"{D}={{pad_buckets_for_high_nccl_busbw: true}}", "actor.use_distributed_optimizer=false"], 1,
+     "no effect without actor.use_distributed_optimizer=true"),
+    ([f"{D}={{reduce_scatter_with_fp32_accumulation: true}}"], 1, "no effect without grad_reduce_in_fp32: false"),
+    ([f"{D}={{grad_reduce_in_fp32: false}}", "model.dtype=float32"], 1, "no effect without model.dtype=bfloat16"),
+    ([f"{D}={{nccl_ub: true}}", "actor.param_offload=true"], 1, "NCCL knows its buffers by their address"),
+    ([f"{D}={{disable_symmetric_registration: true}}"], 1, "no effect without nccl_ub: true"),
+    ([f"{O}={{apply_wd_to_qk_layernorm: true}}"], 1, "norms no queries and keys"),
+    (["actor.moe_token_dispatcher_type=flex", "parallel.expert_model_parallel_size=2", "run.device=cpu"], 2,
+     "flex needs GPUs"),
+    (["actor.moe_token_dispatcher_type=flex"], 1, "flex needs parallel.expert_model_parallel_size above 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "world_size", "said"), REFUSED, ids=[row[2][:40] for row in REFUSED])
+def test_a_refusal_says_why(overrides, world_size, said):
+    assert said in refusal(make(*overrides), world_size, arch_of(overrides, said))
+
+
+ALLOWED = [
+    ([f"{T}={{attention_backend: flash, bias_activation_fusion: true}}"], 1),
+    ([f"{T}={{add_bias_linear: false, hidden_dropout: 0.0, normalization: RMSNorm, fp8: null}}"], 1),
+    ([f"{T}={{moe_permute_fusion: true, moe_router_fusion: true, gradient_accumulation_fusion: true}}"], 1),
+    ([f"{T}={FULL}"], 1),
+    ([f"{T}={{recompute_granularity: selective, recompute_modules: [layernorm, mlp]}}"], 1),
+    ([f"{T}={{cpu_offloading: true, cpu_offloading_num_layers: 1}}"], 1),
+    ([f"{T}={{fine_grained_activation_offloading: true, offload_modules: [core_attn]}}"], 1),
+    ([f"{T}={{cp_comm_type: a2a}}", "parallel.context_parallel_size=2"], 2),
+    ([f"{T}={{microbatch_group_size_per_vp_stage: 4}}", f"{PP}=2", f"{VPP}=2"], 2),
+    ([f"{D}={{overlap_param_gather: true, bucket_size: 1000, pad_buckets_for_high_nccl_busbw: true}}",
+      "actor.overlap_grad_reduce=true"], 2),
+    ([f"{D}={{overlap_param_gather: true, align_param_gather: true}}", "actor.overlap_grad_reduce=true",
+      f"{PP}=2", f"{VPP}=2"], 4),
+    ([f"{D}={{grad_reduce_in_fp32: false, reduce_scatter_with_fp32_accumulation: true}}"], 2),
+    ([f"{D}={{nccl_ub: true, disable_symmetric_registration: true}}"], 1),
+    ([f"{O}={{decoupled_weight_decay: false}}"], 1),
+    ([f"{O}={{use_precision_aware_optimizer: true, exp_avg_dtype: bf16, exp_avg_sq_dtype: fp16, "
+      "main_grads_dtype: bf16}", f"{D}={{grad_reduce_in_fp32: false}}"], 2),
+    ([f"{O}={{use_precision_aware_optimizer: true, optimizer_cpu_offload: true, optimizer_offload_fraction: 0.5, "
+      "overlap_cpu_optimizer_d2h_h2d: true, pin_cpu_grads: false, exp_avg_dtype: fp32}",
+      "actor.optimizer_offload=true"], 2),
+    (["actor.moe_token_dispatcher_type=flex", "parallel.expert_model_parallel_size=2",
+      f"{T}={{moe_flex_dispatcher_backend: hybridep, moe_hybridep_num_sms: 24}}"], 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "world_size"), ALLOWED, ids=[row[0][0][:60] for row in ALLOWED])
+def test_what_may_be_passed_on_is(overrides, world_size):
+    check(make(*overrides), arch_of(overrides), world_size=world_size, tokenizer_vocab_size=12)
+
+
+def test_a_norm_on_queries_and_keys_may_be_decayed():
+    check(make(f"{O}={{apply_wd_to_qk_layernorm: true}}"), NORMED, world_size=1, tokenizer_vocab_size=12)
+
+
+def test_every_reason_of_a_rule_is_given_somewhere_above():
+    told = " ".join(refusal(make(*row[0]), row[1], arch_of(row[0], row[2])) for row in REFUSED)
+    assert [why for needs in RULES.values() for _, why in needs if why not in told] == []
+
+
+def test_unchecked_lets_through_with_a_warning_what_does_not_follow_from_other_keys():
+    config = make(f"{T}={{softmax_scale: 0.5, fp8: hybrid}}", "megatron.unchecked=true")
+    check(config, ARCH, world_size=1, tokenizer_vocab_size=12)
+    told = forced(config, ARCH, grid_of(config, 1))
+    assert [one.split()[2] for one in told] == [f"{T}.softmax_scale", f"{T}.fp8"]
+    assert forced(make(), ARCH, grid_of(config, 1)) == []
+    still = refusal(make(f"{T}={{softmax_scale: 0.5, num_layers: 2}}", "megatron.unchecked=true"))
+    assert "num_layers is refused" in still and "softmax_scale" not in still
+    assert "softmax_scale is refused" in refusal(make(f"{T}={{softmax_scale: 0.5}}"))
+
+
+def test_changes_are_those_from_mrls_own_values():
+    config = make(f"{T}={{add_bias_linear: false, bias_dropout_fusion: true}}", f"{D}={{grad_reduce_in_fp32: false}}")
+    assert list(changes(config.megatron)) == [
+        ("transformer", "bias_dropout_fusion", False, True),
+        ("ddp", "grad_reduce_in_fp32", True, False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("backend", "variables", "said"),
+    [
+        ("auto", {"NVTE_FUSED_ATTN": "0"}, "has NVTE_FUSED_ATTN=0.*they mean flash or unfused"),
+        ("auto", {"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}, "they mean fused"),
+        ("flash", {"NVTE_FUSED_ATTN": "1"}, "attention_backend=flash. Unset NVTE_FUSED_ATTN,"),
+        ("auto", {"NVTE_FLASH_ATTN": "yes"}, "auto, flash, fused or unfused[.]"),
+    ],
+)
+def test_switches_of_attention_that_contradict_the_config_are_refused(backend, variables, said):
+    with pytest.raises(UserError, match=said):
+        check_switches(make(f"{T}={{attention_backend: {backend}}}"), variables)
+
+
+def test_switches_of_attention_that_say_what_the_config_says_pass():
+    check_switches(make(f"{T}={{attention_backend: flash}}"), {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "1"})
+    check_switches(make(), {"NVTE_FLASH_ATTN": "1"})
+    check_switches(make(), {})
+
+
+def test_a_run_with_such_switches_is_refused_before_it_begins(tmp_path, monkeypatch, capsys):
+    """Also on a CPU: Megatron asserts there too."""
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    assert main(["train", str(ROOT / "configs" / "quickstart.yaml"), f"run.output_dir={tmp_path / 'run'}"]) == 2
+    assert "Unset NVTE_FUSED_ATTN" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_megatron_sets_the_switches_that_the_table_says():
+    """Megatron's own function, which asserts over any other value."""
+    found = {}
+    for name in BACKENDS:
+        with pytest.MonkeyPatch.context() as patched:
+            for switch in SWITCHES:
+                patched.delenv(switch, raising=False)
+            GPTModel._set_attention_backend(
+                SimpleNamespace(config=SimpleNamespace(attention_backend=enums.AttnBackend[name]))
+            )
+            found[name] = "".join(os.environ[switch] for switch in SWITCHES)
+            for switch in SWITCHES:
+                patched.delenv(switch)
+    assert found == BACKENDS
+
+
+def test_what_transformer_engine_turns_on_yields_to_what_is_given():
+    fused = {"apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion"}
+    assert set(transformer_defaults({}, te=True, moe=False)) == fused
+    assert set(transformer_defaults({}, te=True, moe=True)) == fused | {"moe_permute_fusion"}
+    assert transformer_defaults({}, te=False, moe=True) == {}
+    given = {"apply_rope_fusion": False, "use_te_activation_func": True}
+    assert set(transformer_defaults(given, te=True, moe=False)) == {"gradient_accumulation_fusion"}
+    actor, megatron = make().actor, make().megatron
+    assert ddp_defaults(actor, megatron, te=True) == {"overlap_param_gather": True}
+    assert ddp_defaults(actor, megatron, te=False) == {}
+    assert ddp_defaults(make("actor.overlap_grad_reduce=false").actor, megatron, te=True) == {}
+    assert ddp_defaults(make("actor.use_distributed_optimizer=false").actor, megatron, te=True) == {}
+    assert ddp_defaults(actor, make(f"{D}={{overlap_param_gather: false}}").megatron, te=True) == {}
+
+
+def test_neither_torch_nor_megatron_is_imported_for_it():
+    code = (
+        "import sys, json; from mrl.config.megatron_fields.installed import fields_of; "
+        "from mrl.trainer.validation import megatron; "
+        "n = [len(fields_of(s)) for s in ('transformer', 'ddp', 'optimizer')]; "
+        "print(json.dumps([min(n), 'torch' in sys.modules, 'megatron.core' in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    smallest, torch, megatron = json.loads(done.stdout)
+    assert smallest > 20 and not torch and not megatron
+
+
+def test_tensor_parallel_key_is_the_one_of_the_config():
+    assert TP in refusal(make(f"{T}={{tensor_model_parallel_size: 2}}"))

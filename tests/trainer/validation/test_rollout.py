@@ -1,0 +1,46 @@
+"""Lengths and sampling settings that do not go together are refused."""
+
+import pytest
+
+from mrl.trainer.validation.validate import check_config
+from tests.trainer.validation.runs import VAL, make, refusal
+
+UNCORRECTED = ("algorithm.rollout_correction.bypass_mode=false",)
+RULES = [
+    # overrides, ranks, what the message says
+    (["rollout.name=sglang"], 1, "rollout.name=sglang is no engine of this version"),
+    (["rollout.max_model_len=20"], 1, "rollout.max_model_len=20 is below"),
+    (["rollout.max_model_len=600"], 1, "exceed the model's max_position_embeddings=512"),
+    (["rollout.response_length=500"], 1, "sequences of 516 tokens"),
+    (["actor.max_tokens_per_microbatch=23"], 1, "actor.max_tokens_per_microbatch=23 is below the longest sequence"),
+    (["rollout.max_num_batched_tokens=8", "rollout.enable_chunked_prefill=false"], 1, "such a prompt could"),
+    (["rollout.speculative.num_speculative_tokens=3"], 1, "without rollout.speculative.method=ngram: nothing would"),
+    (
+        [f"rollout.speculative.{said}" for said in ("method=ngram", "prompt_lookup_min=4", "prompt_lookup_max=3")],
+        1,
+        "prompt_lookup_min=4 is above rollout.speculative.prompt_lookup_max=3",
+    ),
+    (["rollout.do_sample=false"], 1, "makes rollout.n=8 equal samples"),
+    (["rollout.val_kwargs.n=4"], 1, "rollout.val_kwargs.n=4 with do_sample=false"),
+    ([f"{VAL}.n=4", f"{VAL}.do_sample=true", f"{VAL}.temperature=0"], 1, "with temperature=0 scores the same answer"),
+    (["rollout.stop=['']"], 1, "rollout.stop holds an empty string"),
+    (["rollout.quantization=fp8", *UNCORRECTED], 1, "would train as if the actor had drawn them"),
+    (["rollout.quantization=fp8_per_tensor", "rollout.name=trtllm"], 1, "wants activation scales of a calibration"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "world_size", "said"), RULES, ids=[rule[2] for rule in RULES])
+def test_a_broken_rule_is_named(overrides, world_size, said):
+    assert said in refusal(make(*overrides), world_size)
+
+
+def test_greedy_evaluations_are_verls_default():
+    check_config(make(f"{VAL}.temperature=0"), world_size=1)
+    check_config(make(f"{VAL}.temperature=0", f"{VAL}.do_sample=true"), world_size=1)
+
+
+def test_weights_that_correct_quantised_rollouts_are_enough():
+    check_config(
+        make("rollout.quantization=fp8", "algorithm.rollout_correction.preset=decoupled_token_is"), world_size=1
+    )
+    check_config(make(*UNCORRECTED), world_size=1)

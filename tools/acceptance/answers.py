@@ -1,0 +1,111 @@
+"""What an engine answers, held against itself under other weights, and against the actor's scores.
+
+Owns the comparisons that several checks make. They are collective over the job's ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from acceptance.fixture import Bench
+from acceptance.result import CheckError, Facts
+from mrl.distributed.collectives import from_first_rank
+from mrl.engines.trtllm import inspection
+from mrl.resharding.megatron import stage_layers
+from mrl.trainer import weight_sync_check
+from mrl.types import Rollout, RolloutBatch, Support
+
+NUM_PROMPTS = 8
+MEAN_NATS = 0.05
+"""Mean difference of the log-probabilities of two programs that compute in bfloat16, whose logits carry 8 bits: 2^-8 of
+a log-probability of -12. A distribution of another temperature is off by more."""
+
+BINS = (0.0, 1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0, math.inf)
+"""Edges of the histogram, nats."""
+
+
+def come_back(bench: Bench) -> tuple[list[Rollout], Facts]:
+    """Greedy answers under the same weights, others, and the first again; the first ones.
+
+    Raises:
+        CheckError: They move, stay, or do not come back.
+    """
+    bench.refit()
+    first = bench.answers()
+    bench.refit()
+    same = weight_sync_check.compare(first, bench.answers())
+    with bench.other_weights():
+        bench.refit()
+        other = weight_sync_check.compare(first, bench.answers())
+    bench.refit()
+    back = weight_sync_check.compare(first, bench.answers())
+    facts: Facts = {"same weights": str(same), "other weights": str(other), "first weights again": str(back)}
+    if not same.within(bench.tolerance):
+        raise CheckError(f"a second refit of the same weights moved the answers: {same}", facts)
+    if other.within(bench.tolerance):
+        raise CheckError(f"a refit of other weights did not change the answers: {other}", facts)
+    if not back.within(bench.tolerance):
+        raise CheckError(f"after other weights the first ones do not give the first answers: {back}", facts)
+    return first, facts | {"tolerance, nats": bench.tolerance}
+
+
+def sampled(bench: Bench) -> list[Rollout]:
+    """Under the session's distribution, the same on every rank, since the actor's score the same sequences."""
+    prompts = bench.job.state.source.next(NUM_PROMPTS)
+    found: list[Rollout] = from_first_rank(bench.generate(prompts, bench.job.sampler.training))
+    return found
+
+
+def scores(bench: Bench, rollouts: Sequence[Rollout]) -> Tensor:
+    """The actor's log-probabilities of all sampled tokens; by the engine's experts where it told them."""
+    job, batch = bench.job, batch_of(rollouts)
+    routed = [each.routed_experts for each in rollouts if each.routed_experts is not None]
+    if routed:
+        own = list(stage_layers(job.arch, job.groups.grid)[job.groups.coords.pp])
+        batch.routed_experts_P = torch.cat(routed)[:, own]
+    found, _ = job.policy.score(batch)
+    return found
+
+
+def told(rollouts: Sequence[Rollout]) -> Tensor:
+    """The engine's."""
+    return torch.tensor([x for each in rollouts for x in each.rollout_logprobs])
+
+
+def difference(bench: Bench, apart: Tensor) -> Facts:
+    """Of two programs' log-probabilities of the same tokens: how many, how far, and what the probe found."""
+    counts = [int(((apart >= low) & (apart < high)).sum()) for low, high in itertools.pairwise(BINS)]
+    edges = [f"{low:g} to {high:g}" for low, high in itertools.pairwise(BINS)]
+    facts: Facts = {
+        "tokens": apart.numel(),
+        "mean difference, nats": float(apart.mean()),
+        "largest, nats": float(apart.max()),
+        "99 of 100 below, nats": float(apart.quantile(0.99)),
+        "histogram, nats": dict(zip(edges, counts, strict=True)),
+    }
+    found = inspection.verdict(bench.job.sampler.engine)
+    if found is not None:
+        facts["probe"] = f"scores {found.scores.value}; logits are {'' if found.has_logits else 'not '}returned"
+    return facts
+
+
+def batch_of(rollouts: Sequence[Rollout]) -> RolloutBatch:
+    """Rollouts as the actor scores them."""
+    tokens = [token for each in rollouts for token in (*each.prompt.prompt_ids, *each.response_ids)]
+    lens = torch.tensor([(len(each.prompt.prompt_ids), len(each.response_ids)) for each in rollouts])
+    supports = [each.support for each in rollouts if each.support is not None]
+    return RolloutBatch(
+        tokens_P=torch.tensor(tokens, dtype=torch.int64),
+        prompt_lens_B=lens[:, 0],
+        response_lens_B=lens[:, 1],
+        response_mask_R=torch.ones(int(lens[:, 1].sum()), dtype=torch.bool),
+        rollout_logprobs_R=told(rollouts),
+        group_id_B=torch.tensor([each.prompt.uid for each in rollouts]),
+        rewards_B=torch.zeros(len(rollouts)),
+        support_R=Support.join(supports) if supports else None,
+    )

@@ -1,0 +1,73 @@
+"""Checks of what an engine does when it is held and asked: long pauses, end tokens, seeds."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from acceptance.fixture import Bench
+from acceptance.result import CheckError, Facts, NotHereError
+from mrl.engines.trtllm import inspection
+
+PATIENCE_S, NUM_PAUSES = 2.0, 4
+"""Of the hang detector while it is tried; refits in a row."""
+
+END_TOKENS, NUM_SAMPLES = 16, 4
+
+
+def pause(bench: Bench) -> Facts:
+    """(vii) Pauses in a row, and a pause and an idle loop that last longer than the hang detector waits."""
+    job = bench.job
+    with inspection.impatient(job.sampler.engine, PATIENCE_S) as watched:
+        if not watched:
+            raise NotHereError("only the LLM API's event loop has a hang detector, from 1.2 on")
+        for _ in range(NUM_PAUSES):
+            bench.refit()
+            bench.answers()  # wakes and sleeps
+        with inspection.paused(job.sampler.engine):
+            time.sleep(2 * PATIENCE_S)
+        bench.answers()
+        time.sleep(2 * PATIENCE_S)  # as while the actor trains
+        bench.answers()
+    return {"held and idle, s": 2 * PATIENCE_S, "refits": NUM_PAUSES}
+
+
+def ends(bench: Bench) -> Facts:
+    """(viii) An end token that is sure to come stays in its response, and nothing follows it."""
+    job = bench.job
+    bench.refit()
+    (prompt,) = job.state.source.next(1)
+    straight = replace(
+        job.sampler.training,
+        n=1,
+        greedy=True,
+        ignore_eos=True,
+        stop=(),
+        max_tokens=min(END_TOKENS, job.sampler.training.max_tokens),
+    )
+    (whole,) = bench.generate([prompt], straight)
+    tokens = whole.response_ids
+    at = next((index for index in range(1, len(tokens)) if tokens[index] not in tokens[:index]), 0)
+    (cut,) = bench.generate([prompt], replace(straight, ignore_eos=False, stop_token_ids=(tokens[at],)))
+    facts: Facts = {"tokens": len(tokens), "the end token is the one at": at, "it ended after": len(cut.response_ids)}
+    if cut.response_ids != tokens[: at + 1] or cut.finish_reason != "stop":
+        raise CheckError(
+            f"with the end token {tokens[at]} {tokens} became {cut.response_ids} ({cut.finish_reason})", facts
+        )
+    return facts
+
+
+def seeds(bench: Bench) -> Facts:
+    """(ix) Does a sample depend on its own seed only? A fact: nothing that mrl needs."""
+    bench.refit()
+    (prompt,) = bench.job.state.source.next(1)
+    setting = replace(bench.job.sampler.training, n=NUM_SAMPLES, stop=())
+    first, again = (
+        [each.response_ids for each in bench.generate([prompt], replace(setting, n=count))[:1]]
+        for count in (NUM_SAMPLES, 1)
+    )
+    several = {tuple(each.response_ids) for each in bench.generate([prompt], setting)}
+    facts: Facts = {"the same sample alone and among others": first == again, "different samples": len(several)}
+    if len(several) == 1:
+        raise CheckError(f"{NUM_SAMPLES} samples of one prompt are all the same", facts)
+    return facts

@@ -1,0 +1,275 @@
+"""The checks themselves, on a job that came up: each returns its facts, or raises what failed.
+
+Owns what is compared with what, and the bounds. They are collective over the job's ranks, and none knows which engine
+it looks at but through `engines/trtllm/inspection.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from acceptance import answers, behaviour, fp8
+from acceptance.fixture import Bench, opened
+from acceptance.result import CheckError, Facts, NotHereError
+from mrl.checkpoint.formats.hf import HfSource
+from mrl.commands.plan.engine_weights import weight_bytes
+from mrl.distributed import launch
+from mrl.engines.trtllm import inspection
+from mrl.errors import UserError
+from mrl.resharding.checksum import bit_sum
+from mrl.resharding.dtypes import DTYPES
+from mrl.resharding.native import native_layout
+from mrl.resharding.regions import slices
+from mrl.trainer import weight_sync_check
+from mrl.types import Rollout
+
+__all__ = ["FUNCTIONS", "opened"]
+GIB = 1 << 30
+FREED = 0.9
+"""Part of the weights' bytes that must be free while they sleep; allocators round."""
+
+ALLOWED = 0.9
+"""Part of the free memory that the trainer must be able to allocate while the engine sleeps."""
+
+
+def device(bench: Bench) -> Facts:
+    """(vi) Where the engine is, and where this process computes."""
+    job = bench.job
+    facts: Facts = {"rank's device": str(job.device), "process": os.getpid()}
+    if job.device.type == "cuda":
+        current = torch.cuda.current_device()
+        mine = str(torch.cuda.get_device_properties(job.device).uuid)
+        uuids = [""] * dist.get_world_size()
+        dist.all_gather_object(uuids, mine)
+        facts |= {"name": launch.device_name(job.device), "current": current, "uuids of ranks": uuids}
+        if current != job.device.index:
+            raise CheckError(
+                f"the engine's start left cuda:{current} as the current device, the rank's is {job.device}"
+            )
+        if len(set(uuids)) != len(uuids):
+            raise CheckError(f"ranks share a GPU: {uuids}")
+    if inspection.is_llm(job.sampler.engine):
+        facts["features"] = inspection.features(job.sampler.engine)
+        facts["parameters on"] = found = inspection.devices(job.sampler.engine)
+        if found and found != [str(job.device)]:
+            raise CheckError(f"the engine's parameters are on {found}, the rank's device is {job.device}")
+    return facts
+
+
+def refit(bench: Bench) -> Facts:
+    """(i) The same weights, others, and the first again."""
+    first, facts = answers.come_back(bench)
+    _keep(bench, first)
+    return facts
+
+
+def qkv(bench: Bench) -> Facts:
+    """(ii) The first and the last layer's fused matrix against the model's files."""
+    job = bench.job
+    if not inspection.is_llm(job.sampler.engine):
+        raise NotHereError("only the LLM API's model can be read; 'refit' and 'logprobs' stand for it")
+    bench.refit()
+    rollout, grid = job.config.rollout, job.groups.grid
+    dtype = rollout.dtype or job.config.model.dtype
+    layout = native_layout(job.arch, grid.rollout_tp, grid.rollout_tp_rank(job.groups.rank), dtype)
+    facts: Facts = {}
+    with HfSource(job.config.model.path or "") as source:
+        for layer in (0, job.arch.num_layers - 1):
+            stored = layout[f"layers.{layer}.qkv"]
+            expected = torch.zeros(stored.shape, dtype=DTYPES[dtype])
+            for piece in stored.pieces:
+                expected[slices(piece.dst)] = source.read(piece.hf_name, piece.src).to(expected.dtype)
+            facts |= _same(f"layer {layer}", inspection.fused_qkv(job.sampler.engine, layer), expected)
+    return facts
+
+
+def _same(what: str, found: Tensor | None, expected: Tensor) -> Facts:
+    if found is None:
+        raise CheckError(f"{what}: the model has no parameter 'self_attn.qkv_proj.weight'; is its name another one?")
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        raise CheckError(f"{what}: {list(found.shape)} {found.dtype}, expected {list(expected.shape)} {expected.dtype}")
+    found = found.cpu()
+    sums = f"checksum {bit_sum(found):016x}, of the files {bit_sum(expected):016x}"
+    if bit_sum(found) != bit_sum(expected):
+        wrong = int((found != expected).sum())
+        raise CheckError(f"{what}: {sums}; {wrong} of {expected.numel()} elements differ")
+    if not torch.equal(found, expected):
+        raise CheckError(f"{what}: {sums}, but the rows stand in another order")
+    return {what: sums}
+
+
+def sleep(bench: Bench) -> Facts:
+    """(iii) Bytes in use and answers: awake, through sleep alone, and through an update's rest and a refit."""
+    job = bench.job
+    bench.refit()
+    job.policy.offload()
+    job.sampler.engine.wake()
+    rollout = job.config.rollout
+    first = weight_sync_check.answers(job.sampler.engine.generate, job.arch, rollout)
+    awake = bench.used()
+    job.sampler.engine.sleep()
+    job.sampler.engine.wake()
+    moved = weight_sync_check.compare(first, weight_sync_check.answers(job.sampler.engine.generate, job.arch, rollout))
+    job.sampler.engine.sleep()
+    job.sampler.rest()
+    asleep = bench.used()
+    allowed = _allowed(job.device)
+    trainer = torch.cuda.memory_reserved(job.device) if job.device.type == "cuda" else 0
+    bench.refit()
+    job.policy.offload()
+    job.sampler.engine.wake()
+    rested = weight_sync_check.compare(first, weight_sync_check.answers(job.sampler.engine.generate, job.arch, rollout))
+    again = bench.used()
+    job.sampler.engine.sleep()
+    freed = awake - asleep
+    weights = weight_bytes(job.config, job.arch, job.groups.grid)
+    facts: Facts = {"answers": str(moved), "answers after rest and refit": str(rested)}
+    if job.device.type == "cuda":
+        facts |= {
+            "GiB in use awake": awake / GIB,
+            "GiB freed by sleeping": freed / GIB,
+            "GiB in use after waking": again / GIB,
+            "GiB of the weights": weights / GIB,
+            "GiB that the trainer could allocate meanwhile": allowed / GIB,
+            "GiB that stay, the trainer's tensors aside": (asleep - trainer) / GIB,
+        }
+    else:
+        facts["memory"] = "a CPU: nothing to measure"
+    if not moved.within(bench.tolerance):
+        raise CheckError(f"the answers moved over sleeping and waking: {moved}", facts)
+    if not rested.within(bench.tolerance):
+        raise CheckError(f"the answers moved over an update's rest and a refit: {rested}", facts)
+    if job.device.type == "cuda" and allowed < ALLOWED * freed:
+        raise CheckError(
+            f"the trainer could allocate {allowed / GIB:.3f} GiB while the engine slept, which freed {freed / GIB:.3f} "
+            "GiB; is torch's allocator capped?",
+            facts,
+        )
+    if job.device.type == "cuda" and freed < (FREED * weights if inspection.is_llm(job.sampler.engine) else 1):
+        raise CheckError(f"sleeping freed {freed / GIB:.3f} GiB; the weights take {weights / GIB:.3f}", facts)
+    return facts
+
+
+def _allowed(device: torch.device) -> int:
+    """Bytes of nearly all that is free, which torch hands out and gets back; 0 where it refuses, or on a CPU."""
+    if device.type != "cuda":
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    try:
+        held = torch.empty(int(ALLOWED * free), dtype=torch.uint8, device=device)
+    except torch.cuda.OutOfMemoryError:
+        return 0
+    size = held.numel()
+    del held
+    torch.cuda.empty_cache()
+    return size
+
+
+def logprobs(bench: Bench) -> Facts:
+    """(v) Samples under the session's distribution, scored by the actor."""
+    bench.refit()
+    rollouts = answers.sampled(bench)
+    apart = (answers.scores(bench, rollouts) - answers.told(rollouts)).abs()
+    facts, mean = answers.difference(bench, apart), float(apart.mean())
+    if not mean <= answers.MEAN_NATS:
+        raise CheckError(
+            f"engine and actor differ by {mean:.3g} nats on average over {apart.numel()} tokens, by at most "
+            f"{float(apart.max()):.3g}; expected a mean of at most {answers.MEAN_NATS:g}; {facts.get('probe', '')}",
+            facts,
+        )
+    return facts
+
+
+def experts(bench: Bench) -> Facts:
+    """Samples scored by the experts that the engine told, and by those of the token before."""
+    bench.refit()
+    rollouts = answers.sampled(bench)
+    told = answers.told(rollouts)
+    apart = (answers.scores(bench, rollouts) - told).abs()
+    for number, each in enumerate(rollouts):
+        if each.routed_experts is None:
+            raise CheckError(f"the engine told no experts of sample {number}")
+        each.routed_experts[1:-1] = each.routed_experts[:-2].clone()
+    elsewhere = float((answers.scores(bench, rollouts) - told).abs().mean())
+    facts = answers.difference(bench, apart) | {"mean difference by experts of another token, nats": elsewhere}
+    mean = float(apart.mean())
+    if not (mean <= answers.MEAN_NATS and mean < elsewhere):
+        raise CheckError(
+            f"by the experts that were told engine and actor differ by {mean:.3g} nats on average, expected at most "
+            f"{answers.MEAN_NATS:g}; by those of the token before by {elsewhere:.3g}",
+            facts,
+        )
+    return facts
+
+
+def contract(bench: Bench) -> Facts:
+    """The same under a temperature and a truncation, where log-probabilities of the logits would be others."""
+    rollout = bench.job.config.rollout
+    asked: Facts = {"temperature": rollout.temperature, "top_p": rollout.top_p}
+    try:
+        return asked | logprobs(bench)
+    except UserError as error:
+        raise NotHereError(f"refused, as it must be where nothing exact can be had: {error}") from error
+
+
+def graphs(bench: Bench) -> Facts:
+    """(iv) Refits and answers with CUDA graphs, against those without."""
+    if bench.job.device.type != "cuda" and not inspection.is_llm(bench.job.sampler.engine):
+        raise NotHereError("a CPU has no CUDA graphs")
+    file = bench.folder / "answers.json"
+    if not file.is_file():
+        raise NotHereError("there are no answers without graphs: 'refit' was not asked, or failed")
+    bench.refit()
+    first = bench.answers()
+    with bench.other_weights():
+        bench.refit()
+        bench.answers()  # captures, where it has not
+    bench.job.sampler.rest()
+    bench.refit()
+    eager = [replace(one, **kept) for one, kept in zip(first, json.loads(file.read_text()), strict=True)]
+    facts: Facts = {}
+    for what, other in (("without graphs", eager), ("after two refits", bench.answers())):
+        moved = weight_sync_check.compare(first, other)
+        facts[what] = str(moved)
+        if not moved.within(bench.tolerance):
+            raise CheckError(f"the answers with graphs and those {what} differ: {moved}", facts)
+    return facts | {"tolerance, nats": bench.tolerance}
+
+
+def graphs_asleep(bench: Bench) -> Facts:
+    """(iv) The same through sleep, where the engine has graphs that outlive it."""
+    engine = bench.job.sampler.engine
+    if (without := inspection.without_graphs(engine)) is not None:
+        raise NotHereError(without)
+    return graphs(bench)
+
+
+FUNCTIONS: dict[str, Callable[[Bench], Facts]] = {
+    "device": device,
+    "refit": refit,
+    "qkv": qkv,
+    "sleep": sleep,
+    "pause": behaviour.pause,
+    "ends": behaviour.ends,
+    "seeds": behaviour.seeds,
+    "logprobs": logprobs,
+    "contract": contract,
+    "experts": experts,
+    "graphs": graphs,
+    "fp8": fp8.fp8,
+    "graphs_asleep": graphs_asleep,
+}
+
+
+def _keep(bench: Bench, rollouts: Sequence[Rollout]) -> None:
+    """Of rank 0's replica, for another session."""
+    if bench.job.groups.rank == 0:
+        kept = [{key: asdict(each)[key] for key in ("response_ids", "rollout_logprobs")} for each in rollouts]
+        (bench.folder / "answers.json").write_text(json.dumps(kept))

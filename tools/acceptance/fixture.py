@@ -1,0 +1,106 @@
+"""The job that an acceptance run's checks look at: its engine refitted, woken and asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from acceptance.result import Spec
+from mrl.config.config import load
+from mrl.distributed.collectives import together
+from mrl.engines.base import SamplingConfig
+from mrl.resharding.fp8 import grids_of
+from mrl.resharding.init import random_init
+from mrl.resharding.quantizer import Quantizer
+from mrl.resharding.regions import slices
+from mrl.trainer import weight_sync_check
+from mrl.trainer.resolve import prepare
+from mrl.trainer.startup import open_job
+from mrl.trainer.trainer import Job
+from mrl.types import Prompt, Rollout
+
+
+class Bench:
+    """A job whose actor holds the model of `model.path`.
+
+    Attributes:
+        folder: Of the engine's results, shared by its sessions.
+    """
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        """Args: job: Come up, nothing loaded. folder: Exists."""
+        self.job, self.folder = job, folder
+        job.weights.load_initial()
+
+    @property
+    def tolerance(self) -> float:
+        """Of the canary, nats."""
+        return weight_sync_check.tolerance_of(self.job.device)
+
+    def refit(self) -> None:
+        """The actor's weights into the engine, also where it holds them."""
+        self.job.state.policy_version += 1
+        self.job.refit_if_stale()
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
+        """Awake for as long as it takes."""
+        with together(), self.job.sampler.awake() as engine:
+            return engine.generate(prompts, sampling)
+
+    def answers(self) -> list[Rollout]:
+        """To the canary's prompts."""
+        return weight_sync_check.answers(self.generate, self.job.arch, self.job.config.rollout)
+
+    @contextmanager
+    def other_weights(self) -> Iterator[None]:
+        """Inside, the actor has random weights."""
+        job = self.job
+        with self._kept():
+            random_init(job.arch, job.policy.layout(), job.policy.named_tensors(), seed=job.config.run.seed + 1)
+            yield
+
+    @contextmanager
+    def rounded_weights(self) -> Iterator[None]:
+        """Inside, the actor has the weights that `rollout.quantization` makes of its own."""
+        job = self.job
+        layout, grids = job.policy.layout(), grids_of(job.arch, job.config.rollout.quantization)
+        with self._kept() as tensors:
+            quantizer = Quantizer(layout, tensors, grids, job.device)
+            quantizer.measure()
+            for name, stored in layout.items():
+                for piece in stored.pieces:
+                    if piece.hf_name in grids:
+                        values = tensors[name].detach()[slices(piece.dst)]
+                        values.copy_(quantizer.meant(piece.hf_name, piece.src, values))
+            yield
+
+    @contextmanager
+    def _kept(self) -> Iterator[dict[str, Tensor]]:
+        """The actor's tensors, which are afterwards as they were."""
+        tensors = self.job.policy.named_tensors()
+        kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        try:
+            yield tensors
+        finally:
+            for name, tensor in self.job.policy.named_tensors().items():
+                tensor.detach().copy_(kept[name])
+
+    def used(self) -> int:
+        """Bytes of the device in use, by everyone; 0 on a CPU."""
+        if self.job.device.type != "cuda":
+            return 0
+        torch.cuda.synchronize(self.job.device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.job.device)
+        return total - free
+
+
+@contextmanager
+def opened(spec: Spec) -> Iterator[Bench]:
+    """Collective over the job: what a session looks at."""
+    with open_job(prepare(load(spec.config, spec.overrides)), log=False) as job:
+        yield Bench(job, Path(spec.folder))

@@ -1,0 +1,441 @@
+"""Checks of a GPU on a job that came up: the actor against transformers and Megatron-Core, memory, links between GPUs.
+
+Owns what is compared with what, and the bounds. What engine and actor say of each other is asked as of TensorRT-LLM, in
+`checks.py`; checks that start commands are in `gpu_commands.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from bench.measure import best_time, matrix_rate, memory_bandwidth, seconds, synchronize
+from bench.megatron_baseline import PlainMegatron, fitting_rows
+from torch import Tensor
+
+from acceptance import checks, gpu_commands
+from acceptance import fixture as of_engine
+from acceptance.checks import GIB
+from acceptance.fixture import Bench
+from acceptance.gpu_table import CHECKS, COMMANDS
+from acceptance.result import CheckError, Facts, NotHereError, Spec
+from mrl.algorithms.base import build, required
+from mrl.algorithms.functional.learning_rate import LearningRate
+from mrl.commands.plan.memory import stage_memory
+from mrl.config.config import AlgorithmConfig, load
+from mrl.distributed import launch
+from mrl.megatron.offload import PARTS
+from mrl.models import transformer_engine
+from mrl.observability.hardware import HARDWARE
+from mrl.observability.metrics import forward_flops, mfu_metrics
+from mrl.resharding.checksum import bit_sum
+from mrl.resharding.dtypes import DTYPES
+from mrl.trainer import weight_sync_check
+from mrl.trainer.learning_rate import learning_rate
+from mrl.types import RolloutBatch
+
+EXACT = 1e-4
+"""Nats, and relative for loss and gradient: fp32 sums in another order."""
+
+OF_PEER = 2.0
+"""In bfloat16 an actor may be as far from fp32 as transformers' own bfloat16 is, and twice as far: its kernels round at
+other places."""
+
+GRADIENT = 0.02
+"""Relative, in bfloat16: its 8 bits in each factor of a gradient, averaged over the whole norm; more than transformers'
+own bfloat16 is off."""
+
+CYCLES = 5
+LOST = 0.02
+"""Part of the memory reserved after the second cycle that may be gone after the last: allocators round."""
+
+FREED = 0.98
+"""Part of the bytes of the actor's parts, by shape, that offloading must free."""
+
+HOST_MORE = 1.1
+"""Host memory that offloading may take, over the bytes that it keeps."""
+
+SLOWEST = 0.8
+"""Of plain Megatron-Core's tokens per second."""
+
+LINK_BYTES = 256 << 20
+NUM_SEQUENCES = 12
+SAMPLES = 4
+"""Of a prompt."""
+
+
+@contextmanager
+def opened(spec: Spec) -> Iterator[Bench | gpu_commands.Commands]:
+    """What a session's checks look at: a job, collectively, or what starts commands."""
+    if all(CHECKS[name].session == COMMANDS for name in spec.checks):
+        yield gpu_commands.Commands(spec)
+    else:
+        experts = any(CHECKS[name].model == "experts" for name in spec.checks)
+        with of_engine.opened(for_this_machine(spec) if experts else spec) as bench:
+            yield bench
+
+
+def for_this_machine(spec: Spec) -> Spec:
+    """Returns a session with experts that starts without TransformerEngine too: a run has to ask for local layers.
+
+    A choice of the user stays.
+    """
+    config = load(spec.config, spec.overrides)
+    unusable = transformer_engine.why_unusable(launch.choose_device(config.run.device))
+    if config.actor.transformer_impl != "auto" or unusable is None:
+        return spec
+    return replace(spec, overrides=[*spec.overrides, "actor.transformer_impl=local"])
+
+
+# the actor
+
+
+def parity(bench: Bench) -> Facts:
+    """Log-probabilities, loss and gradient norm against transformers in fp32, and as far off as its own bfloat16."""
+    job = bench.job
+    return _against_transformers(bench, random_batch(job.arch.vocab_size, NUM_SEQUENCES, job.config.rollout.longest))
+
+
+def parity_local(bench: Bench) -> Facts:
+    """Parity of Megatron's local layers, where `parity` had others."""
+    if (why := transformer_engine.why_unusable(bench.job.device.type)) is not None:
+        raise NotHereError(f"'parity' is of Megatron's local layers already: {why}")
+    return parity(bench)
+
+
+def shared(bench: Bench) -> Facts:
+    """Parity of samples whose prompts are computed once, and their time and scores against each computed alone."""
+    job = bench.job
+    if not job.policy.shares:
+        raise NotHereError("TransformerEngine has no attention here that is fit for shared tokens")
+    longest = job.config.rollout.longest
+    batch = samples_of_prompts(job.arch.vocab_size, NUM_SEQUENCES, prompt=4 * longest // 5, answer=longest // 5)
+    facts = _against_transformers(bench, batch)
+    once, _ = job.policy.score(batch)
+    once_s = best_time(lambda: job.policy.score(batch), job.device, 3)
+    job.policy.shares = False
+    alone, _ = job.policy.score(batch)
+    alone_s = best_time(lambda: job.policy.score(batch), job.device, 3)
+    job.policy.shares = True
+    facts |= {"time of each alone, over that of all": alone_s / once_s, "apart, nats": _apart(once, alone)}
+    own = facts.get(f"transformers' {job.config.model.dtype}, log-probabilities")
+    bound = OF_PEER * (own if isinstance(own, float) else 0.0) + EXACT
+    if _apart(once, alone) > bound:
+        raise CheckError(f"samples are {_apart(once, alone):.3g} from what each is alone, at most {bound:.3g}", facts)
+    return facts
+
+
+def _against_transformers(bench: Bench, batch: RolloutBatch) -> Facts:
+    """What `parity` finds, of these sequences."""
+    job = bench.job
+    own = batch if job.groups.coords.dp == 0 else batch.select([])
+    scored, _ = job.policy.score(own)
+    job.policy.start_optimizer(learning_rate(job.config))
+    algorithm = build(AlgorithmConfig(name="sft"), job.config.rollout)
+    metrics = job.policy.update(own, algorithm)
+    folder, low = job.config.model.path or "", DTYPES[job.config.model.dtype]
+    exact, loss, norm = by_transformers(folder, torch.float32, batch, job.device)
+    facts: Facts = {"layers": _layers(bench), "dtype": job.config.model.dtype, "tokens": exact.numel()}
+    facts |= {"loss": loss, "gradient norm": norm}
+    bounds = {"log-probabilities": EXACT, "loss": EXACT, "gradient": EXACT}
+    if low != torch.float32:
+        near, near_loss, near_norm = by_transformers(folder, low, batch, job.device)
+        peer = _apart(near, exact), abs(near_loss / loss - 1), abs(near_norm / norm - 1)
+        facts |= {
+            f"transformers' {job.config.model.dtype}, {name}": each for name, each in zip(bounds, peer, strict=True)
+        }
+        bounds = {
+            "log-probabilities": OF_PEER * peer[0] + EXACT,
+            "loss": OF_PEER * peer[1] + peer[0] / abs(loss) + EXACT,
+            "gradient": OF_PEER * peer[2] + GRADIENT,
+        }
+    found = {
+        "log-probabilities": _apart(scored, exact) if own is batch else 0.0,
+        "loss": abs(metrics["actor/nll"] / loss - 1),
+        "gradient": abs(metrics["actor/grad_norm"] / norm - 1),
+    }
+    facts |= {f"actor, {name}": each for name, each in found.items()}
+    for name, each in found.items():
+        if not each <= bounds[name]:
+            raise CheckError(
+                f"{name}: {each:.3g} from transformers in fp32, expected at most {bounds[name]:.3g}", facts
+            )
+    return facts
+
+
+def _layers(bench: Bench) -> str:
+    return "TransformerEngine's" if bench.job.policy.uses_te else "Megatron's local ones"
+
+
+def _apart(found: Tensor, expected: Tensor) -> float:
+    """Mean difference, nats."""
+    return float((found - expected).abs().mean())
+
+
+def random_batch(vocabulary: int, num: int, longest: int, *, ragged: bool = True) -> RolloutBatch:
+    """Sequences of random tokens, all to be trained on, each token with the same weight."""
+    generator = torch.Generator().manual_seed(0)
+    lens = torch.full((num,), longest)
+    if ragged:
+        lens = torch.randint(4, longest + 1, (num,), generator=generator)
+    prompts = lens // 3 if ragged else torch.ones_like(lens)
+    count = int((lens - prompts).sum())
+    weights = torch.full((count,), 1 / count)
+    return RolloutBatch(
+        tokens_P=torch.randint(0, vocabulary, (int(lens.sum()),), generator=generator),
+        prompt_lens_B=prompts,
+        response_lens_B=lens - prompts,
+        response_mask_R=torch.ones(count, dtype=torch.bool),
+        rollout_logprobs_R=torch.zeros(count),
+        group_id_B=torch.arange(num),
+        rewards_B=torch.zeros(num),
+        advantages_R=torch.ones(count),
+        weights_R=weights,
+        metric_weights_R=weights.clone(),
+    )
+
+
+def samples_of_prompts(vocabulary: int, num: int, *, prompt: int, answer: int) -> RolloutBatch:
+    """Random tokens, each `SAMPLES` sequences with one prompt; each token of an answer has the same weight."""
+    batch = random_batch(vocabulary, num, prompt + answer, ragged=False)
+    tokens_BT = batch.tokens_P.view(num, -1)
+    tokens_BT[:, :prompt] = tokens_BT[::SAMPLES, :prompt].repeat_interleave(SAMPLES, 0)[:num]
+    weights = torch.full((num * answer,), 1 / (num * answer))
+    return replace(
+        batch,
+        prompt_lens_B=torch.full((num,), prompt),
+        response_lens_B=torch.full((num,), answer),
+        response_mask_R=torch.ones(num * answer, dtype=torch.bool),
+        rollout_logprobs_R=torch.zeros(num * answer),
+        group_id_B=torch.arange(num) // SAMPLES,
+        advantages_R=torch.ones(num * answer),
+        weights_R=weights,
+        metric_weights_R=weights.clone(),
+    )
+
+
+def by_transformers(
+    folder: str, dtype: torch.dtype, batch: RolloutBatch, device: torch.device
+) -> tuple[Tensor, float, float]:
+    """Log-probabilities [R] on the CPU, loss and gradient norm of the model in a folder, sequence by sequence."""
+    import transformers
+
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+    rows, loss = [], 0.0
+    weights_R = required(batch.weights_R, "weights_R")
+    lens = zip(batch.prompt_lens_B.tolist(), batch.response_lens_B.tolist(), strict=True)
+    start, answered = 0, 0
+    for prompt_len, response_len in lens:
+        end, until = start + prompt_len + response_len, answered + response_len
+        ids, weights = batch.tokens_P[start:end].to(device), weights_R[answered:until].to(device)
+        start, answered = end, until
+        logits = model(ids[None]).logits[0, prompt_len - 1 : -1].float()
+        logprobs = logits.log_softmax(-1).gather(1, ids[prompt_len:, None]).squeeze(1)
+        part = -(logprobs * weights).sum()
+        part.backward()
+        loss += float(part.detach())
+        rows.append(logprobs.detach().cpu())
+    squares = (float(each.grad.float().square().sum()) for each in model.parameters() if each.grad is not None)
+    norm = math.sqrt(sum(squares))
+    del model
+    gc.collect()
+    return torch.cat(rows), loss, norm
+
+
+def update(bench: Bench) -> Facts:
+    """Tokens per second against plain Megatron-Core on the same batch, and MFU."""
+    job, config = bench.job, bench.job.config
+    num, length = config.train.batch_size, config.rollout.longest
+    batch = random_batch(job.arch.vocab_size, num, length, ragged=False)
+    algorithm = build(AlgorithmConfig(name="sft"), config.rollout)
+    job.policy.start_optimizer(learning_rate(config))
+    ours = best_time(lambda: job.policy.update(batch, algorithm), job.device, 3)
+    job.policy.offload()
+    te, dtype = job.policy.uses_te, DTYPES[config.model.dtype]
+    plain = PlainMegatron(job.arch, dtype=dtype, device=job.device, te=te)
+    tokens_BT, rows = batch.tokens_P.view(num, length), max(1, config.actor.max_tokens_per_microbatch // length)
+    if job.device.type == "cuda":
+        torch.cuda.empty_cache()
+        rows = fitting_rows(job.arch, length, rows, torch.cuda.mem_get_info(job.device)[0], te=te)
+    theirs = best_time(lambda: plain.update(tokens_BT, rows), job.device, 3)
+    lens = [length] * num
+    rate = 3 * forward_flops(job.arch, lens) / ours
+    facts: Facts = {
+        "layers": _layers(bench),
+        "tokens of a microbatch": config.actor.max_tokens_per_microbatch,
+        "tokens of a microbatch of plain Megatron-Core": rows * length,
+        "tokens/s": num * length / ours,
+        "tokens/s of plain Megatron-Core": num * length / theirs,
+        "ratio": theirs / ours,
+        "of the product's rate measured here": rate / matrix_rate(dtype, job.device),
+    }
+    name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else ""
+    facts |= mfu_metrics(job.arch, lens, update_s=ours, num_passes=1, world_size=1, device_name=name)
+    if theirs / ours < SLOWEST:
+        raise CheckError(f"an update has {theirs / ours:.2f} of plain Megatron-Core's tokens per second", facts)
+    return facts
+
+
+# memory
+
+
+def offload(bench: Bench) -> Facts:
+    """Bytes of the device and of the host, twice, and the same weights afterwards."""
+    job, policy = bench.job, bench.job.policy
+    policy.start_optimizer(learning_rate(job.config))
+    batch = random_batch(job.arch.vocab_size, 2, job.config.rollout.longest)
+    policy.update(batch, build(AlgorithmConfig(name="sft"), job.config.rollout))
+    expected = stage_memory(job.config, job.arch, job.groups.grid)[0]
+    before, sums = _allocated(job.device), _sum(bench)
+    host = psutil.Process().memory_info().rss
+    began = time.perf_counter()
+    policy.offload()
+    synchronize(job.device)
+    away_s = time.perf_counter() - began
+    freed, grown = before - _allocated(job.device), psutil.Process().memory_info().rss - host
+    back_s = seconds(lambda: policy.bring(*PARTS), job.device)
+    again = _sum(bench)
+    policy.offload()
+    twice = psutil.Process().memory_info().rss - host
+    held, kept = expected.weights + expected.gradients + expected.optimizer, expected.weights + expected.optimizer
+    facts: Facts = {
+        "GiB of the actor, by shape": held / GIB,
+        "GiB to keep": kept / GIB,
+        "away, s": away_s,
+        "back, s": back_s,
+    }
+    if sums != again:
+        raise CheckError(f"the weights that came back add up to {again:016x}, those that left to {sums:016x}", facts)
+    if job.device.type == "cpu":
+        return facts | {"memory": "a CPU: nothing to measure"}
+    facts |= {"GiB freed": freed / GIB, "GiB of the host": grown / GIB, "GiB of the host, the second time": twice / GIB}
+    if freed < FREED * held:
+        raise CheckError(f"offloading freed {freed / GIB:.3f} GiB of {held / GIB:.3f}", facts)
+    if max(grown, twice) > HOST_MORE * kept:
+        raise CheckError(f"it took {max(grown, twice) / GIB:.3f} GiB of the host for {kept / GIB:.3f}", facts)
+    return facts
+
+
+def _allocated(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.memory_allocated(device))
+
+
+def _sum(bench: Bench) -> int:
+    return sum(bit_sum(tensor) for tensor in bench.job.policy.named_tensors().values())
+
+
+def cycles(bench: Bench) -> Facts:
+    """Memory in use and answers over several cycles of refit, sampling, sleep and an update that changes nothing."""
+    job, engine = bench.job, bench.job.sampler.engine
+    batch = random_batch(job.arch.vocab_size, NUM_SEQUENCES, job.config.rollout.longest)
+    algorithm = build(AlgorithmConfig(name="sft"), job.config.rollout)
+    job.policy.start_optimizer(LearningRate(0.0, 0.0, "constant", 0, CYCLES))  # the weights stay
+    first: list[Any] = []
+    asleep, awake, caches, captured = [], [], [], []
+    for _ in range(CYCLES):
+        bench.refit()
+        job.policy.offload()
+        engine.wake()
+        found = weight_sync_check.answers(engine.generate, job.arch, job.config.rollout)
+        first = first or found
+        awake.append(bench.used())
+        caches.append(engine.stats()["kv_cache_bytes"])
+        captured.append(int(engine.stats().get("captured_graphs", 0)))
+        engine.sleep()
+        job.sampler.rest()
+        job.policy.update(batch, algorithm)  # what it allocates must not settle where the cache was
+        asleep.append(bench.used())
+        moved = weight_sync_check.compare(first, found)
+        if not moved.within(bench.tolerance):
+            raise CheckError(f"the actor's weights stayed, but the engine's answers moved: {moved}")
+    facts: Facts = {"answers": str(moved), "GiB of the cache": max(caches) / GIB, "graphs captured": captured}
+    if any(captured[1:]):
+        raise CheckError(f"CUDA graphs were captured again after the engine slept: {captured}", facts)
+    if job.device.type == "cpu":
+        return facts | {"memory": "a CPU: nothing to measure"}
+    facts |= {
+        "GiB in use awake": [round(each / GIB, 3) for each in awake],
+        "GiB in use asleep": [round(each / GIB, 3) for each in asleep],
+    }
+    if asleep[-1] > asleep[1] * (1 + LOST):
+        raise CheckError(f"asleep it holds {asleep[-1] / GIB:.3f} GiB, after two cycles {asleep[1] / GIB:.3f}", facts)
+    if awake[-1] > awake[1] * (1 + LOST):
+        raise CheckError(f"awake it holds {awake[-1] / GIB:.3f} GiB, after two cycles {awake[1] / GIB:.3f}", facts)
+    return facts
+
+
+# between GPUs
+
+
+def links(device: torch.device) -> Facts:
+    """Collective over the job: a sum and a message of known values over the device's backend, and how fast they go."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ones = torch.full((LINK_BYTES // 4,), float(rank + 1), device=device)
+    dist.all_reduce(ones)
+    expected = size * (size + 1) / 2
+    if not bool((ones == expected).all()):
+        raise CheckError(f"the sum over ranks is {float(ones[0])}, expected {expected}")
+    sent, got = torch.full_like(ones, float(rank)), torch.empty_like(ones)
+    after, before = (rank + 1) % size, (rank - 1) % size
+
+    def around() -> None:
+        messages = [dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, got, before)]
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
+
+    message_s = best_time(around, device)
+    if not bool((got == float(before)).all()):
+        raise CheckError(f"rank {before} sent {float(before)}, there came {float(got[0])}")
+    reduce_s = best_time(lambda: dist.all_reduce(ones), device)
+    facts: Facts = {
+        "GB/s of a message, each way": LINK_BYTES / message_s / 1e9,
+        "GB/s of a sum": 2 * (size - 1) / size * LINK_BYTES / reduce_s / 1e9,
+        "GB/s of a copy within the device": memory_bandwidth(device) / 1e9,
+    }
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    known = [each for each in HARDWARE.values() if name in each.device_names]
+    if known:
+        facts["message, of the vendor's figure"] = LINK_BYTES / message_s / known[0].intra_node_bytes_per_s
+    return facts
+
+
+def _experts(bench: Bench) -> Facts:
+    """Parity, of experts; grouped products are TransformerEngine's."""
+    if bench.job.arch.moe is None:
+        raise NotHereError("the model that was given has no experts")
+    return parity(bench)
+
+
+FUNCTIONS: dict[str, Callable[[Any], Facts]] = {
+    **gpu_commands.FUNCTIONS,
+    "parity": parity,
+    "parity_local": parity_local,
+    "shared": shared,
+    "experts": _experts,
+    "refit": checks.refit,
+    "logprobs": checks.logprobs,
+    "experts_logprobs": checks.logprobs,
+    "contract": checks.contract,
+    "graphs": checks.graphs,
+    "graphs_asleep": checks.graphs_asleep,
+    "cycles": cycles,
+    "offload": offload,
+    "update": update,
+    "links": lambda bench: links(bench.job.device),
+    "parity_tp2": parity,
+    "parity_pp2": parity,
+    "parity_ep2": _experts,
+    "shared_cp2": shared,
+    "logprobs_tp2": checks.logprobs,
+}

@@ -1,0 +1,245 @@
+"""Sessions of an acceptance run: checks in processes of their own, of which none takes another one with it.
+
+Owns the processes, their time limits and the results. Which checks there are, and what they look at, is known to those
+who start sessions: `trtllm.py` and `gpu.py`. What runs in a session's process is `session.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from acceptance.result import Check, Result, Spec, Status
+from mrl.config.config import Config, load
+from mrl.errors import UserError
+
+END_S = 10.0
+"""From SIGTERM to SIGKILL."""
+
+BEAT_S = 0.2
+TAIL_LINES = 15
+MOST_CHARS = 300
+
+
+@dataclass(kw_only=True)
+class Sessions:
+    """What is to be accepted, and what came of it.
+
+    Attributes:
+        folder: Of everything that is written.
+        tools: Folder of the repository's tools.
+        known: Every check that there is.
+        module: Their `FUNCTIONS`, for `session.py`.
+        checks: Of `known`.
+        overrides: Of the config, for all sessions.
+        start_timeout_s: Longest start of a session, s.
+        timeout_s: Longest check, s.
+        tell: Called with a line of progress.
+    """
+
+    folder: Path
+    tools: Path
+    known: Mapping[str, Check]
+    module: str
+    checks: Sequence[str]
+    overrides: Sequence[str] = ()
+    start_timeout_s: float = 300.0
+    timeout_s: float = 120.0
+    tell: Callable[[str], None] = field(default=lambda line: None)
+
+    def __post_init__(self) -> None:
+        """Makes the folders.
+
+        Raises:
+            UserError: A check has no such name, or the folder has a run already.
+        """
+        check_names("check", self.checks, self.known)
+        if (self.folder / "config.yaml").exists():
+            raise UserError(f"'{self.folder}' has an acceptance run already. Name another --output_dir.")
+        self.folder = self.folder.resolve()
+        (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+        self.results: list[Result] = []
+        self._stop = threading.Event()
+
+    def stop(self) -> None:
+        """Ends the sessions of all threads and begins no other; what they were asked has no result."""
+        self._stop.set()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stop.is_set()
+
+    def load(self, more: Sequence[str]) -> Config:
+        """The run's config."""
+        return load(self.folder / "config.yaml", [*self.overrides, *more])
+
+    # sessions
+
+    def session(
+        self,
+        engine: str,
+        session: str,
+        wanted: Sequence[str],
+        overrides: Sequence[str],
+        *,
+        launcher: Sequence[str] = (),
+        unstarted: Status = "skipped",
+    ) -> None:
+        """The checks of a session, in as many processes as they need.
+
+        Args:
+            engine: What is looked at; its folder exists.
+            session: Its name, for the log.
+            wanted: Checks; "start" and "end" may be among them.
+            overrides: Of the session's config.
+            launcher: Words before the command.
+            unstarted: Of the checks of a session that did not start, "start" aside.
+        """
+        left = [name for name in wanted if name not in ("start", "end")]
+        for number in range(len(left) + 1):
+            name = f"{engine}-{session}" + (f"-{number + 1}" if number else "")
+            log, lines = self.folder / "logs" / f"{name}.log", self.folder / "logs" / f"{name}.jsonl"
+            spec = Spec(
+                config=str(self.folder / "config.yaml"),
+                overrides=[*self.overrides, *overrides, f"run.output_dir={self.folder / engine / name}"],
+                checks=left,
+                lines=str(lines),
+                folder=str(self.folder / engine),
+                module=self.module,
+                tools=str(self.tools),
+            )
+            file = lines.with_suffix(".json")
+            file.write_text(json.dumps(asdict(spec), indent=1), encoding="utf-8")
+            lines.touch()
+            words = [*launcher, sys.executable, "-m", "acceptance.session", str(file)]
+            at, said, late = self._watch(words, log, lines, engine, wanted)
+            if not said or self.stopped:
+                return
+            again = at == "start" and self.has(engine, "start")  # after a check that ended the process before
+            if at in wanted and not again:
+                self.add(Result(engine, at, "fails", said, {}, log=str(log), late=late))
+            if at == "start":
+                rest = [name for name in wanted if not self.has(engine, name)]
+                why = "it did not start" + (f": {said}" if again or "start" not in wanted else "")
+                self.give_up(engine, rest, unstarted, why, log)
+                return
+            if at == "end":
+                return
+            left = left[left.index(at) + 1 :]
+            if not left:
+                return
+
+    def _watch(
+        self, words: Sequence[str], log: Path, lines: Path, engine: str, wanted: Sequence[str]
+    ) -> tuple[str, str, bool]:
+        """Waits for a session: the check that it was at, why it ended there, "" where as it should, and if by time."""
+        at, seen, since = "start", 0, time.monotonic()
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                words, stdout=output, stderr=subprocess.STDOUT, env=_environment(), start_new_session=True
+            )
+        try:
+            while True:
+                status = process.poll()
+                whole = lines.read_text(encoding="utf-8").split("\n")[:-1]  # the last one may be half written
+                found = [json.loads(line) for line in whole]
+                for line in found[seen:]:
+                    at, since = line.get("begins", at), time.monotonic()
+                    if line.get("ended") in wanted and not self.has(engine, line["ended"]):
+                        status_, said, facts = line["outcome"]
+                        self.add(Result(engine, line["ended"], status_, said, facts, line["took_s"], str(log)))
+                seen = len(found)
+                limit = self.start_timeout_s if at == "start" else self.timeout_s
+                if status is not None and (status != 0 or at != "end"):
+                    return at, f"the process ended with status {status}: {last_words(log)}", False
+                if status is not None:
+                    if "end" in wanted:
+                        self.add(Result(engine, "end", "works", "", {}, time.monotonic() - since, str(log)))
+                    return at, "", False
+                if self.stopped:
+                    return at, "stopped", False
+                if time.monotonic() - since > limit:
+                    return at, f"no answer in {limit:g} s; the last of its log: {last_words(log)}", True
+                time.sleep(BEAT_S)
+        finally:
+            _end(process)
+
+    def command(self, words: Sequence[str], log: Path) -> str:
+        """Runs a command to its end; why it failed, "" where it did not."""
+        try:
+            with log.open("wb") as output:
+                done = subprocess.run(
+                    words, stdout=output, stderr=subprocess.STDOUT, timeout=self.start_timeout_s, check=False
+                )
+        except subprocess.TimeoutExpired:
+            return f"no end in {self.start_timeout_s:g} s; the last of its log: {last_words(log)}"
+        return "" if done.returncode == 0 else f"exit status {done.returncode}: {last_words(log)}"
+
+    # results
+
+    def has(self, engine: str, check: str) -> bool:
+        """Whether it has a result."""
+        return any((result.engine, result.check) == (engine, check) for result in self.results)
+
+    def add(self, result: Result) -> None:
+        """And tells of it."""
+        self.results.append(result)
+        self.tell(f"{result.engine}: {result.check} {result.status}" + (f": {result.said}" if result.said else ""))
+
+    def give_up(
+        self,
+        engine: str,
+        checks: Sequence[str],
+        status: Status,
+        why: str,
+        log: Path | None = None,
+        others: Status | None = None,
+    ) -> None:
+        """The same word for each check; after the first one `others`, if given."""
+        for number, check in enumerate(checks):
+            word = others if others and number else status
+            self.add(Result(engine, check, word, why, {}, log="" if log is None else str(log)))
+
+
+def _environment() -> dict[str, str]:
+    """Returns the variables of a session's ranks, which find this package in the folder of the tools."""
+    paths = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), str(Path(__file__).parents[1])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def check_names(what: str, asked: Sequence[str], known: Sequence[str] | Mapping[str, object]) -> None:
+    """Raises UserError for a name that there is not."""
+    unknown = [name for name in asked if name not in known]
+    if unknown:
+        raise UserError(f"there is no {what} '{unknown[0]}'; known: {', '.join(known)}.")
+
+
+def last_words(log: Path) -> str:
+    """The last line that says something, which in Python is the error; what libraries log by the way is not it."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    lines = [line.strip() for line in text.splitlines() if not line.startswith("INFO:")]
+    told = [line for line in lines[-TAIL_LINES:] if "Error" in line or "error" in line]
+    return (told or [line for line in lines if line] or ["nothing"])[-1][:MOST_CHARS]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a session and what it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()

@@ -1,0 +1,111 @@
+"""An acceptance run of TensorRT-LLM: every check on each of its engines.
+
+Owns what its engines need, and who counts as there. What is asked is in `checks.py`, the order in `engines.py`, the
+processes are in `sessions.py`, the model in `model.py`, what is written in `page.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+
+from acceptance.engines import CONTROL, EngineAcceptance
+from acceptance.result import Check
+from acceptance.trtllm_table import ASLEEP, CHECKS, FP8, GRAPHS, SETTINGS
+from mrl.engines.trtllm.inspection import NO_IMPORT
+from mrl.errors import UserError
+from mrl.models.hf_config import arch_from_folder
+from mrl.trainer.validation.engine import wanted_engine
+
+ENGINES = (CONTROL, "trtllm", "trtllm_engine")
+NO_BUILT = Version("1.3.dev0")
+"""First version without the TensorRT backend."""
+
+NO_GRAPHS = "ModelRunner captures no CUDA graphs"
+NOT_BUILT = {GRAPHS: NO_GRAPHS, ASLEEP: NO_GRAPHS, FP8: "a refit brings a built engine no FP8"}
+"""Session -> why a built engine has none."""
+
+
+@dataclass(kw_only=True)
+class Acceptance(EngineAcceptance):
+    """What is to be accepted, and what came of it; fields as of `EngineAcceptance`."""
+
+    known: Mapping[str, Check] = field(default_factory=lambda: CHECKS)
+    checks: Sequence[str] = tuple(CHECKS)
+    engines: Sequence[str] = ENGINES
+    all_engines: Sequence[str] = ENGINES
+    settings: Mapping[str, Sequence[str]] = field(default_factory=lambda: SETTINGS)
+
+    def prepared(self, engine: str, own: list[str]) -> list[str] | None:
+        """Builds engines where they are to be built."""
+        if engine != "trtllm_engine":
+            return own
+        missing = self._missing()
+        if missing:
+            self.give_up(engine, self.checks, "skipped", missing)
+            return None
+        own = [*own, "rollout.enforce_eager=true"]
+        built = self._build(own)
+        return None if built is None else [*own, f"rollout.engine_dir={built}"]
+
+    def without(self, engine: str, session: str) -> str:
+        """Built engines lack some."""
+        return NOT_BUILT.get(session, "") if engine == "trtllm_engine" else ""
+
+    def installed(self) -> dict[str, str]:
+        """Versions; TensorRT-LLM is imported in a process of its own."""
+        needed = set(self.engines) != {CONTROL}
+        if needed and importlib.util.find_spec("tensorrt_llm") is None:
+            raise UserError(
+                "TensorRT-LLM is not installed; nothing else was looked at. Start this in NVIDIA's container "
+                "(nvcr.io/nvidia/tensorrt-llm/release; 1.2 or 1.3 for rollout.name=trtllm, below 1.3 for "
+                "trtllm_engine), with mrl installed there by `pip install -e .`."
+            )
+        log = self.folder / "logs" / "versions.log"
+        text = self.command([sys.executable, "-m", "mrl.engines.trtllm.inspection"], log)
+        found: dict[str, str] = {} if text else json.loads(log.read_text(encoding="utf-8").splitlines()[-1])
+        if needed and not found.get("tensorrt_llm", NO_IMPORT).startswith(NO_IMPORT):
+            return found
+        if needed or text:
+            raise UserError(
+                f"TensorRT-LLM is installed, but {text or found['tensorrt_llm']} (all of it in {log}). Start this in "
+                "the container that it came with."
+            )
+        return found
+
+    def _missing(self) -> str:
+        """Why a built engine cannot be there; "" where it can."""
+        version = self.versions["tensorrt_llm"]
+        try:
+            if Version(version) >= NO_BUILT:
+                return f"TensorRT-LLM {version} has no TensorRT backend; 1.3 removed it"
+        except InvalidVersion:
+            self.tell(f"TensorRT-LLM's version '{version}' is none; built engines are tried")
+        return ""
+
+    def _build(self, own: Sequence[str]) -> Path | None:
+        """The folder of engines for the run's sizes, made as preflight tells users to; None: that failed."""
+        config = self.load(own)
+        if config.rollout.engine_dir is not None:
+            return Path(config.rollout.engine_dir)
+        model = config.model.path or ""
+        wanted = wanted_engine(config, arch_from_folder(model))
+        checkpoint, engines = self.folder / "trtllm_checkpoint", self.folder / "trtllm_engines"
+        places = {"MODEL": model, "CHECKPOINT": str(checkpoint), "ENGINES": str(engines)}
+        for line in wanted.commands().splitlines():
+            words = [places.get(word, word) for word in shlex.split(line)]
+            tool = Path(words[1])
+            log = self.folder / "logs" / f"{tool.stem}.log"
+            self.tell(f"trtllm_engine: {tool.name}")
+            said = self.command([sys.executable, str(self.tools / tool.name), *words[2:]], log)
+            if said:
+                self.give_up("trtllm_engine", self.checks, "fails", f"{tool.name}: {said}", log, others="skipped")
+                return None
+        return engines

@@ -1,0 +1,139 @@
+"""Runs a case on this machine: once as one process, once as the layouts that it drew.
+
+Owns the files that a case needs, the configs of its starts, and how a start of `mrl train` ended. The ranks are forked
+from one server that has imported everything (`distributed/local_ranks.py`), so that a start costs little.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from safetensors.torch import save_file
+
+from fuzz_layouts.cases import Case, Settings, Start
+from fuzz_layouts.data import CHAT_TEMPLATE, TEMPLATE_FILE, write_rows
+from mrl.checkpoint.run_dir.run_dir import RunDir
+from mrl.config.config import Config, load
+from mrl.data.tokenizer import CharTokenizer
+from mrl.distributed.local_ranks import TOKENIZERS, TRAINING, RankError, run_ranks
+from mrl.errors import UserError
+from mrl.models.presets import arch_from_preset
+from mrl.resharding.dtypes import allocate
+from mrl.resharding.hf import hf_layout
+from mrl.resharding.init import random_init
+from mrl.trainer.hf_export import write_model_folder
+
+PRELOAD = (*TRAINING, TOKENIZERS, "pyarrow.parquet")
+ALONE, SPREAD = "alone", "spread"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a side's starts ended.
+
+    Attributes:
+        how: "done"; "refused": a clear message for the user; "failed": anything else, a rank without an end too.
+        start: Index of the start that ended so; of "done" the last one.
+        message: Of the first rank that spoke.
+        rows: Lines of metrics.jsonl.
+    """
+
+    how: str
+    start: int
+    message: str
+    rows: list[dict[str, Any]]
+
+
+def write_files(case: Case, folder: Path) -> None:
+    """Data, template and model folders, and the config of each start, under the case's folder."""
+    folder.mkdir(parents=True)
+    for name, rows in case.rows.items():
+        write_rows(folder / name, rows)
+    (folder / TEMPLATE_FILE).write_text(CHAT_TEMPLATE, encoding="utf-8")
+    for name, model in case.folders.items():
+        _write_model(folder / name, model, case.seed)
+    for side in (ALONE, SPREAD):
+        for index, start in enumerate(starts_of(case, side)):
+            values = {**case.settings, **case.changes[index], **start.settings, "run.output_dir": f"./{side}"}
+            _config_file(folder, side, index).write_text(_yaml(values, folder), encoding="utf-8")
+
+
+def starts_of(case: Case, side: str) -> list[Start]:
+    """The starts of a side: as one process none has settings of its own."""
+    return case.starts if side == SPREAD else [Start(1, {}) for _ in case.starts]
+
+
+def run_side(case: Case, folder: Path, side: str, *, time_limit_s: float) -> Ended:
+    """Starts `mrl train` as often as the case says, each time on fresh ranks.
+
+    Args:
+        case: Its files are written.
+        folder: Of the case.
+        side: ALONE or SPREAD.
+        time_limit_s: A start that takes longer failed.
+    """
+    metrics = RunDir(folder / side).metrics
+    ended = Ended("done", 0, "", [])
+    for index, start in enumerate(starts_of(case, side)):
+        how, message = _run(_config_file(folder, side, index), start.ranks, folder, time_limit_s)
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+        ended = Ended(how, index, message, rows)
+        if how != "done":
+            break
+    return ended
+
+
+def train_on_rank(config: Config) -> None:
+    """What a rank does: `mrl train`."""
+    from mrl.train import train
+
+    train(config)
+
+
+def _run(file: Path, ranks: int, folder: Path, time_limit_s: float) -> tuple[str, str]:
+    try:
+        config = load(file)
+        logs = folder / f"logs-{file.stem}"
+        run_ranks(train_on_rank, [config], size=ranks, logs=logs, time_limit_s=time_limit_s, preload=PRELOAD)
+    except UserError as error:
+        return "refused", str(error)
+    except RankError as error:
+        return "refused" if error.is_mistake else "failed", str(error)
+    return "done", ""
+
+
+def _config_file(folder: Path, side: str, index: int) -> Path:
+    return folder / f"{side}-{index}.yaml"
+
+
+def _write_model(folder: Path, model: Settings, seed: int) -> None:
+    """A Hugging Face folder of a preset, with random weights and the character tokenizer."""
+    tokenizer = CharTokenizer(model["model.tokenizer"].removeprefix("char:"))
+    arch = arch_from_preset(model["model.preset"], model["model.overrides"], tokenizer.vocab_size)
+    layout = hf_layout(arch, "float32")
+    tensors = allocate(layout)
+    random_init(arch, layout, tensors, seed)
+    write_model_folder(folder, arch, "float32", tokenizer)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _yaml(values: Settings, folder: Path) -> str:
+    """The settings as a config file, "./" in front of a path replaced by the folder."""
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [placed(each) for each in value]
+        return f"{folder}{value[1:]}" if isinstance(value, str) and value.startswith("./") else value
+
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = placed(value)
+    return OmegaConf.to_yaml(OmegaConf.create(nested))

@@ -371,7 +371,7 @@ def test_a_process_ends_with_one_message_and_status_2(arguments, environment, sa
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize("arguments", [["tain"], ["train"], [], ["train", "c.yaml", "--steps", "3"]])
+@pytest.mark.parametrize("arguments", [["tain"], ["train"], ["train", "c.yaml", "--steps", "3"]])
 def test_a_wrong_command_line_ends_with_usage_and_status_2(arguments, capfd):
     with pytest.raises(SystemExit) as ended:
         main(arguments)

@@ -59,7 +59,7 @@ def test_yaml_holds_differences_only(file):
 
 def test_every_field_has_its_line_of_documentation():
     bare = []
-    for section in (node for node in tree_of(PACKAGE / "config.py").body if isinstance(node, ast.ClassDef)):
+    for section in (node for node in tree_of(PACKAGE / "config" / "config.py").body if isinstance(node, ast.ClassDef)):
         hints = get_type_hints(getattr(schema, section.name))
         for this, following in zip(section.body, [*section.body[1:], None], strict=True):
             if not isinstance(this, ast.AnnAssign) or is_dataclass(hints[this.target.id]):

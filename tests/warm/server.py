@@ -159,7 +159,7 @@ def become(request: dict) -> list[str]:
             resource.setrlimit(number, (soft, hard))
     os.environ.clear()
     os.environ.update(request["variables"])
-    sys.path[:2] = [request["folder"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path[:3] = [request["folder"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     importlib.invalidate_caches()
     tempfile.tempdir = platform._uname_cache = None
     if os.environ.get("PYTHONFAULTHANDLER"):

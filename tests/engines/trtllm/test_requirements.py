@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 from tests.source import ROOT
 from tests.test_packaging import setup_keyword
 
-PROOF = json.loads((ROOT / "tests" / "trtllm" / "requirements.json").read_text())
+PROOF = json.loads((ROOT / "tests" / "engines" / "trtllm" / "requirements.json").read_text())
 THEIRS: list[str] = PROOF["requires"]
 FOUND: dict[str, list[str]] = PROOF["set"]
 """Name -> version, then what it requires."""

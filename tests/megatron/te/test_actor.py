@@ -53,7 +53,7 @@ CHOSEN = [
     # fusions, and communication behind computation
     f"{INSIDE}::test_what_is_on_by_itself_changes_no_number[qwen2_untied]",
     f"{INSIDE}::test_what_is_on_by_itself_changes_no_number[qwen3_moe]",
-    f"{MEGATRON}/test_data_parallel.py::test_whoever_reads_weights_between_updates_has_them_whole",
+    f"{MEGATRON}/test_ddp.py::test_whoever_reads_weights_between_updates_has_them_whole",
     # training
     f"{MEGATRON}/test_offload.py::test_training_goes_on_as_if_nothing_had_left[ep2]",
     # checkpoint and resume

@@ -35,9 +35,10 @@ def said_by(code, **variables):
 
 SEEN = """
 import json, sys
-from mrl.distributed import device, transformer_engine as te
+from mrl.megatron.cpu import import_patches
+from mrl.models import transformer_engine as te
 {before}
-device.prepare("cpu")
+import_patches.prepare("cpu")
 from megatron.core.transformer import transformer_block as block, mlp
 from megatron.core.optimizer import Adam
 print(json.dumps([te.why_unusable("cpu"), te.why_unusable("cuda"), block.HAVE_TE, mlp.HAVE_TE, Adam.__module__]))

@@ -14,7 +14,7 @@ from mrl.data.tokenizer import CharTokenizer
 from mrl.environments.base import Action
 from mrl.environments.calculator import Calculator
 from mrl.environments.formats import base as formats
-from mrl.environments.guess_number import Guess
+from mrl.environments.guess import Guess
 from mrl.rollout.episodes.ledger import Ledger
 from mrl.rollout.episodes.rendering import Chat, Plain
 from mrl.types import Prompt

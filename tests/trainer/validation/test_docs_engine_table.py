@@ -266,16 +266,13 @@ def test_the_cases_meet_every_refusal(tmp_path):
 
 SHARED = (
     "rollout",
-    "run",
-    "refit",
-    "episodes",
-    "config.py",
-    "data/schedule.py",
-    "grid.py",
+    "trainer",
+    "resharding/weight_sync.py",
+    "resharding/transfer.py",
+    "config/config.py",
+    "parallel_layout.py",
     "engines/base.py",
-    "engines/_prompts.py",
-    "preflight/parallel.py",
-    "preflight/roles.py",
+    "engines/_prompt_checks.py",
     "train.py",
 )
 """Of mrl, what reads fields for every engine."""

@@ -1,4 +1,4 @@
-# Written by tests/trtllm/stubs.py from signatures.json.
+# Written by tests/engines/trtllm/stubs.py from signatures.json.
 from enum import StrEnum
 from typing import Any
 class LogprobMode(StrEnum):

@@ -1,2 +1,2 @@
-# Written by tests/trtllm/stubs.py from signatures.json.
+# Written by tests/engines/trtllm/stubs.py from signatures.json.
 

@@ -1,4 +1,4 @@
-# Written by tests/trtllm/stubs.py from signatures.json.
+# Written by tests/engines/trtllm/stubs.py from signatures.json.
 from tensorrt_llm.executor.result import GenerationResult
 from tensorrt_llm.executor.worker import GenerationExecutorWorker
 from tensorrt_llm.llmapi.llm_args import TorchLlmArgs

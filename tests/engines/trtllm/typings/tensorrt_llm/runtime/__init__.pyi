@@ -1,4 +1,4 @@
-# Written by tests/trtllm/stubs.py from signatures.json.
+# Written by tests/engines/trtllm/stubs.py from signatures.json.
 from numpy import ndarray
 from tensorrt_llm.runtime.generation import _Runtime
 from torch import Tensor

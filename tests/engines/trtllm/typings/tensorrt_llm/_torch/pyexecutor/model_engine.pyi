@@ -1,4 +1,4 @@
-# Written by tests/trtllm/stubs.py from signatures.json.
+# Written by tests/engines/trtllm/stubs.py from signatures.json.
 from tensorrt_llm._torch.pyexecutor.model_loader import ModelLoader
 from torch.nn import Module
 class PyTorchModelEngine:

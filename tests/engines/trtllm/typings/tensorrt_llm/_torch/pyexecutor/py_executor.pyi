@@ -1,4 +1,4 @@
-# Written by tests/trtllm/stubs.py from signatures.json.
+# Written by tests/engines/trtllm/stubs.py from signatures.json.
 from contextlib import AbstractContextManager
 from tensorrt_llm._torch.pyexecutor.model_engine import PyTorchModelEngine
 from threading import Thread

@@ -1,7 +1,7 @@
 import pytest
 
 from mrl.environments.base import Action
-from mrl.environments.guess_number import Guess
+from mrl.environments.guess import Guess
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+
+import mrl.megatron  # noqa: F401  # isort: skip -- corrects Megatron-Core for this machine before its first import
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,

@@ -35,10 +35,9 @@ def said_by(code, **variables):
 
 SEEN = """
 import json, sys
-from mrl.megatron.cpu import import_patches
 from mrl.models import transformer_engine as te
 {before}
-import_patches.prepare("cpu")
+import mrl.megatron
 from megatron.core.transformer import transformer_block as block, mlp
 from megatron.core.optimizer import Adam
 print(json.dumps([te.why_unusable("cpu"), te.why_unusable("cuda"), block.HAVE_TE, mlp.HAVE_TE, Adam.__module__]))

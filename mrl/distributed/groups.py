@@ -46,12 +46,12 @@ class ProcessGroups:
 
     @property
     def trains(self) -> bool:
-        """Whether this rank has a shard of the actor."""
+        """True if this rank has a shard of the actor."""
         return self.rank in self.grid.trainers
 
     @property
     def samples(self) -> bool:
-        """Whether this rank has a shard of a rollout engine."""
+        """True if this rank has a shard of a rollout engine."""
         return self.rank in self.grid.samplers
 
     def among_trainers(self) -> AbstractContextManager[None]:
@@ -65,7 +65,7 @@ class ProcessGroups:
 
     @property
     def leads_replica(self) -> bool:
-        """Whether this rank is the first of its rollout replica, which scores and sends the replica's rollouts."""
+        """True if this rank is the first of its rollout replica, which scores and sends the replica's rollouts."""
         return self.samples and self.grid.rollout_rank(self.rank) == 0
 
 

@@ -33,10 +33,10 @@ def test_a_launcher_is_an_ancestor_whose_line_ends_in_the_words():
     ("variables", "line"),
     [
         ({}, None),
-        ({relaunch_command.SAID: f"{TYPED} "}, TYPED),
+        ({relaunch_command.STARTED_BY: f"{TYPED} "}, TYPED),
         ({"SLURM_JOB_ID": "1"}, None),
-        ({relaunch_command.SAID: "launch/mpirun.sh train another.yaml"}, None),
-        ({relaunch_command.SAID: "launch/mpirun.sh 'open"}, None),
+        ({relaunch_command.STARTED_BY: "launch/mpirun.sh train another.yaml"}, None),
+        ({relaunch_command.STARTED_BY: "launch/mpirun.sh 'open"}, None),
     ],
 )
 def test_a_script_says_what_was_typed(variables, line, monkeypatch):

@@ -61,7 +61,7 @@ _STACK_SIGNAL = signal.SIGUSR2
 
 
 @dataclass(frozen=True)
-class Ran:
+class RankUsage:
     """Time and memory that a job's ranks used.
 
     Attributes:
@@ -100,7 +100,7 @@ def run_ranks(
     logs: Path,
     time_limit_s: float,
     preload: Sequence[str] = (),
-) -> Ran:
+) -> RankUsage:
     """Runs a function on every rank of a temporary job and waits for all of them.
 
     Args:
@@ -142,7 +142,7 @@ def run_ranks(
                 process.kill()
             for process in ranks:
                 process.join()
-    return Ran(time.monotonic() - started, cpu_s, memory.peak)
+    return RankUsage(time.monotonic() - started, cpu_s, memory.peak)
 
 
 def forks(preload: Sequence[str]) -> ForkServerContext:

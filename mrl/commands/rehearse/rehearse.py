@@ -45,7 +45,7 @@ from mrl.commands.rehearse.stages import STAGES, spent_in, stage_of
 from mrl.config.config import Config, load, to_yaml
 from mrl.data.synthetic_tasks import make_task
 from mrl.data.tokenizer import HFTokenizer
-from mrl.distributed.local_ranks import TOKENIZERS, TRAINING, Ran, RankError, run_ranks
+from mrl.distributed.local_ranks import TOKENIZERS, TRAINING, RankUsage, RankError, run_ranks
 from mrl.engines.trtllm.fields import needs_mpi
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec, critic_of
@@ -256,7 +256,7 @@ class _Rehearsal:
             Stage("resume", "passed", ran.seconds, f"{_layout(grid)}; step 2 done, checkpoints of steps {steps}")
         )
 
-    def _train(self, name: str, config: Config, world_size: int, *, resumes: bool) -> Ran:
+    def _train(self, name: str, config: Config, world_size: int, *, resumes: bool) -> RankUsage:
         """`mrl train` on ranks of this machine."""
         logs = self._folder / f"logs-{name}"
         began = time.monotonic()

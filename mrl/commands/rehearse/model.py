@@ -33,7 +33,7 @@ def shrunk_model(
         asked: Real layout.
         used: Reduced layout.
         tokens: Number of token ids of the tokenizer.
-        engine: RehearsalEngine of the reduced run.
+        engine: Engine of the reduced run.
     """
     used, num_layers = _depth(arch, asked, used)
     kv_heads = _kv_heads(arch, asked, used)

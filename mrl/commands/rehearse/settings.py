@@ -74,7 +74,7 @@ class Sizes:
         arch: Reduced model.
         grid: Reduced layout.
         prompt_length: Longest prompt that the run will see, tokens.
-        engine: RehearsalEngine of the reduced run.
+        engine: Engine of the reduced run.
     """
 
     arch: ArchSpec

@@ -1,8 +1,4 @@
-"""How much memory a critic takes beside the actor on a rank of a pipeline stage.
-
-Owns what stays on the device between its phases, and what its own phase needs besides. Its weights, gradients,
-optimizer and activations are counted as an actor's (`memory.py`, `activations.py`).
-"""
+"""Memory of a critic on a rank of a pipeline stage; its terms are computed like an actor's (`memory.py`)."""
 
 from __future__ import annotations
 
@@ -11,15 +7,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class CriticMemory:
-    """Bytes of a critic; nothing of any where the algorithm has none.
+    """Memory of a critic, bytes; all 0 if the algorithm has none.
 
     Attributes:
-        staying: Part -> bytes that are on the device in every phase.
-        away: Part -> bytes that are there in its own phase only.
-        copies: Of what is away, in host memory.
-        phase: Term -> bytes of its own phase beside these: values, then its optimizer steps.
-        saved: Copies that a commit beside the training makes.
-        host: Of the optimizer, in host memory all the time.
+        staying: Part -> bytes on the device in every phase.
+        away: Part -> bytes on the device in the critic's phase only (offloaded otherwise).
+        copies: Host memory of the offloaded parts.
+        phase: Term -> additional bytes in the critic's phase: values, then its optimizer steps.
+        saved: Copies for an asynchronous checkpoint.
+        host: Optimizer state that is always in host memory.
     """
 
     staying: dict[str, int] = field(default_factory=dict)

@@ -1,7 +1,4 @@
-"""How much memory the teachers of a distillation take on a rank of a pipeline stage.
-
-Owns where their weights wait, what an update needs of them, and what is kept of what they said.
-"""
+"""Memory of distillation teachers on a rank of a pipeline stage: weights, hidden states, and terms of the update."""
 
 from __future__ import annotations
 
@@ -14,19 +11,19 @@ from mrl.resharding.megatron import padded_vocab
 from mrl.trainer.resolve import Resolved
 
 LOGITS = 4
-"""Of a chunk, at a time: both sides' log-probabilities, their difference, and a product with it."""
+"""Number of fp32 tensors per chunk of logits: log-probabilities of both sides, their difference, and a product with it."""
 FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
 class TeacherMemory:
-    """Bytes of all teachers; 0 of each where there is none.
+    """Memory of all teachers, bytes.
 
     Attributes:
         waiting: Weights, in host memory.
-        turn: On the device while the largest teacher with layers of its own has its turn.
-        states: Final hidden states of a step's tokens, and of a minibatch's once more, in host memory.
-        output: Output weights that an update compares with, on the device, and a chunk of logits of both sides.
+        turn: Weights on the device while the largest teacher with layers of its own runs.
+        states: Final hidden states of a step's tokens and a second copy of a minibatch's, in host memory.
+        output: Output weights and one chunk of both sides' logits, on the device in an update.
     """
 
     waiting: int = 0
@@ -36,27 +33,27 @@ class TeacherMemory:
 
     @property
     def in_host(self) -> dict[str, int]:
-        """Term -> bytes in host memory."""
+        """Terms in host memory -> bytes."""
         return {"teachers": self.waiting, "teachers' hidden states": self.states}
 
     @property
-    def its_turn(self) -> dict[str, int]:
-        """Term -> bytes on the device in the turn of one with layers of its own."""
+    def during_forward(self) -> dict[str, int]:
+        """Terms on the device while a teacher with layers of its own runs -> bytes."""
         return {"a teacher's weights": self.turn}
 
     @property
-    def compared(self) -> dict[str, int]:
-        """Term -> bytes that an update needs of them on the device."""
+    def during_update(self) -> dict[str, int]:
+        """Terms on the device in an update -> bytes."""
         return {"comparison with teachers": self.output}
 
 
 def teacher_memory(found: Resolved, stage: int, weights: Sequence[int]) -> TeacherMemory:
-    """Of a rank of a stage.
+    """Returns the memory of all teachers on a rank.
 
     Args:
-        found: The run.
-        stage: Its pipeline stage.
-        weights: Bytes of each teacher's weights there.
+        found: Resolved run.
+        stage: Pipeline stage of the rank.
+        weights: Size of each teacher's weights on this stage, bytes.
     """
     config, grid, teachers = found.config, found.grid, found.teachers
     if not teachers:

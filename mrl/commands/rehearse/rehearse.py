@@ -140,7 +140,7 @@ class _Rehearsal:
             )
             if isinstance(real.found.tokenizer, HFTokenizer):
                 self._preload += (TOKENIZERS,)
-            self._done("check", f"{real.ranks}, by the checks of mrl train and mrl plan")
+            self._done("check", f"{real.ranks}, as mrl train and mrl plan check them")
         self._console.print("reducing the config and its models ...", highlight=False, soft_wrap=True)
         small, tokens = self._shrink(real.config, real.found, real.prompt_length)
         changed, world_size = other_layout(
@@ -322,7 +322,7 @@ class _Rehearsal:
             mean, turns = metrics["response_length/mean"], metrics.get("num_turns/mean")
             in_turns = "" if turns is None else f" in {turns:.1f} turns of at most {metrics['num_turns/max']:.0f}"
             length = f"{mean:.1f} tokens{in_turns} on average"
-            return f"{self.report.engine}: {length}; probabilities of actor and engine differ by {difference:.1g}"
+            return f"{self.report.engine}: {length}; actor and engine differ by {difference:.1g}"
         if stage == "reward" and "critic/score/mean" in metrics:
             parts = [key for key in metrics if re.fullmatch(r"reward/.+/mean", key)]
             return ", ".join(f"{key.split('/')[1]} {metrics[key]:.2g}" for key in parts)

@@ -108,8 +108,8 @@ class Report:
             for line in lines:
                 console.print(f"  - {line}", markup=False, soft_wrap=True)
         console.print(
-            f"{'passed' if self.passed else 'failed'} in {self.seconds:.0f} s; the ranks used {self.cpu_s:.0f} s of "
-            f"CPU time and at most {self.peak_bytes / GB:.1f} GB of memory",
+            f"{'passed' if self.passed else 'failed'} in {self.seconds:.0f} s; the ranks took {self.cpu_s:.0f} s of "
+            f"processor time and at most {self.peak_bytes / GB:.1f} GB of memory",
             soft_wrap=True,
         )
 

@@ -171,7 +171,7 @@ def test_the_command_shows_memory_and_times_of_each_kind_and_the_splits(capsys):
 def test_ranks_of_both_kinds_work_at_the_same_time_where_sampling_is_ahead(settings, overlaps, capsys):
     assert main(["plan", str(DENSE), NATIVE, "rollout.num_ranks=4", *settings]) == 0
     printed = capsys.readouterr().out
-    parts = ("refit", "rollout, prompts", "rollout, responses", "score", "update", "all of it")
+    parts = ("refit", "rollout, prompts", "rollout, responses", "score", "update", "total")
     times = printed.partition("\na step, s")[2]
     refit, prompts, responses, score, update, step = (
         float(re.search(rf"\n  {part} +([\d.]+)", times)[1]) for part in parts

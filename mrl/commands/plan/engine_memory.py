@@ -171,14 +171,14 @@ def _llm(found: Resolved, device: Device, weights: int, actor: int) -> EngineMem
 
 
 def _staged(config: Config, arch: ArchSpec, grid: Grid) -> dict[str, int]:
-    """Returns the staging of a weight sync into the LLM API: full tensors up to a bucket, and as much being assembled."""
+    """Returns the staging of a weight sync into the LLM API: a bucket of full tensors, and as much being assembled."""
     dtype = config.rollout.dtype or config.model.dtype
     tp, ep, quantization = grid.rollout_tp, grid.rollout_ep, config.rollout.quantization
-    whole = full_bytes(arch, tp, ep, dtype, quantization)
+    unsharded = full_bytes(arch, tp, ep, dtype, quantization)
     if arch.family in WHOLE_ONLY:
-        return {"whole model of a refit": whole}
+        return {"whole model of a refit": unsharded}
     largest = max(arch.vocab_size, arch.intermediate_size) * arch.hidden_size * ITEM_BYTES[dtype]
-    staged = {"whole tensors of a refit": min(whole, 2 * (_bucket_bytes(config) + largest))}
+    staged = {"whole tensors of a refit": min(unsharded, 2 * (_bucket_bytes(config) + largest))}
     return staged | _quantizing(config, arch, grid)
 
 
@@ -226,8 +226,7 @@ def _share_of_free(found: Resolved, device: Device, taken: int) -> int:
 
 
 def _vllm(found: Resolved, device: Device, weights: int, actor: int) -> EngineMemory:
-    """Returns vLLM's memory; its cache is sized at the start for the longest sequences, its weights sleep in host
-    memory.
+    """Returns vLLM's memory; its cache is sized for the longest sequences, its weights sleep in host memory.
 
     On a CPU it frees nothing. Its additional memory on a GPU is assumed to be TensorRT-LLM's.
     """

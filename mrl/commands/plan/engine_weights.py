@@ -67,9 +67,7 @@ def packed_elements(arch: ArchSpec, grid: Grid) -> int:
 
 
 def mapping_of(config: Config) -> TrtllmMapping:
-    """Returns the parallel mapping of the built engines in `rollout.engine_dir`, which validation has compared with the
-    run.
-    """
+    """Returns the parallel mapping of the built engines in `rollout.engine_dir`; validation has checked it."""
     return read_engine_folder(config.rollout.engine_dir or "").config.mapping
 
 

@@ -78,9 +78,7 @@ def optimizer_memory(config: Config, *, owned: int, largest: int, held: int) -> 
 
 
 def _hybrid(config: Config, owned: int, held: int, masters: int, saved: int) -> OptimizerMemory:
-    """Returns the memory of Megatron's hybrid optimizer (CPU offload), with gradients and initial weight copies on the
-    host.
-    """
+    """Returns the memory of Megatron's hybrid optimizer (CPU offload), with host gradients and initial copies."""
     away = round(owned * _field(config, "optimizer_offload_fraction"))
     moments = 2 * FP32
     starting = round((held + owned) * _field(config, "optimizer_offload_fraction")) * FP32

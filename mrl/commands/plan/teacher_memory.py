@@ -11,7 +11,7 @@ from mrl.resharding.megatron import padded_vocab
 from mrl.trainer.resolve import Resolved
 
 LOGITS = 4
-"""Number of fp32 tensors per chunk of logits: log-probabilities of both sides, their difference, and a product with it."""
+"""Number of fp32 tensors per chunk of logits: log-probabilities of both sides, their difference, a product with it."""
 FP32_BYTES = 4
 
 

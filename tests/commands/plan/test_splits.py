@@ -117,8 +117,8 @@ def test_the_reason_names_the_longer_side_and_who_waits(found):
     assert ("rollouts take longer" if best.rollouts > best.training else "training takes longer") in said
     assert f"ranks that train wait {best.idle_trainers:.0%}" in said
     assert f"those that sample {best.idle_samplers:.0%}" in said
-    assert "that all 16 ranks train and sample in turns takes 1." in said
-    assert "nobody waits for another kind" in why(splits.ranked(overlaps=False), overlaps=False)
+    assert "the case that all 16 ranks train and sample alternately takes 1." in said
+    assert "no rank waits for another kind of rank" in why(splits.ranked(overlaps=False), overlaps=False)
 
 
 def test_a_replica_across_nodes_waits_for_slower_links_and_tensorrt_llm_takes_none():

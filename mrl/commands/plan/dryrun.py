@@ -184,7 +184,7 @@ def _steps(train: TrainConfig) -> str:
 
 
 def _num_microbatches(found: Resolved, num_sequences: int) -> int:
-    """Returns the number of microbatches of full-length sequences, rounded up to the stages of an interleaved pipeline."""
+    """Returns the number of full-length microbatches, a multiple of the stages of an interleaved pipeline."""
     together = found.config.actor.max_tokens_per_microbatch // found.config.rollout.longest
     count = math.ceil(num_sequences / max(1, together))
     multiple = found.grid.pp if found.grid.vpp > 1 else 1

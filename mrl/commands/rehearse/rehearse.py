@@ -41,7 +41,7 @@ from mrl.commands.rehearse.settings import (
     with_steps,
 )
 from mrl.commands.rehearse.shrunk_files import with_first_rows, write_model
-from mrl.commands.rehearse.stages import STAGES, spent_in, stage_of
+from mrl.commands.rehearse.stages import STAGES, seconds_by_stage, stage_of
 from mrl.config.config import Config, load, to_yaml
 from mrl.data.synthetic_tasks import make_task
 from mrl.data.tokenizer import HFTokenizer
@@ -237,7 +237,7 @@ class _Rehearsal:
         observe = replace(small.config.observe, report=False)  # the resumed run writes the report
         ran = self._train("first", replace(small.config, observe=observe), small.grid.world_size, resumes=False)
         rows = _rows(self._run.timings)
-        spent = spent_in(rows)
+        spent = seconds_by_stage(rows)
         spent["build"] = max(0.0, ran.seconds - sum(spent.values()))
         metrics = self._metrics()
         for name in STAGES:

@@ -1,4 +1,4 @@
-"""Collectives that torch.distributed lacks: ragged all-gather and all-to-all, deterministic sums, and shared errors.
+"""Collectives that torch.distributed lacks: ragged all-gather, deterministic sums, and shared errors.
 
 Every tensor is made contiguous before it is sent: gloo sends wrong bytes for other tensors, without an error.
 """
@@ -6,7 +6,7 @@ Every tensor is made contiguous before it is sent: gloo sends wrong bytes for ot
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -103,32 +103,6 @@ def all_gather_ragged(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(parts, padded, group=group)
     return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
-
-
-def all_to_all_ragged(
-    parts: Sequence[Tensor], receive_counts: Sequence[int], group: dist.ProcessGroup | None = None
-) -> Tensor:
-    """Collective over `group`: sends `parts[r]` to rank r and concatenates what the ranks sent, in rank order.
-
-    Args:
-        parts: One 1-D tensor per rank, of one dtype everywhere.
-        receive_counts: Number of elements that each rank sends to this one, known beforehand.
-        group: Process group; None: all ranks.
-
-    Returns:
-        [sum of receive_counts].
-    """
-    if len(parts) == 1:
-        return parts[0].clone()
-    received = parts[0].new_empty(sum(receive_counts))
-    dist.all_to_all_single(
-        received,
-        torch.cat(list(parts)).contiguous(),
-        list(receive_counts),
-        [part.numel() for part in parts],
-        group=group,
-    )
-    return received
 
 
 def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:

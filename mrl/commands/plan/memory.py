@@ -14,11 +14,9 @@ from dataclasses import dataclass, field, replace
 
 from mrl.commands.plan import optimizer_memory, recompute
 from mrl.commands.plan.activations import Activations, ActorShape
-from mrl.commands.plan.critic_memory import CriticMemory
-from mrl.commands.plan.engine_memory import Device, EngineMemory, engine_memory
+from mrl.commands.plan.engine_memory import FP32_BYTES, Device, EngineMemory, engine_memory
 from mrl.commands.plan.engine_weights import arriving_bytes, weight_bytes
 from mrl.commands.plan.optimizer_memory import OptimizerMemory
-from mrl.commands.plan.teacher_memory import TeacherMemory, teacher_memory
 from mrl.config.config import Config
 from mrl.models.base import ArchSpec, MoeSpec
 from mrl.models.transformer_engine import asked_for
@@ -27,7 +25,7 @@ from mrl.resharding.buckets import MIN_ROUND_BYTES, NUM_BUFFERS, PIPELINE_ROUNDS
 from mrl.resharding.copy_op import ITEM_BYTES
 from mrl.resharding.dtypes import choice_dtype
 from mrl.resharding.layout import Layout
-from mrl.resharding.megatron import chunk_layers, megatron_layout, stage_layers
+from mrl.resharding.megatron import chunk_layers, megatron_layout, padded_vocab, stage_layers
 from mrl.trainer.resolve import Resolved
 from mrl.trainer.validation.critic import critic_config
 from mrl.trainer.validation.megatron import changes
@@ -36,6 +34,8 @@ GRADIENT_BYTES = 4
 """Bytes of a gradient in Megatron's buffer: fp32, or the weights' type without `megatron.ddp.grad_reduce_in_fp32`."""
 REWARD = "the reward model's weights"
 """Term of the reward model's weights in the phase "reward"; otherwise they are in host memory."""
+TEACHER_LOGITS = 4
+"""Number of fp32 tensors per chunk of logits: log-probabilities of both sides, their difference, a product with it."""
 NO_ENGINE = EngineMemory(held={}, cache=0, rows=0)
 """Engine of a rank that only trains."""
 COUNTED = {
@@ -148,10 +148,15 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
     shape = _actor_shape(found, device)
     arriving = arriving_bytes(config, arch, grid) if moved_bytes is None else moved_bytes
     models = zip(
-        stage_memory(config, arch, grid), _critics(found, device), _teachers(found), _reward_models(found), strict=True
+        stage_memory(config, arch, grid),
+        _critics(found, device),
+        _teachers(found, device),
+        _reward_models(found, device),
+        strict=True,
     )
     stages = [
-        _trainer(found, device, stage, arriving, shape.activations(stage), *each) for stage, each in enumerate(models)
+        _trainer(found, device, stage, arriving, shape.activations(stage), own, others)
+        for stage, (own, *others) in enumerate(models)
     ]
     return [*stages, _sampler(found, device, arriving)] if grid.has_roles and found.needs_engine else stages
 
@@ -175,10 +180,14 @@ class _Holder:
 
 
 def _phases(holders: Sequence[_Holder], names: Sequence[str]) -> dict[str, dict[str, int]]:
-    return {
-        name: {term: size for holder in holders for term, size in holder.bytes_in(name).items() if size}
-        for name in names
-    }
+    """Returns phase -> term -> bytes, summed over the holders, without empty terms."""
+    phases: dict[str, dict[str, int]] = {name: {} for name in names}
+    for name, terms in phases.items():
+        for holder in holders:
+            for term, size in holder.bytes_in(name).items():
+                if size:
+                    terms[term] = terms.get(term, 0) + size
+    return phases
 
 
 def _offloaded_terms(terms: dict[str, int], device: Device) -> _Holder:
@@ -193,9 +202,7 @@ def _trainer(
     arriving: int,
     used: Activations,
     own: Memory,
-    critic: CriticMemory,
-    teacher: TeacherMemory,
-    reward: int,
+    others: Sequence[Sequence[_Holder]],
 ) -> StageMemory:
     """Returns the memory of a rank that trains.
 
@@ -206,47 +213,41 @@ def _trainer(
         arriving: Bytes that an engine's rank receives in a weight sync.
         used: Activations of the actor.
         own: Weights, gradients and optimizer of the actor.
-        critic: Memory of the critic.
-        teacher: Memory of the teachers.
-        reward: Size of the reward model's weights, bytes.
+        others: Holders of critic, teachers and reward model.
     """
     config, grid, algorithm = found.config, found.grid, found.algorithm
     samples = found.needs_engine and not grid.has_roles
     moved = arriving if samples else arriving * math.ceil(len(grid.samplers) / len(grid.trainers))
-    host_copies = offloaded(config, own)
-    away = {part: size for part, size in own.parts.items() if part in host_copies}
-    staying = {part: size for part, size in own.parts.items() if part not in host_copies}
-    beside_engine = staying.get("weights", 0) + staying.get("gradients", 0) + sum(critic.staying.values())
+    critic, teachers, reward = others
+    actor, staying, away = _trained(config, grid, own, device)
+    beside_engine = staying.get("weights", 0) + staying.get("gradients", 0)
+    beside_engine += sum(critic[0].always.values()) if critic else 0
     engine = engine_memory(found, device, weights=own.engine, actor=beside_engine) if samples else NO_ENGINE
     replayed = replayed_bytes(config, found.arch, grid, stage)
     weights = {part: size for part, size in away.items() if part == "weights"}
     scoring = {"activations": used.scoring}
     holders = [
-        _Holder(staying, {"refit": weights, "score": weights, "update": away}, own.states.host),
+        _Holder(staying, {"refit": weights, "score": weights, "update": away}),
         _engine(engine, keeps_cache=not config.rollout.free_cache_engine),
         _Holder({"refit staging": staging_bytes(config, grid, moved) if found.needs_engine else 0}),
         _offloaded_terms({"reference": own.weights if algorithm.needs_reference else 0}, device),
         _Holder(host=own.weights if algorithm.needs_reference or found.arch in found.teachers else 0),  # while swapped
-        _offloaded_terms(teacher.in_host, device),
-        _Holder(phases={"teacher": teacher.during_forward, "update": teacher.during_update}),
-        _offloaded_terms({"reward model": reward}, device),
-        _Holder(phases={"reward": {REWARD: reward}}),
-        _Holder(critic.staying, {"critic": {**critic.away, **critic.phase}}, critic.host),
-        _offloaded_terms({"offload buffers": sum(host_copies.values()) + critic.copies}, device),
-        _offloaded_terms({"copies for a checkpoint": checkpoint_copy_bytes(config, grid, own) + critic.saved}, device),
+        *teachers,
+        *reward,
+        *critic,
+        *actor,
         _Holder({"context and communicators": device.allowance}),
         _Holder(phases={"score": scoring, "teacher": scoring, "reward": scoring}),
         _Holder(phases={"update": _update(used, own.states.step)}),
         _Holder(phases={"update": {"experts to replay": replayed if device.is_host else 0}}, host=replayed),
     ]
-    scored = any((algorithm.needs_reference, found.scores_proximal, algorithm.needs_current, found.teachers))
     there = {
         "refit": found.needs_engine,
         "rollout": samples,
-        "score": scored,
-        "teacher": teacher.turn,
+        "score": any((algorithm.needs_reference, found.scores_proximal, algorithm.needs_current, found.teachers)),
+        "teacher": any(teacher != found.arch for teacher in found.teachers),
         "reward": reward,
-        "critic": critic.phase,
+        "critic": critic,
         "update": True,
     }
     phases = _phases(holders, [phase for phase, is_there in there.items() if is_there])
@@ -258,6 +259,20 @@ def _trainer(
             phases[phase]["actor, before offload"] = excess
     host = 0 if device.is_host else sum(holder.host for holder in holders)
     return StageMemory(stage, stage * len(grid.trainers) // grid.pp, phases, engine.rows, host, replayed)
+
+
+def _trained(
+    config: Config, grid: Grid, own: Memory, device: Device
+) -> tuple[list[_Holder], dict[str, int], dict[str, int]]:
+    """Returns (holders of host copies, parts that stay on the device, offloaded parts) of a trained model."""
+    host_copies = offloaded(config, own)
+    holders = [
+        _offloaded_terms({"offload buffers": sum(host_copies.values())}, device),
+        _offloaded_terms({"copies for a checkpoint": checkpoint_copy_bytes(config, grid, own)}, device),
+        _Holder(host=own.states.host),
+    ]
+    staying = {part: size for part, size in own.parts.items() if part not in host_copies}
+    return holders, staying, {part: size for part, size in own.parts.items() if part in host_copies}
 
 
 def _engine(engine: EngineMemory, *, keeps_cache: bool) -> _Holder:
@@ -300,44 +315,64 @@ def _actor_shape(found: Resolved, device: Device) -> ActorShape:
     return ActorShape(config, found.arch, found.grid, te=te, compiled=compiled, learns_from=learns_from)
 
 
-def _critics(found: Resolved, device: Device) -> list[CriticMemory]:
-    """Returns the critic's memory on a rank of each pipeline stage."""
+def _critics(found: Resolved, device: Device) -> list[list[_Holder]]:
+    """Returns the critic's holders on a rank of each pipeline stage; the first one is its parts on the device."""
     grid = found.grid
     if found.critic is None:
-        return [CriticMemory()] * grid.pp
+        return [[] for _ in range(grid.pp)]
     config = critic_config(found.config)
     te = device.te and asked_for(config)
     shape = ActorShape(config, found.critic, grid, te=te, compiled=device.is_host and device.compiles)
     stages = []
     for stage, own in enumerate(stage_memory(config, found.critic, grid)):
-        away, parts = offloaded(config, own), own.parts
-        stages.append(
-            CriticMemory(
-                staying={f"critic's {part}": size for part, size in parts.items() if part not in away},
-                away={f"critic's {part}": size for part, size in parts.items() if part in away},
-                copies=sum(away.values()),
-                phase=_update(shape.activations(stage), own.states.step),
-                saved=checkpoint_copy_bytes(config, grid, own),
-                host=own.states.host,
-            )
-        )
+        holders, staying, away = _trained(config, grid, own, device)
+        terms = [{f"critic's {part}": size for part, size in parts.items()} for parts in (staying, away)]
+        update = _update(shape.activations(stage), own.states.step)
+        stages.append([_Holder(terms[0], {"critic": {**terms[1], **update}}), *holders])
     return stages
 
 
-def _teachers(found: Resolved) -> list[TeacherMemory]:
-    """Returns the teachers' memory on a rank of each pipeline stage."""
-    item, grid = ITEM_BYTES[found.config.model.dtype], found.grid
-    sizes = [[sum(part) * item for part in _actor_elements(teacher, grid)] for teacher in found.teachers]
-    return [teacher_memory(found, stage, [size[stage] for size in sizes]) for stage in range(grid.pp)]
+def _teachers(found: Resolved, device: Device) -> list[list[_Holder]]:
+    """Returns the teachers' holders on a rank of each pipeline stage.
+
+    Weights and final hidden states (of a step's tokens, and a copy of a minibatch's) wait in host memory. A teacher
+    with layers of its own is on the device while it runs. An update needs the output weights of all of them, and one
+    chunk of both sides' logits.
+    """
+    config, grid, teachers = found.config, found.grid, found.teachers
+    item, train, stages = ITEM_BYTES[config.model.dtype], config.train, []
+    elements = [_actor_elements(teacher, grid) for teacher in teachers]
+    for stage in range(grid.pp if teachers else 0):
+        weights = [sum(each[stage]) * item for each in elements]
+        states = output = 0
+        if stage == grid.pp - 1 and not config.distillation.distillation_loss.is_sampled:
+            samples = (train.batch_size + (train.minibatch_size or train.batch_size)) * config.rollout.n
+            tokens = math.ceil(samples / grid.dp) * config.rollout.response_length
+            states = tokens * max(teacher.hidden_size for teacher in teachers) * item
+            rows = padded_vocab(found.arch, grid.tp) // grid.tp
+            output = sum(rows * teacher.hidden_size * item for teacher in teachers)
+            output += TEACHER_LOGITS * FP32_BYTES * rows * min(config.actor.logprob_chunk_tokens, tokens)
+        own_layers = (size for size, teacher in zip(weights, teachers, strict=True) if teacher != found.arch)
+        running = {"a teacher's weights": max(own_layers, default=0)}
+        stages.append(
+            [
+                _offloaded_terms({"teachers": sum(weights), "teachers' hidden states": states}, device),
+                _Holder(phases={"teacher": running, "update": {"comparison with teachers": output}}),
+            ]
+        )
+    return stages or [[] for _ in range(grid.pp)]
 
 
-def _reward_models(found: Resolved) -> list[int]:
-    """Returns the size of the reward model's weights on a rank of each stage, bytes; 0 if it is not used."""
+def _reward_models(found: Resolved, device: Device) -> list[list[_Holder]]:
+    """Returns the reward model's holders on a rank of each pipeline stage; none if it is not used."""
     unused = found.algorithm.supervised and not found.config.train.eval_interval
     if found.reward is None or unused:
-        return [0] * found.grid.pp
+        return [[] for _ in range(found.grid.pp)]
     item = ITEM_BYTES[found.config.model.dtype]
-    return [sum(part) * item for part in _actor_elements(found.reward, found.grid)]
+    sizes = [sum(part) * item for part in _actor_elements(found.reward, found.grid)]
+    return [
+        [_offloaded_terms({"reward model": size}, device), _Holder(phases={"reward": {REWARD: size}})] for size in sizes
+    ]
 
 
 def not_counted(config: Config) -> list[str]:

@@ -267,9 +267,6 @@ def _check_all_reduce(device: torch.device, world_size: int) -> None:
 
     NCCL creates a group's communicator at its first use, which waits for all ranks: a point-to-point message as the
     first operation would hang. It also detects a broken network early.
-
-    Raises:
-        ClusterError: The sum is wrong.
     """
     import torch
     import torch.distributed as dist

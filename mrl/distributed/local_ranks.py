@@ -229,7 +229,6 @@ def _stack(log: Path) -> list[tuple[str, str]]:
 
 
 def _innermost(stack: list[tuple[str, str]]) -> str:
-    """Formats the three innermost frames of a stack."""
     return " < ".join(f"{name} ({file})" for file, name in stack[:-4:-1]) or "an unknown place"
 
 
@@ -277,7 +276,6 @@ def _rank(
     log: Path,
     pipe: Connection,
 ) -> None:
-    """Entry point of a rank's process."""
     rank = identity[0]
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)

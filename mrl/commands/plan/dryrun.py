@@ -173,12 +173,10 @@ def _megatron(found: Resolved) -> Iterator[str]:
 
 
 def _value(value: Any) -> str:
-    """Formats a value as JSON."""
     return json.dumps(value, default=str)
 
 
 def _steps(train: TrainConfig) -> str:
-    """Words the length of the run in the config's terms."""
     epochs = [] if train.num_epochs is None else [f"{train.num_epochs:g} pass(es) over the data"]
     return ", or ".join([*([] if train.num_steps is None else [str(train.num_steps)]), *epochs])
 

@@ -291,7 +291,6 @@ def cache_item_bytes(config: Config) -> float:
 
 
 def _row_bytes(arch: ArchSpec, slots: int, tp: int, size: int, *, layers: int | None = None) -> int:
-    """Returns the bytes of a sequence's keys and values."""
     return slots * token_elements(arch, tp, layers=layers) * size
 
 

@@ -204,17 +204,7 @@ def _trainer(
     own: Memory,
     others: Sequence[Sequence[_Holder]],
 ) -> StageMemory:
-    """Returns the memory of a rank that trains.
-
-    Args:
-        found: Resolved run.
-        device: Device of the rank.
-        stage: Its pipeline stage.
-        arriving: Bytes that an engine's rank receives in a weight sync.
-        used: Activations of the actor.
-        own: Weights, gradients and optimizer of the actor.
-        others: Holders of critic, teachers and reward model.
-    """
+    """Returns the memory of a rank that trains; `others` are the holders of critic, teachers and reward model."""
     config, grid, algorithm = found.config, found.grid, found.algorithm
     samples = found.needs_engine and not grid.has_roles
     moved = arriving if samples else arriving * math.ceil(len(grid.samplers) / len(grid.trainers))

@@ -257,7 +257,6 @@ class _Rehearsal:
         )
 
     def _train(self, name: str, config: Config, world_size: int, *, resumes: bool) -> RankUsage:
-        """Runs `mrl train` on ranks of this machine."""
         logs = self._folder / f"logs-{name}"
         began = time.monotonic()
         left = max(1.0, self._options.timeout_s - (began - self.began))
@@ -311,7 +310,6 @@ class _Rehearsal:
         return last
 
     def _detail(self, stage: str, metrics: dict[str, float], small: _ReducedRun) -> str:
-        """Words the result of a stage of the first run."""
         if stage == "build":
             return f"{counted(small.grid.world_size, 'rank')}: {_layout(small.grid)}"
         if stage == "refit" and "refit/bytes_moved" in metrics:

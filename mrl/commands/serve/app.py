@@ -308,11 +308,7 @@ def _identity(kind: str, served: ServedModel) -> Identity:
 def _checked_sizes(
     served: ServedModel, writer: ResponseWriter, prompts: list[list[int]], max_tokens: int | None
 ) -> ParsedRequest:
-    """Checks that prompts and answers fit the server and returns the request.
-
-    Raises:
-        RequestError: A prompt is too long, empty, or has a token that the model does not know.
-    """
+    """Checks prompts and answers against the server's limits and the vocabulary, and returns the request."""
     default = writer.request.default_max_tokens
     field = "prompt" if isinstance(writer.request, CompletionRequest) else "messages"
     several = len(prompts) > 1
@@ -326,7 +322,6 @@ def _checked_sizes(
 def _max_answer_tokens(
     served: ServedModel, ids: Sequence[int], max_tokens: int | None, default: int | None, param: str
 ) -> int:
-    """Returns the longest answer to a prompt, tokens."""
     size = served.tokenizer.vocab_size
     if not ids:
         raise RequestError("the prompt has no tokens.", param)
@@ -344,11 +339,6 @@ def _max_answer_tokens(
 
 
 def _submit(request: ParsedRequest, served: ServedModel, request_queue: RequestQueue) -> ActiveRequest:
-    """Queues a request's answers.
-
-    Raises:
-        BusyError: The queue is full.
-    """
     loop, pieces, fields = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Delta]](), request.writer.request
 
     def answer(index: int, ids: list[int], size: int) -> StreamedAnswer:
@@ -379,7 +369,6 @@ async def _send_answers(active: ActiveRequest, scope: Scope, receive: Receive, s
 
 
 async def _complete(active: ActiveRequest) -> Response:
-    """Returns the response with all answers, or an error if one failed."""
     found: list[list[Delta]] = [[] for _ in active.answers]
     left = len(found)
     while left:
@@ -392,7 +381,6 @@ async def _complete(active: ActiveRequest) -> Response:
 
 
 async def _events(active: ActiveRequest) -> AsyncIterator[str]:
-    """Yields server-sent events as the pieces arrive."""
     for chunk in active.writer.first_chunks(active.prompts, len(active.answers)):
         yield _event(chunk)
     left, tokens = len(active.answers), 0

@@ -227,10 +227,8 @@ def _generate_or_bisect(
 ) -> tuple[Generated, Failures]:
     """Collective over all ranks: generates a batch; returns results and failures on rank 0.
 
-    A failing batch is halved recursively, so that one bad prompt does not fail the others.
-
-    Raises:
-        UserError, RankFailedError: The engine cannot generate any prompt.
+    A failing batch is halved recursively, so that one bad prompt does not fail the others. Raises if the engine cannot
+    generate any prompt.
     """
     try:
         return _generate(engine, groups, history, batch), {}
@@ -251,10 +249,8 @@ def _generate_or_bisect(
 def _check_alive(
     engine: RolloutEngine, groups: ProcessGroups, history: LengthHistory, stop_ids: tuple[int, ...]
 ) -> None:
-    """Collective over all ranks: checks that each replica can generate one token from a valid prompt.
-
-    Raises:
-        UserError, RankFailedError: It cannot, so the request is not the cause.
+    """Collective over all ranks: generates one token per replica from a valid prompt, which raises if the engine is
+    broken.
     """
     sampling = SamplingConfig(n=1, max_tokens=1, greedy=True, stop_token_ids=stop_ids)
     prompts = [(uid, stop_ids[:1] or (0,)) for uid in range(groups.grid.num_replicas)]
@@ -262,11 +258,7 @@ def _check_alive(
 
 
 def _generate(engine: RolloutEngine, groups: ProcessGroups, history: LengthHistory, batch: Batch) -> Generated:
-    """Collective over all ranks: generates a batch; returns the results of all replicas on rank 0.
-
-    Raises:
-        UserError, RankFailedError: A replica failed; raised on every rank.
-    """
+    """Collective over all ranks: generates a batch; returns the results of all replicas on rank 0."""
     prompts = [Prompt(uid, ids, "", source=f"request {uid:x}") for uid, ids in batch.prompts]
     with together():
         rollouts = generate(engine, prompts, batch.sampling, groups, history)

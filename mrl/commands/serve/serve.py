@@ -195,11 +195,6 @@ def _listening(job: Job, listen: Listen, loaded: str, say: Callable[[str], None]
 
 
 def _bind(listen: Listen) -> socket.socket:
-    """Returns a bound socket.
-
-    Raises:
-        UserError: The address is unavailable.
-    """
     try:
         family, _, _, _, address = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)[0]
         made = socket.socket(family, socket.SOCK_STREAM)

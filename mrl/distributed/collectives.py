@@ -134,13 +134,13 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
         raise RankFailedError(dist.get_global_rank(group or everyone(), rank), described) from error
 
 
-def any_rank(said: bool, group: dist.ProcessGroup | None = None) -> bool:
-    """Collective over `group`: returns whether `said` is true on any rank."""
+def any_rank(value: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Collective over `group`: returns whether `value` is true on any rank."""
     size = dist.get_world_size(group)
     if size == 1:
-        return said
+        return value
     found = [torch.zeros(1, dtype=torch.uint8) for _ in range(size)]
-    dist.all_gather(found, torch.tensor([said], dtype=torch.uint8), group=group)
+    dist.all_gather(found, torch.tensor([value], dtype=torch.uint8), group=group)
     return any(found)
 
 

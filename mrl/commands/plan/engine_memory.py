@@ -119,8 +119,8 @@ def _native(found: Resolved, device: Device, weights: int, actor: int) -> Engine
     if rollout.speculative.method is not None and device.is_host:  # GPUs do not draft tokens
         row_bytes += slots * History.token_bytes()
     schedule = Schedule.of(config)
-    asked = schedule.most_in_flight * rollout.n if schedule.by_parts else _samples(found)
-    rows = min(rollout.max_num_seqs, rollout.max_num_batched_tokens, asked)
+    sequences = schedule.most_in_flight * rollout.n if schedule.by_parts else _samples(found)
+    rows = min(rollout.max_num_seqs, rollout.max_num_batched_tokens, sequences)
     if device.capacity is not None:
         free = device.capacity - device.allowance - weights - copies - actor
         free -= _experts_work(arch, grid, rollout.max_num_batched_tokens)
@@ -151,11 +151,11 @@ def _llm(found: Resolved, device: Device, weights: int, actor: int) -> EngineMem
     """
     config, arch, grid, rollout = found.config, found.arch, found.grid, found.config.rollout
     size, elements = _item_bytes(config), token_elements(arch, grid.rollout_tp)
-    asked = kv_cache(rollout, size)
-    row_bytes = asked.row_bytes(elements, _longest(config))
+    sizing = kv_cache(rollout, size)
+    row_bytes = sizing.row_bytes(elements, _longest(config))
     rows = min(rollout.max_num_seqs, _samples(found))
     most = rows * row_bytes if device.capacity is None else _share_of_free(found, device, weights + actor)
-    cache = asked.bounded(most, elements)
+    cache = sizing.bounded(most, elements)
     rows = min(rows if device.capacity is None else rollout.max_num_seqs, cache // row_bytes)
     held = {"TensorRT-LLM's own": device.engine_allowance}
     part = {"engine's weights": weights}
@@ -232,11 +232,11 @@ def _vllm(found: Resolved, device: Device, weights: int, actor: int) -> EngineMe
     """
     config, rollout = found.config, found.config.rollout
     size = _item_bytes(config)
-    asked = vllm_kv_cache(rollout, found.arch, size)
-    cache = asked.wanted_bytes
+    sizing = vllm_kv_cache(rollout, found.arch, size)
+    cache = sizing.wanted_bytes
     if device.capacity is not None:
         cache = min(cache, _share_of_free(found, device, weights + actor))
-    rows = min(rollout.max_num_seqs, _samples(found), cache // asked.sequence_bytes)
+    rows = min(rollout.max_num_seqs, _samples(found), cache // sizing.sequence_bytes)
     part = {"engine's weights": weights}
     token_bytes = token_elements(found.arch, found.grid.rollout_tp) * vllm_item_bytes(rollout, size)
     record = record_of(found.arch, rollout)
@@ -250,7 +250,7 @@ def _vllm(found: Resolved, device: Device, weights: int, actor: int) -> EngineMe
         held=own if sleeps else own | part,
         awake=part if sleeps else {},
         refit=_quantizing(config, found.arch, found.grid),
-        cache=0 if device.is_host else max(cache, asked.sequence_bytes),
+        cache=0 if device.is_host else max(cache, sizing.sequence_bytes),
         rows=rows,
         rollout=_generation(found, size, rows),
         host=(PINNED * weights if sleeps else 0) + routing_bytes,

@@ -120,7 +120,7 @@ def check_fits(found: Resolved, hardware: Hardware, stages: list[StageMemory]) -
 
 
 def where_of(stage: StageMemory, grid: Grid) -> str:
-    """Words which ranks a stage's memory belongs to."""
+    """Describes the ranks that a stage's memory belongs to."""
     if stage.stage is None:
         return "every rank that samples"
     if grid.pp > 1:

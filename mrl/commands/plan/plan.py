@@ -1,7 +1,7 @@
 """`mrl plan CONFIG --world-size N`: predicts the cost of a run on a cluster of any size, without running it.
 
-This file words the report. Memory comes from `memory.py` and is checked by `fit.py`, times come from `durations.py` and
-`refits.py`, the best split into training and sampling ranks from `splits.py`. Everything is computed from shapes
+This file formats the report. Memory comes from `memory.py` and is checked by `fit.py`, times come from `durations.py`
+and `refits.py`, the best split into training and sampling ranks from `splits.py`. Everything is computed from shapes
 (`resharding/transfer_cost.py`) and the hardware's stated figures (`observability/hardware.py`); nothing is measured.
 """
 

@@ -1,4 +1,4 @@
-"""Finds the fastest split of a job's ranks into those that train and those that sample, and words the result.
+"""Finds the fastest split of a job's ranks into those that train and those that sample, and describes the result.
 
 A split is the same config with another number of sampling ranks; layouts and everything else are unchanged. Its
 duration and memory are predicted by `durations.py`, `refits.py` and `memory.py`, as for a config with that split.
@@ -222,14 +222,14 @@ def splits_text(splits: Splits, own: Grid, *, overlaps: bool) -> Iterator[str]:
 def _row(split: Split, own: Grid, *, best: bool, overlaps: bool) -> str:
     grid, step = split.grid, split.step(overlaps=overlaps)
     mark = "*" if best else " "
-    asked = "  this config" if grid == own else ""
+    marker = "  this config" if grid == own else ""
     sizes = [max((stage.total(stage.peak) for stage in part), default=0) for part in _sides(split)]
     samples = str(len(grid.samplers)) if grid.has_roles else "same"
     waits = [f"{idle:.0%}" if grid.has_roles else "-" for idle in (step.idle_trainers, step.idle_samplers)]
     memory = ", ".join(f"{size / GB:.0f}" for size in sizes if size)
     return (
         f"{mark:>2}{len(grid.trainers):>7}{samples:>8}{step.refit:>9.3f}{step.rollouts:>10.2f}{step.training:>10.2f}"
-        f"{step.step:>10.2f}{waits[0]:>13}{waits[1]:>14}  {memory}{asked}"
+        f"{step.step:>10.2f}{waits[0]:>13}{waits[1]:>14}  {memory}{marker}"
     )
 
 
@@ -244,7 +244,7 @@ def _reasons(splits: Splits) -> str:
 
 
 def why(ranked: list[Split], *, overlaps: bool) -> str:
-    """Words which split is the fastest and why.
+    """Describes the fastest split and the reason.
 
     Args:
         ranked: Splits, fastest first.

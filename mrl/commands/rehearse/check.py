@@ -39,14 +39,14 @@ class RealRun:
 
 
 def check_real_run(
-    config: Config, file: str, asked: int | None, hardware: Hardware, report: Report, *, stand_ins: bool
+    config: Config, file: str, requested_ranks: int | None, hardware: Hardware, report: Report, *, stand_ins: bool
 ) -> RealRun:
     """Runs all checks of a real run that need no rank.
 
     Args:
         config: Real config.
         file: Config file, whose name may contain nodes x GPUs.
-        asked: Ranks of the real run; None: by the rule of `trainer/validation/world_size.py`.
+        requested_ranks: Ranks of the real run; None: by the rule of `trainer/validation/world_size.py`.
         hardware: GPUs of the real run.
         report: Receives the world size and warnings.
         stand_ins: Replace missing files by placeholders.
@@ -59,7 +59,7 @@ def check_real_run(
         config, replacements = with_placeholders(config)
         report.warnings += replacements
         missing = {}
-    size = world_size(config, file, asked)
+    size = world_size(config, file, requested_ranks)
     report.world_size = size.ranks
     try:
         found = check_run(config, report.world_size, tell=report.warnings.append)

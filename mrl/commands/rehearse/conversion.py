@@ -18,7 +18,7 @@ from mrl.resharding.trtllm import TrtllmMapping
 
 
 def to_hugging_face(checkpoint: Path, folder: Path, arch: ArchSpec, dtype: str) -> str:
-    """Converts a checkpoint to a Hugging Face folder and words the result.
+    """Converts a checkpoint to a Hugging Face folder and returns a summary.
 
     Args:
         checkpoint: Checkpoint folder of the run.
@@ -34,7 +34,7 @@ def to_hugging_face(checkpoint: Path, folder: Path, arch: ArchSpec, dtype: str) 
 
 
 def to_trtllm(hugging_face: Path, folder: Path, arch: ArchSpec, dtype: str, grid: Grid) -> str | None:
-    """Converts a Hugging Face folder for a replica's ranks and words the result; None if TensorRT-LLM lacks the model.
+    """Converts a Hugging Face folder for a replica's ranks and returns a summary; None if TensorRT-LLM lacks the model.
 
     Args:
         hugging_face: Folder to convert.

@@ -37,12 +37,12 @@ class RehearsalEngine:
     width_multiple: int = 8
 
 
-def engine_for(rollout: RolloutConfig, used: Grid) -> RehearsalEngine:
+def engine_for(rollout: RolloutConfig, reduced: Grid) -> RehearsalEngine:
     """Returns the engine of a rehearsal.
 
     Args:
         rollout: Rollout settings of the real run.
-        used: Reduced layout.
+        reduced: Reduced layout.
     """
     if rollout.name == NATIVE:
         return RehearsalEngine()
@@ -55,7 +55,7 @@ def engine_for(rollout: RolloutConfig, used: Grid) -> RehearsalEngine:
         return RehearsalEngine(why=f"{version} is installed, and mrl was written for {VERSION}")
     if broken := broken_requirements():
         return RehearsalEngine(why=broken)
-    if used.rollout_ep > 1:
+    if reduced.rollout_ep > 1:
         return RehearsalEngine(why="its CPU build has no expert parallelism (rollout.expert_parallel_size)")
     if not torch.cpu._is_avx512_supported():
         return RehearsalEngine(why="its ranks exchange wrong numbers on a CPU without AVX-512")

@@ -54,34 +54,34 @@ def sizes(grid: Grid, *, experts: bool) -> dict[str, int]:
     return found
 
 
-def smallest_like(asked: Grid, max_ranks: int, *, experts: bool) -> Grid:
-    """Returns `asked` if it fits into `max_ranks`, otherwise the smallest of the most similar layouts.
+def smallest_like(real: Grid, max_ranks: int, *, experts: bool) -> Grid:
+    """Returns `real` if it fits into `max_ranks`, otherwise the smallest of the most similar layouts.
 
     A reduced layout has no uneven pipeline stages, since the model's depth is not known here (`model.py` adds them).
     Rollout replicas have no pipeline, as in the native engine. Ranks that only sample are kept, which takes two ranks
     at least.
 
     Args:
-        asked: Layout of the real run.
+        real: Layout of the real run.
         max_ranks: Limit of the ranks, at least 1.
         experts: The model has experts (MoE).
     """
-    max_ranks = max(max_ranks, 2) if asked.has_roles else max_ranks
-    if asked.world_size <= max_ranks:
-        return replace(asked, rollout_pp=1)
-    goal = sizes(asked, experts=experts)
+    max_ranks = max(max_ranks, 2) if real.has_roles else max_ranks
+    if real.world_size <= max_ranks:
+        return replace(real, rollout_pp=1)
+    goal = sizes(real, experts=experts)
 
     def distance(grid: Grid) -> tuple[int, int, int, int]:
         found = sizes(grid, experts=experts)
         lost = sum(WEIGHTS[name] for name in goal if (goal[name] > 1) != (found[name] > 1))
-        return lost, _num_changed_orders(asked, grid), grid.world_size, sum(found.values())
+        return lost, _num_changed_orders(real, grid), grid.world_size, sum(found.values())
 
-    return min(_candidates(asked, max_ranks, experts=experts), key=distance)
+    return min(_candidates(real, max_ranks, experts=experts), key=distance)
 
 
-def _num_changed_orders(asked: Grid, used: Grid) -> int:
+def _num_changed_orders(real: Grid, reduced: Grid) -> int:
     """Counts sizes whose order between actor and rollout changes, since the weight sync would differ."""
-    pairs = [(grid.tp, grid.rollout_tp, grid.ep, grid.rollout_ep) for grid in (asked, used)]
+    pairs = [(grid.tp, grid.rollout_tp, grid.ep, grid.rollout_ep) for grid in (real, reduced)]
     (tp, rollout_tp, ep, rollout_ep), (small_tp, small_rollout_tp, small_ep, small_rollout_ep) = pairs
     return (compared(tp, rollout_tp) != compared(small_tp, small_rollout_tp)) + (
         compared(ep, rollout_ep) != compared(small_ep, small_rollout_ep)
@@ -93,39 +93,39 @@ def compared(one: int, other: int) -> int:
     return (one > other) - (one < other)
 
 
-def _candidates(asked: Grid, max_ranks: int, *, experts: bool) -> Iterator[Grid]:
-    most = max_ranks - 1 if asked.has_roles else max_ranks
-    for tp, cp, pp in itertools.product(_smaller(asked.tp, most), _smaller(asked.cp, most), _smaller(asked.pp, most)):
+def _candidates(real: Grid, max_ranks: int, *, experts: bool) -> Iterator[Grid]:
+    most = max_ranks - 1 if real.has_roles else max_ranks
+    for tp, cp, pp in itertools.product(_smaller(real.tp, most), _smaller(real.cp, most), _smaller(real.pp, most)):
         model = tp * cp * pp
-        for dp in _smaller(asked.dp, most // model) if model <= most else ():
+        for dp in _smaller(real.dp, most // model) if model <= most else ():
             train, stage = model * dp, tp * cp * dp
             base = replace(
-                asked,
-                tp=tp, cp=cp, pp=pp, vpp=min(asked.vpp, 2) if pp > 1 else 1,
+                real,
+                tp=tp, cp=cp, pp=pp, vpp=min(real.vpp, 2) if pp > 1 else 1,
                 ep=1, etp=None, rollout_tp=1, rollout_ep=1, rollout_pp=1,
                 first_stage_layers=None, last_stage_layers=None,
             )  # fmt: skip
-            for world, rollout_tp, own in _replicas(asked, train, max_ranks):
+            for world, rollout_tp, own in _replicas(real, train, max_ranks):
                 dense = replace(base, world_size=world, rollout_tp=rollout_tp, rollout_ranks=own)
-                yield from _expert_layouts(asked, dense, stage) if experts else (dense,)
+                yield from _expert_layouts(real, dense, stage) if experts else (dense,)
 
 
-def _replicas(asked: Grid, train: int, max_ranks: int) -> Iterator[tuple[int, int, int]]:
+def _replicas(real: Grid, train: int, max_ranks: int) -> Iterator[tuple[int, int, int]]:
     """Yields (ranks of the job, size of a replica, ranks that only sample) for a number of training ranks."""
-    if not asked.has_roles:
-        yield from ((train, size, 0) for size in _smaller(asked.rollout_tp, train) if train % size == 0)
+    if not real.has_roles:
+        yield from ((train, size, 0) for size in _smaller(real.rollout_tp, train) if train % size == 0)
         return
     left = max_ranks - train
-    for size in _smaller(asked.rollout_tp, left):
-        for count in _smaller(asked.num_replicas, left // size):
+    for size in _smaller(real.rollout_tp, left):
+        for count in _smaller(real.num_replicas, left // size):
             yield train + count * size, size, count * size
 
 
-def _expert_layouts(asked: Grid, dense: Grid, stage: int) -> Iterator[Grid]:
+def _expert_layouts(real: Grid, dense: Grid, stage: int) -> Iterator[Grid]:
     """Yields a dense layout with every expert layout over the ranks of a stage and of a replica."""
-    cuts: list[int | None] = [None] if asked.etp is None else list(_smaller(asked.etp, stage))
+    cuts: list[int | None] = [None] if real.etp is None else list(_smaller(real.etp, stage))
     for ep, etp, rollout_ep in itertools.product(
-        _smaller(asked.ep, stage), cuts, _smaller(asked.rollout_ep, dense.rollout_tp)
+        _smaller(real.ep, stage), cuts, _smaller(real.rollout_ep, dense.rollout_tp)
     ):
         grid = replace(dense, ep=ep, etp=etp, rollout_ep=rollout_ep)
         if ep == 1 and grid.expert_tp != grid.tp:  # rejected by trainer/validation/experts.py

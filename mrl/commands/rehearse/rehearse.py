@@ -169,11 +169,11 @@ class _Rehearsal:
         small, left_out = fitting(small, arch, grid)
         report.not_covered += left_out
         report.warnings += forced(config, found.arch, found.grid)
-        asked, used = sizes(found.grid, experts=experts), sizes(grid, experts=experts)
+        real, reduced = sizes(found.grid, experts=experts), sizes(grid, experts=experts)
         report.layout = {
             ALL: (found.grid.world_size, grid.world_size),
             **({SAMPLING: (found.grid.rollout_ranks, grid.rollout_ranks)} if grid.has_roles else {}),
-            **{name: (asked[name], used[name]) for name in asked if asked[name] > 1},
+            **{name: (real[name], reduced[name]) for name in real if real[name] > 1},
         }
         stages = ("vpp", "first_stage_layers", "last_stage_layers")
         report.model = _differences(flat(asdict(found.arch)), flat(asdict(arch))) | {
@@ -183,9 +183,9 @@ class _Rehearsal:
         }
         report.settings = _differences(flat(asdict(config)), flat(asdict(small)))
         report.warnings += [
-            f"{name} {asked[name]} is not rehearsed: {counted(max_ranks, 'rank')} are too few for it (--max-ranks)"
-            for name in asked
-            if asked[name] > 1 and used[name] == 1
+            f"{name} {real[name]} is not rehearsed: {counted(max_ranks, 'rank')} are too few for it (--max-ranks)"
+            for name in real
+            if real[name] > 1 and reduced[name] == 1
         ]
         if engine.why:
             replacement = f"the {engine.name} engine sampled instead, since {engine.why}"
@@ -389,8 +389,8 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def _differences(asked: dict[str, Any], used: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {key: (asked.get(key), used[key]) for key in used if asked.get(key) != used[key]}
+def _differences(real: dict[str, Any], reduced: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {key: (real.get(key), size) for key, size in reduced.items() if real.get(key) != size}
 
 
 def _layout(grid: Grid) -> str:

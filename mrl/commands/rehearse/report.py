@@ -116,7 +116,7 @@ class Report:
 
 def _comparison_table(title: str, rows: dict[str, tuple[Any, Any]], *, flag_ones: bool) -> Table:
     table = Table("", "asked", "here", title=title, **TABLE_STYLE)
-    for name, (asked, used) in rows.items():
-        lost = flag_ones and name != ALL and asked > 1 and used == 1
-        table.add_row(name, str(asked), f"[yellow]{used}, not kept[/]" if lost else str(used))
+    for name, (real, reduced) in rows.items():
+        lost = flag_ones and name != ALL and real > 1 and reduced == 1
+        table.add_row(name, str(real), f"[yellow]{reduced}, not kept[/]" if lost else str(reduced))
     return table

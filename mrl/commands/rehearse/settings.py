@@ -195,19 +195,19 @@ def with_steps(config: Config, num_steps: int) -> Config:
 
 
 def other_layout(
-    config: Config, arch: ArchSpec, used: Grid, tokenizer_size: int, *, learns_from: LearnsFrom
+    config: Config, arch: ArchSpec, reduced: Grid, tokenizer_size: int, *, learns_from: LearnsFrom
 ) -> tuple[Config, int]:
     """Returns the reduced config at another layout of at most two ranks, and its number of ranks.
 
     Args:
         config: Config of the reduced run.
         arch: Its model.
-        used: Its layout.
+        reduced: Its layout.
         tokenizer_size: Number of token ids of the tokenizer.
         learns_from: Data that the algorithm learns from.
     """
-    for parallel, world_size, own in _other_layouts(config, arch, used):
-        for rollout_tp in (2, 1) if used.rollout_tp == 1 else (1,):
+    for parallel, world_size, own in _other_layouts(config, arch, reduced):
+        for rollout_tp in (2, 1) if reduced.rollout_tp == 1 else (1,):
             changed = replace(
                 config,
                 parallel=parallel,
@@ -224,20 +224,20 @@ def other_layout(
             except UserError:
                 continue
             return changed, world_size
-    raise RuntimeError(f"the reduced model has no valid layout other than {used} (a bug)")
+    raise RuntimeError(f"the reduced model has no valid layout other than {reduced} (a bug)")
 
 
-def _other_layouts(config: Config, arch: ArchSpec, used: Grid) -> Iterator[tuple[ParallelConfig, int, int]]:
+def _other_layouts(config: Config, arch: ArchSpec, reduced: Grid) -> Iterator[tuple[ParallelConfig, int, int]]:
     """Yields (parallel sizes, number of ranks, how many of them only sample)."""
-    if used.has_roles and used.world_size > 2:
+    if reduced.has_roles and reduced.world_size > 2:
         yield ParallelConfig(), 2, 1
-    if arch.moe is not None and used.ep == 1:
+    if arch.moe is not None and reduced.ep == 1:
         yield ParallelConfig(expert_model_parallel_size=2), 2, 0
-    if used.pp == 1:
+    if reduced.pp == 1:
         yield ParallelConfig(pipeline_model_parallel_size=2), 2, 0
-    if used.tp == 1:
+    if reduced.tp == 1:
         yield ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=arch.moe is not None), 2, 0
-    yield ParallelConfig(), 2 if used.world_size != 2 or used.dp != 2 else 1, 0
+    yield ParallelConfig(), 2 if reduced.world_size != 2 or reduced.dp != 2 else 1, 0
     yield ParallelConfig(), 1, 0
 
 

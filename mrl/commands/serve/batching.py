@@ -178,12 +178,12 @@ class RequestQueue:
             return
 
     def _drop(self, answers: Sequence[StreamedAnswer]) -> None:
-        gone = set(answers)
-        if gone:
-            self._open = [answer for answer in self._open if answer not in gone]
-            self._waiting = [answer for answer in self._waiting if answer not in gone]
+        dropped = set(answers)
+        if dropped:
+            self._open = [answer for answer in self._open if answer not in dropped]
+            self._waiting = [answer for answer in self._waiting if answer not in dropped]
             with self._lock:
-                self._submitted -= gone
+                self._submitted -= dropped
 
     def _sampling(self, answer: StreamedAnswer) -> SamplingConfig:
         sampling = answer.sampling
@@ -249,9 +249,7 @@ def _generate_or_bisect(
 def _check_alive(
     engine: RolloutEngine, groups: ProcessGroups, history: LengthHistory, stop_ids: tuple[int, ...]
 ) -> None:
-    """Collective over all ranks: generates one token per replica from a valid prompt, which raises if the engine is
-    broken.
-    """
+    """Collective over all ranks: generates a token per replica from a valid prompt; raises if the engine is broken."""
     sampling = SamplingConfig(n=1, max_tokens=1, greedy=True, stop_token_ids=stop_ids)
     prompts = [(uid, stop_ids[:1] or (0,)) for uid in range(groups.grid.num_replicas)]
     _generate(engine, groups, history, Batch(sampling, prompts))

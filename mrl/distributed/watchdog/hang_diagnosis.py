@@ -1,4 +1,4 @@
-"""Finds the ranks that cause a hang, from the state that every rank publishes, and words the message that ends the job.
+"""Finds the ranks that cause a hang, from the state that every rank publishes, and composes the final message.
 
 These are pure functions; `watchdog.py` reads and writes the store.
 """
@@ -177,7 +177,7 @@ def ranks(numbers: Iterable[int]) -> str:
 
 
 def last_report(state: RankState) -> str:
-    """Words the last known phase of a rank that cannot send its stack."""
+    """Describes the last known phase of a rank that cannot send its stack."""
     return f"Its last report came from {state.where}, for {state.where_s:.0f} s; its stack is unknown."
 
 

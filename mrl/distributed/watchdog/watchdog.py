@@ -283,7 +283,7 @@ class Watchdog:
             self._last_contact = time.monotonic()
 
     def _alarm(self, reason: str | Exception) -> None:
-        """Collects all ranks' states, words the message and ends the job; if an alarm exists, follows that one."""
+        """Collects all ranks' states, composes the message and ends the job; if an alarm exists, follows that one."""
         if not self._post("alarm", str(self._environment.rank)):
             self._follow_alarm()
             return

@@ -14,7 +14,7 @@ TOKEN = "MRL_JOB_TOKEN"
 """Environment variable with the token, equal in all processes of the job and unreadable for other users of the host."""
 
 
-class StrangerError(RuntimeError):
+class AuthenticationError(RuntimeError):
     """Error for data that no process of this job wrote."""
 
 
@@ -32,12 +32,12 @@ def unseal(token: str, purpose: str, sealed: bytes) -> bytes:
     """Returns the data that was sealed for the same purpose.
 
     Raises:
-        StrangerError: It was sealed with another token or for another purpose.
+        AuthenticationError: It was sealed with another token or for another purpose.
     """
     size = 2 * hashlib.sha256().digest_size
     data = sealed[size:]
     if not hmac.compare_digest(sealed[:size], _digest(token, purpose, data).encode()):
-        raise StrangerError(f"the '{purpose}' data was not written by a process of this job (wrong HMAC)")
+        raise AuthenticationError(f"the '{purpose}' data was not written by a process of this job (wrong HMAC)")
     return data
 
 

@@ -82,7 +82,7 @@ class SealedBackend(RendezvousBackend):
     def _is_ours(self, sealed: bytes) -> bool:
         try:
             job_secret.unseal(self._secret, PURPOSE, sealed)
-        except job_secret.StrangerError:
+        except job_secret.AuthenticationError:
             return False
         return True
 

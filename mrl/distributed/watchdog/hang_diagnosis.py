@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mrl.distributed import job_secret
-from mrl.distributed.job_secret import StrangerError
+from mrl.distributed.job_secret import AuthenticationError
 
 SHOWN = 4
 """Number of ranks whose stacks are printed."""
@@ -74,12 +74,12 @@ def decode(data: bytes) -> RankState:
     """Parses a rank's state from the store.
 
     Raises:
-        StrangerError: It is malformed, so no rank wrote it.
+        AuthenticationError: It is malformed, so no rank wrote it.
     """
     try:
         return RankState(**json.loads(data))
     except (ValueError, TypeError) as error:
-        raise StrangerError("a rank's published state is malformed, so no rank of this job wrote it") from error
+        raise AuthenticationError("a rank's published state is malformed, so no rank of this job wrote it") from error
 
 
 def seal_end(secret: str, text: str, status: int, speaker: int) -> str:
@@ -99,7 +99,7 @@ def open_end(secret: str, sealed: bytes) -> dict[str, Any]:
     """Parses and verifies an end-of-job record.
 
     Raises:
-        StrangerError: It was not written with this job's token.
+        AuthenticationError: It was not written with this job's token.
     """
     end: dict[str, Any] = json.loads(job_secret.unseal(secret, "end", sealed))
     return end

@@ -64,6 +64,9 @@ NOBODY = -1
 PROGRESS_CHECKS = 8
 """Checks of the sampling ranks' progress per collective timeout, while a wait is already too long."""
 
+LAUNCHER_ENDED = "the launcher has ended"
+"""Reason of an alarm: the parent process of this rank is gone."""
+
 POLL_S = 0.1
 """Polling interval of the store while waiting for a key, s."""
 
@@ -190,7 +193,7 @@ class Watchdog:
             elif failed_in_collective(error):
                 self._state = replace(self._state, broken=first_line(error))
                 self._alarm(error)
-            self._end(f"{self._state} failed at {self.where()}:\n{_traceback(error)}")
+            self._end(self._describe(error))
         except RuntimeError as lost:
             self._end_without_store(first_line(lost))
         abort.leave(FAILED)
@@ -200,7 +203,7 @@ class Watchdog:
 
         If this is its host's first rank the command line prints the message, otherwise rank 0 does.
         """
-        text = self._mistake_text(error)
+        text = self._describe(error)
         self.close(type(error).__name__)
         with contextlib.suppress(RuntimeError):  # if the store is lost, the other ranks notice that
             if self._post_end(text, status=2, speaker=0):
@@ -210,18 +213,17 @@ class Watchdog:
                 self._post("alarm", str(self._environment.rank))
                 time.sleep(2 * self._interval)  # this rank may serve the store from which the others read the message
 
-    def _mistake_text(self, error: UserError) -> str:
-        return f"{error}\nRaised on {self._state}, at {self.where()}."
+    def _describe(self, error: Exception) -> str:
+        if isinstance(error, UserError):
+            return f"{error}\nRaised on {self._state}, at {self.where()}."
+        return f"{self._state} failed at {self.where()}:\n{_traceback(error)}"
 
     def _fail_alone(self, error: Exception) -> None:
         """Ends the job from a thread, since the others wait in a collective that this rank's main thread has left."""
         if self._closed.is_set():
             return
         try:
-            if isinstance(error, UserError):
-                self._end(self._mistake_text(error), status=2)
-            else:
-                self._end(f"{self._state} failed at {self.where()}:\n{_traceback(error)}")
+            self._end(self._describe(error), status=2 if isinstance(error, UserError) else FAILED)
         except RuntimeError as lost:
             self._end_without_store(first_line(lost))
 
@@ -237,7 +239,7 @@ class Watchdog:
                     return
                 if reason := self._find_problem():
                     self._alarm(reason)
-        except job_secret.StrangerError as intrusion:
+        except job_secret.AuthenticationError as intrusion:
             self._end_after_intrusion(first_line(intrusion))
         except RuntimeError as lost:  # torch's DistError
             self._end_without_store(first_line(lost))
@@ -245,7 +247,7 @@ class Watchdog:
     def _find_problem(self) -> str:
         """Returns the problem with this rank or its successor; "": none."""
         if self._environment.launcher != "none" and os.getppid() != self._parent:
-            return "the launcher is gone"
+            return LAUNCHER_ENDED
         if (self._state.waits_s or 0.0) > self._collective_s and not self._waits_for_sampling():
             return "a collective takes too long"
         if not self._all_started():
@@ -292,7 +294,7 @@ class Watchdog:
         error = reason if isinstance(reason, Exception) else None
         if error is not None and not hang_diagnosis.blames_other_ranks(states, gone, self._environment.world_size):
             text = f"{self._state} failed at {self.where()}, in a collective:\n{_traceback(error)}"
-        elif reason == "the launcher is gone":
+        elif reason == LAUNCHER_ENDED:
             text = f"the launcher of {self._state}, process {self._parent} on that host, has ended."
         else:
             text = hang_diagnosis.diagnose(states, gone, self._environment.world_size)

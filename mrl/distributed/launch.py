@@ -85,9 +85,6 @@ def meet(timeout_s: float) -> TCPStore:
 
     Needs no process group. Each rank returns as soon as it is connected, without waiting for the others.
 
-    Args:
-        timeout_s: Longest wait for the store, s.
-
     Raises:
         UserError: Rank 0 has no address that other hosts could reach, its port is taken, or MPI is not usable.
         ClusterError: Rank 0 cannot be reached.
@@ -315,10 +312,6 @@ def stop(*, in_order: bool = True) -> None:
 
 def become(variables: Mapping[str, str], words: Sequence[str]) -> NoReturn:
     """Replaces this process by another program (execvpe), with `variables` added to the environment.
-
-    Args:
-        variables: Environment variables to add.
-        words: Program and its arguments.
 
     Raises:
         UserError: The program cannot be run.

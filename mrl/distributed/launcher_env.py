@@ -78,10 +78,6 @@ def read(variables: Mapping[str, str]) -> Environment:
 def device_index(environment: Environment, num_devices: int) -> int:
     """Returns the index of this rank's CUDA device among those that it sees.
 
-    Args:
-        environment: Launcher's environment of this rank.
-        num_devices: Number of devices that the rank sees.
-
     Raises:
         UserError: This host has more ranks than devices.
     """

@@ -146,11 +146,7 @@ def run_ranks(
 
 
 def forks(preload: Sequence[str]) -> ForkServerContext:
-    """Returns a multiprocessing context that forks CPU-only processes from a server with `preload` imported.
-
-    Args:
-        preload: Module names; only the first call in this process has an effect.
-    """
+    """Returns a multiprocessing context that forks CPU-only processes from a server with `preload` imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     search_path = os.pathsep.join(path for path in sys.path if path)  # older Pythons' servers do not inherit sys.path

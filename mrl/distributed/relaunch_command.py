@@ -24,11 +24,7 @@ SLURM_JOB = "SLURM_JOB_ID"
 
 
 def started_by(words: Sequence[str]) -> str | None:
-    """Returns the shell command; None if the launcher cannot be found, as in a SLURM job.
-
-    Args:
-        words: Command-line arguments after `mrl`.
-    """
+    """Returns the shell command whose last arguments, after `mrl`, are `words`; None if unknown, as in a SLURM job."""
     if environment().world_size == 1:
         own = _without_suffix(sys.orig_argv, words)
         return shlex.join([*(own if "-m" in own else ["mrl"]), *words])

@@ -86,11 +86,6 @@ def shortage(stages: list[StageMemory], capacity: int) -> Shortage | None:
 def check_fits(found: Resolved, hardware: Hardware, stages: list[StageMemory]) -> None:
     """Rejects a run that would run out of memory.
 
-    Args:
-        found: Resolved run.
-        hardware: Figures of the cluster.
-        stages: Memory of each stage, from `memory_by_stage`.
-
     Raises:
         UserError: The run does not fit; the message names the largest term and a change that fits.
     """

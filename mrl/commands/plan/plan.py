@@ -32,11 +32,6 @@ GB = 1e9
 def describe(config: Config, world_size: int, hardware: Hardware) -> str:
     """Returns the report: memory of a rank of each stage, duration of each phase, and the weight sync's traffic.
 
-    Args:
-        config: Config, not resolved.
-        world_size: Number of ranks.
-        hardware: Figures of the cluster.
-
     Raises:
         UserError: The run is invalid or does not fit into memory; the message names a change that fits.
     """

@@ -190,13 +190,7 @@ def _exclusion_reason(message: str) -> str:
 
 
 def splits_text(splits: Splits, own: Grid, *, overlaps: bool) -> Iterator[str]:
-    """Yields the table of splits, the best one, and the reason.
-
-    Args:
-        splits: Splits of the run.
-        own: Layout of the given config.
-        overlaps: Sampling and training ranks work concurrently.
-    """
+    """Yields the table of splits, the best one, and the reason."""
     ranked = splits.ranked(overlaps=overlaps)
     yield (
         f"splits of {counted(own.world_size, 'rank')} into those that train and those that sample, s a step, "

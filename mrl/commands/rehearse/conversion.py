@@ -20,12 +20,6 @@ from mrl.resharding.trtllm import TrtllmMapping
 def to_hugging_face(checkpoint: Path, folder: Path, arch: ArchSpec, dtype: str) -> str:
     """Converts a checkpoint to a Hugging Face folder and returns a summary.
 
-    Args:
-        checkpoint: Checkpoint folder of the run.
-        folder: Folder to create.
-        arch: Model.
-        dtype: Data type of the actor.
-
     Raises:
         UserError: The checkpoint is damaged, or the conversion differs from it.
     """
@@ -35,13 +29,6 @@ def to_hugging_face(checkpoint: Path, folder: Path, arch: ArchSpec, dtype: str) 
 
 def to_trtllm(hugging_face: Path, folder: Path, arch: ArchSpec, dtype: str, grid: Grid) -> str | None:
     """Converts a Hugging Face folder for a replica's ranks and returns a summary; None if TensorRT-LLM lacks the model.
-
-    Args:
-        hugging_face: Folder to convert.
-        folder: Folder to create.
-        arch: Model.
-        dtype: Data type of the actor.
-        grid: Layout of the rollout replicas.
 
     Raises:
         UserError: The folder is damaged, or the conversion differs from it.

@@ -38,12 +38,7 @@ class RehearsalEngine:
 
 
 def engine_for(rollout: RolloutConfig, reduced: Grid) -> RehearsalEngine:
-    """Returns the engine of a rehearsal.
-
-    Args:
-        rollout: Rollout settings of the real run.
-        reduced: Reduced layout.
-    """
+    """Returns the engine for a rehearsal of `rollout` with the layout `reduced`."""
     if rollout.name == NATIVE:
         return RehearsalEngine()
     if rollout.name != vllm.NAME:

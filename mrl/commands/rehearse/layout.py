@@ -29,12 +29,7 @@ WEIGHTS = {
 
 
 def sizes(grid: Grid, *, experts: bool) -> dict[str, int]:
-    """Returns the size of every dimension of a layout, in ranks.
-
-    Args:
-        grid: Layout.
-        experts: The model has experts (MoE).
-    """
+    """Returns the size of every dimension of a layout, in ranks."""
     found = {
         "tensor parallel": grid.tp,
         "context parallel": grid.cp,
@@ -60,11 +55,6 @@ def smallest_like(real: Grid, max_ranks: int, *, experts: bool) -> Grid:
     A reduced layout has no uneven pipeline stages, since the model's depth is not known here (`model.py` adds them).
     Rollout replicas have no pipeline, as in the native engine. Ranks that only sample are kept, which takes two ranks
     at least.
-
-    Args:
-        real: Layout of the real run.
-        max_ranks: Limit of the ranks, at least 1.
-        experts: The model has experts (MoE).
     """
     max_ranks = max(max_ranks, 2) if real.has_roles else max_ranks
     if real.world_size <= max_ranks:

@@ -93,12 +93,6 @@ class Options:
 def rehearse(file: str, overrides: list[str], options: Options, console: Console) -> Report:
     """Runs every stage; shows and writes the report in any case.
 
-    Args:
-        file: Config file.
-        overrides: Overrides of the config.
-        options: Other options of the command line.
-        console: Console for progress and the report.
-
     Raises:
         UserError: A stage failed; the message names the stage, the cause and what to do.
     """

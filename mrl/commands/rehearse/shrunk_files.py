@@ -44,12 +44,7 @@ def write_model(folder: Path, arch: ArchSpec, *, dtype: str, seed: int, like: Pa
 
 
 def with_first_rows(data: DataConfig, folder: Path) -> DataConfig:
-    """Copies the first rows of all data files and returns the data settings with these copies.
-
-    Args:
-        data: Data settings, whose files exist and were checked.
-        folder: Folder of the copies.
-    """
+    """Copies the first rows of all data files to `folder` and returns the data settings with these copies."""
     folder.mkdir(parents=True, exist_ok=True)
     copied: dict[str, list[str]] = {}
     for side, rows in (("train", ROWS), ("val", 2)):

@@ -130,24 +130,14 @@ class RequestQueue:
         ]
 
     def add_tokens(self, index: int, found: Generated) -> None:
-        """Adds the generated tokens of a batch to its answers.
-
-        Args:
-            index: Index of the batch in the round.
-            found: Generated tokens of each prompt.
-        """
+        """Adds the generated tokens of the round's batch `index` to its answers."""
         for uid, ids, logprobs, ended in found:
             answer = self._batches[index][uid]
             if answer.add_tokens(ids, logprobs, ended=ended):
                 self._drop([answer])
 
     def add_failures(self, index: int, errors: Failures) -> None:
-        """Ends the answers that the engine could not generate.
-
-        Args:
-            index: Index of the batch in the round.
-            errors: Error per uid.
-        """
+        """Ends the answers of the round's batch `index` that the engine could not generate, by uid."""
         for uid, error in errors.items():
             answer = self._batches[index][uid]
             status = 400 if isinstance(error, UserError) else 500

@@ -96,11 +96,7 @@ class BodyReader:
     """Reader of request bodies with limits of each body's size and of their total."""
 
     def __init__(self, longest: int) -> None:
-        """Sets the size limits.
-
-        Args:
-            longest: Longest sequence, tokens.
-        """
+        """Sets the size limits for a model whose longest sequence has `longest` tokens."""
         self._max_bytes = BASE_BYTES + BYTES_PER_TOKEN * longest
         self._buffered = 0
 

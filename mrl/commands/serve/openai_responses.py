@@ -47,13 +47,7 @@ class ResponseWriter(ABC):
     chunk_kind: ClassVar[str]
 
     def __init__(self, identity: Identity, *, wants_logprobs: bool, request: Request) -> None:
-        """Creates a writer for a response that has not started.
-
-        Args:
-            identity: Fields that every object repeats.
-            wants_logprobs: Include log-probabilities.
-            request: Request to answer.
-        """
+        """Creates a writer for a response that has not started."""
         self.request = request
         self._identity, self._wants_logprobs = identity, wants_logprobs
         self._offsets: dict[int, int] = {}
@@ -71,12 +65,7 @@ class ResponseWriter(ABC):
         """Returns the log-probability field of the next tokens of choice `index`."""
 
     def response(self, prompts: Sequence[Sequence[int]], found: Sequence[Sequence[Delta]]) -> Json:
-        """Returns the complete response with all its choices.
-
-        Args:
-            prompts: Token ids of each prompt.
-            found: Pieces of each choice.
-        """
+        """Returns the complete response; `found` has the pieces of each choice."""
         choices = []
         for index, pieces in enumerate(found):
             joined = Delta(
@@ -186,14 +175,7 @@ class ToolChatWriter(ChatWriter):
     def __init__(
         self, identity: Identity, wants_logprobs: bool, request: Request, tool_format: Callable[[str], Parsed]
     ) -> None:
-        """Creates a writer for a response that has not started.
-
-        Args:
-            identity: Fields that every object repeats.
-            wants_logprobs: Include log-probabilities.
-            request: Request to answer.
-            tool_format: Parses the calls of a message.
-        """
+        """Creates a writer for a response that has not started; `tool_format` parses the calls of a message."""
         super().__init__(identity, wants_logprobs=wants_logprobs, request=request)
         self._tool_format = tool_format
         self._texts_so_far: dict[int, str] = {}

@@ -131,12 +131,6 @@ def check(listen: Listen) -> None:
 def serve(config: Config, checkpoint: str | None, listen: Listen, say: Callable[[str], None]) -> None:
     """Collective over all ranks: serves until an exception, such as KeyboardInterrupt, ends it.
 
-    Args:
-        config: Config of the model and engine.
-        checkpoint: Checkpoint from `source`.
-        listen: Address and options.
-        say: Receives, on rank 0, a line that says what is served and where.
-
     Raises:
         UserError: The config or checkpoint is invalid, or the port is taken.
     """

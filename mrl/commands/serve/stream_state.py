@@ -136,12 +136,7 @@ class StreamedAnswer:
         return reason is not None
 
     def fail(self, why: str, status: int) -> None:
-        """Ends the answer with an error.
-
-        Args:
-            why: Message for the client.
-            status: HTTP status.
-        """
+        """Ends the answer with an error message and an HTTP status."""
         self._emit(Delta(error=why, status=status))
 
     def _stop_at(self, text: str) -> tuple[int, int] | None:

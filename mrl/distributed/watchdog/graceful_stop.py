@@ -172,11 +172,7 @@ class Stop:
         signals.ignore_interrupts()
 
     def give_up(self, what: str) -> None:
-        """Ends this process at once; the last checkpoint remains valid.
-
-        Args:
-            what: Cause, for the message.
-        """
+        """Ends this process at once; the last checkpoint remains valid."""
         if self._has_printed:
             os._exit(REQUEUE)
         name = REASONS[self._received] or self.why

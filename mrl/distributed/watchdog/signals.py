@@ -139,13 +139,7 @@ def _message(number: int) -> str:
 
 
 def end(number: int, frame: FrameType | None, status: int) -> NoReturn:
-    """Ends this process from a signal handler: by an exception, or at once where that could get lost.
-
-    Args:
-        number: Signal.
-        frame: Frame that the signal interrupted.
-        status: Exit status.
-    """
+    """Ends this process from a signal handler: by an exception, or at once where that could get lost."""
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     if _is_importing(frame):

@@ -134,11 +134,7 @@ POLL_S = 0.1
 
 
 def run(words: Sequence[str]) -> int:
-    """Runs torchrun and returns the exit status; the caller has blocked `graceful_stop.SIGNALS` in every thread.
-
-    Args:
-        words: torchrun's arguments.
-    """
+    """Runs torchrun and returns the exit status; the caller has blocked `graceful_stop.SIGNALS` in every thread."""
     threading.Thread(target=_forward_signals, args=(handled_signals(),), name="signals", daemon=True).start()
     launch.allow_sockets()
     vars(api)["LocalElasticAgent"] = Agent

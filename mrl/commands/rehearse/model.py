@@ -26,7 +26,7 @@ MAX_SMALL_HEADS = 8
 def shrunk_model(
     arch: ArchSpec, real: Grid, reduced: Grid, *, tokens: int, engine: RehearsalEngine = SMALLEST
 ) -> tuple[ArchSpec, Grid]:
-    """Returns the reduced model for a tokenizer of `tokens` ids, and `reduced` with uneven stages if `real` has them."""
+    """Returns the reduced model for a tokenizer of `tokens` ids, and `reduced` with uneven stages if `real` has any."""
     reduced, num_layers = _depth(arch, real, reduced)
     kv_heads = _kv_heads(arch, real, reduced)
     heads = kv_heads * _group(arch, kv_heads, reduced)
